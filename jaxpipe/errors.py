@@ -1,0 +1,47 @@
+"""The errors that jaxpipe raises for what a user wrote.  Every one is a ValueError."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class JaxpipeError(ValueError):
+    """Base of every error about user input: says what, where, why, and what to write instead."""
+
+
+class ParseError(JaxpipeError):
+    """Text that is not an action, a table or a layout; the message points at the character."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule: the rule's short name, the cell (device, position in its row) if there is one, and a sentence."""
+
+    rule: str
+    message: str
+    device: int | None = None
+    position: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.device is None else f" [device {self.device}, position {self.position}]"
+        return f"{self.rule}{where}: {self.message}"
+
+
+class ScheduleError(JaxpipeError):
+    """A schedule that cannot be built or that breaks the rules of a table; `.violations` holds every one."""
+
+    violations: tuple[Violation, ...]
+
+    def __init__(self, message: str, violations: tuple[Violation, ...] = ()) -> None:
+        super().__init__(message)
+        self.violations = violations
+
+
+class PipelineError(JaxpipeError):
+    """A mesh, parameter tree, batch or function that does not fit the schedule; `.faults` holds every one."""
+
+    faults: tuple[str, ...]
+
+    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults or (message,)

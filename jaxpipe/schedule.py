@@ -1,0 +1,137 @@
+"""The table: for every device, the ordered list of actions it performs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from .action import Action, Cell, Kind, Overlap, Row, parse_cell, parts
+from .errors import ParseError, ScheduleError, Violation
+from .grid import grid
+from .placement import Placement
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A static schedule table: `rows[device]` is that device's actions in order, None where the author wants an idle step.
+
+    Idle cells are only for people: no engine waits for them.  A schedule without backward actions is `forward_only`.
+    A value may be invalid (a draft, a broken file); `jaxpipe.check` says whether it is.
+
+    >>> import jaxpipe as jp
+    >>> s = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    >>> str(s.rows[1][0]), s.stage_to_device
+    ('1F0', (0, 1))
+    """
+
+    rows: tuple[Row, ...]
+    placement: Placement
+    num_microbatches: int
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Iterable[Iterable[Cell]],
+        *,
+        placement: Placement | None = None,
+        num_microbatches: int | None = None,
+        name: str = "",
+    ) -> Schedule:
+        """Make a schedule from rows of actions, reading placement and M off the actions where they are not given."""
+        table = tuple(tuple(row) for row in rows)
+        if num_microbatches is None:
+            num_microbatches = 1 + max((a.microbatch for row in table for c in row for a in parts(c)), default=-1)
+        return cls(table, placement or _placement_of(table), num_microbatches, name)
+
+    @classmethod
+    def from_csv(cls, text: str, *, name: str = "") -> Schedule:
+        """Read torch's CSV: a line a device, an action a cell, an empty cell where idle.
+
+        Reads compute-only and compute-and-transfer tables.  ScheduleError lists every cell that is not an action.
+        """
+        rows, bad = [], []
+        for device, line in enumerate(csv.reader(io.StringIO(text))):
+            row: list[Cell] = []
+            for column, cell in enumerate(line):
+                try:
+                    row.append(parse_cell(cell))
+                except ParseError as error:
+                    bad.append(Violation("parse", f"line {device + 1}, column {column + 1}: {error}", device, column))
+            rows.append(row)
+        if bad:
+            raise ScheduleError("the CSV is not a schedule:\n" + "\n".join(f"  {v.message}" for v in bad), tuple(bad))
+        if not any(cell for row in rows for cell in row):
+            raise ScheduleError("the CSV holds no action; write a line a device and an action a cell, e.g. 0F0,0B0")
+        return cls.from_rows(rows, name=name)
+
+    def to_csv(self) -> str:
+        """Write torch's CSV: a line a device, an action a cell, an empty cell where idle."""
+        return "".join(",".join("" if c is None else str(c) for c in row) + "\n" for row in self.rows)
+
+    @property
+    def num_devices(self) -> int:
+        """P, the number of devices (rows)."""
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        """S, the number of stages."""
+        return self.placement.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        """V, the largest number of stages on one device."""
+        return self.placement.num_chunks
+
+    @property
+    def stage_to_device(self) -> tuple[int | tuple[int, ...], ...]:
+        """Per stage, the device that holds it; a tuple of devices in a bidirectional schedule."""
+        return self.placement.stage_to_device
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """True where no action is a backward (B, I or W): a table for evaluation."""
+        return not any(a.kind in (Kind.B, Kind.I, Kind.W) for row in self.rows for c in row for a in parts(c))
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """True where some action is a SEND or RECV, as after `add_transfers`."""
+        return any(not a.kind.is_compute for row in self.rows for c in row for a in parts(c))
+
+    def actions(self) -> Iterable[tuple[int, int, Action]]:
+        """Yield (device, position in its row, action), the halves of an overlapped pair one after the other."""
+        for device, row in enumerate(self.rows):
+            for position, cell in enumerate(row):
+                for action in parts(cell):
+                    yield device, position, action
+
+    def with_rows(self, rows: Sequence[Sequence[Cell]]) -> Schedule:
+        """The same placement, microbatches and name with other rows (what a pass returns)."""
+        return replace(self, rows=tuple(tuple(row) for row in rows))
+
+    def __str__(self) -> str:
+        return grid(self.rows)
+
+
+def _placement_of(rows: tuple[Row, ...]) -> Placement:
+    """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (check will complain)."""
+    found: dict[int, list[int]] = {}
+    for device, row in enumerate(rows):
+        for cell in row:
+            action = cell.forward if isinstance(cell, Overlap) else cell
+            if action is None:
+                continue
+            for half in parts(cell):
+                devices = found.setdefault(half.stage, [])
+                if device not in devices:
+                    devices.append(device)
+    stages = 1 + max(found, default=-1)
+    if any(len(d) > 1 for d in found.values()):
+        # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
+        for stage, devices in found.items():
+            devices.sort(key=lambda d, s=stage: (d != s, d))  # type: ignore[misc]
+    return Placement(tuple(tuple(found.get(s, (0,))) for s in range(stages)), len(rows))
