@@ -1,0 +1,72 @@
+# Two commands: `make train` trains a small GPT through a pipeline, `make test` lints, type-checks and tests.
+# Each sets up what it needs in .venv on its first run, and starts at once afterwards.
+#
+#   make train ARGS="--schedule gpipe --steps 50"     flags of examples/train_gpt.py
+#   make test  ARGS="tests/table -x"                  arguments of pytest
+#   make ... PYTHON=/path/to/python3.12               which Python makes .venv
+
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+TORCH := 2.13.0
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help train test verify lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+
+train: $(VENV)/.ready-train
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+verify: $(VENV)/.ready-test
+	$(BIN)/python examples/train_gpt.py --verify $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache *.egg-info
+
+# The first Python >= 3.11 that is found, 3.11 before the others, makes the virtual environment.
+$(BIN)/python:
+	@set -euo pipefail; \
+	for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3 python); do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$("$$python" --version) ($$(command -v "$$python"))"; \
+	    exec "$$python" -m venv $(VENV); \
+	  fi; \
+	done; \
+	echo "No Python 3.11 or newer was found (tried: $(or $(PYTHON),python3.11 python3.12 python3.13 python3 python))." >&2; \
+	echo "Install one with its venv module (Debian: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python3.11" >&2; \
+	exit 1
+
+$(VENV)/.ready-train: pyproject.toml | $(BIN)/python
+	@echo "installing jaxpipe and what the example needs into $(VENV)"
+	$(PIP) -e '.[examples]'
+	@touch $@
+
+# torch goes first and alone, from its CPU build: PyPI's Linux wheel brings gigabytes of CUDA packages that nothing here uses.
+$(VENV)/.ready-test: pyproject.toml | $(BIN)/python
+	@echo "installing jaxpipe and what the tests need into $(VENV)"
+	$(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
+	  || $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) 'torch==$(TORCH)+cpu' 2>/dev/null \
+	  || $(PIP) 'torch==$(TORCH)'
+	$(PIP) -e '.[examples,test,dev]'
+	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	$(PIP) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || { \
+	  echo "**********************************************************************************************"; \
+	  echo "WARNING: jax-cuda13-plugin and jax-cuda13-pjrt $$version could not be installed: the tests that"; \
+	  echo "compile GPU programs without a GPU will be SKIPPED.  Everything else is tested."; \
+	  echo "**********************************************************************************************"; }
+	@touch $@ $(VENV)/.ready-train
