@@ -1,0 +1,175 @@
+"""Automatic layouts: the layers of a model cut into stages, evenly or by what each layer costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .layout import LETTERS, Layout, LayoutError, parse_layout
+
+
+def split_layers(costs: Sequence[float], *, stages: int, allow_empty: bool = False) -> tuple[range, ...]:
+    """Cut layers, in order, into stages so that the most expensive stage is as cheap as can be; per stage its layer numbers.
+
+    Of all cuts with that largest stage, the one with the least sum of squared stage costs: the most even one.  LayoutError on a
+    negative cost, or on more stages than layers unless `allow_empty`.  Exact, by dynamic programming in O(stages * layers^2).
+
+    >>> [len(layers) for layers in split_layers([3, 1, 1, 1, 1, 2], stages=3)]
+    [1, 3, 2]
+    """
+    values = np.asarray(costs, dtype=np.float64)
+    faults = _cost_faults(values, stages, allow_empty)
+    if faults:
+        raise LayoutError("cannot split the layers:\n" + "\n".join(f"  {f}" for f in faults))
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    size = total[None, :] - total[:, None]  # [start, end] -> cost of a stage that holds layers start ... end - 1
+    gap = np.arange(len(total))[None, :] - np.arange(len(total))[:, None]
+    size[gap < (0 if allow_empty else 1)] = np.inf
+    largest = _cheapest(size, stages, total_of=np.maximum)[1]
+    # The bound is itself an entry of `size`, so the comparison is exact and needs no tolerance.
+    squares = np.where(size <= largest, size, np.inf) ** 2
+    cuts = _cheapest(squares, stages, total_of=np.add)[0]
+    return tuple(range(a, b) for a, b in pairwise(cuts))
+
+
+def balanced_layout(
+    layers: str,
+    costs: Mapping[str, float] | Sequence[float],
+    *,
+    devices: int,
+    chunks: int = 1,
+    letters: str = LETTERS,
+    allow_empty: bool = False,
+) -> Layout:
+    """Lay out a model by the cost of each layer, so that the most expensive stage is as cheap as can be.
+
+    `layers` is a layout string without `|`, such as `Et*61,mL`; `costs` gives each letter, or each layer, its cost in any unit.
+    LayoutError on a missing cost or on fewer layers than stages (unless `allow_empty`).
+
+    >>> str(balanced_layout("Et*8,L", {"E": 0.5, "t": 1, "L": 1.5}, devices=4))
+    'Ett|tt|t*3|tL'
+    """
+    model = parse_layout(layers, devices=1, letters=letters)
+    if model.num_stages > 1:
+        raise LayoutError(f"layers={layers!r} already holds '|'; write the layers alone, e.g. 'Et*61,mL', or use parse_layout")
+    if isinstance(costs, Mapping):
+        missing = sorted(set(model.layers) - set(costs))
+        if missing:
+            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {layers!r} one")
+        costs = [costs[letter] for letter in model.layers]
+    if len(costs) != len(model.layers):
+        raise LayoutError(f"{len(costs)} costs are given for {len(model.layers)} layers; give each layer, or each letter, one")
+    pieces = split_layers(costs, stages=devices * chunks, allow_empty=allow_empty)
+    return Layout(tuple(model.layers[r.start : r.stop] for r in pieces), devices)
+
+
+def even_layout(
+    num_layers: int,
+    *,
+    devices: int,
+    chunks: int = 1,
+    mtp_layers: int = 0,
+    count_embedding: bool = False,
+    count_loss: bool = False,
+    first_device: int | None = None,
+    last_device: int | None = None,
+) -> Layout:
+    """Spread `num_layers` transformer layers evenly over devices * chunks stages; embedding first, MTP layers and loss last.
+
+    `count_embedding` and `count_loss` let the embedding and the loss take the place of a layer (Megatron's
+    `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`).  `first_device` and `last_device` fix
+    how many layers these devices hold over all their chunks (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`), and
+    the others share the rest.  Megatron demands that everything divides; here what is left over goes, one layer each, to the last
+    stages before the final one, which hold the fewest activations under 1F1B.  LayoutError where a number makes no sense.
+
+    >>> str(even_layout(6, devices=4, count_embedding=True, count_loss=True))
+    'Et|tt|tt|tL'
+    """
+    fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
+    faults = _even_faults(num_layers, devices, chunks, mtp_layers, fixed)
+    if (first_device is not None or last_device is not None) and (count_embedding or count_loss):
+        faults.append("first_device and last_device exclude count_embedding and count_loss; give either the one pair or the other")
+    if first_device is not None and last_device is not None and devices == 1:
+        faults.append("first_device and last_device are the same device where devices=1; give neither")
+    if faults:
+        raise LayoutError("cannot lay the layers out:\n" + "\n".join(f"  {f}" for f in faults))
+    number = [0] * (devices * chunks)
+    for device, held in fixed.items():
+        for stage, share in zip(range(device, len(number), devices), _spread(held, chunks), strict=True):
+            number[stage] = share
+    free = [s for s in range(len(number)) if s % devices not in fixed]
+    slots = num_layers - sum(fixed.values()) + count_embedding + count_loss
+    for stage, share in zip(free, _spread(slots, len(free)), strict=True):
+        number[stage] = share
+    number[0] -= count_embedding
+    number[-1] -= count_loss
+    if min(number) < 0:
+        raise LayoutError(
+            f"{num_layers} layers are too few for {len(number)} stages with the embedding and the loss counted; use fewer stages"
+        )
+    stages = ["t" * n for n in number]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * mtp_layers + "L"
+    return Layout(tuple(stages), devices)
+
+
+def _spread(items: int, places: int) -> list[int]:
+    """Items over places, the remainder to the last places before the final one."""
+    if not places:
+        return []
+    base, extra = divmod(items, places)
+    favoured = [*range(places - 2, -1, -1), places - 1][:extra]
+    return [base + (place in favoured) for place in range(places)]
+
+
+def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> tuple[list[int], float]:
+    """The cut points of the cheapest way to reach the last layer in exactly `stages` steps, and its total."""
+    layers = len(size) - 1
+    best = np.full(layers + 1, np.inf)
+    best[0] = 0.0
+    came_from = []
+    for _ in range(stages):
+        reached = total_of(best[:, None], size)
+        came_from.append(reached.argmin(axis=0))
+        best = reached.min(axis=0)
+    cuts = [layers]
+    for origin in reversed(came_from):
+        cuts.append(int(origin[cuts[-1]]))
+    return cuts[::-1], float(best[layers])
+
+
+def _cost_faults(costs: NDArray[np.float64], stages: int, allow_empty: bool) -> list[str]:
+    """Everything that is wrong with the arguments of `split_layers`."""
+    if costs.ndim != 1:
+        return [f"costs must be a flat list of numbers, one a layer; got shape {costs.shape}"]
+    faults = [
+        f"layer {i} costs {costs[i]:g}; a cost must be a finite number >= 0" for i in np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+    ]
+    if stages < 1:
+        faults.append(f"stages must be >= 1; got {stages}")
+    if not allow_empty and stages > len(costs):
+        faults.append(f"{len(costs)} layers cannot fill {stages} stages; use at most {len(costs)}, or allow_empty=True for empty stages")
+    return faults
+
+
+def _even_faults(num_layers: int, devices: int, chunks: int, mtp_layers: int, fixed: dict[int, int]) -> list[str]:
+    """Everything that is wrong with the numbers given to `even_layout`."""
+    faults = []
+    for name, value, least in (
+        ("num_layers", num_layers, 0),
+        ("devices", devices, 1),
+        ("chunks", chunks, 1),
+        ("mtp_layers", mtp_layers, 0),
+    ):
+        if value < least:
+            faults.append(f"{name} must be >= {least}; got {value}")
+    faults += [f"device {d} cannot hold {n} layers; give a number >= 0" for d, n in fixed.items() if n < 0]
+    held = sum(fixed.values())
+    if held > max(num_layers, 0):
+        faults.append(f"the first and last device are to hold {held} layers, but there are {num_layers}")
+    if held < num_layers and len(fixed) == devices:
+        faults.append(f"every device's number is fixed, {held} layers in all, but there are {num_layers}; leave one number out")
+    return faults
