@@ -15,12 +15,16 @@ class ParseError(JaxpipeError):
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: the rule's short name, the cell (device, position in its row) if there is one, and a sentence."""
+    """One broken rule: the rule's short name, the cell (device, position in its row) if there is one, and a sentence.
+
+    `others` are further cells that take part (a deadlock's cycle, the first of two duplicates).
+    """
 
     rule: str
     message: str
     device: int | None = None
     position: int | None = None
+    others: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         where = "" if self.device is None else f" [device {self.device}, position {self.position}]"
@@ -35,6 +39,10 @@ class ScheduleError(JaxpipeError):
     def __init__(self, message: str, violations: tuple[Violation, ...] = ()) -> None:
         super().__init__(message)
         self.violations = violations
+
+
+class CostError(JaxpipeError):
+    """Costs that do not fit: a list of another length than the stages, or a cost that is negative or not a number."""
 
 
 class PipelineError(JaxpipeError):

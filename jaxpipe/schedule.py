@@ -8,10 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .action import Action, Cell, Kind, Overlap, Row, parse_cell, parts
+from .action import Action, Cell, Overlap, Row, parse_cell, parts
+from .encode import Encoded, encode
 from .errors import ParseError, ScheduleError, Violation
 from .grid import grid
 from .placement import Placement
+from .rules import broken_rules, run_order
+from .runorder import RunOrder, Transfers
 
 
 @dataclass(frozen=True)
@@ -93,14 +96,34 @@ class Schedule:
         return self.placement.stage_to_device
 
     @cached_property
+    def encoded(self) -> Encoded:
+        """The table as integer arrays (made once; what the checker, the simulator and the passes read)."""
+        return encode(self.rows, self.num_stages, self.num_microbatches)
+
+    @cached_property
     def forward_only(self) -> bool:
         """True where no action is a backward (B, I or W): a table for evaluation."""
-        return not any(a.kind in (Kind.B, Kind.I, Kind.W) for row in self.rows for c in row for a in parts(c))
+        return self.encoded.forward_only
 
     @cached_property
     def has_transfers(self) -> bool:
         """True where some action is a SEND or RECV, as after `add_transfers`."""
-        return any(not a.kind.is_compute for row in self.rows for c in row for a in parts(c))
+        return self.encoded.has_transfers
+
+    @cached_property
+    def violations(self) -> tuple[Violation, ...]:
+        """Every broken rule of the table itself (made once; `jaxpipe.check` raises them and adds the memory cap)."""
+        return broken_rules(self.encoded, self.placement, self.run_order)
+
+    def run_order(self, transfers: Transfers) -> RunOrder:
+        """An order in which all actions can run, or the deadlocks; made once for each kind of transfer."""
+        if transfers not in self._run_orders:
+            self._run_orders[transfers] = run_order(self.encoded, transfers)
+        return self._run_orders[transfers]
+
+    @cached_property
+    def _run_orders(self) -> dict[Transfers, RunOrder]:
+        return {}
 
     def actions(self) -> Iterable[tuple[int, int, Action]]:
         """Yield (device, position in its row, action), the halves of an overlapped pair one after the other."""
