@@ -58,7 +58,9 @@ class Encoded:
     def in_range(self) -> BoolArray:
         """Per action, whether its stage and microbatch exist."""
         stage_ok = (self.stage >= 0) & (self.stage < self.num_stages)
-        return stage_ok & (self.microbatch >= 0) & (self.microbatch < self.num_microbatches)
+        microbatch_ok = (self.microbatch >= 0) & (self.microbatch < self.num_microbatches)
+        in_range: BoolArray = stage_ok & microbatch_ok
+        return in_range
 
     @property
     def too_sparse(self) -> bool:
@@ -131,7 +133,8 @@ class Encoded:
     @cached_property
     def crosses(self) -> BoolArray:
         """Per action, whether its producer stands on another device."""
-        return (self.producer >= 0) & (self.device[self.producer] != self.device)
+        crosses: BoolArray = (self.producer >= 0) & (self.device[self.producer] != self.device)
+        return crosses
 
     @cached_property
     def receives_from(self) -> IntArray:

@@ -37,4 +37,5 @@ def live_activations(table: Encoded, release: Release) -> IntArray:
     begins, dies = activation_changes(table, release)
     running = np.cumsum(begins) - (np.cumsum(dies) - dies)
     before_row = np.concatenate([[0], np.cumsum(begins - dies)])[np.array(table.first[:-1], np.int64)]
-    return running - np.repeat(before_row, np.diff(table.first))
+    live: IntArray = running - np.repeat(before_row, np.diff(table.first))
+    return live

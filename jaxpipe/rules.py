@@ -120,7 +120,8 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
     forward = table.at[Kind.F, table.stage[known], table.microbatch[known]]
     parted = (forward >= 0) & (table.device[forward] != table.device[known])
     for i, f in zip(known[parted].tolist(), forward[parted].tolist(), strict=True):
-        message = f"{table.text(i)} is on device {table.device[i]}, but {table.text(f)}, whose activations it needs, ran on device {table.device[f]}"
+        needs = f"{table.text(f)}, whose activations it needs, ran on device {table.device[f]}"
+        message = f"{table.text(i)} is on device {table.device[i]}, but {needs}"
         found.append(_at(table, "placement", i, message, (f,)))
     return found
 
@@ -187,7 +188,8 @@ def _transfers(table: Encoded) -> list[Violation]:
 def _is_first(table: Encoded) -> BoolArray:
     """Per action in range, whether it is the first of its duplicates."""
     stage, m = np.clip(table.stage, 0, table.num_stages - 1), np.clip(table.microbatch, 0, table.num_microbatches - 1)
-    return table.at[table.kind, stage, m] == np.arange(table.num_actions)
+    first: BoolArray = table.at[table.kind, stage, m] == np.arange(table.num_actions)
+    return first
 
 
 def _missing(table: Encoded, consumers: IntArray, transfers: IntArray, kind: Kind, shift: int) -> list[Violation]:
