@@ -1,42 +1,52 @@
-"""GPipe, 1F1B, and the table of one device with no pipeline at all."""
+"""GPipe, 1F1B, and the table with no pipelining at all."""
 
 from __future__ import annotations
 
-from ..action import Action, Cell, Kind
+from ..action import Cell, Kind
+from ..listing import actions, alternate
 from ..placement import Placement
 from ..schedule import Schedule
 
 F, B = Kind.F, Kind.B
 
 
-def no_pipelining(*, devices: int, microbatches: int) -> Schedule:
-    """Forward and backward of one microbatch after the other, as plain gradient accumulation does."""
-    placement = Placement.loop(devices=devices)
-    rows = [[Action(d, k, m) for m in range(microbatches) for k in (F, B)] for d in range(devices)]
+def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """Forward and backward of one microbatch after the other, as plain gradient accumulation does.
+
+    Any P, V, M; stages are placed in a loop.  Only one device works at a time: bubble 1 - 1/P at equal costs.  A device
+    holds V activations at its peak.
+    """
+    placement = Placement.loop(devices=devices, chunks=chunks)
+    rows = []
+    for stages in placement.stages_of:
+        columns = [actions(s, F, range(microbatches)) for s in stages] + [actions(s, B, range(microbatches)) for s in reversed(stages)]
+        rows.append(alternate(*columns))
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="no_pipelining")
 
 
-def gpipe(*, devices: int, microbatches: int) -> Schedule:
+def gpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     """All forwards, then all backwards (GPipe, Huang et al. 2019, figure 2c).
 
-    Bubble (P - 1) / (M + P - 1) at equal costs; every device holds M microbatches' activations at its peak.
+    Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1); every device holds M
+    activations at its peak.
     """
-    placement = Placement.loop(devices=devices)
-    rows = [[Action(d, k, m) for k in (F, B) for m in range(microbatches)] for d in range(devices)]
+    placement = Placement.loop(devices=devices, chunks=chunks)
+    rows = [actions(d, F, range(microbatches)) + actions(d, B, range(microbatches)) for d in range(devices)]
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="gpipe")
 
 
-def one_f_one_b(*, devices: int, microbatches: int) -> Schedule:
+def one_f_one_b(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     """One forward, one backward in the steady state (PipeDream-flush, Narayanan et al. 2021, figure 4 top).
 
-    Bubble (P - 1) / (M + P - 1) at equal costs; device d holds min(P - d, M) microbatches' activations at its peak.
+    Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1); device d holds
+    min(P - d, M) activations at its peak.
     """
+    placement = Placement.loop(devices=devices, chunks=chunks)
     rows: list[list[Cell]] = []
     for device in range(devices):
         ahead = min(devices - 1 - device, microbatches)
-        warmup = [Action(device, F, m) for m in range(ahead)]
-        steady = [Action(device, k, m + (ahead if k is F else 0)) for m in range(microbatches - ahead) for k in (F, B)]
-        cooldown = [Action(device, B, m) for m in range(microbatches - ahead, microbatches)]
+        forward, backward = actions(device, F, range(microbatches)), actions(device, B, range(microbatches))
+        warmup, cooldown = forward[:ahead], backward[microbatches - ahead :]
+        steady = alternate(forward[ahead:], backward[: microbatches - ahead])
         rows.append([*warmup, *steady, *cooldown])
-    placement = Placement.loop(devices=devices)
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="1f1b")

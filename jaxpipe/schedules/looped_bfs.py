@@ -1,0 +1,21 @@
+"""Looped BFS: several chunks a device, breadth first."""
+
+from __future__ import annotations
+
+from ..action import Kind
+from ..listing import in_groups
+from ..placement import Placement
+from ..schedule import Schedule
+
+
+def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """All microbatches through a chunk before the next chunk (Breadth-First Pipeline Parallelism, Lamy-Poirier 2023, figure 4).
+
+    Any P, V and M.  Makespan (V M + P - 1)(F + B) in costs of a chunk for M >= P, so the bubble is
+    (P - 1) / (V M + P - 1); every device holds V M activations at its peak.  What the order buys is that a chunk's
+    parameters are wanted, and its gradients complete, in one run each, which suits sharded data parallelism.
+    """
+    placement = Placement.loop(devices=devices, chunks=chunks)
+    once = (microbatches,)
+    rows = [in_groups(stages, Kind.F, once) + in_groups(stages[::-1], Kind.B, once) for stages in placement.stages_of]
+    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="looped_bfs")
