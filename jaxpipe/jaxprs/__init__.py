@@ -1,0 +1,7 @@
+"""Small pure transformations of jaxprs: inline calls, slice, cut in two."""
+
+from .cut import Cut, cut, drop_dead
+from .flatten import flatten
+from .slices import known_from, needed_for
+
+__all__ = ["Cut", "cut", "drop_dead", "flatten", "known_from", "needed_for"]

@@ -1,0 +1,79 @@
+"""Inline every call in a jaxpr (jit, remat, custom_jvp, custom_vjp), also inside scans, so that it can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend import core
+
+Atom: TypeAlias = core.Var | core.Literal
+NewVar: TypeAlias = Callable[[Any], core.Var]
+
+# The parameter that holds a call's body.  `custom_*` calls that are still here were not differentiated, so the
+# plain body is their meaning.  Inlined remat keeps what it is for: a stage's forward and backward are
+# separate computations, so what the backward recomputes cannot be shared with the forward by accident.
+_BODY_OF = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same function without calls; constants become literals or stay constants of the result."""
+    newvar = core.gensym()
+    jaxpr = closed.jaxpr
+    constvars = [newvar(v.aval) for v in jaxpr.constvars]
+    invars = [newvar(v.aval) for v in jaxpr.invars]
+    consts: list[tuple[core.Var, Any]] = list(zip(constvars, closed.consts, strict=True))
+    eqns: list[core.JaxprEqn] = []
+    outs = _emit(jaxpr, [*constvars, *invars], eqns, consts, newvar)
+    flat = jaxpr.replace(constvars=[v for v, _ in consts], invars=invars, outvars=outs, eqns=eqns)
+    return core.ClosedJaxpr(flat, [c for _, c in consts])
+
+
+def _emit(
+    jaxpr: core.Jaxpr, arguments: Sequence[Atom], eqns: list[core.JaxprEqn], consts: list[tuple[core.Var, Any]], newvar: NewVar
+) -> list[Atom]:
+    """Append the flattened equations of a jaxpr applied to `arguments`; return its outputs."""
+    env: dict[core.Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(a) for a in eqn.invars]
+        body = eqn.params.get(_BODY_OF.get(eqn.primitive.name, ""))
+        if body is not None:
+            inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, [])
+            bound = [newvar(v.aval) for v in inner.constvars]
+            consts.extend(zip(bound, inner_consts, strict=True))
+            outs = _emit(inner, [*bound, *inputs], eqns, consts, newvar)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            continue
+        params = eqn.params
+        if eqn.primitive.name == "scan":
+            flat = flatten(params["jaxpr"])
+            inputs, params = _lift_scan_consts(flat, inputs, params, consts, newvar)
+        fresh = [v if isinstance(v, core.DropVar) else newvar(v.aval) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, fresh, strict=True))
+        eqns.append(eqn.replace(invars=inputs, outvars=fresh, params=params))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _lift_scan_consts(
+    body: core.ClosedJaxpr, inputs: list[Atom], params: dict[str, Any], consts: list[tuple[core.Var, Any]], newvar: NewVar
+) -> tuple[list[Atom], dict[str, Any]]:
+    """Turn the constants of a scan body into operands of the scan, so that a body never holds constants."""
+    lifted = [newvar(v.aval) for v in body.jaxpr.constvars]
+    consts.extend(zip(lifted, body.consts, strict=True))
+    jaxpr = body.jaxpr.replace(constvars=[], invars=[*body.jaxpr.constvars, *body.jaxpr.invars])
+    changed = dict(params, jaxpr=core.ClosedJaxpr(jaxpr, []), num_consts=params["num_consts"] + len(lifted))
+    return [*lifted, *inputs], changed

@@ -1,0 +1,125 @@
+"""What each tick needs, read off the ticks: blocks, who runs them, and the transfers between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..action import Action, Kind, parts
+from .assign_ticks import Ticks
+from .program import Block, BlockUse, Payload, Permute, Position, Presence
+
+
+class Edge(NamedTuple):
+    """A transfer from one device to another at the end of a tick."""
+
+    payload: Payload
+    source: int
+    target: int
+
+
+class Count(NamedTuple):
+    """How many devices run a block in a tick, and how many of those for the first, the last, a locally consumed stage."""
+
+    active: int
+    first: int
+    last: int
+    local: int
+
+    def plus(self, other: Count) -> Count:
+        """Element by element."""
+        return Count(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class TickFacts:
+    """The static needs of one tick."""
+
+    blocks: dict[Block, Count]
+    edges: frozenset[Edge]
+
+    @property
+    def signature(self) -> tuple[frozenset[Block], frozenset[Edge]]:
+        """Ticks with equal signatures can share their code."""
+        return frozenset(self.blocks), self.edges
+
+
+class Where(NamedTuple):
+    """Where an action runs."""
+
+    device: int
+    tick: int
+
+
+def locate(ticks: Ticks) -> dict[Action, Where]:
+    """Action -> device and tick."""
+    return {a: Where(d, t) for d, row in enumerate(ticks.cells) for t, cell in enumerate(row) for a in parts(cell)}
+
+
+def consumer_of(action: Action, last_stage: int, where: dict[Action, Where]) -> Where | None:
+    """Who uses the output of an F, or the input gradient of a B or I, as a stage of its own; None where nobody does."""
+    stage, kind, microbatch = action
+    if kind is Kind.F:
+        return None if stage == last_stage else where[Action(stage + 1, Kind.F, microbatch)]
+    if kind is Kind.W or stage == 0:
+        return None
+    return where.get(Action(stage - 1, Kind.B, microbatch)) or where[Action(stage - 1, Kind.I, microbatch)]
+
+
+def collect(ticks: Ticks) -> list[TickFacts]:
+    """The facts of every tick, in order."""
+    schedule = ticks.schedule
+    last_stage = schedule.num_stages - 1
+    where = locate(ticks)
+    found: list[TickFacts] = [TickFacts({}, frozenset()) for _ in range(ticks.num_ticks)]
+    edges: list[set[Edge]] = [set() for _ in found]
+    for action, (device, tick) in where.items():
+        target = consumer_of(action, last_stage, where)
+        block = Block(action.kind, schedule.placement.chunk_of(action.stage, device))
+        local = target is not None and target.device == device
+        count = Count(1, int(action.stage == 0), int(action.stage == last_stage), int(local))
+        blocks = found[tick].blocks
+        blocks[block] = blocks[block].plus(count) if block in blocks else count
+        if target is not None and not local:
+            payload = Payload.ACTIVATION if action.kind is Kind.F else Payload.COTANGENT
+            edges[tick].add(Edge(payload, device, target.device))
+    return [TickFacts(f.blocks, frozenset(e)) for f, e in zip(found, edges, strict=True)]
+
+
+def position_of(group: Sequence[TickFacts], num_devices: int) -> Position:
+    """One position that serves every tick in the group: the union of their blocks and of their transfers."""
+    total: dict[Block, Count] = {}
+    for facts in group:
+        for block, count in facts.blocks.items():
+            total[block] = total[block].plus(count) if block in total else count
+    everyone = num_devices * len(group)
+    uses = tuple(
+        BlockUse(
+            block,
+            Presence.of(count.active, everyone),
+            Presence.of(count.first, count.active),
+            Presence.of(count.last, count.active),
+            Presence.of(count.local, count.active),
+        )
+        # Backward blocks go first: what they free may be written by the forward of the same tick.
+        for block, count in sorted(total.items(), key=lambda item: (item[0].kind is Kind.F, item[0]))
+    )
+    return Position(uses, permutes_of(frozenset().union(*(f.edges for f in group))))
+
+
+def permutes_of(edges: Iterable[Edge]) -> tuple[Permute, ...]:
+    """Colour edges into permutes: by payload and direction, then greedily so that sources and targets are distinct.
+
+    Wrap-around edges of a ring point against their payload's direction, so they come out as a permute of their own.
+    """
+    groups: dict[tuple[Payload, bool], list[list[tuple[int, int]]]] = {}
+    for payload, source, target in sorted(edges):
+        colours = groups.setdefault((payload, source > target), [])
+        for colour in colours:
+            if all(source != s and target != t for s, t in colour):
+                colour.append((source, target))
+                break
+        else:
+            colours.append([(source, target)])
+    return tuple(Permute(payload, tuple(c)) for (payload, _), colours in sorted(groups.items()) for c in colours)

@@ -1,0 +1,328 @@
+"""One stage's forward, full backward, input gradient and weight gradient as jaxprs, with minimal residuals between them.
+
+    hoist(parameters)                                 -> once       what depends on parameters alone; once a step
+    forward(parameters, once, x, extra)               -> y, residuals
+    backward(parameters, once, x, extra, residuals, dy)       -> dparameters, dx          (B)
+    input_grad(parameters, once, x, extra, residuals, dy)     -> dx, stash                (I)
+    weight_grad(parameters, once, x, extra, residuals, dy, stash) -> dparameters          (W)
+
+Residuals hold no parameter, nothing made of parameters alone, no copy of the stage input, nothing twice, and nothing that
+a layout change of one of these gives.  Every matmul of B is done in exactly one of I and W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from .jaxprs import Cut, cut, drop_dead, flatten, known_from, needed_for
+from .jaxprs.cut import keep_work
+from .jaxprs.flatten import Atom
+from .passes.assign_slots import LastUse, Liveness
+
+Leaves: TypeAlias = "list[Any]"
+PyTree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How many leaves each group of inputs of a stage's jaxprs has, in this order."""
+
+    consts: int
+    params: int
+    x: int
+    extra: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.consts + self.params + self.x + self.extra
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The pieces of one stage function.  `consts` are arrays that the function closes over.
+
+    `x_wanted` marks the leaves of x that have a gradient (the floating ones); dx and dy hold just those.
+    """
+
+    consts: tuple[Any, ...]
+    hoist: core.Jaxpr
+    forward: core.Jaxpr
+    evaluate: core.Jaxpr
+    backward: core.Jaxpr
+    input_grad: core.Jaxpr
+    weight_grad: core.Jaxpr
+    y_tree: Any
+    y_avals: tuple[Any, ...]
+    once_avals: tuple[Any, ...]
+    residual_input: tuple[Any, ...]  # avals of what only I (and B) needs
+    residual_weight: tuple[Any, ...]  # avals of what W needs
+    stash: tuple[Any, ...]
+    x_wanted: tuple[bool, ...]
+    liveness: Liveness
+
+    def __str__(self) -> str:
+        parts = ("hoist", "forward", "backward", "input_grad", "weight_grad")
+        return "\n".join(f"{name} = {getattr(self, name)}" for name in parts)
+
+
+def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
+    """Evaluate a jaxpr without constants."""
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*arguments)  # type: ignore[no-any-return]
+
+
+def inexact(leaf: Any) -> bool:
+    """True for arrays that have a gradient."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> StageCode:
+    """Cut `function(params, x, extra) -> y` into its pieces; arguments are arrays, tracers or ShapeDtypeStructs.
+
+    Parameters must be floating; leaves of x that are not (segment ids, masks) get no gradient.
+    """
+    x_leaves, x_tree = jax.tree.flatten(x)
+    wanted = tuple(inexact(leaf) for leaf in x_leaves)
+    params_tree = jax.tree.structure(params)
+
+    def split(diff: Leaves, params_leaves: Leaves, rest: Leaves, extra: PyTree) -> tuple[PyTree, PyTree]:
+        def call(p: Leaves, d: Leaves) -> PyTree:
+            floats, others = iter(d), iter(rest)
+            merged = [next(floats) if w else next(others) for w in wanted]
+            return function(jax.tree.unflatten(params_tree, p), jax.tree.unflatten(x_tree, merged), extra)
+
+        return jax.vjp(call, params_leaves, diff)  # type: ignore[return-value]
+
+    params_leaves = jax.tree.leaves(params)
+    diff = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if w]
+    rest = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if not w]
+    forward, shapes = jax.make_jaxpr(split, return_shape=True)(diff, params_leaves, rest, extra)
+    y, vjp = shapes
+    vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
+    y_leaves, y_tree = jax.tree.flatten(y)
+    dy = [leaf for leaf in y_leaves if inexact(leaf)]
+
+    def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
+        cotangents = iter(dy)
+        full = [next(cotangents) if inexact(leaf) else _no_gradient(leaf) for leaf in y_leaves]
+        return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(y_tree, full))
+
+    backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
+    joint = _join(flatten(forward), flatten(backward), len(y_leaves), len(dy))
+    # Put the leaves of x back in their own order: the trace had the floating ones first and the others after params.
+    consts = len(joint.consts)
+    order = _input_order(consts, len(params_leaves), wanted, len(jax.tree.leaves(extra)), len(dy))
+    joint = _Joint(joint.jaxpr.replace(invars=[joint.jaxpr.invars[i] for i in order]), joint.consts, joint.split)
+    inputs = Inputs(consts, len(params_leaves), len(x_leaves), len(jax.tree.leaves(extra)))
+    return _pieces(joint, inputs, y_tree, tuple(y_leaves), wanted)
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Forward and backward in one jaxpr: (consts, params, x, extra, dy) -> (y, dparams, dx); `split` forward equations."""
+
+    jaxpr: core.Jaxpr
+    consts: tuple[Any, ...]
+    split: int
+
+
+def _no_gradient(leaf: Any) -> Any:
+    """The cotangent that JAX wants for a leaf that is not floating."""
+    import numpy as np
+
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _input_order(consts: int, params: int, wanted: Sequence[bool], extra: int, dy: int) -> list[int]:
+    """Positions, in the traced order (consts, diff, params, rest, extra, dy), of (consts, params, x, extra, dy)."""
+    diff = consts
+    base = diff + sum(wanted)
+    rest = base + params
+    after = rest + len(wanted) - sum(wanted)
+    x = []
+    for w in wanted:
+        x.append(diff if w else rest)
+        diff, rest = diff + w, rest + (not w)
+    return [*range(consts), *range(base, base + params), *x, *range(after, after + extra + dy)]
+
+
+def _join(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int) -> _Joint:
+    """One jaxpr of both, the backward reading the forward's variables."""
+    f, b = forward.jaxpr, backward.jaxpr
+    residuals = f.outvars[y_count:]
+    env: dict[core.Var, Atom] = dict(zip(b.invars[: len(residuals)], residuals, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    moved = [e.replace(invars=[read(a) for a in e.invars]) for e in b.eqns]
+    dy = b.invars[len(residuals) :]
+    assert len(dy) == dy_count
+    invars = [*f.constvars, *b.constvars, *f.invars, *dy]
+    outvars = [*f.outvars[:y_count], *(read(a) for a in b.outvars)]
+    jaxpr = f.replace(constvars=[], invars=invars, outvars=outvars, eqns=[*f.eqns, *moved], effects=f.effects | b.effects)
+    return _Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))
+
+
+def _pieces(joint: _Joint, inputs: Inputs, y_tree: Any, y: tuple[Any, ...], wanted: tuple[bool, ...]) -> StageCode:
+    """Cut the joint jaxpr into the pieces."""
+    jaxpr, total = joint.jaxpr, inputs.total
+    grads = len(jaxpr.outvars) - len(y)
+    dy = jaxpr.invars[total:]
+    known = [True] * (inputs.consts + inputs.params) + [False] * (inputs.x + inputs.extra)
+
+    # Forward | backward, at the border that jax.vjp drew.
+    border = tuple(i < joint.split for i in range(len(jaxpr.eqns)))
+    halves = cut(jaxpr, border, outputs=[True] * len(y) + [False] * grads)
+    forward = halves.first.replace(invars=halves.first.invars[:total])
+    # Backward inputs: (consts, params, x, extra | residuals | dy).
+    base, crossing = halves.second.invars[:total], halves.second.invars[total + len(dy) :]
+    backward = halves.second.replace(invars=[*base, *crossing, *halves.second.invars[total : total + len(dy)]])
+
+    # What depends on parameters alone leaves both halves.
+    once_f = _hoist(forward, known)
+    forward = once_f.second
+    aliases = _aliases(forward, total, len(y))
+    kept = [i for i, alias in enumerate(aliases) if alias is None]
+    forward = forward.replace(outvars=[*forward.outvars[: len(y)], *(forward.outvars[len(y) + i] for i in kept)])
+    backward = _rename_residuals(backward, total, aliases, forward, len(once_f.crossing))
+    once_count = len(once_f.crossing)
+    tail = len(kept) + len(dy)
+    once_b = _hoist(backward, [*known, *[True] * once_count, *[False] * tail])
+    hoist = _join_hoists(once_f, once_b, inputs, once_count)
+    forward = forward.replace(invars=[*forward.invars, *_fresh(once_b.crossing)])
+    late = len(once_b.crossing)
+    invars = once_b.second.invars
+    head, middle, end = invars[: total + once_count], invars[total + once_count : len(invars) - late], invars[len(invars) - late :]
+    backward = once_b.second.replace(invars=[*head, *end, *middle])
+    once = once_count + late
+
+    # Input gradient | weight gradient, by what dx needs.
+    mask = [False] * inputs.params + [True] * (grads - inputs.params)
+    apart = cut(backward, needed_for(backward, mask), outputs=mask)
+    return _classify(inputs, once, hoist, forward, backward, apart, y_tree, y, wanted, len(kept), len(dy), joint.consts)
+
+
+def _classify(
+    inputs: Inputs,
+    once: int,
+    hoist: core.Jaxpr,
+    forward: core.Jaxpr,
+    backward: core.Jaxpr,
+    apart: Cut,
+    y_tree: Any,
+    y: tuple[Any, ...],
+    wanted: tuple[bool, ...],
+    residuals: int,
+    dy: int,
+    consts: tuple[Any, ...],
+) -> StageCode:
+    """Order residuals into those that only I needs and those that W needs, and read off how long each input lives."""
+    start = inputs.total + once
+    by_weight = list(apart.second_reads[start : start + residuals])
+    early = [i for i in range(residuals) if not by_weight[i]]
+    late = [i for i in range(residuals) if by_weight[i]]
+    order = [*range(start), *(start + i for i in early), *(start + i for i in late), *range(start + residuals, start + residuals + dy)]
+
+    def reorder(jaxpr: core.Jaxpr) -> core.Jaxpr:
+        rest = jaxpr.invars[len(order) :]
+        return jaxpr.replace(invars=[*(jaxpr.invars[i] for i in order), *rest])
+
+    outs = forward.outvars[len(y) :]
+    x_slice = slice(inputs.consts + inputs.params, inputs.consts + inputs.params + inputs.x)
+    both_reads = _reads(backward)
+    x_weight, x_any = any(apart.second_reads[x_slice]), any(both_reads[x_slice])
+    dy_weight = any(apart.second_reads[start + residuals :])
+    evaluate, _ = drop_dead(forward.replace(outvars=forward.outvars[: len(y)]))
+    x_use = LastUse.WEIGHT_GRAD if x_weight else LastUse.INPUT_GRAD if x_any else LastUse.FORWARD
+    return StageCode(
+        consts=consts,
+        hoist=hoist,
+        forward=forward.replace(outvars=[*forward.outvars[: len(y)], *(outs[i] for i in early), *(outs[i] for i in late)]),
+        evaluate=evaluate,
+        backward=reorder(backward),
+        input_grad=reorder(apart.first),
+        weight_grad=reorder(apart.second),
+        y_tree=y_tree,
+        y_avals=y,
+        once_avals=tuple(v.aval for v in hoist.outvars),
+        residual_input=tuple(outs[i].aval for i in early),
+        residual_weight=tuple(outs[i].aval for i in late),
+        stash=apart.crossing,
+        x_wanted=wanted,
+        liveness=Liveness(x=x_use, cotangent=LastUse.WEIGHT_GRAD if dy_weight else LastUse.INPUT_GRAD),
+    )
+
+
+def _hoist(jaxpr: core.Jaxpr, known: Sequence[bool]) -> Cut:
+    """Cut off what the known inputs determine."""
+    return cut(jaxpr, known_from(jaxpr, known), outputs=[False] * len(jaxpr.outvars), recompute=keep_work)
+
+
+def _aliases(forward: core.Jaxpr, total: int, y_count: int) -> list[Atom | None]:
+    """For each residual, the input, hoisted value or number that it is, or an earlier equal residual; None if it is itself."""
+    inputs = set(forward.invars)
+    seen: set[core.Var] = set()
+    found: list[Atom | None] = []
+    for atom in forward.outvars[y_count:]:
+        if isinstance(atom, core.Literal) or atom in inputs or atom in seen:
+            found.append(atom)
+            continue
+        seen.add(atom)
+        found.append(None)
+    return found
+
+
+def _rename_residuals(backward: core.Jaxpr, total: int, aliases: Sequence[Atom | None], forward: core.Jaxpr, once: int) -> core.Jaxpr:
+    """Feed aliased residuals of the backward from where they really are.
+
+    Inputs become (consts, params, x, extra | hoisted | residuals that are left | dy).
+    """
+    hoisted = _fresh([v.aval for v in forward.invars[total : total + once]])
+    same: dict[core.Var, Atom] = dict(zip(forward.invars, [*backward.invars[:total], *hoisted], strict=True))
+    residuals = backward.invars[total : total + len(aliases)]
+    env: dict[core.Var, Atom] = {}
+    for var, alias in zip(residuals, aliases, strict=True):
+        if alias is not None:
+            env[var] = alias if isinstance(alias, core.Literal) else same[alias]
+    kept = [v for v, alias in zip(residuals, aliases, strict=True) if alias is None]
+
+    def read(atom: Atom) -> Atom:
+        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    eqns = [e.replace(invars=[read(a) for a in e.invars]) for e in backward.eqns]
+    invars = [*backward.invars[:total], *hoisted, *kept, *backward.invars[total + len(aliases) :]]
+    return backward.replace(invars=invars, outvars=[read(a) for a in backward.outvars], eqns=eqns)
+
+
+def _join_hoists(early: Cut, late: Cut, inputs: Inputs, once: int) -> core.Jaxpr:
+    """One jaxpr (consts, params) -> all hoisted values: the forward's, then the backward's."""
+    count = inputs.consts + inputs.params
+    heads = early.first.invars[:count]
+    env: dict[core.Var, Atom] = dict(zip(late.first.invars[:count], heads, strict=True))
+    env.update(zip(late.first.invars[inputs.total : inputs.total + once], early.first.outvars, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    moved = [e.replace(invars=[read(a) for a in e.invars]) for e in late.first.eqns]
+    outs = [*early.first.outvars, *(read(a) for a in late.first.outvars)]
+    return early.first.replace(invars=heads, outvars=outs, eqns=[*early.first.eqns, *moved])
+
+
+def _fresh(avals: Sequence[Any]) -> list[core.Var]:
+    newvar = core.gensym()
+    return [newvar(a) for a in avals]
+
+
+def _reads(jaxpr: core.Jaxpr) -> tuple[bool, ...]:
+    """Which inputs a jaxpr reads."""
+    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
+    used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    return tuple(v in used for v in jaxpr.invars)
