@@ -1,5 +1,8 @@
 """jaxpipe: pipeline parallelism for JAX in which the schedule is data."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import schedules
 from .action import Action, Cell, Kind, Overlap, parse_action, parse_cell
 from .check import check
@@ -13,15 +16,22 @@ from .simulate import simulate
 from .steps import Steps, simulate_steps
 from .timeline import Timeline
 
+if TYPE_CHECKING:
+    from .functions import Context, Loss
+    from .pipeline import Pipeline
+
 __all__ = [
     "Action",
     "Cell",
+    "Context",
     "CostError",
     "Costs",
     "JaxpipeError",
     "Kind",
+    "Loss",
     "Overlap",
     "ParseError",
+    "Pipeline",
     "PipelineError",
     "Placement",
     "Release",
@@ -38,3 +48,13 @@ __all__ = [
     "simulate",
     "simulate_steps",
 ]
+
+# What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
+_NEEDS_JAX = {"Context": ".functions", "Loss": ".functions", "Pipeline": ".pipeline"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the parts that need JAX when they are first asked for."""
+    if name not in _NEEDS_JAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_NEEDS_JAX[name], __name__), name)

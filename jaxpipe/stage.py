@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from .jaxprs import Cut, cut, drop_dead, flatten, known_from, needed_for
@@ -74,7 +75,7 @@ class StageCode:
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without constants."""
-    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*arguments)  # type: ignore[no-any-return]
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*arguments)
 
 
 def inexact(leaf: Any) -> bool:
@@ -97,7 +98,7 @@ def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extr
             merged = [next(floats) if w else next(others) for w in wanted]
             return function(jax.tree.unflatten(params_tree, p), jax.tree.unflatten(x_tree, merged), extra)
 
-        return jax.vjp(call, params_leaves, diff)  # type: ignore[return-value]
+        return jax.vjp(call, params_leaves, diff)
 
     params_leaves = jax.tree.leaves(params)
     diff = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if w]
@@ -134,8 +135,6 @@ class _Joint:
 
 def _no_gradient(leaf: Any) -> Any:
     """The cotangent that JAX wants for a leaf that is not floating."""
-    import numpy as np
-
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
@@ -326,3 +325,61 @@ def _reads(jaxpr: core.Jaxpr) -> tuple[bool, ...]:
     used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
     used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     return tuple(v in used for v in jaxpr.invars)
+
+
+@dataclass(frozen=True)
+class LastCode:
+    """The loss of one microbatch with its gradients: `train(params, once, y, extra, seed) -> loss, aux, dparams, dy`.
+
+    `evaluate(params, once, y, extra) -> loss, aux`.
+    """
+
+    consts: tuple[Any, ...]
+    hoist: core.Jaxpr
+    train: core.Jaxpr
+    evaluate: core.Jaxpr
+    once_avals: tuple[Any, ...]
+    aux_tree: Any
+    aux_avals: tuple[Any, ...]
+    loss_dtype: Any
+
+
+def trace_last(function: Callable[..., tuple[Any, PyTree]], params: PyTree, y: PyTree, extra: PyTree) -> LastCode:
+    """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends on parameters alone."""
+    y_leaves, y_tree = jax.tree.flatten(y)
+    wanted = [inexact(leaf) for leaf in y_leaves]
+    tree = jax.tree.structure(params)
+
+    def train(params_leaves: Leaves, y_leaves: Leaves, extra: PyTree, seed: Any) -> PyTree:
+        def call(p: Leaves, diff: Leaves) -> tuple[Any, PyTree]:
+            floats = iter(diff)
+            merged = [next(floats) if w else leaf for leaf, w in zip(y_leaves, wanted, strict=True)]
+            return function(jax.tree.unflatten(tree, p), jax.tree.unflatten(y_tree, merged), extra)
+
+        diff = [leaf for leaf, w in zip(y_leaves, wanted, strict=True) if w]
+        loss, vjp, aux = jax.vjp(call, params_leaves, diff, has_aux=True)
+        dparams, dy = vjp(seed.astype(loss.dtype))
+        return loss, aux, dparams, dy
+
+    params_leaves = jax.tree.leaves(params)
+    seed = jax.ShapeDtypeStruct((), jnp.float32)
+    traced, shapes = jax.make_jaxpr(train, return_shape=True)(params_leaves, y_leaves, extra, seed)
+    aux_leaves, aux_tree = jax.tree.flatten(shapes[1])
+    flat = flatten(traced)
+    jaxpr = flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
+    head = len(flat.consts) + len(params_leaves)
+    apart = _hoist(jaxpr, [True] * head + [False] * (len(jaxpr.invars) - head))
+    count = len(jaxpr.invars)
+    ins = apart.second.invars
+    body = apart.second.replace(invars=[*ins[:head], *ins[count:], *ins[head:count]])
+    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: 1 + len(aux_leaves)]))
+    return LastCode(
+        consts=tuple(flat.consts),
+        hoist=apart.first.replace(invars=apart.first.invars[:head]),
+        train=body,
+        evaluate=evaluate.replace(invars=evaluate.invars[:-1]),
+        once_avals=apart.crossing,
+        aux_tree=aux_tree,
+        aux_avals=tuple(aux_leaves),
+        loss_dtype=shapes[0].dtype,
+    )

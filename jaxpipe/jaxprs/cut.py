@@ -32,7 +32,9 @@ class Cut:
     second_reads: tuple[bool, ...]
 
 
-_LAYOUT = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "copy", "copy_p"})
+_LAYOUT = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "copy", "copy_p", "slice", "dynamic_slice"}
+)
 _ELEMENTWISE = frozenset({"convert_element_type", "neg", "add", "sub", "mul", "add_any", "real", "imag", "not", "stop_gradient"})
 
 
@@ -66,7 +68,7 @@ def keep_small(eqn: core.JaxprEqn, at_hand: bool) -> bool:
 
 def keep_work(eqn: core.JaxprEqn, at_hand: bool) -> bool:
     """Recompute only layout changes, slices and what grows (a broadcast bias): for results that are computed once a step."""
-    if is_layout(eqn) or eqn.primitive.name == "slice":
+    if is_layout(eqn):
         return True
     inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
     return at_hand and is_cheap(eqn) and sum(nbytes(v.aval) for v in inputs) < nbytes(eqn.outvars[0].aval)

@@ -1,0 +1,1 @@
+"""Pure passes over tables: valid in, valid out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +77,7 @@ class _Chooser:
     def _neighbours(self, spans: list[Span]) -> list[list[Span]]:
         found = []
         periods = sorted({1, 2, 3, 4, 6} | {s.period for s in spans})
-        for i, (left, right) in enumerate(zip(spans, spans[1:], strict=False)):
+        for i, (left, right) in enumerate(pairwise(spans)):
             for period in periods:
                 if period <= right.stop - left.start:
                     found.append([*spans[:i], Span(left.start, right.stop, period), *spans[i + 2 :]])

@@ -1,0 +1,119 @@
+"""The user's `first`, `stage` and `last`, brought to one calling form."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from .errors import PipelineError
+
+PyTree: TypeAlias = Any
+
+
+class Context(NamedTuple):
+    """What a function that takes `ctx` by keyword is told: stage and microbatch index (int32 scalars), and a key of both.
+
+    `rng` depends on the step's key, the stage and the microbatch, never on the schedule; it is None where the step got no key.
+    """
+
+    stage: Any
+    microbatch: Any
+    rng: Any = None
+
+
+class Loss(enum.Enum):
+    """How the losses of microbatches make the loss of the step."""
+
+    MEAN = "mean"  # last returns a scalar; the loss is their mean
+    SUM_OVER_COUNT = "sum_over_count"  # last returns (sum, count); the loss is all sums over all counts
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user function and which of the keywords ctx, shared and microbatch it takes."""
+
+    call: Callable[..., Any]
+    name: str
+    wants: frozenset[str]
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], name: str) -> Function:
+        """Read the signature; PipelineError if it is not callable."""
+        if not callable(call):
+            raise PipelineError(f"`{name}` must be a function; got {type(call).__name__}")
+        try:
+            parameters = inspect.signature(call).parameters.values()
+        except (TypeError, ValueError):
+            return cls(call, name, frozenset())
+        keywords = {
+            p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
+        }
+        return cls(call, name, frozenset(keywords & {"ctx", "shared", "microbatch"}))
+
+    def wanting(self, wants: frozenset[str]) -> Function:
+        """The same function, known to take these keywords (a wrapper hides its signature)."""
+        return Function(self.call, self.name, wants)
+
+    def keywords(self, shared: PyTree, extra: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The keyword arguments to call it with."""
+        have = {"shared": shared, "ctx": extra.get("ctx"), "microbatch": extra.get("microbatch")}
+        return {k: have[k] for k in sorted(self.wants)}
+
+
+@dataclass(frozen=True)
+class Functions:
+    """What a pipeline runs."""
+
+    stage: Function
+    first: Function | None
+    last: Function | None
+    loss: Loss
+    has_metrics: bool
+
+    def run_first(self, params: PyTree, _x: PyTree, extra: dict[str, PyTree]) -> PyTree:
+        """(first parameters, shared), (), extra -> x."""
+        own, shared = params
+        if self.first is None:
+            return extra["microbatch"]["x"]
+        wanted = self.first.keywords(shared, extra)
+        wanted.pop("microbatch", None)
+        return self.first.call(own, extra["microbatch"], **wanted)
+
+    def run_stage(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> PyTree:
+        """(stage parameters, shared), x, extra -> y."""
+        own, shared = params
+        return self.stage.call(own, x, **self.stage.keywords(shared, extra))
+
+    def run_last(self, params: PyTree, y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, PyTree]:
+        """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
+        own, shared = params
+        if self.last is None:
+            raise PipelineError("this pipeline has no `last` function; give Pipeline(..., last=function that returns the loss)")
+        wanted = self.last.keywords(shared, extra)
+        wanted.pop("microbatch", None)
+        out = self.last.call(own, y, extra["microbatch"], **wanted)
+        metrics: PyTree = ()
+        if self.has_metrics:
+            out, metrics = self._pair(out, "(loss, metrics), since has_metrics=True")
+        count: PyTree = ()
+        if self.loss is Loss.SUM_OVER_COUNT:
+            out, count = self._pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
+            count = jnp.asarray(count)
+        out = jnp.asarray(out)
+        if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
+            raise PipelineError(
+                f"`last` must return a floating scalar loss; it returns {out.dtype}{list(out.shape)}: take its mean, for instance"
+            )
+        return out, {"count": count, "metrics": metrics}
+
+    @staticmethod
+    def _pair(out: Any, what: str) -> tuple[Any, Any]:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise PipelineError(f"`last` must return {what}; it returns {jax.tree.structure(out)}")
+        return out

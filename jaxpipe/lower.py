@@ -1,0 +1,336 @@
+"""Program + user functions -> the body of one `shard_map`: prepare, run the segments, reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .blocks import Leaves, add, empty, empty_pool
+from .emit import Emitter, Operands, State, make_extra
+from .errors import PipelineError
+from .functions import Functions, Loss
+from .params import ParamLayout
+from .passes.assign_slots import Liveness, assign_slots
+from .passes.assign_ticks import Ticks, assign_ticks
+from .passes.find_segments import find_segments
+from .passes.program import Program, Segment
+from .schedule import Schedule
+from .stage import LastCode, StageCode, run, trace_last, trace_stage
+
+PyTree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule with its ticks and segments; its program follows once the stage's liveness is known."""
+
+    ticks: Ticks
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Plan:
+        """Run the passes that need no stage."""
+        ticks = assign_ticks(schedule)
+        return cls(ticks, find_segments(ticks))
+
+    def program(self, liveness: Liveness) -> Program:
+        """Assign slots."""
+        return assign_slots(self.ticks, self.segments, liveness=liveness)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What the body needs to know besides its operands."""
+
+    plan: Plan
+    functions: Functions
+    layout: ParamLayout
+    axis: str
+    data_axes: tuple[str, ...]
+    data_size: int
+    accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
+    training: bool
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.plan.ticks.schedule.num_microbatches
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The stage's, first's and last's code and the program made for them."""
+
+    stage: StageCode
+    first: StageCode
+    last: LastCode | None
+    program: Program
+    stage_wants: frozenset[str]
+    outer_wants: frozenset[str]
+
+
+def body(lowering: Lowering, params: dict[str, PyTree], batch: PyTree, rng: Any) -> tuple[PyTree, dict[str, PyTree]]:
+    """What each device runs: returns ({"loss", "losses", "count", "metrics"}, gradients laid out like `params`).
+
+    Seen by `shard_map`: leaves of `params["stages"]` are [1, ...], leaves of the batch [rows, ...] of this data shard.
+    """
+    batch = split_batch(batch, lowering.num_microbatches)
+    chunks = _chunks(lowering, [jax.tree.map(lambda leaf: leaf[0], tree) for tree in params["stages"]])
+    shared, first, last = params["shared"], params["first"], params["last"]
+    traced = trace(lowering, chunks[0], shared, first, last, batch, rng)
+    state = _initial(lowering, traced, chunks, shared, first, last)
+    emitter = _emitter(lowering, traced, chunks, shared, first, last, batch, rng)
+    table = jnp.asarray(_narrow(traced.program.table))
+    mine = lax.dynamic_index_in_dim(table, lax.axis_index(lowering.axis), 1, keepdims=False)
+    for segment in traced.program.segments:
+        state = _run_segment(emitter, segment, mine, state)
+    return _finish(lowering, traced, state, params)
+
+
+def split_batch(batch: PyTree, count: int) -> PyTree:
+    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
+    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+
+
+def trace(lowering: Lowering, stage_params: PyTree, shared: PyTree, first: PyTree, last: PyTree, batch: PyTree, rng: Any) -> Traced:
+    """Trace the user's functions, check that their shapes chain, and make the program."""
+    functions = lowering.functions
+    stage_wants = functions.stage.wants - {"shared"}
+    outer_wants = frozenset({"microbatch", "ctx"})
+    index = jnp.int32(0)
+    inner = make_extra(batch, rng, index, index, stage_wants)
+    outer = make_extra(batch, rng, index, index, outer_wants)
+    first_code = trace_stage(functions.run_first, (first, shared), (), outer)
+    x = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
+    _check_chain(functions, stage_params, shared, x, inner)
+    stage_code = trace_stage(functions.run_stage, (stage_params, shared), x, inner)
+    last_code = None
+    if functions.last is not None:
+        last_code = trace_last(functions.run_last, (last, shared), x, outer)
+    program = lowering.plan.program(stage_code.liveness)
+    return Traced(stage_code, first_code, last_code, program, stage_wants, outer_wants)
+
+
+def _check_chain(functions: Functions, params: PyTree, shared: PyTree, x: PyTree, extra: PyTree) -> None:
+    """A stage's output must fit the next stage's input: the same tree, shapes and dtypes."""
+    y = jax.eval_shape(functions.run_stage, (params, shared), x, extra)
+    if jax.tree.structure(x) != jax.tree.structure(y):
+        raise PipelineError(
+            f"`stage` takes x as {jax.tree.structure(x)} but returns {jax.tree.structure(y)}; "
+            "a stage's output is the next stage's input, so return the same tree"
+        )
+    faults = []
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            where = jax.tree_util.keystr(path) or "x"
+            faults.append(
+                f"`stage` takes {where} as {a.dtype}{list(a.shape)} but returns {b.dtype}{list(b.shape)}; a stage's output is the "
+                "next stage's input, so return the same shape and dtype (or cast in `first`)"
+            )
+    if faults:
+        raise PipelineError("\n".join(faults), tuple(faults))
+
+
+def _chunks(lowering: Lowering, owned: Sequence[PyTree]) -> list[PyTree]:
+    """This device's stages in chunk order: its own, and copies of those that another device owns."""
+    replicas = lowering.layout.replicas()
+    if not replicas:
+        return list(owned)
+    chunks: dict[int, PyTree] = dict(enumerate(owned))
+    device = lax.axis_index(lowering.axis)
+    for chunk, held, pairs in _replica_moves(replicas):
+        copy = jax.tree.map(lambda leaf, p=pairs: lax.ppermute(leaf, lowering.axis, p), owned[held])
+        if chunk not in chunks:
+            chunks[chunk] = copy
+            continue
+        here = jnp.isin(device, jnp.array([t for _, t in pairs]))
+        chunks[chunk] = jax.tree.map(lambda new, old, h=here: jnp.where(h, new, old), copy, chunks[chunk])
+    return [chunks[v] for v in sorted(chunks)]
+
+
+def _replica_moves(replicas: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """(holder's chunk, owner's chunk, pairs): permutes without cycles that bring every copy to its holder."""
+    moves: list[tuple[int, int, bool, list[tuple[int, int]]]] = []
+    for owner, owner_chunk, holder, chunk in replicas:
+        for move in moves:
+            free = all(owner != s and holder != t for s, t in move[3])
+            if move[:3] == (chunk, owner_chunk, owner < holder) and free:
+                move[3].append((owner, holder))
+                break
+        else:
+            moves.append((chunk, owner_chunk, owner < holder, [(owner, holder)]))
+    return [(chunk, owner_chunk, pairs) for chunk, owner_chunk, _, pairs in moves]
+
+
+def _initial(lowering: Lowering, traced: Traced, chunks: Sequence[PyTree], shared: PyTree, first: PyTree, last: PyTree) -> State:
+    """Empty pools and accumulators."""
+    stage, slots = traced.stage, traced.program.slots
+    y = stage.y_avals
+    dy = [a for a, w in zip(y, stage.x_wanted, strict=True) if w]
+    state: State = {"x": empty_pool(y, slots.x), "out_f": empty(y)}
+    if traced.last is not None:
+        count = lowering.num_microbatches
+        state["loss"] = jnp.zeros(count, traced.last.loss_dtype)
+        state["aux"] = empty_pool(traced.last.aux_avals, count)
+    if not lowering.training:
+        return state
+
+    def accumulators(tree: PyTree) -> Leaves:
+        return [jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, lowering.accumulate)) for leaf in jax.tree.leaves(tree)]
+
+    state |= {f"acc.{v}": accumulators(chunk) for v, chunk in enumerate(chunks)}
+    state |= {"acc.first": accumulators(first), "acc.last": accumulators(last), "acc.shared": accumulators(shared)}
+    state["c"], state["out_b"] = empty_pool(dy, slots.cotangent), empty(dy)
+    state["ri"] = empty_pool(stage.residual_input, slots.residual_input)
+    state["rw"] = empty_pool(stage.residual_weight, slots.residual_weight)
+    state["st"] = empty_pool(stage.stash, slots.stash)
+    state["fr"] = empty_pool((*traced.first.residual_input, *traced.first.residual_weight), slots.first)
+    return state
+
+
+def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
+    """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
+    return dtype if wanted is None else jnp.promote_types(dtype, wanted)
+
+
+def _emitter(
+    lowering: Lowering,
+    traced: Traced,
+    chunks: Sequence[PyTree],
+    shared: PyTree,
+    first: PyTree,
+    last: PyTree,
+    batch: PyTree,
+    rng: Any,
+) -> Emitter:
+    """Compute what depends on parameters alone, once, and gather the operands of the ticks."""
+    common = jax.tree.leaves(shared)
+    stages = tuple([*jax.tree.leaves(chunk), *common] for chunk in chunks)
+    firsts, lasts = [*jax.tree.leaves(first), *common], [*jax.tree.leaves(last), *common]
+    code, last_code = traced.stage, traced.last
+    seed = 1.0 if lowering.functions.loss is Loss.SUM_OVER_COUNT else 1.0 / (lowering.num_microbatches * lowering.data_size)
+    seed_dtype = jnp.float32 if last_code is None else jnp.promote_types(last_code.loss_dtype, jnp.float32)
+    operands = Operands(
+        stages=stages,
+        once=tuple(run(code.hoist, *code.consts, *leaves) for leaves in stages),
+        first=firsts,
+        first_once=run(traced.first.hoist, *traced.first.consts, *firsts),
+        last=lasts,
+        last_once=[] if last_code is None else run(last_code.hoist, *last_code.consts, *lasts),
+        batch=batch,
+        rng=rng,
+        seed=jnp.asarray(seed, seed_dtype),
+    )
+    return Emitter(
+        program=traced.program,
+        axis=lowering.axis,
+        stage=code,
+        first=traced.first,
+        last=last_code,
+        operands=operands,
+        stage_wants=traced.stage_wants,
+        outer_wants=traced.outer_wants,
+        num_stage_params=len(jax.tree.leaves(chunks[0])),
+        training=lowering.training,
+    )
+
+
+def _run_segment(emitter: Emitter, segment: Segment, table: Any, state: State) -> State:
+    """Emit one period of ticks; scan it over the segment's rows of the table where it repeats."""
+    rows = table[segment.start : segment.stop].reshape(segment.repeats, segment.period, table.shape[1])
+
+    def trip(state: State, rows: Any) -> tuple[State, None]:
+        for j, position in enumerate(segment.positions):
+            state = emitter.tick(position, rows[j].astype(jnp.int32), state)
+        return state, None
+
+    if segment.repeats == 1:
+        return trip(state, rows[0])[0]
+    return lax.scan(trip, state, rows)[0]
+
+
+def _narrow(table: Any) -> Any:
+    """The table in the smallest signed integers that hold it: it is a constant of the program, and grows with M."""
+    for dtype in (np.int8, np.int16):
+        if table.size == 0 or (table.min() >= np.iinfo(dtype).min and table.max() <= np.iinfo(dtype).max):
+            return table.astype(dtype)
+    return table
+
+
+def _finish(lowering: Lowering, traced: Traced, state: State, params: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    """Sum once over devices what only some of them have: losses, gradients of first, last and shared, data shards."""
+    everyone = (lowering.axis, *lowering.data_axes)
+    results, scale = _losses(lowering, traced, state, everyone)
+    if not lowering.training:
+        return results, {}
+    leaves = {v: state[f"acc.{v}"] for v in range(len([k for k in state if k.startswith("acc.") and k[4:].isdigit()]))}
+    owned = _return_replicas(lowering, leaves)
+    scaled = (lambda g: g) if scale is None else (lambda g: g * scale.astype(g.dtype))
+
+    def reduce(values: Leaves, axes: tuple[str, ...]) -> Leaves:
+        return [scaled(lax.psum(v, axes) if axes else v) for v in values]
+
+    stages = []
+    for tree, values in zip(params["stages"], owned, strict=True):
+        summed = [v[None] for v in reduce(values, lowering.data_axes)]
+        stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
+    grads: dict[str, PyTree] = {"stages": tuple(stages)}
+    for key in ("first", "last", "shared"):
+        grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), reduce(state[f"acc.{key}"], everyone))
+    return results, grads
+
+
+def _losses(lowering: Lowering, traced: Traced, state: State, everyone: tuple[str, ...]) -> tuple[PyTree, Any]:
+    """The step's loss, per-microbatch losses and metrics on every device; and what gradients are still to be scaled by."""
+    if traced.last is None:
+        return {}, None
+    # Only the last stage's device wrote any of these; the others hold zeros.
+    losses = lax.psum(state["loss"], everyone)
+    aux = jax.tree.unflatten(traced.last.aux_tree, [lax.psum(leaf, everyone) for leaf in state["aux"]])
+    if lowering.functions.loss is Loss.SUM_OVER_COUNT:
+        count = jnp.sum(aux["count"])
+        weight = 1.0 / count.astype(losses.dtype)
+        loss = jnp.sum(losses) * weight
+    else:
+        losses = losses / lowering.data_size
+        loss, weight = jnp.mean(losses), None
+    total = lowering.num_microbatches * lowering.data_size
+    metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / total, aux["metrics"])
+    return {"loss": loss, "losses": losses, "metrics": metrics}, weight
+
+
+def _return_replicas(lowering: Lowering, leaves: dict[int, Leaves]) -> list[Leaves]:
+    """Send the gradients of copied stages to their owners and add them there."""
+    replicas = lowering.layout.replicas()
+    owned = [leaves[v] for v in range(lowering.layout.num_owned)]
+    if not replicas:
+        return owned
+    # A device may hold copies in a chunk that others own: count each gradient where its stage is owned.
+    device = lax.axis_index(lowering.axis)
+    for v in range(lowering.layout.num_owned):
+        mine = jnp.array([s >= 0 for s in lowering.layout.stage_at(v)])[device]
+        owned[v] = [jnp.where(mine, g, jnp.zeros_like(g)) for g in owned[v]]
+    for chunk, held, pairs in _replica_moves(replicas):
+        back = [(t, s) for s, t in pairs]
+        owned[held] = add(owned[held], [lax.ppermute(g, lowering.axis, back) for g in leaves[chunk]])
+    return owned
+
+
+@lru_cache(maxsize=64)
+def plan_of(schedule: Schedule) -> Plan:
+    """The plan of a schedule; equal schedules share it."""
+    return Plan.of(schedule)
+
+
+def forward_plan(schedule: Schedule) -> Plan:
+    """The plan of the schedule's forwards alone, for evaluation."""
+    from .listing import forwards
+
+    return plan_of(schedule if schedule.forward_only else replace(forwards(schedule), name=schedule.name))

@@ -1,0 +1,113 @@
+"""Parameters: the model's natural (canonical) layout <-> the layout that a schedule's devices hold (placed)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .errors import PipelineError
+from .placement import Placement
+
+PyTree: TypeAlias = Any
+OUTER = ("first", "last", "shared")
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Where each stage's parameters lie: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees of leaves [P, ...]}`.
+
+    A stage that stands on several devices (a bidirectional placement) is held by the first of them only; the step copies it
+    to the others.  So optimizers, norms and checkpoints meet every parameter exactly once.
+    """
+
+    placement: Placement
+
+    @cached_property
+    def owned(self) -> tuple[tuple[int, ...], ...]:
+        """Per device, the stages whose parameters it holds, in chunk order."""
+        table: list[list[int]] = [[] for _ in range(self.placement.num_devices)]
+        for stage, devices in enumerate(self.placement.devices_of):
+            table[devices[0]].append(stage)
+        return tuple(tuple(row) for row in table)
+
+    @property
+    def num_owned(self) -> int:
+        """The most stages that one device owns: the length of the placed `stages` tuple."""
+        return max(len(row) for row in self.owned)
+
+    def stage_at(self, chunk: int) -> tuple[int, ...]:
+        """Per device, the stage that its owned chunk `chunk` is, or -1."""
+        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
+
+    def replicas(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(owner, owner's chunk, holder, holder's chunk) for every further copy of a stage."""
+        found = []
+        for stage, devices in enumerate(self.placement.devices_of):
+            for holder in devices[1:]:
+                owner_chunk = self.owned[devices[0]].index(stage)
+                found.append((devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder)))
+        return tuple(found)
+
+    def place_stages(self, stages: PyTree) -> tuple[PyTree, ...]:
+        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that chunk are zero."""
+
+        def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
+            index = np.array([max(s, 0) for s in stage_of])
+            taken = jnp.take(leaf, index, axis=0)
+            if min(stage_of) >= 0:
+                return taken
+            there = np.array([s >= 0 for s in stage_of]).reshape((-1,) + (1,) * (leaf.ndim - 1))
+            return jnp.where(there, taken, jnp.zeros_like(taken))
+
+        placed = [self.stage_at(v) for v in range(self.num_owned)]
+        return tuple(jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed)
+
+    def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
+        """The inverse of `place_stages`."""
+        devices = self.placement.num_devices
+        where = {s: v * devices + d for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
+        order = np.array([where[s] for s in range(self.placement.num_stages)])
+        return jax.tree.map(lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed)
+
+
+def check_canonical(params: Mapping[str, PyTree], num_stages: int, *, has_first: bool, has_last: bool) -> None:
+    """PipelineError listing every fault of a canonical parameter tree."""
+    faults = []
+    if not isinstance(params, Mapping):
+        raise PipelineError(f"parameters must be a dict with keys first, stages, last (and shared); got {type(params).__name__}")
+    unknown = sorted(set(params) - {*OUTER, "stages"})
+    if unknown:
+        faults.append(f"parameters have unknown keys {unknown}; the keys are first, stages, last and shared")
+    if "stages" not in params:
+        faults.append('parameters have no "stages"; give a tree whose leaves have a leading axis of S stages in model order')
+    if has_first and "first" not in params:
+        faults.append('the pipeline has a `first` function, but parameters have no "first"; give its parameters ({} if none)')
+    if has_last and "last" not in params:
+        faults.append('the pipeline has a `last` function, but parameters have no "last"; give its parameters ({} if none)')
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params.get("stages", {})):
+        shape = np.shape(leaf)
+        if not shape or shape[0] != num_stages:
+            faults.append(
+                f"stages{jax.tree_util.keystr(path)} has shape {shape}; its leading axis must be the number of stages, {num_stages}"
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            faults.append(
+                f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}; parameters must be floating: "
+                "put other arrays in the batch"
+            )
+    if faults:
+        raise PipelineError("these parameters do not fit the pipeline:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+
+
+def shardings(mesh: Any, axis: str, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Shardings of placed parameters: stages over the pipe axis, everything else on every device."""
+    over_pipe, everywhere = NamedSharding(mesh, PartitionSpec(axis)), NamedSharding(mesh, PartitionSpec())
+    return {k: jax.tree.map(lambda _, s=over_pipe if k == "stages" else everywhere: s, v) for k, v in like.items()}

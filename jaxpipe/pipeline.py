@@ -1,0 +1,279 @@
+"""Pipeline: the public entry point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
+
+from .check import check
+from .errors import PipelineError
+from .functions import Function, Functions, Loss
+from .lower import Lowering, body, forward_plan, plan_of
+from .params import OUTER, ParamLayout, check_canonical, shardings
+from .schedule import Schedule
+
+PyTree: TypeAlias = Any
+
+
+class Pipeline:
+    """A model cut into stages, run on a mesh by a schedule's table.
+
+    `first(first_params, microbatch) -> x`, `stage(stage_params, x) -> x` and `last(last_params, x, microbatch) -> scalar loss` are
+    the model; each may also take `ctx` (a `Context`: stage, microbatch, rng) and `shared` (the parameters under "shared", whose
+    gradients are summed over all uses) by keyword, and `stage` also `microbatch`.  Without `first`, x is the microbatch's "x".
+
+    Args:
+        stage: one stage; every stage has the same function and parameter shapes, and returns what it takes.
+        schedule: any valid table; its devices are the mesh's pipe axis.
+        mesh: a `jax.sharding.Mesh`; axes that are neither `axis` nor in `data_axes` are left to the partitioner.
+        axis: the name of the pipe axis.
+        first, last: what comes before the first stage and after the last one; they run on those devices only.
+        data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
+        loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
+        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches.
+        remat: "full", or a `jax.checkpoint` policy: what the backward of a stage recomputes.
+        accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
+
+    Raises:
+        ScheduleError: the table breaks a rule.
+        PipelineError: mesh, axis or functions do not fit; every fault is listed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
+        >>> pipe = jp.Pipeline(lambda p, x: jnp.tanh(x @ p), schedule=s, mesh=jax.make_mesh((1,), ("pipe",)),
+        ...                    last=lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2))
+        >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}})
+        >>> loss, grads = pipe.value_and_grad(params, {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))})
+        >>> grads["stages"][0].shape
+        (1, 3, 3)
+    """
+
+    def __init__(
+        self,
+        stage: Callable[..., PyTree],
+        *,
+        schedule: Schedule,
+        mesh: Mesh,
+        axis: str = "pipe",
+        first: Callable[..., PyTree] | None = None,
+        last: Callable[..., Any] | None = None,
+        data_axes: Sequence[str] = (),
+        loss: Loss = Loss.MEAN,
+        has_metrics: bool = False,
+        remat: str | Callable[..., bool] | None = None,
+        accumulate_dtype: Any = jnp.float32,
+    ) -> None:
+        self.schedule = check(schedule)
+        self.mesh = mesh
+        self.axis = axis
+        self.data_axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+        self.accumulate_dtype = accumulate_dtype
+        _check_mesh(schedule, mesh, axis, self.data_axes)
+        self.functions = Functions(
+            stage=Function.of(_rematerialised(stage, remat), "stage").wanting(Function.of(stage, "stage").wants),
+            first=None if first is None else Function.of(first, "first"),
+            last=None if last is None else Function.of(last, "last"),
+            loss=loss,
+            has_metrics=has_metrics,
+        )
+        self.layout = ParamLayout(schedule.placement)
+        self._jit_step = jax.jit(self._step)
+        self._jit_evaluate = jax.jit(self._evaluate)
+
+    # Parameters
+
+    def place(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Canonical parameters -> placed ones; ShapeDtypeStructs give ShapeDtypeStructs with shardings.
+
+        Canonical: {"first", "stages" with leaves [S, ...] in model order, "last", "shared"}.  Placed: "stages" is a tuple with a tree
+        a chunk, leaves [P, ...] sharded over the pipe axis; the others are on every device.  PipelineError lists all faults.
+        """
+        check_canonical(
+            params, self.schedule.num_stages, has_first=self.functions.first is not None, has_last=self.functions.last is not None
+        )
+        full = {"stages": params["stages"], **{k: params.get(k, {}) for k in OUTER}}
+
+        def arrange(tree: dict[str, PyTree]) -> dict[str, PyTree]:
+            return {**tree, "stages": self.layout.place_stages(tree["stages"])}
+
+        like = jax.eval_shape(arrange, full)
+        to = shardings(self.mesh, self.axis, like)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
+            return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
+        return jax.jit(arrange, out_shardings=to)(full)
+
+    def canonical(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Placed parameters, or gradients, back in the canonical layout."""
+
+        def arrange(tree: dict[str, PyTree]) -> dict[str, PyTree]:
+            return {**tree, "stages": self.layout.canonical_stages(tree["stages"])}
+
+        return jax.jit(self._automatic(arrange))(dict(placed))
+
+    # Steps
+
+    def value_and_grad(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> tuple[Any, dict[str, PyTree]]:
+        """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`; may be jitted, donates nothing.
+
+        `batch` is a tree whose leaves have a leading axis of rows, cut into M equal microbatches in order (each data shard cuts
+        its own rows).  `rng` is the step's key, from which `ctx.rng` is made.
+        """
+        results, grads = self._jit_step(params, batch, rng)
+        return self._answer(results), grads
+
+    def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Any:
+        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process."""
+        return self._answer(self._jit_evaluate(params, batch, rng))
+
+    def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Any:
+        """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`)."""
+        return self._jit_evaluate(params, batch, rng)["losses"]
+
+    def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Any:
+        """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh."""
+
+        def step(params: dict[str, PyTree], batch: PyTree, rng: Any) -> tuple[Any, dict[str, PyTree]]:
+            results, grads = self._step(params, batch, rng)
+            return self._answer(results), grads
+
+        return jax.jit(step).lower(params, batch, rng)
+
+    def compile_report(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> dict[str, Any]:
+        """Compile the step and describe it: ticks, segments, slots, transfers, temp bytes, flops, compile seconds."""
+        from .report import report
+
+        lowered = self.lower(params, batch, rng=rng)
+        begin = time.perf_counter()
+        compiled = lowered.compile()
+        return report(self._plan, compiled, compile_seconds=time.perf_counter() - begin)
+
+    # Inside
+
+    def _automatic(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Let the partitioner choose shardings inside, where the mesh's axes are explicit (as `jax.make_mesh` makes them)."""
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return function
+        return auto_axes(function, axes=self.mesh.axis_names, out_sharding=NamedSharding(self.mesh, PartitionSpec()))
+
+    @cached_property
+    def _plan(self) -> Any:
+        return plan_of(self.schedule)
+
+    def _answer(self, results: dict[str, Any]) -> Any:
+        return (results["loss"], results["metrics"]) if self.functions.has_metrics else results["loss"]
+
+    def _step(self, params: dict[str, PyTree], batch: PyTree, rng: Any) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        if self.functions.last is None:
+            raise PipelineError("a training step needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
+        if self.schedule.forward_only:
+            raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
+        return self._shard_map(params, batch, rng, training=True)
+
+    def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any) -> dict[str, Any]:
+        return self._shard_map(params, batch, rng, training=False)[0]
+
+    def _shard_map(self, params: dict[str, PyTree], batch: PyTree, rng: Any, *, training: bool) -> Any:
+        self._check_step(params, batch)
+        lowering = Lowering(
+            plan=self._plan if training else forward_plan(self.schedule),
+            functions=self.functions,
+            layout=self.layout,
+            axis=self.axis,
+            data_axes=self.data_axes,
+            data_size=self._data_size,
+            accumulate=self.accumulate_dtype,
+            training=training,
+        )
+        everywhere, rows = PartitionSpec(), PartitionSpec(self.data_axes or None)
+        placed = {k: PartitionSpec(self.axis) if k == "stages" else everywhere for k in params}
+        return jax.shard_map(
+            lambda p, b, r: body(lowering, p, b, r),
+            mesh=self.mesh,
+            in_specs=(placed, rows, everywhere),
+            out_specs=(everywhere, placed if training else everywhere),
+            axis_names={self.axis, *self.data_axes},
+            check_vma=False,
+        )(params, batch, rng)
+
+    @property
+    def _data_size(self) -> int:
+        size = 1
+        for name in self.data_axes:
+            size *= self.mesh.shape[name]
+        return size
+
+    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree) -> None:
+        """PipelineError, before anything is traced, for parameters that are not placed for this schedule or rows that do not divide."""
+        faults = []
+        wanted = {"stages", *OUTER}
+        if not isinstance(params, Mapping) or set(params) != wanted:
+            faults.append(f"parameters must be what `place` returned, a dict with keys {sorted(wanted)}")
+        elif not isinstance(params["stages"], tuple | list) or len(params["stages"]) != self.layout.num_owned:
+            faults.append(
+                f'parameters are placed for another schedule: "stages" must hold {self.layout.num_owned} chunks; call `place` again'
+            )
+        else:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params["stages"]):
+                if not leaf.shape or leaf.shape[0] != self.schedule.num_devices:
+                    faults.append(
+                        f"stages{jax.tree_util.keystr(path)} has shape {leaf.shape}: placed for another schedule; its leading axis must be "
+                        f"{self.schedule.num_devices} devices; call `place` again"
+                    )
+        faults += self._batch_faults(batch)
+        if faults:
+            raise PipelineError("this step cannot be lowered:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+
+    def _batch_faults(self, batch: PyTree) -> list[str]:
+        count, data = self.schedule.num_microbatches, self._data_size
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        if not leaves:
+            return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
+        faults = []
+        for path, leaf in leaves:
+            rows = leaf.shape[0] if getattr(leaf, "shape", ()) else 0
+            if rows == 0 or rows % (count * data):
+                shards = f" x {data} data shards" if data > 1 else ""
+                near = max(1, round(rows / (count * data))) * count * data
+                faults.append(
+                    f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into {count} microbatches{shards}; "
+                    f"use {near} rows"
+                )
+        return faults
+
+
+def _rematerialised(stage: Callable[..., PyTree], remat: str | Callable[..., bool] | None) -> Callable[..., PyTree]:
+    """The stage under `jax.checkpoint`."""
+    if remat is None:
+        return stage
+    if remat == "full":
+        return jax.checkpoint(stage)
+    if callable(remat):
+        return jax.checkpoint(stage, policy=remat)
+    raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
+
+
+def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...]) -> None:
+    """Every fault of the mesh for this schedule."""
+    faults = []
+    sizes = dict(mesh.shape)
+    if axis not in sizes:
+        faults.append(f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them, or name a mesh axis {axis!r}")
+    elif sizes[axis] != schedule.num_devices:
+        faults.append(
+            f"schedule {schedule.name!r} is for {schedule.num_devices} devices but mesh axis {axis!r} has {sizes[axis]}; "
+            f"build the schedule with devices={sizes[axis]}, or a mesh with {schedule.num_devices} along {axis!r}"
+        )
+    for name in data_axes:
+        if name not in sizes:
+            faults.append(f"the mesh has no data axis {name!r}; its axes are {sizes}")
+        if name == axis:
+            faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
+    if faults:
+        raise PipelineError("the mesh does not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
