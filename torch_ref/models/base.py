@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -57,26 +57,6 @@ class SumCount:
     count: Tensor
 
 
-class LeafParams(Mapping[str, Tensor]):
-    """Leaves by name; every look-up gives a fresh alias, so that each use of a weight is its own edge of autograd's graph.
-
-    The input/weight cut needs that: a weight used at several places of a chain has one gradient edge per place.
-    """
-
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
-        self.leaves = dict(leaves)
-
-    def __getitem__(self, name: str) -> Tensor:
-        leaf = self.leaves[name]
-        return leaf.view_as(leaf)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.leaves)
-
-    def __len__(self) -> int:
-        return len(self.leaves)
-
-
 class StagedModel(abc.ABC):
     """A model cut into S stages, as pure functions of named parameters.
 
@@ -85,7 +65,8 @@ class StagedModel(abc.ABC):
     """
 
     num_stages: int
-    has_first: bool = True
+    # Whether `last` returns a sum and a count: a field of the models that can do both.
+    sum_count: bool
 
     @abc.abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:

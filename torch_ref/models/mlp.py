@@ -43,11 +43,6 @@ class MLP(StagedModel):
         if not self.with_first and self.features_in != self.width:
             raise TorchRefError(f"without `first`, features_in ({self.features_in}) must be width ({self.width})")
 
-    @property
-    def has_first(self) -> bool:  # type: ignore[override]
-        """Whether there is an input layer before the first stage."""
-        return self.with_first
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and whole shape."""
         d = self.width

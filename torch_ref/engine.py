@@ -1,0 +1,225 @@
+"""Runs a schedule table in one process with autograd: devices take turns, each in the order of its own row.
+
+A cell runs when every input of it exists.  Where no device can go on, the table is wrong: the error says what each device
+waits for, and where that stands.  What an action has used up is dropped at once, so a table that uses something twice, or
+before it is there, cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import tree
+from .batch import Microbatches
+from .cut import PendingWeights, Uses, full_backward, input_gradients
+from .errors import TableError, TorchRefError
+from .gradients import Gradients
+from .models.base import Context, StagedModel, SumCount, Value, WithAux
+from .result import Result, to_numpy
+from .stuck import why_stuck
+from .table import Action, Cell, Kind, Table
+from .weights import Weights
+
+
+@dataclass
+class _Saved:
+    """What a forward keeps for its backward."""
+
+    inputs: list[Tensor]
+    uses: Uses
+    roots: list[Tensor]  # the outputs, or the loss; an auxiliary loss is the last one
+    seeds: list[Tensor | None]  # the gradients of roots that are known already: of losses
+    embedded: list[Tensor]  # what `first` made, on stage 0
+    embedding_uses: Uses | None
+
+
+@dataclass
+class _Late:
+    """What an input gradient leaves for the weight gradient."""
+
+    stage: PendingWeights
+    first: PendingWeights | None
+
+
+class Engine:
+    """One run of a table."""
+
+    def __init__(self, table: Table, model: StagedModel, weights: Weights, microbatches: Microbatches, scale: float, step: int) -> None:
+        self.table, self.model, self.weights, self.microbatches = table, model, weights, microbatches
+        self.scale, self.step = scale, step
+        self.last_stage = model.num_stages - 1
+        self.activations: dict[tuple[int, int], Value] = {}  # (stage, microbatch) -> its input
+        self.cotangents: dict[tuple[int, int], list[Tensor | None]] = {}  # -> the gradients of its output's leaves
+        self.kept: list[dict[tuple[int, int], _Saved | _Late]] = [{} for _ in table.rows]
+        self.peaks = [0] * table.num_devices
+        self.losses: list[Tensor | None] = [None] * len(microbatches.parts)
+        self.aux: list[list[Tensor]] = [[] for _ in microbatches.parts]
+        self.counts: list[Tensor | None] = [None] * len(microbatches.parts)
+        self.outputs: list[Any] = [None] * len(microbatches.parts)
+        self.gradients = Gradients(weights)
+        self.order: list[str] = []
+        self.actions: dict[Kind, Callable[[int, Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._input_gradient,
+            Kind.W: self._weight_gradient,
+        }
+
+    def run(self) -> Result:
+        """Take turns until every row is done."""
+        at = [0] * self.table.num_devices
+        while any(position < len(row) for position, row in zip(at, self.table.rows, strict=True)):
+            before = list(at)
+            for device, row in enumerate(self.table.rows):
+                if at[device] < len(row) and not self._waits_for(device, row[at[device]]):
+                    self._run_cell(device, row[at[device]])
+                    at[device] += 1
+            if at == before:
+                raise TableError(why_stuck(self.table, at, self._waits_for))
+        return self._result()
+
+    def _run_cell(self, device: int, cell: Cell) -> None:
+        for action in cell:
+            self.actions[action.kind](device, action)
+            self.peaks[device] = max(self.peaks[device], len(self.kept[device]))
+        if cell:
+            self.order.append(";".join(str(action) for action in cell))
+
+    # What an action needs.
+
+    def _waits_for(self, device: int, cell: Cell) -> list[tuple[Action, Action]]:
+        """(action, what it still lacks) of a cell; what one half of a pair makes is not there for the other half."""
+        return [(action, need) for action in cell for need in self._lacks(device, action)]
+
+    def _lacks(self, device: int, action: Action) -> list[Action]:
+        stage, kind, m = action
+        kept = self.kept[device].get((stage, m))
+        if kind is Kind.F:
+            missing = stage > 0 and (stage, m) not in self.activations
+            return [Action(stage - 1, Kind.F, m)] if missing else []
+        if kind is Kind.W:
+            return [] if isinstance(kept, _Late) else [Action(stage, Kind.I, m)]
+        lacks = [] if isinstance(kept, _Saved) else [Action(stage, Kind.F, m)]
+        if stage < self.last_stage and (stage, m) not in self.cotangents:
+            whole = Action(stage + 1, Kind.B, m)
+            lacks.append(whole if whole in self.table.places else Action(stage + 1, Kind.I, m))
+        return lacks
+
+    # What an action does.
+
+    def _forward(self, device: int, action: Action) -> None:
+        stage, m = action.stage, action.microbatch
+        ctx, batch = Context(stage, m, self.step), self.microbatches.parts[m]
+        uses = Uses(self.weights.of_stage(stage), grad=torch.is_grad_enabled())
+        embedded: list[Tensor] = []
+        embedding_uses = None
+        if stage == 0:
+            embedding_uses = Uses(self.weights.outer, grad=torch.is_grad_enabled())
+            x = self.model.first(embedding_uses, batch, ctx)
+            embedded = tree.leaves(x)
+        else:
+            x = self.activations.pop((stage, m))
+        inputs = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in tree.leaves(x)]
+        y = self.model.stage(uses, tree.rebuild(x, inputs), ctx)
+        roots, seeds = self._outputs(stage, m, y, uses, ctx)
+        if not self.table.forward_only:
+            self.kept[device][stage, m] = _Saved(inputs, uses, roots, seeds, embedded, embedding_uses)
+        else:
+            self.peaks[device] = max(self.peaks[device], 1)
+
+    def _outputs(self, stage: int, m: int, y: Any, uses: Uses, ctx: Context) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Hand on a stage's output, or make the loss of it: (roots of the backward, the gradients known already)."""
+        aux: list[Tensor] = []
+        if isinstance(y, WithAux):
+            y, aux = y.x, [y.aux]
+            self.aux[m].append(aux[0].detach())
+        if stage < self.last_stage:
+            roots = tree.leaves(y)
+            # Only detached values travel: what a device keeps stays its own.
+            self.activations[stage + 1, m] = tree.rebuild(y, [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in roots])
+            seeds: list[Tensor | None] = [None] * len(roots)
+        else:
+            self.outputs[m] = tree.rebuild(y, [to_numpy(leaf) for leaf in tree.leaves(y)])
+            loss = self.model.last(uses, y, self.microbatches.parts[m], ctx)
+            if isinstance(loss, SumCount):
+                loss, self.counts[m] = loss.loss_sum, loss.count.detach()
+            if loss.ndim != 0:
+                raise TorchRefError(f"`last` must return a scalar loss; it returned {tuple(loss.shape)}: take its mean, for instance")
+            self.losses[m] = loss.detach()
+            roots, seeds = [loss], [self._seed(m, loss)]
+        return roots + aux, seeds + [self._seed(m, a) for a in aux]
+
+    def _seed(self, m: int, loss: Tensor) -> Tensor:
+        """The gradient of the step's loss by a microbatch's: its share of the rows (a sum's is 1, divided once at the end)."""
+        share = 1.0 if self._sums() else self.microbatches.share(m)
+        return torch.full_like(loss, share * self.scale)
+
+    def _sums(self) -> bool:
+        return self.model.sum_count
+
+    def _take(self, device: int, action: Action) -> tuple[_Saved, list[Tensor | None]]:
+        """What a backward starts from; it is dropped from where it was kept."""
+        stage, m = action.stage, action.microbatch
+        saved = self.kept[device].pop((stage, m))
+        assert isinstance(saved, _Saved), f"{action} ran before its forward"
+        seeds = list(saved.seeds)
+        if stage < self.last_stage:
+            arrived = self.cotangents.pop((stage, m))
+            seeds[: len(arrived)] = arrived
+        return saved, seeds
+
+    def _backward(self, device: int, action: Action) -> None:
+        saved, seeds = self._take(device, action)
+        dx, named = full_backward(saved.roots, seeds, saved.inputs, saved.uses)
+        self.gradients.add(action.stage, named)
+        if saved.embedding_uses is not None:
+            _, named = full_backward(saved.embedded, dx, [], saved.embedding_uses)
+            self.gradients.add(0, named)
+        self._send_back(action, dx)
+
+    def _input_gradient(self, device: int, action: Action) -> None:
+        saved, seeds = self._take(device, action)
+        dx, late = input_gradients(saved.roots, seeds, saved.inputs, saved.uses)
+        first = None
+        if saved.embedding_uses is not None:
+            _, first = input_gradients(saved.embedded, dx, [], saved.embedding_uses)
+        self.kept[device][action.stage, action.microbatch] = _Late(late, first)
+        self._send_back(action, dx)
+
+    def _weight_gradient(self, device: int, action: Action) -> None:
+        late = self.kept[device].pop((action.stage, action.microbatch))
+        assert isinstance(late, _Late), f"{action} ran before its input gradient"
+        self.gradients.add(action.stage, late.stage.finish())
+        if late.first is not None:
+            self.gradients.add(0, late.first.finish())
+
+    def _send_back(self, action: Action, dx: list[Tensor | None]) -> None:
+        if action.stage > 0:
+            self.cotangents[action.stage - 1, action.microbatch] = dx
+
+    # What comes out.
+
+    def _result(self) -> Result:
+        left = [key for kept in self.kept for key in kept] + [*self.activations, *self.cotangents]
+        assert not left, f"something was never used: {left}"
+        losses = np.array([self._total(m) for m in range(len(self.losses))])
+        counts = np.array([float(c) for c in self.counts if c is not None]) if self._sums() else None
+        if counts is not None and counts.sum() == 0:
+            raise TorchRefError("the counts of all microbatches sum to 0, so the loss has no mean; give some target a weight")
+        shares = np.array([self.microbatches.share(m) for m in range(len(losses))])
+        loss = float(losses @ shares) if counts is None else float(losses.sum() / counts.sum())
+        divisor = self.scale * (1.0 if counts is None else float(counts.sum()))
+        grads = {} if self.table.forward_only else self.gradients.arrays(divisor)
+        return Result(losses, loss, grads, tuple(self.peaks), tuple(self.outputs), counts, tuple(self.order))
+
+    def _total(self, m: int) -> float:
+        """A microbatch's loss with its auxiliary losses."""
+        loss = self.losses[m]
+        assert loss is not None, f"microbatch {m} has no loss"
+        return float(loss) + sum(float(aux) for aux in self.aux[m])
