@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .jaxprs import Cut, cut, drop_dead, flatten, known_from, needed_for
+from .jaxprs import Cut, cut, drop_dead, flatten, known_from, needed_for, sink
 from .jaxprs.cut import keep_work
 from .jaxprs.flatten import Atom
 from .passes.assign_slots import LastUse, Liveness
@@ -171,14 +171,15 @@ def _join(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, d
 
 def _pieces(joint: _Joint, inputs: Inputs, y_tree: Any, y: tuple[Any, ...], wanted: tuple[bool, ...]) -> StageCode:
     """Cut the joint jaxpr into the pieces."""
-    jaxpr, total = joint.jaxpr, inputs.total
-    grads = len(jaxpr.outvars) - len(y)
-    dy = jaxpr.invars[total:]
+    total = inputs.total
     known = [True] * (inputs.consts + inputs.params) + [False] * (inputs.x + inputs.extra)
+    dy = joint.jaxpr.invars[total:]
+    jaxpr = sink(joint.jaxpr, joint.split, known=[*known, *(False for _ in dy)])
+    grads = len(jaxpr.outvars) - len(y)
 
     # Forward | backward, at the border that jax.vjp drew.
     border = tuple(i < joint.split for i in range(len(jaxpr.eqns)))
-    halves = cut(jaxpr, border, outputs=[True] * len(y) + [False] * grads)
+    halves = cut(jaxpr, border, outputs=[True] * len(y) + [False] * grads, recompute=None)
     forward = halves.first.replace(invars=halves.first.invars[:total])
     # Backward inputs: (consts, params, x, extra | residuals | dy).
     base, crossing = halves.second.invars[:total], halves.second.invars[total + len(dy) :]

@@ -2,6 +2,7 @@
 
 from .cut import Cut, cut, drop_dead
 from .flatten import flatten
+from .sink import sink
 from .slices import known_from, needed_for
 
-__all__ = ["Cut", "cut", "drop_dead", "flatten", "known_from", "needed_for"]
+__all__ = ["Cut", "cut", "drop_dead", "flatten", "known_from", "needed_for", "sink"]

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 from jax import core as jax_core
 from jax.extend import core
 
 from .flatten import Atom, NewVar
+from .rematerialise import cheapest
+from .sizes import is_layout, nbytes
 from .slices import Assignment, Split, needed_for, scan_counts
 
 # Says whether the second part should compute an equation again rather than be handed its result.
@@ -32,30 +33,13 @@ class Cut:
     second_reads: tuple[bool, ...]
 
 
-_LAYOUT = frozenset(
-    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "copy", "copy_p", "slice", "dynamic_slice"}
-)
 _ELEMENTWISE = frozenset({"convert_element_type", "neg", "add", "sub", "mul", "add_any", "real", "imag", "not", "stop_gradient"})
-
-
-def is_layout(eqn: core.JaxprEqn) -> bool:
-    """True for operations that XLA turns into addressing: nothing is computed."""
-    return eqn.primitive.name in _LAYOUT
 
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
     """True for layout operations and for arithmetic of one array with numbers."""
     arrays = [v for v in eqn.invars if isinstance(v, core.Var)]
     return is_layout(eqn) or (eqn.primitive.name in _ELEMENTWISE and len(arrays) <= 1)
-
-
-def nbytes(aval: Any) -> int:
-    """Bytes of an array with this aval (PRNG keys count as their words)."""
-    size = int(np.prod(aval.shape, dtype=np.int64))
-    try:
-        return size * np.dtype(aval.dtype).itemsize
-    except TypeError:
-        return size * 8
 
 
 def keep_small(eqn: core.JaxprEqn, at_hand: bool) -> bool:
@@ -74,8 +58,11 @@ def keep_work(eqn: core.JaxprEqn, at_hand: bool) -> bool:
     return at_hand and is_cheap(eqn) and sum(nbytes(v.aval) for v in inputs) < nbytes(eqn.outvars[0].aval)
 
 
-def cut(jaxpr: core.Jaxpr, assignment: Assignment, *, outputs: Sequence[bool], recompute: Recompute = keep_small) -> Cut:
-    """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns, the rest the second does."""
+def cut(jaxpr: core.Jaxpr, assignment: Assignment, *, outputs: Sequence[bool], recompute: Recompute | None = keep_small) -> Cut:
+    """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns, the rest the second does.
+
+    Without a `recompute` rule the crossing is the smallest from which elementwise arithmetic gives the rest (`cheapest`).
+    """
     assert not jaxpr.constvars, "constants must be inputs"
     newvar = core.gensym()
     maker = _Maker(jaxpr, newvar, recompute)
@@ -92,7 +79,7 @@ def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
 class _Maker:
     """Builds the two parts of one jaxpr."""
 
-    def __init__(self, jaxpr: core.Jaxpr, newvar: NewVar, recompute: Recompute) -> None:
+    def __init__(self, jaxpr: core.Jaxpr, newvar: NewVar, recompute: Recompute | None) -> None:
         self._jaxpr = jaxpr
         self._newvar = newvar
         self._recompute = recompute
@@ -121,6 +108,11 @@ class _Maker:
     def _crossing(self, second_outs: Sequence[Atom], hidden: frozenset[core.Var]) -> tuple[list[core.Var], list[core.JaxprEqn]]:
         """What the first part hands over, after deciding what the second part computes again."""
         maker_of = {v: e for e in self._first for v in e.outvars}
+        if self._recompute is None:
+            used = [v for e in self._second for v in e.invars] + list(second_outs)
+            needed = [v for v in used if isinstance(v, core.Var) and (v in maker_of or v in hidden)]
+            keep = cheapest(needed, self._first, lambda v: v not in maker_of and v not in hidden)
+            return list(keep.stored), list(keep.again)
         order = {id(e): i for i, e in enumerate(self._first)}
         used = [v for e in self._second for v in e.invars] + list(second_outs)
         crossing = dict.fromkeys(v for v in used if isinstance(v, core.Var) and (v in maker_of or v in hidden))

@@ -85,6 +85,11 @@ def _made_first(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
     return made
 
 
+def made_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> set[core.Var]:
+    """The values that the marked inputs alone determine, the inputs among them."""
+    return _made_first(jaxpr, _forward(jaxpr, inputs)[0]) | {v for v, k in zip(jaxpr.invars, inputs, strict=True) if k}
+
+
 def _forward(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
     """The assignment, and which outputs are known."""
     known = {v for v, k in zip(jaxpr.invars, inputs, strict=True) if k}

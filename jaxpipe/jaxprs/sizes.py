@@ -1,0 +1,26 @@
+"""Bytes of values, and which equations only change layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+_LAYOUT = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "copy", "copy_p", "slice", "dynamic_slice"}
+)
+
+
+def is_layout(eqn: core.JaxprEqn) -> bool:
+    """True for operations that XLA turns into addressing: nothing is computed."""
+    return eqn.primitive.name in _LAYOUT
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array with this aval (PRNG keys count as their words)."""
+    size = int(np.prod(aval.shape, dtype=np.int64))
+    try:
+        return size * np.dtype(aval.dtype).itemsize
+    except TypeError:
+        return size * 8
