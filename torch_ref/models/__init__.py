@@ -1,7 +1,11 @@
 """The reference models; each file's docstring has its exact formulas, parameter names and shapes."""
 
 from .base import Context, StagedModel, SumCount, WithAux
+from .build import build, names
+from .conv import ConvNet
 from .gpt import GPT
 from .mlp import MLP
+from .moe import MoE
+from .rnn import RNN
 
-__all__ = ["GPT", "MLP", "Context", "StagedModel", "SumCount", "WithAux"]
+__all__ = ["GPT", "MLP", "RNN", "Context", "ConvNet", "MoE", "StagedModel", "SumCount", "WithAux", "build", "names"]
