@@ -21,15 +21,20 @@ def when(presence: Presence, predicate: Any, body: Callable[[T], T], state: T) -
     A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at most one trip updates
     them in place.  Where the predicate is known, nothing is tested.
     """
+    return when_flagged(presence, predicate, body, state)[1]
+
+
+def when_flagged(presence: Presence, predicate: Any, body: Callable[[T], T], state: T) -> tuple[Any, T]:
+    """`when`, and a flag that is False once it is over, for what must not start before."""
     if presence is Presence.NEVER:
-        return state
+        return jnp.zeros((), bool), state
     if presence is Presence.ALWAYS:
-        return body(state)
+        return jnp.zeros((), bool), body(state)
 
     def once(carry: tuple[Any, T]) -> tuple[Any, T]:
         return jnp.zeros_like(carry[0]), body(carry[1])
 
-    return lax.while_loop(lambda carry: carry[0], once, (predicate, state))[1]
+    return lax.while_loop(lambda carry: carry[0], once, (predicate, state))
 
 
 def read(pool: Sequence[Any], slot: Any) -> Leaves:

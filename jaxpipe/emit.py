@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .action import Kind
-from .blocks import Leaves, add, read, strengthen, when, write
+from .blocks import Leaves, add, read, strengthen, when, when_flagged, write
 from .functions import Context
+from .jaxprs import Slot, run_threaded
 from .passes.program import BlockUse, Column, Payload, Position, Presence, Program
 from .stage import LastCode, StageCode, run
 
@@ -38,7 +39,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Emitter:
-    """Turns positions into code.  State keys: x ri rw c st fr (pools), out_f out_b (what is sent), acc.*, loss, aux."""
+    """Turns positions into code.  State keys: order, x ri rw c st fr (pools), out_f out_b (what is sent), acc.*, loss, aux."""
 
     program: Program
     axis: str
@@ -70,8 +71,11 @@ class Emitter:
             predicate = jnp.logical_and(row[C.B_CHUNK] == chunk, row[C.B_KIND] == int(kind))
             body = {Kind.B: self._backward, Kind.I: self._input_grad, Kind.W: self._weight_grad}[kind](use, row)
         keys = self._written(use)
-        inner = when(use.active, predicate, lambda part: _pick(body({**state, **part}), keys), _pick(state, keys))
-        return {**state, **inner}
+        # `order` is False after every block, but XLA cannot know: a block that reads pools must be done before the next writes
+        # them, and without this dependency XLA:GPU may run the writer first, on a copy of every pool.
+        predicate = jnp.logical_and(predicate, jnp.logical_not(state["order"]))
+        flag, inner = when_flagged(use.active, predicate, lambda part: _pick(body({**state, **part}), keys), _pick(state, keys))
+        return {**state, **inner, "order": flag}
 
     def _written(self, use: BlockUse) -> tuple[str, ...]:
         """The state that a block may change."""
@@ -100,13 +104,16 @@ class Emitter:
             state = self._when(use.first, row[C.F_FIRST], keys, self._run_first(row), state)
             code, chunk = self.stage, use.block.chunk
             x = read(state["x"], row[C.F_X])
-            jaxpr = code.forward if self.training else code.evaluate
-            outs = run(jaxpr, *code.consts, *self.operands.stages[chunk], *x, *extra, *self.operands.once[chunk])
-            y, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
+            arguments = [*code.consts, *self.operands.stages[chunk], *x, *extra, *self.operands.once[chunk]]
             if self.training:
+                count = len(code.y_avals)
+                slots = [*_slots(state["ri"], row[C.F_RI]), *_slots(state["rw"], row[C.F_RW])]
+                outs = run_threaded(code.forward, arguments, writes={count + i: s for i, s in enumerate(slots)})
+                y, pools = outs[:count], outs[count:]
                 early = len(code.residual_input)
-                state = {**state, "ri": write(state["ri"], row[C.F_RI], residuals[:early])}
-                state = {**state, "rw": write(state["rw"], row[C.F_RW], residuals[early:])}
+                state = {**state, "ri": pools[:early], "rw": pools[early:]}
+            else:
+                y = run(code.evaluate, *arguments)
             state = {**state, "out_f": strengthen(y)}
             state = self._when(use.local, row[C.F_LOCAL], ("x",), lambda s: {"x": write(s["x"], row[C.F_OUT], y)}, state)
             run_last = self._run_last(row, y) if self.training else self._evaluate_last(row, y)
@@ -166,15 +173,16 @@ class Emitter:
     def _last_keys(self) -> list[str]:
         return ["c", "loss", "aux", "acc.last", "acc.shared"] if self.training else ["loss", "aux"]
 
-    def _gradient_inputs(self, chunk: int, row: Any, state: State) -> Leaves:
-        """(consts, parameters, x, extra, once, residuals, dy) of a backward action."""
+    def _gradient_inputs(self, chunk: int, row: Any, state: State) -> tuple[Leaves, dict[int, Slot]]:
+        """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are slots."""
         code = self.stage
         extra = self._extra(row[C.B_STAGE], row[C.B_MICROBATCH], self.stage_wants)
         x = read(state["x"], row[C.B_X])
-        residuals = [*read(state["ri"], row[C.B_RI]), *read(state["rw"], row[C.B_RW])]
-        dy = read(state["c"], row[C.B_DY])
+        slots = [*_slots(state["ri"], row[C.B_RI]), *_slots(state["rw"], row[C.B_RW])]
         operands = self.operands
-        return [*code.consts, *operands.stages[chunk], *x, *extra, *operands.once[chunk], *residuals, *dy]
+        before = [*code.consts, *operands.stages[chunk], *x, *extra, *operands.once[chunk]]
+        arguments = [*before, *(None for _ in slots), *read(state["c"], row[C.B_DY])]
+        return arguments, {len(before) + i: s for i, s in enumerate(slots)}
 
     def _accumulate(self, chunk: int, dparams: Leaves, state: State) -> State:
         """Add the gradients of a chunk's own and of the shared parameters."""
@@ -187,7 +195,8 @@ class Emitter:
 
         def body(state: State) -> State:
             chunk = use.block.chunk
-            outs = run(self.stage.backward, *self._gradient_inputs(chunk, row, state))
+            arguments, slots = self._gradient_inputs(chunk, row, state)
+            outs = run_threaded(self.stage.backward, arguments, reads=slots)
             params = len(self.operands.stages[chunk])
             return self._hand_on(use, row, outs[params:], self._accumulate(chunk, outs[:params], state))
 
@@ -197,10 +206,11 @@ class Emitter:
         """I: the input's gradient, and a stash for W."""
 
         def body(state: State) -> State:
-            outs = run(self.stage.input_grad, *self._gradient_inputs(use.block.chunk, row, state))
-            count = len(outs) - len(self.stage.stash)
-            state = {**state, "st": write(state["st"], row[C.B_STASH], outs[count:])}
-            return self._hand_on(use, row, outs[:count], state)
+            arguments, slots = self._gradient_inputs(use.block.chunk, row, state)
+            count = sum(self.stage.x_wanted)
+            stash = {count + i: s for i, s in enumerate(_slots(state["st"], row[C.B_STASH]))}
+            outs = run_threaded(self.stage.input_grad, arguments, reads=slots, writes=stash)
+            return self._hand_on(use, row, outs[:count], {**state, "st": outs[count:]})
 
         return body
 
@@ -209,8 +219,9 @@ class Emitter:
 
         def body(state: State) -> State:
             chunk = use.block.chunk
-            stash = read(state["st"], row[C.B_STASH])
-            outs = run(self.stage.weight_grad, *self._gradient_inputs(chunk, row, state), *stash)
+            arguments, slots = self._gradient_inputs(chunk, row, state)
+            stash = {len(arguments) + i: s for i, s in enumerate(_slots(state["st"], row[C.B_STASH]))}
+            outs = run_threaded(self.stage.weight_grad, [*arguments, *(None for _ in stash)], reads={**slots, **stash})
             return self._accumulate(chunk, outs, state)
 
         return body
@@ -251,6 +262,11 @@ def make_extra(batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: froz
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
         extra["ctx"] = Context(stage, microbatch, key)
     return extra
+
+
+def _slots(pool: Leaves, index: Any) -> list[Slot]:
+    """One slot of every leaf of a pool."""
+    return [Slot(leaf, index) for leaf in pool]
 
 
 def _pick(state: State, keys: Sequence[str]) -> State:

@@ -174,7 +174,7 @@ def _initial(lowering: Lowering, traced: Traced, chunks: Sequence[PyTree], share
     stage, slots = traced.stage, traced.program.slots
     y = stage.y_avals
     dy = [a for a, w in zip(y, stage.x_wanted, strict=True) if w]
-    state: State = {"x": empty_pool(y, slots.x), "out_f": empty(y)}
+    state: State = {"order": jnp.zeros((), bool), "x": empty_pool(y, slots.x), "out_f": empty(y)}
     if traced.last is not None:
         count = lowering.num_microbatches
         state["loss"] = jnp.zeros(count, traced.last.loss_dtype)

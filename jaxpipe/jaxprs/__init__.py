@@ -4,5 +4,6 @@ from .cut import Cut, cut, drop_dead
 from .flatten import flatten
 from .sink import sink
 from .slices import known_from, needed_for
+from .threaded import Slot, run_threaded
 
-__all__ = ["Cut", "cut", "drop_dead", "flatten", "known_from", "needed_for", "sink"]
+__all__ = ["Cut", "Slot", "cut", "drop_dead", "flatten", "known_from", "needed_for", "run_threaded", "sink"]

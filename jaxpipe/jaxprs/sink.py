@@ -45,9 +45,7 @@ def _sink_one(eqns: list[core.JaxprEqn], index: int, border: int, jaxpr: core.Ja
     given = set(jaxpr.invars)
     outer = dict(zip(body.invars, eqn.invars, strict=True))
     free = {
-        v: a
-        for i, (v, a) in enumerate(outer.items())
-        if not consts <= i < consts + carries and (isinstance(a, core.Literal) or a in given)
+        v: a for i, (v, a) in enumerate(outer.items()) if not consts <= i < consts + carries and (isinstance(a, core.Literal) or a in given)
     }
     keep = cheapest([v for _, v in movable], body.eqns, lambda v: v in free or v in fixed)
     before = dict.fromkeys(v for _, v in movable)

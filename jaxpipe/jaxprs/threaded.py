@@ -1,0 +1,121 @@
+"""Evaluate a jaxpr whose stacked scan outputs go straight into buffer slots, and whose scanned inputs come straight from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from .slices import scan_counts
+
+
+class Slot(NamedTuple):
+    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots."""
+
+    pool: Any
+    index: Any
+
+    def load(self) -> Any:
+        """The whole entry."""
+        return lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False)
+
+    def store(self, value: Any) -> Any:
+        """The pool with the entry replaced."""
+        return lax.dynamic_update_index_in_dim(self.pool, value.astype(self.pool.dtype), self.index, 0)
+
+    def load_row(self, row: Any) -> Any:
+        """`pool[index, row]`."""
+        start = (self.index, row, *(0 for _ in self.pool.shape[2:]))
+        return lax.dynamic_slice(self.pool, start, (1, 1, *self.pool.shape[2:])).reshape(self.pool.shape[2:])
+
+
+def run_threaded(
+    jaxpr: core.Jaxpr, arguments: Sequence[Any], *, reads: Mapping[int, Slot] | None = None, writes: Mapping[int, Slot] | None = None
+) -> list[Any]:
+    """Evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools.
+
+    A scan would else build its stacked outputs apart and copy them into the slot, and a slot would be copied out to be scanned.
+    """
+    reads, writes = reads or {}, writes or {}
+    env: dict[core.Var, Any] = {}
+    for i, (var, argument) in enumerate(zip(jaxpr.invars, arguments, strict=True)):
+        env[var] = reads.get(i, argument)
+    targets = {jaxpr.outvars[i]: slot for i, slot in writes.items() if isinstance(jaxpr.outvars[i], core.Var)}
+    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
+    returned = [v for i, v in enumerate(jaxpr.outvars) if i not in writes]
+    targets = {v: s for v, s in targets.items() if v not in used and v not in returned}
+    written: dict[core.Var, Any] = {}
+    for eqn in jaxpr.eqns:
+        threaded = [v in targets for v in eqn.outvars]
+        lazy = [isinstance(v, core.Var) and isinstance(env[v], Slot) for v in eqn.invars]
+        if eqn.primitive.name == "scan" and (any(threaded) or any(lazy)):
+            _run_scan(eqn, env, targets, written)
+            continue
+        inputs = [_load(env, v) for v in eqn.invars]
+        env.update(zip(eqn.outvars, _bind(eqn, inputs), strict=True))
+    outs = []
+    for i, var in enumerate(jaxpr.outvars):
+        if i not in writes:
+            outs.append(_load(env, var))
+        elif isinstance(var, core.Var) and var in written:
+            outs.append(written[var])
+        else:
+            outs.append(writes[i].store(jnp.asarray(_load(env, var))))
+    return outs
+
+
+def _load(env: dict[core.Var, Any], atom: Any) -> Any:
+    if isinstance(atom, core.Literal):
+        return atom.val
+    value = env[atom]
+    return value.load() if isinstance(value, Slot) else value
+
+
+def _bind(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Run one equation."""
+    variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+    values = [x for v, x in zip(eqn.invars, inputs, strict=True) if isinstance(v, core.Var)]
+    named = dict(zip(variables, values, strict=True))
+    newvar = core.gensym()
+    outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
+    single = core.Jaxpr((), list(named), outs, [eqn.replace(outvars=outs)], eqn.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())
+
+
+def _run_scan(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Slot], written: dict[core.Var, Any]) -> None:
+    """A scan with pools among its carries, for what it writes, and among its constants, for what it reads."""
+    consts, carries = scan_counts(eqn)
+    length = eqn.params["length"]
+    body = eqn.params["jaxpr"]
+    fixed = [_load(env, v) for v in eqn.invars[:consts]]
+    inside = body.jaxpr.invars[consts : consts + carries]
+    first = [jnp.asarray(_load(env, v)).astype(b.aval.dtype) for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)]
+    scanned = [env[v] if isinstance(v, core.Var) else v.val for v in eqn.invars[consts + carries :]]
+    plain = [x for x in scanned if not isinstance(x, Slot)]
+    outs = eqn.outvars[carries:]
+    threaded = [v for v in outs if v in targets]
+
+    def trip(state: tuple[list[Any], list[Any]], given: tuple[Any, list[Any]]) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
+        carry, pools = state
+        row, xs = given
+        rest = iter(xs)
+        values = [x.load_row(row) if isinstance(x, Slot) else next(rest) for x in scanned]
+        results = core.jaxpr_as_fun(body)(*fixed, *carry, *values)
+        ys = dict(zip(outs, results[carries:], strict=True))
+        new = []
+        for var, pool in zip(threaded, pools, strict=True):
+            value = ys[var].astype(pool.dtype)
+            start = (targets[var].index, row, *(0 for _ in value.shape))
+            new.append(lax.dynamic_update_slice(pool, value[None, None], start))
+        carry = [r.astype(c.dtype) for r, c in zip(results[:carries], carry, strict=True)]
+        return (carry, new), [ys[v] for v in outs if v not in targets]
+
+    rows = lax.iota(jnp.int32, length)
+    options = {k: eqn.params[k] for k in ("reverse", "unroll") if k in eqn.params}
+    state, stacks = lax.scan(trip, (first, [targets[v].pool for v in threaded]), (rows, plain), length=length, **options)
+    env.update(zip(eqn.outvars[:carries], state[0], strict=True))
+    env.update(zip([v for v in outs if v not in targets], stacks, strict=True))
+    written.update(zip(threaded, state[1], strict=True))
