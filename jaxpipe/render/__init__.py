@@ -1,0 +1,8 @@
+"""Pictures of a simulated schedule: SVG, a self-contained HTML page, a trace for Perfetto and chrome://tracing."""
+
+from .html import to_html
+from .palette import Theme
+from .svg import to_svg
+from .trace import to_trace
+
+__all__ = ["Theme", "to_html", "to_svg", "to_trace"]

@@ -1,0 +1,75 @@
+"""A timeline as bars: what every picture draws."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..action import Action, Kind
+from ..timeline import Timeline
+
+
+class Part(enum.Enum):
+    """How much of a device's row a bar fills."""
+
+    WHOLE = 0
+    TOP = 1  # the forward of an overlapped pair
+    BOTTOM = 2  # its backward
+    STRIP = 3  # a transfer
+
+
+class Bar(NamedTuple):
+    """One action of one device, from `start` to `end`; `number` is its number in `schedule.encoded`."""
+
+    number: int
+    device: int
+    start: float
+    end: float
+    action: Action
+    chunk: int
+    part: Part
+
+
+def bars_of(timeline: Timeline) -> Iterator[Bar]:
+    """Every action of the timeline, device by device, in the order of its row."""
+    table, placement = timeline.schedule.encoded, timeline.schedule.placement
+    chunk_of = [{stage: chunk for chunk, stage in enumerate(stages)} for stages in placement.stages_of]
+    last_half = table.last_half.tolist()
+    for device in range(table.num_devices):
+        second_half = -1
+        for i in range(table.first[device], table.first[device + 1]):
+            action = table.action(i)
+            part = Part.WHOLE if action.kind.is_compute else Part.STRIP
+            if last_half[i] != i:
+                part, second_half = Part.TOP, last_half[i]
+            elif i == second_half:
+                part = Part.BOTTOM
+            yield Bar(i, device, timeline.starts[i], timeline.ends[i], action, chunk_of[device].get(action.stage, 0), part)
+
+
+def title_of(timeline: Timeline) -> str:
+    """`1f1b: 4 devices, 8 microbatches, 2 chunks`."""
+    s = timeline.schedule
+    counts = [(s.num_devices, "device"), (s.num_microbatches, "microbatch")]
+    words = [f"{n} {word}{'' if n == 1 else 'es' if word.endswith('h') else 's'}" for n, word in counts]
+    chunks = [f"{s.num_chunks} chunks"] if s.num_chunks > 1 else []
+    return f"{s.name or 'schedule'}: {', '.join(words + chunks)}"
+
+
+def number(value: float) -> str:
+    """A time or a size for people: at most four significant digits behind a whole part."""
+    return f"{value:.10g}" if float(value).is_integer() else f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
+
+
+def costs_of(timeline: Timeline) -> str:
+    """`F 1, B 2, transfer 0`: the costs of the kinds that occur, `varies` where stages differ."""
+    schedule, kinds = timeline.schedule, set(timeline.schedule.encoded.kind.tolist())
+    costs = timeline.costs.for_stages(schedule.num_stages)
+    given = [("F", costs.forward), ("B", costs.backward), ("I", costs.input_grad), ("W", costs.weight_grad)]
+    shown = [(name, values) for name, values in given if Kind[name] in kinds]
+    return ", ".join(f"{name} {_one(values)}" for name, values in [*shown, ("transfer", costs.transfer)])
+
+
+def _one(values: tuple[float, ...]) -> str:
+    return number(values[0]) if len(set(values)) == 1 else "varies"

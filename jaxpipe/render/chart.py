@@ -1,0 +1,158 @@
+"""The geometry of a Gantt chart: where every bar, row and legend entry stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..action import Kind
+from ..errors import JaxpipeError
+from ..timeline import Timeline
+from .bars import Bar, Part, bars_of
+
+KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+# The columns of numbers right of the chart, with their widths.
+COLUMNS = (("idle", 44.0), ("peak act.", 68.0))
+PAD = 16.0
+AXIS = 34.0
+_GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
+_MOST_SHADES = 8
+_MOST_WIDTH = 12000.0
+
+
+class Entry(NamedTuple):
+    """One entry of the legend: the classes of its swatches, its word, and where it stands."""
+
+    boxes: tuple[str, ...]
+    word: str
+    x: float
+    y: float
+    cell: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """The geometry of one picture, in pixels; a `heading` of "" leaves the heading out."""
+
+    timeline: Timeline
+    asked_width: float | None
+    memory: bool
+    heading: str
+
+    def __post_init__(self) -> None:
+        """JaxpipeError where the width asked for leaves less than 100 pixels for time."""
+        least = self.left + self.right + 100
+        if self.asked_width is not None and not least <= self.asked_width < math.inf:
+            raise JaxpipeError(f"width={self.asked_width} leaves no room for the chart; give at least {least:g} pixels")
+
+    @cached_property
+    def bars(self) -> tuple[Bar, ...]:
+        """Every bar with a length."""
+        return tuple(bar for bar in bars_of(self.timeline) if bar.end > bar.start)
+
+    @property
+    def left(self) -> float:
+        """Where time 0 is."""
+        return PAD + _GUTTER
+
+    @property
+    def top(self) -> float:
+        """Where the first device's row is."""
+        return _COLUMN_NAMES + (_HEADING if self.heading else 0)
+
+    @property
+    def right(self) -> float:
+        """The room right of the chart, for the numbers of each device."""
+        return PAD + 10 + sum(width for _, width in COLUMNS)
+
+    @cached_property
+    def shades(self) -> int:
+        """How many shades of a hue are drawn; chunks beyond that share."""
+        return min(max(self.timeline.schedule.num_chunks, 1), _MOST_SHADES)
+
+    @cached_property
+    def span(self) -> float:
+        """The length of the time axis in units of time, never 0."""
+        return float(self.timeline.makespan) or 1.0
+
+    @cached_property
+    def unit(self) -> float:
+        """Pixels per unit of time."""
+        if self.asked_width is not None:
+            return (self.asked_width - self.left - self.right) / self.span
+        lengths = sorted(bar.end - bar.start for bar in self.bars if bar.part is not Part.STRIP)
+        # A tenth of the bars may be too short for their number: one odd short stage must not stretch the picture.
+        short = lengths[len(lengths) // 10] if lengths else self.span
+        digits = len(str(max(self.timeline.schedule.num_microbatches - 1, 0)))
+        wanted = max(24.0 if self.span / short < 48 else 17.0, 8.0 + 7.0 * digits) / short
+        room = _MOST_WIDTH - self.left - self.right
+        return min(max(wanted, 420.0 / self.span), room / self.span)
+
+    @cached_property
+    def row(self) -> float:
+        """Height of a device's row of bars."""
+        devices = self.timeline.schedule.num_devices
+        tall = any(bar.part is Part.TOP for bar in self.bars)
+        return (36.0 if tall else 30.0) if devices <= 16 else (26.0 if tall else 20.0) if devices <= 32 else 16.0
+
+    @property
+    def pitch(self) -> float:
+        """From one device's row to the next."""
+        return self.row + 6 + (self.row * 0.6 if self.memory else 0)
+
+    @property
+    def width(self) -> float:
+        """Of the picture."""
+        return self.left + self.span * self.unit + self.right
+
+    @property
+    def bottom(self) -> float:
+        """Where the axis is."""
+        return self.top + self.pitch * self.timeline.schedule.num_devices
+
+    @property
+    def height(self) -> float:
+        """Of the picture."""
+        return self.legend[-1].y + 15 + PAD
+
+    def x(self, time: float) -> float:
+        """The horizontal place of a time."""
+        return self.left + time * self.unit
+
+    def y(self, device: int) -> float:
+        """The top of a device's row."""
+        return self.top + self.pitch * device
+
+    def box(self, bar: Bar) -> tuple[float, float, float, float]:
+        """x, y, width and height of a bar."""
+        x, y, width = self.x(bar.start), self.y(bar.device), (bar.end - bar.start) * self.unit
+        half = self.row / 2
+        if bar.part is Part.TOP:
+            return x, y, width, half
+        if bar.part is Part.BOTTOM:
+            return x, y + half, width, half
+        if bar.part is Part.STRIP:
+            return x, y + self.row - 4, width, 4
+        return x, y, width, self.row
+
+    @cached_property
+    def legend(self) -> tuple[Entry, ...]:
+        """What the colours mean, each entry with its place: broken into lines where the picture is narrow."""
+        several = self.shades > 1
+        kinds = sorted({bar.action.kind for bar in self.bars if bar.part is not Part.STRIP})
+        swatches = [(tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KIND_WORDS[k]}") for k in kinds]
+        swatches += [(("transfer",), "transfer")] if any(bar.part is Part.STRIP for bar in self.bars) else []
+        swatches += [(("idle",), "idle")]
+        swatches += [(("memory",), "activations held")] if self.memory else []
+        swatches += [((), "number: microbatch" + (", shade: chunk" if several else ""))]
+        entries, x, line = [], self.left, 0
+        for kinds_of_box, word in swatches:
+            cell = 15.0 if len(kinds_of_box) > 1 else 22.0
+            length = cell * len(kinds_of_box) + 7 + 6.2 * len(word)
+            if x > self.left and x + length > self.width - PAD:
+                x, line = self.left, line + 1
+            entries.append(Entry(kinds_of_box, word, x, self.bottom + AXIS + 6 + 22 * line, cell))
+            x += length + 14
+        return tuple(entries)

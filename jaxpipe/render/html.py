@@ -1,0 +1,103 @@
+"""A timeline as one self-contained page: the chart with what hovering tells, and every number beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from string import Template
+from xml.etree import ElementTree
+
+from ..action import KIND_NAMES
+from ..timeline import Timeline
+from .bars import bars_of, costs_of, number, title_of
+from .chart import KIND_WORDS, Chart
+from .page import PAGE
+from .palette import DARK, LIGHT, style
+from .svg import SCOPE, draw
+
+# A page should open at once: beyond this the table's text is left out, since `--format csv` writes it too.
+_MOST_TEXT = 200_000
+
+
+def to_html(timeline: Timeline, *, title: str | None = None, width: float | None = None) -> str:
+    """Draw a timeline as one HTML page that needs nothing else: chart, tooltips, zoom, numbers, the table; light and dark.
+
+    Args:
+        timeline: what `jaxpipe.simulate` returned.
+        title: the heading; schedule, devices and microbatches where it is None.
+        width: of the chart at zoom 1, in pixels, as in `to_svg`.
+
+    Raises:
+        JaxpipeError: `width` leaves no room for the chart.
+
+    >>> import jaxpipe as jp
+    >>> to_html(jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2)))[:15]
+    '<!DOCTYPE html>'
+    """
+    chart = Chart(timeline, width, memory=True, heading="")
+    heading = title or title_of(timeline)
+    csv = timeline.schedule.to_csv()
+    return Template(PAGE).substitute(
+        title=escape(heading),
+        style=_styles(chart.shades),
+        chart=ElementTree.tostring(draw(chart, critical_path=True), encoding="unicode"),
+        cards=_cards(timeline),
+        devices=_devices(timeline),
+        costs=escape(costs_of(timeline)),
+        table=escape(csv) if len(csv) <= _MOST_TEXT else f"The table has {len(csv):,} characters; write it with --format csv.",
+        # "<" is escaped so that no name can end the script element.
+        data=json.dumps(_data(chart), separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+def _styles(shades: int) -> str:
+    """The chart's colours: light, dark where the system says so, and whichever the reader asks for."""
+    dark = f":root:not([data-theme=light]) {SCOPE}", f":root[data-theme=dark] {SCOPE}"
+    by_system, by_reader = (style(DARK, chunks=shades, scope=scope) for scope in dark)
+    return f"{style(LIGHT, chunks=shades, scope=SCOPE)}@media(prefers-color-scheme:dark){{{by_system}}}{by_reader}"
+
+
+def _cards(timeline: Timeline) -> str:
+    """The numbers of the whole step."""
+    t, s = timeline, timeline.schedule
+    cards = [
+        ("makespan", number(t.makespan), "end of the last action"),
+        ("span", number(t.span), "longest first start to last end of a device"),
+        ("bubble", f"{t.bubble:.2%}", "idle share of all devices' time"),
+        ("peak activations", str(max(t.peak_activations, default=0)), "most that a device holds at once"),
+        ("devices", str(s.num_devices), f"{s.num_stages} stages, {s.num_chunks} a device"),
+        ("microbatches", str(s.num_microbatches), f"{s.encoded.num_actions:,} actions in all"),
+    ]
+    return "".join(
+        f"<div class=card title='{escape(why, quote=True)}'><b>{value}</b><span>{name}</span></div>" for name, value, why in cards
+    )
+
+
+def _devices(timeline: Timeline) -> str:
+    """A table of one row a device: busy, idle by cause, peaks."""
+    t = timeline
+    head = ("device", "stages", "busy", "idle", "warm-up", "waiting", "drain", "peak activations", "peak memory")
+    lines = [_line("th", head)]
+    for device, stages in enumerate(t.schedule.placement.stages_of):
+        idle = t.idle[device]
+        times = (t.busy[device], sum(idle), *idle)
+        peaks = (str(t.peak_activations[device]), number(t.peak_memory[device]))
+        lines.append(_line("td", (str(device), " ".join(map(str, stages)), *map(number, times), *peaks)))
+    return "\n".join(lines)
+
+
+def _line(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _data(chart: Chart) -> dict[str, object]:
+    """What the page's script needs to find the bar under the pointer: geometry, and the bars of each device in order."""
+    rows: list[list[tuple[object, ...]]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
+    for bar in bars_of(chart.timeline):
+        if bar.end > bar.start:
+            stage, kind, microbatch = bar.action
+            rows[bar.device].append((bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value))
+    words = [KIND_WORDS.get(kind, "transfer") for kind in KIND_WORDS]
+    geometry = {"left": chart.left, "unit": chart.unit, "top": chart.top, "row": chart.row, "pitch": chart.pitch, "width": chart.width}
+    return {"rows": rows, "kinds": KIND_NAMES, "words": words, "makespan": chart.timeline.makespan, **geometry}

@@ -1,0 +1,266 @@
+"""A Gantt chart as SVG: a row a device, hue by kind, shade by chunk, microbatch numbers, idle time hatched."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from xml.etree import ElementTree
+
+from ..action import parse_cell, parts
+from ..timeline import Timeline
+from .bars import Bar, Part, costs_of, number, title_of
+from .chart import COLUMNS, KIND_WORDS, PAD, Chart
+from .palette import DARK, LIGHT, Theme, style
+
+SCOPE = ".jaxpipe"
+# Beyond this many bars no bar is an element of its own (with a hover title): equal colours share one path instead.
+MOST_ELEMENTS = 4000
+
+_HATCHED = "url(#jaxpipe-hatch)"
+_DIGIT = 0.58  # width of a digit in ems, in the sans-serif faces we name
+
+
+def to_svg(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    width: float | None = None,
+    theme: Theme = Theme.AUTO,
+    memory: bool = False,
+    critical_path: bool = False,
+) -> str:
+    """Draw a timeline as a Gantt chart and return the SVG's text.
+
+    Args:
+        timeline: what `jaxpipe.simulate` returned.
+        title: the heading; schedule, devices and microbatches where it is None.
+        width: of the picture, in pixels; by default as wide as the microbatch numbers need, but at most 12000.
+        theme: colours; AUTO follows the reader's system.
+        memory: draw the activation memory held over time under each device's row.
+        critical_path: outline a longest chain of actions.
+
+    Raises:
+        JaxpipeError: `width` leaves no room for the chart.
+
+    >>> import jaxpipe as jp
+    >>> to_svg(jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2)))[:4]
+    '<svg'
+    """
+    chart = Chart(timeline, width, memory, heading=title or title_of(timeline))
+    root = draw(chart, critical_path=critical_path)
+    light, dark = (style(p, chunks=chart.shades, scope=SCOPE) for p in (LIGHT, DARK))
+    sheets = {Theme.LIGHT: light, Theme.DARK: dark, Theme.AUTO: f"{light}@media(prefers-color-scheme:dark){{{dark}}}"}
+    sheet = ElementTree.Element("style")
+    sheet.text = sheets[theme]
+    root.insert(0, sheet)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def draw(chart: Chart, *, critical_path: bool) -> ElementTree.Element:
+    """The whole picture."""
+    title = chart.heading or title_of(chart.timeline)
+    size = {"width": _px(chart.width), "height": _px(chart.height), "viewBox": f"0 0 {_px(chart.width)} {_px(chart.height)}"}
+    root = ElementTree.Element(
+        "svg", {"xmlns": "http://www.w3.org/2000/svg", "class": SCOPE[1:], "role": "img", "aria-label": title, **size}
+    )
+    _add_hatch(root)
+    _add(root, "rect", kind="page", width=chart.width, height=chart.height, rx=8)
+    _draw_heading(root, chart)
+    _draw_rows(root, chart)
+    if len(chart.bars) > MOST_ELEMENTS:
+        _draw_merged(root, chart)
+    else:
+        _draw_each(root, chart)
+    _draw_numbers(root, chart)
+    if chart.memory:
+        _draw_memory(root, chart)
+    if critical_path:
+        _draw_critical_path(root, chart)
+    _draw_axis(root, chart)
+    _draw_legend(root, chart)
+    return root
+
+
+def _draw_heading(root: ElementTree.Element, chart: Chart) -> None:
+    """The title and the numbers of the whole step, and the names of the columns on the right."""
+    x = chart.x(chart.span) + 10
+    for name, width in COLUMNS:
+        x += width
+        _text(root, x, chart.top - 7, name, kind="muted", anchor="end")
+    if not chart.heading:
+        return
+    t = chart.timeline
+    _fitted(root, 28, chart.heading, kind="title", size=15, room=chart.width - 2 * PAD)
+    peaks = t.peak_activations
+    summary = f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations {max(peaks, default=0)}"
+    costs = costs_of(t)
+    # Costs only where they fit: a page or a caption can tell them too.
+    roomy = 6.0 * (len(summary) + len(costs) + 5) < chart.width - 2 * PAD
+    _fitted(root, 47, f"{summary}  ·  {costs}" if roomy else summary, kind="muted", size=11.5, room=chart.width - 2 * PAD)
+
+
+def _fitted(root: ElementTree.Element, y: float, text: str, *, kind: str, size: float, room: float) -> None:
+    """A line of the heading, in smaller type where a narrow picture asks for it."""
+    line = _text(root, PAD, y, text, kind=kind)
+    fits = room / (0.56 * max(len(text), 1))
+    if fits < size:
+        line.set("style", f"font-size:{_px(fits)}px")
+
+
+def _draw_rows(root: ElementTree.Element, chart: Chart) -> None:
+    """Each device's name, its idle background, and its numbers."""
+    t = chart.timeline
+    room = t.makespan or 1
+    for device in range(t.schedule.num_devices):
+        y, length = chart.y(device), chart.span * chart.unit
+        _add(root, "rect", kind="idle", x=chart.left, y=y, width=length, height=chart.row, rx=3)
+        _add(root, "rect", x=chart.left, y=y, width=length, height=chart.row, rx=3, fill=_HATCHED)
+        middle = y + chart.row / 2 + 4
+        _text(root, chart.left - 8, middle, f"device {device}", kind="label", anchor="end")
+        x = chart.x(chart.span) + 10
+        values = (f"{1 - t.busy[device] / room:.0%}", str(t.peak_activations[device]))
+        for (_, width), value in zip(COLUMNS, values, strict=True):
+            x += width
+            _text(root, x, middle, value, kind="label", anchor="end")
+
+
+def _draw_numbers(root: ElementTree.Element, chart: Chart) -> None:
+    """The microbatch's number in each bar that has the room."""
+    sizes: dict[float, list[tuple[Bar, float, float]]] = defaultdict(list)
+    for bar in chart.bars:
+        if bar.part is Part.STRIP:
+            continue
+        x, y, width, height = chart.box(bar)
+        digits = len(str(bar.action.microbatch))
+        size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * digits))
+        if size >= 7:
+            # Few sizes, so that the figures of a picture look alike.
+            sizes[math.floor(size * 2) / 2].append((bar, x + width / 2, y + height / 2 + size * 0.36))
+    for size, labels in sizes.items():
+        group = _add(root, "g")
+        group.set("font-size", _px(size))
+        group.set("text-anchor", "middle")
+        for bar, x, y in labels:
+            _text(group, x, y, str(bar.action.microbatch), kind=f"on{_class(bar, chart.shades)}")
+
+
+def _draw_memory(root: ElementTree.Element, chart: Chart) -> None:
+    """Under each row, what its device holds over time; all devices at one scale."""
+    most = max(chart.timeline.peak_memory, default=0) or 1
+    depth = chart.row * 0.6 - 2
+    for device in range(chart.timeline.schedule.num_devices):
+        base = chart.y(device) + chart.row + depth + 2
+        path = [f"M{_px(chart.left)} {_px(base)}"]
+        for time, held in chart.timeline.memory(device):
+            path.append(f"H{_px(chart.x(time))}V{_px(base - depth * held / most)}")
+        _add(root, "path", kind="memory", d="".join(path) + f"V{_px(base)}z")
+
+
+def _draw_critical_path(root: ElementTree.Element, chart: Chart) -> None:
+    """Outline the actions of the critical path."""
+    wanted = {action for text in chart.timeline.critical_path for action in parts(parse_cell(text))}
+    boxes = [chart.box(bar) for bar in chart.bars if bar.action in wanted]
+    _add(root, "path", kind="critical", d="".join(_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2))
+
+
+def _draw_axis(root: ElementTree.Element, chart: Chart) -> None:
+    end, y = chart.x(chart.span), chart.bottom + 2
+    ticks = _ticks(chart.timeline.makespan, most=chart.span * chart.unit / 56)
+    marks = "".join(f"M{_px(chart.x(t))} {_px(y)}v5" for t in ticks)
+    _add(root, "path", kind="axis", d=f"M{_px(chart.left)} {_px(y)}H{_px(end)}{marks}")
+    for tick in ticks:
+        _text(root, chart.x(tick), y + 18, number(tick), kind="muted", anchor="middle")
+    _text(root, chart.left - 8, y + 18, "time", kind="muted", anchor="end")
+
+
+def _draw_legend(root: ElementTree.Element, chart: Chart) -> None:
+    """A swatch a kind, cut into the shades of its chunks."""
+    for boxes, word, left, y, cell in chart.legend:
+        x = left
+        for chunk, box in enumerate(boxes):
+            _add(root, "rect", kind=box, x=x, y=y, width=cell, height=15)
+            if box == "idle":
+                _add(root, "rect", x=x, y=y, width=cell, height=15, fill=_HATCHED)
+            if len(boxes) > 1:
+                _text(root, x + cell / 2, y + 11.5, str(chunk), kind=f"on{box}", anchor="middle", size=10)
+            x += cell
+        _text(root, x + (7 if boxes else 0), y + 12, word, kind="label" if boxes else "muted")
+
+
+def _draw_each(root: ElementTree.Element, chart: Chart) -> None:
+    """A rectangle a bar, with a title that browsers show on hovering."""
+    group = _add(root, "g")
+    for bar in chart.bars:
+        x, y, width, height = chart.box(bar)
+        # A hair of background between neighbours tells them apart.
+        gap = min(1.0, width * 0.2)
+        box = _add(
+            group, "rect", kind=_class(bar, chart.shades), x=x + gap / 2, y=y, width=width - gap, height=height, rx=min(2, width / 4)
+        )
+        ElementTree.SubElement(box, "title").text = describe(bar)
+
+
+def _draw_merged(root: ElementTree.Element, chart: Chart) -> None:
+    """One path for all bars of a colour: a table of a big job has a hundred thousand of them."""
+    paths: dict[str, list[str]] = defaultdict(list)
+    for bar in chart.bars:
+        x, y, width, height = chart.box(bar)
+        gap = min(1.0, width * 0.2)
+        paths[_class(bar, chart.shades)].append(_rectangle(x + gap / 2, y, width - gap, height))
+    for kind, pieces in sorted(paths.items()):
+        _add(root, "path", kind=kind, d="".join(pieces))
+
+
+def describe(bar: Bar) -> str:
+    """What hovering over a bar tells."""
+    stage, kind, microbatch = bar.action
+    word = KIND_WORDS.get(kind, "transfer")
+    return f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}\ndevice {bar.device}, {number(bar.start)} to {number(bar.end)}"
+
+
+def _class(bar: Bar, shades: int) -> str:
+    return "transfer" if bar.part is Part.STRIP else f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
+
+
+def _ticks(end: float, *, most: float) -> list[float]:
+    """Round times from 0 on, at most about `most` of them."""
+    if end <= 0:
+        return [0.0]
+    rough = end / max(most, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    return [step * i for i in range(math.floor(end / step * 1.000001) + 1)]
+
+
+def _add_hatch(root: ElementTree.Element) -> None:
+    """The pattern of idle time."""
+    definitions = ElementTree.SubElement(root, "defs")
+    size = {"width": "6", "height": "6", "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    pattern = ElementTree.SubElement(definitions, "pattern", {"id": "jaxpipe-hatch", **size})
+    _add(pattern, "path", kind="hatch", d="M0 0V6")
+
+
+def _add(parent: ElementTree.Element, tag: str, *, kind: str = "", **attributes: float | str) -> ElementTree.Element:
+    given = {"class": kind} if kind else {}
+    return ElementTree.SubElement(parent, tag, {**given, **{k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}})
+
+
+def _text(
+    parent: ElementTree.Element, x: float, y: float, text: str, *, kind: str, anchor: str = "", size: float = 0
+) -> ElementTree.Element:
+    element = _add(parent, "text", kind=kind, x=x, y=y)
+    if anchor:
+        element.set("text-anchor", anchor)
+    if size:
+        element.set("font-size", _px(size))
+    element.text = text
+    return element
+
+
+def _rectangle(x: float, y: float, width: float, height: float) -> str:
+    return f"M{_px(x)} {_px(y)}h{_px(width)}v{_px(height)}h{_px(-width)}z"
+
+
+def _px(value: float) -> str:
+    """A number of pixels, to a hundredth."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

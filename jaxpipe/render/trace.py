@@ -1,0 +1,103 @@
+"""A timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+The format is Chrome's Trace Event Format (JSON): a process a device, complete events ("X") for actions, counters ("C") for held
+activations, flow arrows ("s", "f") from a producer to its consumer on another device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from ..action import KIND_NAMES
+from ..errors import JaxpipeError
+from ..timeline import Timeline
+from .bars import Bar, Part, bars_of, title_of
+
+Event: TypeAlias = dict[str, Any]
+
+# Threads of a device's process.  The halves of a pair run at once, and slices of one thread must nest.
+_THREADS = {Part.WHOLE: 0, Part.TOP: 0, Part.BOTTOM: 1, Part.STRIP: 2}
+_THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
+
+
+def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True) -> str:
+    """Write a timeline as trace JSON, to be opened in ui.perfetto.dev or chrome://tracing.
+
+    Args:
+        timeline: what `jaxpipe.simulate` returned.
+        unit_us: microseconds in the trace for one unit of cost; by default a unit is a millisecond.
+        flows: draw an arrow for each message between devices.
+
+    Raises:
+        JaxpipeError: `unit_us` is not positive.
+
+    >>> import jaxpipe as jp
+    >>> json.loads(to_trace(jp.simulate(jp.schedules.build("gpipe", devices=2, microbatches=1))))["otherData"]["makespan"]
+    6
+    """
+    if not unit_us > 0:
+        raise JaxpipeError(f"unit_us must be positive, not {unit_us}: it is the length of one unit of cost in microseconds")
+    bars = tuple(bars_of(timeline))
+    events = [*_names(timeline, bars), *(_slice(bar, unit_us) for bar in bars), *_counters(timeline, unit_us)]
+    if flows:
+        events += _flows(timeline, bars, unit_us)
+    about = {"title": title_of(timeline), "makespan": timeline.makespan, "bubble": timeline.bubble}
+    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, separators=(",", ":")) + "\n"
+
+
+def _names(timeline: Timeline, bars: tuple[Bar, ...]) -> Iterator[Event]:
+    """What the viewer calls each device and thread, in this order."""
+    used = sorted({(bar.device, _THREADS[bar.part]) for bar in bars})
+    for device in range(timeline.schedule.num_devices):
+        yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
+        yield {"ph": "M", "pid": device, "name": "process_sort_index", "args": {"sort_index": device}}
+    for device, thread in used:
+        yield {"ph": "M", "pid": device, "tid": thread, "name": "thread_name", "args": {"name": _THREAD_NAMES[thread]}}
+        yield {"ph": "M", "pid": device, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _slice(bar: Bar, unit_us: float) -> Event:
+    stage, kind, microbatch = bar.action
+    return {
+        "ph": "X",
+        "name": str(bar.action),
+        "cat": KIND_NAMES[kind],
+        "pid": bar.device,
+        "tid": _THREADS[bar.part],
+        "ts": bar.start * unit_us,
+        "dur": (bar.end - bar.start) * unit_us,
+        "args": {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch, "kind": KIND_NAMES[kind]},
+    }
+
+
+def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:
+    """The activation memory each device holds, at each change (the last of those at one time)."""
+    for device in range(timeline.schedule.num_devices):
+        for time, held in dict(timeline.memory(device)).items():
+            yield {"ph": "C", "name": "activations", "pid": device, "ts": time * unit_us, "args": {"held": held}}
+
+
+def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterator[Event]:
+    """An arrow from each producer to its consumer on another device."""
+    table = timeline.schedule.encoded
+    producer, crosses = table.producer.tolist(), table.crosses.tolist()
+    for bar in bars:
+        if not crosses[bar.number]:
+            continue
+        source = bars[producer[bar.number]]
+        # A flow hangs on the slice that is open at its time: at its very end a slice is closed already.
+        leaves = source.start + 0.99 * (source.end - source.start)
+        for phase, end, time in (("s", source, leaves), ("f", bar, bar.start)):
+            thread = _THREADS[end.part]
+            event = {
+                "ph": phase,
+                "id": bar.number,
+                "name": "message",
+                "cat": "flow",
+                "pid": end.device,
+                "tid": thread,
+                "ts": time * unit_us,
+            }
+            yield event | ({"bp": "e"} if phase == "f" else {})
