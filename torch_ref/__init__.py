@@ -15,5 +15,6 @@ from .errors import BatchError, PeerError, TableError, TorchRefError, WeightsErr
 from .executor import run
 from .models.base import StagedModel
 from .result import Result
+from .training import Trained, train
 
-__all__ = ["BatchError", "PeerError", "Result", "StagedModel", "TableError", "TorchRefError", "WeightsError", "run"]
+__all__ = ["BatchError", "PeerError", "Result", "StagedModel", "TableError", "TorchRefError", "Trained", "WeightsError", "run", "train"]
