@@ -146,7 +146,8 @@ class Chart:
         swatches += [(("transfer",), "transfer")] if any(bar.part is Part.STRIP for bar in self.bars) else []
         swatches += [(("idle",), "idle")]
         swatches += [(("memory",), "activations held")] if self.memory else []
-        swatches += [((), "number: microbatch" + (", shade: chunk" if several else ""))]
+        meaning = "direction" if self.timeline.schedule.placement.is_bidirectional else "chunk"
+        swatches += [((), "number: microbatch" + (f", shade: {meaning}" if several else ""))]
         entries, x, line = [], self.left, 0
         for kinds_of_box, word in swatches:
             cell = 15.0 if len(kinds_of_box) > 1 else 22.0

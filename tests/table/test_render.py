@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -121,6 +123,7 @@ def test_heading_axis_legend_and_device_numbers():
     assert "W  weight gradient" not in words
     assert {"I  input gradient", "W  weight gradient"} <= set(texts(to_svg(timeline("zb_h1"))))
     assert "number: microbatch, shade: chunk" in texts(to_svg(timeline("interleaved_1f1b", chunks=2)))
+    assert "number: microbatch, shade: direction" in texts(to_svg(timeline("dualpipe")))
     assert "activations held" in texts(to_svg(timeline(), memory=True))
 
 
@@ -210,6 +213,15 @@ def test_colours_differ_and_numbers_can_be_read(palette, chunks):
 
 def test_picture_golden():
     check_golden("interleaved_1f1b_2x2.svg", to_svg(timeline("interleaved_1f1b", devices=2, microbatches=2, chunks=2)) + "\n")
+
+
+def test_documentation_shows_what_is_drawn_today():
+    docs = Path(__file__).parents[2] / "docs"
+    pictures = runpy.run_path(str(docs / "make_images.py"))["pictures"]()
+    assert len(pictures) >= 4
+    for name, picture in pictures.items():
+        path = docs / "images" / name
+        assert path.read_text() == picture, f"docs/images/{name} is stale: run python docs/make_images.py and look at it"
 
 
 def test_an_odd_short_stage_does_not_stretch_the_picture():

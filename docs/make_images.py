@@ -1,0 +1,38 @@
+"""Draw the pictures of the documentation: `python docs/make_images.py` writes docs/images/*.svg through the public API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jaxpipe as jp
+from jaxpipe.render import to_svg
+
+IMAGES = Path(__file__).parent / "images"
+# File -> schedule, devices, microbatches.  All at forward = input gradient = weight gradient = 1.
+SCHEDULES = {
+    "1f1b_4x8.svg": ("1f1b", 4, 8),
+    "interleaved_4x8x2.svg": ("interleaved_1f1b", 4, 8),
+    "zbv_4x8.svg": ("zbv", 4, 8),
+    "dualpipe_8x20.svg": ("dualpipe", 8, 20),
+}
+
+
+def pictures() -> dict[str, str]:
+    """File name -> SVG text of every picture."""
+    found = {}
+    for file, (schedule, devices, microbatches) in SCHEDULES.items():
+        table = jp.schedules.build(schedule, devices=devices, microbatches=microbatches)
+        found[file] = to_svg(jp.simulate(table, jp.Costs())) + "\n"
+    return found
+
+
+def main() -> None:
+    """Write every picture."""
+    IMAGES.mkdir(exist_ok=True)
+    for file, text in pictures().items():
+        (IMAGES / file).write_text(text, encoding="utf-8")
+        print(f"wrote {IMAGES / file}")
+
+
+if __name__ == "__main__":
+    main()
