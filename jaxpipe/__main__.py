@@ -1,0 +1,8 @@
+"""`python -m jaxpipe`: the jaxpipe command."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What the command prints: tables and progress that suit a person at a terminal, plain columns for a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+T = TypeVar("T")
+# Wide enough that no line of plain output is ever folded.
+_NEVER_FOLD = 1_000_000
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Where answers go (`out`) and where complaints and progress go (`err`)."""
+
+    out: Console
+    err: Console
+
+    def write(self, text: str) -> None:
+        """Print text as it is, with a newline at its end."""
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+    def complain(self, text: str) -> None:
+        """Print text to stderr as it is."""
+        sys.stderr.write(text + "\n")
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, best: Iterable[int] = ()) -> None:
+        """Print columns, the first `left` of them flush left; rows numbered in `best` stand out on a terminal."""
+        person = self.out.is_terminal
+        table = Table(box=box.SIMPLE_HEAD if person else None, pad_edge=person, header_style="bold" if person else "")
+        for i, name in enumerate(header):
+            table.add_column(Text(name), justify="left" if i < left else "right", no_wrap=not (person and i == len(header) - 1))
+        marked = set(best)
+        for i, row in enumerate(rows):
+            table.add_row(*map(Text, row), style="bold green" if person and i in marked else "")
+        if person:
+            self.out.print(table)
+            return
+        with self.out.capture() as capture:
+            self.out.print(table)
+        self.write("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show a spinner on a terminal's stderr while something takes its time."""
+        if not self.err.is_terminal:
+            yield
+            return
+        with self.err.status(what):
+            yield
+
+    def track(self, items: Sequence[T], what: str) -> Iterator[T]:
+        """Go through items behind a progress bar, shown on a terminal's stderr only."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as progress:
+            yield from progress.track(items, description=what)
+
+
+def make_terminal() -> Terminal:
+    """The process's own stdout and stderr."""
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    if not out.is_terminal:
+        out = Console(highlight=False, width=_NEVER_FOLD, color_system=None)
+    return Terminal(out, err)
