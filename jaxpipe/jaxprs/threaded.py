@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
     def load_row(self, row: Any) -> Any:
         """`pool[index, row]`."""
-        start = (self.index, row, *(0 for _ in self.pool.shape[2:]))
+        start = (self.index, row, *(jnp.int32(0) for _ in self.pool.shape[2:]))
         return lax.dynamic_slice(self.pool, start, (1, 1, *self.pool.shape[2:])).reshape(self.pool.shape[2:])
 
 
@@ -108,7 +108,7 @@ def _run_scan(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any
         new = []
         for var, pool in zip(threaded, pools, strict=True):
             value = ys[var].astype(pool.dtype)
-            start = (targets[var].index, row, *(0 for _ in value.shape))
+            start = (targets[var].index, row, *(jnp.int32(0) for _ in value.shape))
             new.append(lax.dynamic_update_slice(pool, value[None, None], start))
         carry = [r.astype(c.dtype) for r, c in zip(results[:carries], carry, strict=True)]
         return (carry, new), [ys[v] for v in outs if v not in targets]
