@@ -15,6 +15,7 @@ from .costs import Cost, Costs
 from .errors import JaxpipeError, ScheduleError
 from .grid import MARK, grid
 from .memory import Release
+from .placement import Placement
 from .schedule import Schedule
 from .schedules import build, names
 from .schedules.registry import describe
@@ -60,11 +61,14 @@ def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chun
     options = read_options(arguments.option)
     if costs is not None and "costs" not in options and any(option.name == "costs" for option in entry.options):
         options["costs"] = costs
+    chunks = arguments.chunks if chunks is None else chunks
+    if options.get("placement") is not None:
+        options["placement"] = _placement(options["placement"], arguments.devices, entry.chunks.natural if chunks is None else chunks)
     return build(
         name,
         devices=arguments.devices,
         microbatches=arguments.microbatches,
-        chunks=arguments.chunks if chunks is None else chunks,
+        chunks=chunks,
         forward_only=arguments.forward_only,
         **options,
     )
@@ -122,6 +126,17 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     if bad:
         raise UsageError(f"--option {', '.join(map(repr, bad))} must be KEY=VALUE, e.g. --option group_size=4")
     return {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _placement(given: object, devices: int, chunks: int) -> Placement:
+    """`loop`, `vee`, or the device of each stage (`0,1,1,0`)."""
+    if given == "loop":
+        return Placement.loop(devices=devices, chunks=chunks)
+    if given == "vee":
+        return Placement.vee(devices=devices, chunks=chunks)
+    if isinstance(given, tuple) and all(isinstance(device, int) for device in given):
+        return Placement.explicit(given, devices=devices)
+    raise UsageError(f"--option placement={given} must be loop, vee, or the device of each stage, e.g. placement=0,1,1,0")
 
 
 def _value(text: str) -> object:

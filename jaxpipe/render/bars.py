@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..action import Action, Kind
+from ..action import Action, Kind, parts
 from ..timeline import Timeline
 
 
@@ -17,6 +17,9 @@ class Part(enum.Enum):
     TOP = 1  # the forward of an overlapped pair
     BOTTOM = 2  # its backward
     STRIP = 3  # a transfer
+
+
+_PAIR = (Part.TOP, Part.BOTTOM)
 
 
 class Bar(NamedTuple):
@@ -33,19 +36,17 @@ class Bar(NamedTuple):
 
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Every action of the timeline, device by device, in the order of its row."""
-    table, placement = timeline.schedule.encoded, timeline.schedule.placement
-    chunk_of = [{stage: chunk for chunk, stage in enumerate(stages)} for stages in placement.stages_of]
-    last_half = table.last_half.tolist()
-    for device in range(table.num_devices):
-        second_half = -1
-        for i in range(table.first[device], table.first[device + 1]):
-            action = table.action(i)
-            part = Part.WHOLE if action.kind.is_compute else Part.STRIP
-            if last_half[i] != i:
-                part, second_half = Part.TOP, last_half[i]
-            elif i == second_half:
-                part = Part.BOTTOM
-            yield Bar(i, device, timeline.starts[i], timeline.ends[i], action, chunk_of[device].get(action.stage, 0), part)
+    chunk_of = [{stage: chunk for chunk, stage in enumerate(stages)} for stages in timeline.schedule.placement.stages_of]
+    times = zip(timeline.starts, timeline.ends, strict=True)
+    # `schedule.encoded` numbers actions row by row, idle cells left out, a pair's forward before its backward: this order.
+    i = 0
+    for device, row in enumerate(timeline.schedule.rows):
+        for cell in row:
+            halves = parts(cell)
+            for half, action in enumerate(halves):
+                part = _PAIR[half] if len(halves) == 2 else Part.WHOLE if action.kind.is_compute else Part.STRIP
+                yield Bar(i, device, *next(times), action, chunk_of[device].get(action.stage, 0), part)
+                i += 1
 
 
 def title_of(timeline: Timeline) -> str:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from ..action import KIND_NAMES
 from ..timeline import Timeline
-from .bars import bars_of, costs_of, number, title_of
+from .bars import costs_of, number, title_of
 from .chart import KIND_WORDS, Chart
 from .page import PAGE
 from .palette import DARK, LIGHT, style
@@ -94,10 +94,9 @@ def _line(tag: str, cells: Iterable[str]) -> str:
 def _data(chart: Chart) -> dict[str, object]:
     """What the page's script needs to find the bar under the pointer: geometry, and the bars of each device in order."""
     rows: list[list[tuple[object, ...]]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
-    for bar in bars_of(chart.timeline):
-        if bar.end > bar.start:
-            stage, kind, microbatch = bar.action
-            rows[bar.device].append((bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value))
-    words = [KIND_WORDS.get(kind, "transfer") for kind in KIND_WORDS]
+    for bar in chart.bars:
+        stage, kind, microbatch = bar.action
+        rows[bar.device].append((bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value))
+    words = list(KIND_WORDS.values())
     geometry = {"left": chart.left, "unit": chart.unit, "top": chart.top, "row": chart.row, "pitch": chart.pitch, "width": chart.width}
     return {"rows": rows, "kinds": KIND_NAMES, "words": words, "makespan": chart.timeline.makespan, **geometry}

@@ -97,6 +97,12 @@ def test_costs_shape_the_schedules_that_are_made_to_measure(run):
     assert out == jp.schedules.build("zb_1p", devices=4, microbatches=8, costs=costs).to_csv()
 
 
+@pytest.mark.parametrize(("text", "stage_to_device"), [("loop", (0, 1, 0, 1)), ("vee", (0, 1, 1, 0)), ("1,0,0,1", (1, 0, 0, 1))])
+def test_placement_of_a_schedule_made_to_measure(run, text, stage_to_device):
+    out = run("show", "auto", "-P", 2, "-M", 4, "-V", 2, "--option", f"placement={text}", "--format", "csv").out
+    assert jp.Schedule.from_csv(out).stage_to_device == stage_to_device
+
+
 @pytest.mark.parametrize(
     ("suffix", "starts"),
     [("svg", "<svg"), ("html", "<!DOCTYPE html>"), ("csv", "0F0,"), ("trace.json", '{"displayTimeUnit"'), ("txt", "         |")],
@@ -291,6 +297,7 @@ BAD_USAGE = [
     (("show", "1f1b", "-P", 4, "-M", 8, "-V", 2), "the nearest that works is chunks=1"),
     ((*SHOW, "--option", "group_size=4"), "group_size"),
     ((*SHOW, "--option", "group_size"), "must be KEY=VALUE"),
+    (("show", "auto", *SHOW[2:], "--option", "placement=ring"), "must be loop, vee, or the device of each stage"),
     ((*SHOW, "--format", "png"), "invalid choice"),
     ((*SHOW, "-o", "x.png"), "no format is known for x.png"),
     ((*SHOW, "-o", "/nowhere/x.svg"), "/nowhere/x.svg: No such file"),

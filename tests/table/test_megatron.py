@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import jaxpipe as jp
 from jaxpipe import Placement, Schedule, ScheduleError
 from jaxpipe.megatron import execution_order, order_to_actions, schedule_table, warmup_counts
 
@@ -91,3 +92,15 @@ def test_orders_make_a_whole_table(devices, chunks, microbatches):
 def test_bad_numbers(call, message):
     with pytest.raises(ScheduleError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("devices", "chunks", "microbatches", "group_size"), [(2, 2, 4, 2), (4, 2, 8, 4), (4, 3, 12, 6), (3, 2, 10, 5), (2, 2, 5, 3)]
+)
+def test_the_catalogue_agrees_with_megatrons_tables(devices, chunks, microbatches, group_size):
+    schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=microbatches, chunks=chunks, group_size=group_size)
+    table = schedule_table(microbatches, chunks, group_size=group_size)
+    for device, row in enumerate(schedule.rows):
+        warmup = warmup_counts(microbatches, devices=devices, device=device, chunks=chunks, group_size=group_size).warmup
+        order = execution_order(table, chunks=chunks, warmup=warmup)
+        assert row == order_to_actions(order, devices=devices, device=device)
