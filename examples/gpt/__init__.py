@@ -1,0 +1,1 @@
+"""The parts of examples/train_gpt.py: model, data, optimizer, checkpoints, verification, reporting."""

@@ -1,0 +1,169 @@
+"""Train a GPT through a pipeline: four devices, any schedule, on the source of Python's standard library.
+
+python examples/train_gpt.py                                    four virtual CPU devices, 1F1B
+python examples/train_gpt.py --schedule gpipe --data 2          another table; two data-parallel replicas
+python examples/train_gpt.py --resume out/train_gpt/run-1       go on from the newest checkpoint, bit for bit
+python examples/train_gpt.py --verify                           20 steps three ways, and how far they lie apart
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gpt import devices, report, verify
+from gpt.checkpoint import Checkpoints, RunFolder
+from gpt.data import Corpus, standard_library
+from gpt.model import GPT
+from gpt.optimizer import adamw
+
+import jaxpipe as jp
+
+PROMPT = "\n\ndef"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--pipe", type=int, default=4, help="devices along the pipeline (4)")
+    p.add_argument("--data", type=int, default=1, help="data-parallel replicas of the pipeline (1)")
+    p.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(jp.schedules.names())} (1f1b)")
+    p.add_argument("--microbatches", type=int, default=8, help="microbatches a step (8)")
+    p.add_argument("--chunks", type=int, help="stages a device (what the schedule has by nature)")
+    p.add_argument("--layers", type=int, default=4, help="transformer layers, a multiple of the stages (4)")
+    p.add_argument("--width", type=int, default=128, help="features of the residual stream (128)")
+    p.add_argument("--heads", type=int, default=4, help="attention heads (4)")
+    p.add_argument("--context", type=int, default=64, help="tokens a row (64)")
+    p.add_argument("--vocab", type=int, default=512, help="tokens in the vocabulary, at least 128 (512)")
+    p.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="the head is the token embedding")
+    p.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), help="type of the compute (float32; float64 with --verify)")
+    p.add_argument("--batch", type=int, default=16, help="rows a step, over all replicas (16)")
+    p.add_argument("--steps", type=int, help="steps in all (800; 20 with --verify)")
+    p.add_argument("--rate", type=float, default=3e-3, help="learning rate after the warm-up (3e-3)")
+    p.add_argument("--warmup", type=int, default=50, help="steps of warm-up (50)")
+    p.add_argument("--decay", type=float, default=0.1, help="weight decay of the kernels (0.1)")
+    p.add_argument("--clip", type=float, default=1.0, help="largest global norm of the gradients (1.0)")
+    p.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (0)")
+    p.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (100)")
+    p.add_argument("--out", type=Path, default=Path("out/train_gpt"), help="where run folders are made (out/train_gpt)")
+    p.add_argument("--resume", type=Path, help="the folder of a run: take its settings (flags override) and go on")
+    p.add_argument("--verify", action="store_true", help="compare with plain JAX and with torch_ref instead of training")
+    return p
+
+
+def settings(argv: list[str] | None) -> argparse.Namespace:
+    """The flags; those of the run that is resumed are the defaults."""
+    p = parser()
+    args = p.parse_args(argv)
+    if args.resume:
+        p.set_defaults(**RunFolder(args.resume).read_settings()["flags"])
+        args = p.parse_args(argv)
+    args.dtype = args.dtype or ("float64" if args.verify else "float32")
+    args.steps = args.steps or (20 if args.verify else 800)
+    return args
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a resumed run takes over."""
+    return {name: value for name, value in vars(args).items() if name not in ("out", "resume", "verify")}
+
+
+def build(args: argparse.Namespace) -> tuple[GPT, jp.Pipeline]:
+    """The model, and the pipeline that runs it."""
+    schedule = jp.schedules.build(args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks)
+    if args.layers % schedule.num_stages:
+        more = -(-args.layers // schedule.num_stages) * schedule.num_stages
+        raise SystemExit(
+            f"--layers {args.layers} do not divide into the {schedule.num_stages} stages of {schedule.name}; use --layers {more}"
+        )
+    model = GPT(
+        stages=schedule.num_stages,
+        layers=args.layers,
+        vocab=args.vocab,
+        context=args.context,
+        width=args.width,
+        heads=args.heads,
+        tied=args.tied,
+        dtype=jnp.dtype(args.dtype),
+    )
+    mesh = devices.mesh(devices.find(args.pipe * args.data), pipe=args.pipe, data=args.data)
+    pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, axis="pipe", first=model.first, last=model.last, data_axes=("data",))
+    return model, pipe
+
+
+def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpus) -> None:
+    """Train, saving checkpoints; then evaluate, draw the loss curve and sample some text."""
+    optimizer = adamw(rate=args.rate, warmup=args.warmup, decay=args.decay, clip=args.clip)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = pipe.value_and_grad(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = pipe.place(model.init(jax.random.key(args.seed)))
+    opt_state = optimizer.init(params)
+    folder = RunFolder(args.resume) if args.resume else RunFolder.create(args.out)
+    checkpoints, start = Checkpoints(folder.checkpoints, pipe), 0
+    if args.resume:
+        start, state = checkpoints.restore({"params": params, "opt_state": opt_state})
+        params, opt_state = state["params"], state["opt_state"]
+    print(f"{'resuming after step ' + str(start) if args.resume else 'run folder'}: {folder.path}")
+    folder.write_settings({"flags": flags_of(args), "corpus": corpus.digest})
+    losses = folder.read_losses(start)
+
+    with report.progress(start, args.steps, tokens_per_step=args.batch * args.context) as advance:
+        for i in range(start, args.steps):
+            batch = corpus.batch(i, size=args.batch, context=args.context, seed=args.seed)
+            params, opt_state, loss = step(params, opt_state, batch)
+            losses.append(float(loss))
+            folder.append_loss(i + 1, losses[-1])
+            advance(i, losses[-1])
+            if (i + 1) % args.save_every == 0 or i + 1 == args.steps:
+                checkpoints.save(i + 1, {"params": params, "opt_state": opt_state})
+    checkpoints.close()
+    finish(args, model, pipe, corpus, folder, params, losses)
+
+
+def finish(
+    args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpus, folder: RunFolder, params: Any, losses: list[float]
+) -> None:
+    """What the training came to: losses, the curve as a picture, and text that the model writes."""
+    held_out = [corpus.batch(i, size=args.batch, context=args.context, seed=args.seed, held_out=True) for i in range(16)]
+    validation = float(np.mean([pipe.evaluate(params, batch) for batch in held_out]))
+    newest = float(np.mean(losses[-20:]))
+    print(f"loss: {losses[0]:.3f} at the first step, {newest:.3f} over the last 20, {validation:.3f} on held-out files")
+    title = f"GPT, {args.layers} layers of {args.width}, {args.schedule} on {args.pipe} x {args.data} devices"
+    report.loss_curve(losses, folder.path / "loss.png", validation=validation, title=title)
+
+    canonical = jax.device_get(pipe.canonical(params))
+    prompt = jnp.asarray(corpus.vocabulary.encode(PROMPT), jnp.int32)
+    tokens = jax.jit(model.generate, static_argnames="length")(canonical, prompt, length=200, key=jax.random.key(args.seed))
+    sample = PROMPT.lstrip() + corpus.vocabulary.decode(tokens)
+    (folder.path / "sample.txt").write_text(sample + "\n")
+    print(f"sample:\n{sample}\n\nwritten: {folder.path}/loss.png, sample.txt, losses.csv, checkpoints/")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = settings(argv)
+    if args.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    try:
+        model, pipe = build(args)
+    except jp.JaxpipeError as error:
+        raise SystemExit(str(error)) from None
+    corpus = standard_library(vocab=args.vocab)
+    kinds = {d.device_kind for d in pipe.mesh.devices.flat}
+    print(f"{args.schedule} on {args.pipe} x {args.data} {'/'.join(kinds)} devices, {args.microbatches} microbatches; {corpus.summary}")
+    if args.verify:
+        return verify.main(args, model, pipe, corpus)
+    train(args, model, pipe, corpus)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
