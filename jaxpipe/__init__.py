@@ -9,6 +9,9 @@ from .check import check
 from .costs import Costs
 from .errors import CostError, JaxpipeError, ParseError, PipelineError, ScheduleError, Violation
 from .memory import Release
+from .passes.add_transfers import add_transfers, remove_transfers
+from .passes.merge_backward import merge_backward
+from .passes.split_backward import split_backward
 from .placement import Placement
 from .runorder import Transfers
 from .schedule import Schedule
@@ -41,12 +44,16 @@ __all__ = [
     "Timeline",
     "Transfers",
     "Violation",
+    "add_transfers",
     "check",
+    "merge_backward",
     "parse_action",
     "parse_cell",
+    "remove_transfers",
     "schedules",
     "simulate",
     "simulate_steps",
+    "split_backward",
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.

@@ -223,14 +223,15 @@ def _strayed(table: Encoded, transfers: IntArray, ends: IntArray, *, before: boo
 def _deadlocks(table: Encoded, order: Order) -> list[Violation]:
     """No devices wait for each other: proved over the whole table by running it.
 
-    Sends that return at once (buffered) are tried first; a table with transfers must also run where SEND and RECV each
-    wait for the other (rendezvous).  A missing action is waited for by nobody here: that is the rule of completeness.
+    A table with transfers must run where SEND and RECV each wait for the other (rendezvous), and so where a SEND returns at
+    once (buffered) too.  A missing action is waited for by nobody here: that is the rule of completeness.
     """
-    kind = Transfers.BUFFERED if table.has_transfers else Transfers.ASYNC
-    cycles, how = order(kind).cycles, ""
-    if not cycles and table.has_transfers:
-        cycles, how = order(Transfers.RENDEZVOUS).cycles, " when SEND and RECV wait for each other (rendezvous)"
-    return [_deadlock(table, cycle, how) for cycle in cycles]
+    if not table.has_transfers:
+        return [_deadlock(table, cycle, "") for cycle in order(Transfers.ASYNC).cycles]
+    if always := order(Transfers.BUFFERED).cycles:
+        return [_deadlock(table, cycle, "") for cycle in always]
+    how = " where SEND and RECV wait for each other (rendezvous)"
+    return [_deadlock(table, cycle, how) for cycle in order(Transfers.RENDEZVOUS).cycles]
 
 
 def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Violation:

@@ -7,12 +7,13 @@ what it waits for, so the work is linear in the number of actions.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from .action import Kind
 from .encode import Encoded, IntArray
 
 
@@ -101,13 +102,14 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
 
 
 def rendezvous_order(table: Encoded) -> RunOrder:
-    """Run the rows where SEND and RECV each hold their device until the other is reached."""
+    """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND comes right before its RECV."""
     total = table.num_actions
     mate = mates(table).tolist()
     order: list[int] = []
     cycles: list[tuple[Wait, ...]] = []
     head, stop = list(table.first[:-1]), table.first[1:]
     owner = table.device.tolist()
+    is_send = ((table.kind == Kind.SEND_F) | (table.kind == Kind.SEND_B)).tolist()
     runnable = list(range(table.num_devices))[::-1]
     while True:
         while runnable:
@@ -115,14 +117,15 @@ def rendezvous_order(table: Encoded) -> RunOrder:
             i, end = head[device], stop[device]
             while i < end:
                 j = mate[i]
-                if j >= 0:
+                if j < 0:
+                    order.append(i)
+                else:
                     other = owner[j]
                     if head[other] != j:
                         break
                     head[other] = j + 1
                     runnable.append(other)
-                    order.append(j)
-                order.append(i)
+                    order += (i, j) if is_send[i] else (j, i)
                 i += 1
                 head[device] = i
             head[device] = i
@@ -149,16 +152,19 @@ def mates(table: Encoded) -> IntArray:
 def _cycles(stuck: Sequence[Wait]) -> list[tuple[Wait, ...]]:
     """Every cycle among devices that wait, each device for one other."""
     by_device = {wait.device: wait for wait in stuck}
-    cycles: list[tuple[Wait, ...]] = []
-    seen: dict[int, int] = {}
-    for start in by_device:
-        trail: list[Wait] = []
-        device = start
-        while device not in seen:
-            seen[device] = start
-            trail.append(by_device[device])
-            device = by_device[device].other
-        if seen[device] == start and any(w.device == device for w in trail):
-            begin = next(k for k, w in enumerate(trail) if w.device == device)
-            cycles.append(tuple(trail[begin:]))
+    return [tuple(by_device[d] for d in cycle) for cycle in cycles_of({d: wait.other for d, wait in by_device.items()})]
+
+
+def cycles_of(following: Mapping[int, int]) -> list[list[int]]:
+    """Every cycle of a map whose values are keys too: lists of keys, each followed by the next, the last by the first."""
+    cycles: list[list[int]] = []
+    seen: set[int] = set()
+    for key in following:
+        trail: list[int] = []
+        while key not in seen:
+            seen.add(key)
+            trail.append(key)
+            key = following[key]
+        if key in trail:
+            cycles.append(trail[trail.index(key) :])
     return cycles

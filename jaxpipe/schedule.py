@@ -116,7 +116,12 @@ class Schedule:
         return broken_rules(self.encoded, self.placement, self.run_order)
 
     def run_order(self, transfers: Transfers) -> RunOrder:
-        """An order in which all actions can run, or the deadlocks; made once for each kind of transfer."""
+        """An order in which all actions can run, or the deadlocks; made once for each kind of transfer.
+
+        What runs where both sides of a transfer wait, runs in the same order where they do not.
+        """
+        if transfers is not Transfers.RENDEZVOUS and self.has_transfers and not self.run_order(Transfers.RENDEZVOUS).cycles:
+            return self.run_order(Transfers.RENDEZVOUS)
         if transfers not in self._run_orders:
             self._run_orders[transfers] = run_order(self.encoded, transfers)
         return self._run_orders[transfers]

@@ -1,0 +1,274 @@
+"""SEND and RECV for every value that crosses devices: safe where both sides block, and no receive earlier than it must be.
+
+Wanted: each SEND right behind its producer, each RECV right before its consumer.  Run with transfers that block both sides, such
+rows may stop in a cycle of devices, of which at least one stands at a SEND (a cycle of receives alone would be a deadlock of
+the table itself).  There, and only there, the receiver of such a SEND takes the message in before what it stands at itself.
+
+At least one SEND of a cycle can be taken for nothing: that whose producer ended first, since all else in the cycle is held up
+by an action that ended later.  So the table keeps its makespan where transfers take no time, with costs as given.  Of several such
+SENDs, the choice looks at a count of steps in which each SEND and RECV takes one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from ..action import Action, Cell, Kind
+from ..costs import Costs
+from ..encode import Encoded, IntArray
+from ..errors import ScheduleError
+from ..quiet import paused_collector
+from ..runorder import cycles_of
+from ..schedule import Schedule
+from ..simulate import simulate
+from ..timeline import Timeline
+
+
+def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
+    """Put SEND and RECV into the rows of a compute-only table; none between neighbours on one device.
+
+    The result runs without deadlock both where a SEND returns at once and where SEND and RECV wait for each other.  A RECV stands
+    right before its consumer, unless that would deadlock: then it stands as late as it can.  Transfers stand around an
+    overlapped pair.  Idle cells are dropped (torch 2.13 takes none in a table with transfers).
+
+    Args:
+        schedule: a compute-only table that `check` accepts.
+        costs: the costs by which the first of several blocked messages is chosen; all 1 where it is None.
+
+    Raises:
+        ScheduleError: the table breaks a rule, or has transfers already.
+
+    >>> import jaxpipe as jp
+    >>> print(add_transfers(jp.schedules.build("gpipe", devices=2, microbatches=1)).to_csv(), end="")
+    0F0,0SEND_F0,0RECV_B0,0B0
+    1RECV_F0,1F0,1B0,1SEND_B0
+    """
+    if schedule.has_transfers:
+        raise ScheduleError("the table has SEND and RECV already; jaxpipe.remove_transfers takes them out")
+    plan = _plan(simulate(schedule, costs))
+    run = _Run(plan)
+    run.finish()
+    with paused_collector():
+        return schedule.with_rows(_insert(schedule, plan, np.array(run.early, np.int64), np.array(run.before, np.int64)))
+
+
+def remove_transfers(schedule: Schedule) -> Schedule:
+    """The compute-only table: without SEND and RECV, everything else as it is."""
+    return schedule.with_rows([[cell for cell in row if not isinstance(cell, Action) or cell.kind.is_compute] for row in schedule.rows])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The wanted transfers of all devices, row by row: `first[d] : first[d + 1]` are those of device d.
+
+    One entry a transfer: `owner`, its device; `mate`, the other side; `served`, the compute action that makes or needs the message;
+    `anchor`, the number of the action before which it stands (or one past the row's last); `cells`, how many compute cells
+    stand before it.  By the costs: `ready`, when the message is there; `wanted`, when something behind the transfer is wanted
+    first.  `deadline` is the last step (counted from the end, so negative) at which it prolongs nothing.
+    """
+
+    first: tuple[int, ...]
+    owner: list[int]
+    is_send: list[bool]
+    mate: list[int]
+    served: IntArray
+    anchor: list[int]
+    cells: list[int]
+    ready: list[float]
+    wanted: list[float]
+    deadline: list[int]
+
+
+def _plan(timeline: Timeline) -> _Plan:
+    """Every SEND right behind its producer, every RECV right before its consumer."""
+    table = timeline.schedule.encoded
+    starts, ends = np.asarray(timeline.starts), np.asarray(timeline.ends)
+    consumers = np.flatnonzero(table.crosses)
+    producers = table.producer[consumers]
+    count = len(consumers)
+    first_half = np.arange(table.num_actions)
+    first_half[table.pairs + 1] -= 1
+    anchor = np.concatenate([table.last_half[producers] + 1, first_half[consumers]])
+    device = np.concatenate([table.device[producers], table.device[consumers]])
+    is_send = np.repeat([1, 0], count)
+    # Numbers of actions go on from row to row; adding the device keeps the end of a row apart from the next one's start.
+    # Between two compute cells the sends come first; of two for the same pair, the one that is urgent.
+    key = 2 * (anchor + device) + (1 - is_send)
+    urgency = np.concatenate([starts[consumers], ends[producers]])
+    order = np.lexsort((urgency, key)) if len(table.pairs) else np.argsort(key, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(2 * count)
+    in_time = place[np.argsort(np.concatenate([ends[producers], starts[consumers]]), kind="stable")]
+    owner, anchor, is_send = device[order], anchor[order], is_send[order]
+    mate = place[order - np.where(is_send == 1, -count, count)]
+    first = tuple(np.searchsorted(owner, np.arange(table.num_devices + 1)).tolist())
+    cells = _cells_before(table, anchor, owner)
+    begin = np.tile(starts[consumers], 2)[order]
+    behind = np.append(starts, np.inf)[anchor]
+    behind[anchor == np.array(table.first)[owner + 1]] = np.inf
+    plan = _Plan(
+        first=first,
+        owner=owner.tolist(),
+        is_send=is_send.astype(bool).tolist(),
+        mate=mate.tolist(),
+        served=np.concatenate([producers, consumers])[order],
+        anchor=anchor.tolist(),
+        cells=cells.tolist(),
+        ready=np.tile(ends[producers], 2)[order].tolist(),
+        wanted=np.minimum(begin, behind).tolist(),
+        deadline=[0] * (2 * count),
+    )
+    whole_cells = np.bincount(table.device[table.last_half == np.arange(table.num_actions)], minlength=table.num_devices)
+    return replace(plan, deadline=_deadlines(plan, in_time, last=whole_cells.tolist()))
+
+
+def _cells_before(table: Encoded, anchor: IntArray, owner: IntArray) -> IntArray:
+    """How many compute cells of its row stand before each transfer (a pair is one cell)."""
+    whole = np.ones(table.num_actions + 1, np.int64)
+    whole[table.pairs] = 0
+    before = np.cumsum(whole) - whole
+    cells: IntArray = before[anchor] - before[np.array(table.first)][owner]
+    return cells
+
+
+def _deadlines(plan: _Plan, in_time: IntArray, *, last: Sequence[int]) -> list[int]:
+    """Per transfer, the last step at which it prolongs nothing, where every cell and transfer takes a step.
+
+    `in_time` lists the transfers by time, `last` the number of cells in each row.
+    """
+    owner, is_send, mate, cells = plan.owner, plan.is_send, plan.mate, plan.cells
+    deadline = [0] * len(owner)
+    # deadline minus cells of the transfer that follows on each device: what stands between two of them is cells only.
+    margin = [-count for count in last]
+    for k in in_time[::-1].tolist():
+        device, before = owner[k], cells[k]
+        step = margin[device] + before - 1
+        if is_send[k] and deadline[mate[k]] < step:
+            step = deadline[mate[k]]
+        deadline[k] = step
+        margin[device] = step - before
+    return deadline
+
+
+class _Run:
+    """Runs the transfers of a plan with both sides blocking, and takes messages early where devices stand in a cycle.
+
+    `early` lists the RECVs that are taken early, as they happen, and `before` the transfer at which the receiver stood.
+    """
+
+    def __init__(self, plan: _Plan) -> None:
+        self.early: list[int] = []
+        self.before: list[int] = []
+        self._plan = plan
+        self._head = list(plan.first[:-1])
+        self._taken = bytearray(len(plan.mate) + 1)
+        # A transfer t of device d that is reached now happens in step lag[d] + cells[t], counting all that came before it.
+        self._lag = [0] * len(self._head)
+
+    def finish(self) -> None:
+        """Run all transfers."""
+        plan, head = self._plan, self._head
+        self._advance(list(range(len(head)))[::-1])
+        while standing := {d: plan.owner[plan.mate[at]] for d, at in enumerate(head) if at < plan.first[d + 1]}:
+            for cycle in cycles_of(standing):
+                sends = [device for device in cycle if plan.is_send[head[device]]]
+                first = min(sends, key=lambda d: self._price(head[d], head[standing[d]]))
+                self._advance([first], first=first)
+
+    def _advance(self, runnable: list[int], *, first: int | None = None) -> None:
+        """Run until all devices stand in cycles of more than two; the commonest cycles, of two devices, need no search.
+
+        `first` is a device that stands at a SEND to be taken early now.
+        """
+        plan, head, taken, lag = self._plan, self._head, self._taken, self._lag
+        owner, mate, is_send, cells, last = plan.owner, plan.mate, plan.is_send, plan.cells, plan.first[1:]
+        while runnable:
+            device = runnable.pop()
+            while (send := head[device]) < last[device]:
+                recv = mate[send]
+                other = owner[recv]
+                at = head[other]
+                if at == recv:
+                    if not is_send[send]:
+                        send, recv = recv, send
+                    at = recv
+                else:
+                    if first is None and owner[mate[at]] != device:
+                        break
+                    if first is None and (not is_send[send] or (is_send[at] and self._rather(at, send))):
+                        send, at = at, send
+                        recv = mate[send]
+                    self.early.append(recv)
+                    self.before.append(at)
+                    first = None
+                # The message passes; its receiver stands at `at`: the RECV, or what comes after the RECV from now on.
+                sender, receiver = owner[send], owner[recv]
+                ahead = lag[sender] + cells[send] - lag[receiver] - cells[at]
+                lag[receiver] += ahead + 1 if ahead > 0 else 1
+                lag[sender] += 1
+                taken[recv] = 1
+                send += 1
+                while taken[send]:
+                    send += 1
+                head[sender] = send
+                while taken[at]:
+                    at += 1
+                head[receiver] = at
+                runnable.append(other)
+
+    def _rather(self, send: int, other: int) -> bool:
+        """Whether `send` is cheaper to take early than `other`, where the receiver of each stands at the other one."""
+        plan = self._plan
+        too_late = plan.ready[send] > plan.wanted[other]
+        if too_late != (plan.ready[other] > plan.wanted[send]):
+            return not too_late
+        later = self._lag[plan.owner[send]] + plan.cells[send] - self._lag[plan.owner[other]] - plan.cells[other]
+        return later < 0 or (later == 0 and plan.deadline[other] > plan.deadline[send])
+
+    def _price(self, send: int, at: int) -> tuple[bool, bool, int]:
+        """What it costs that the receiver of a SEND, which stands at `at`, takes it first: any makespan; any step; how tight `at` is."""
+        plan = self._plan
+        too_late = plan.ready[send] > plan.wanted[at]
+        later = self._lag[plan.owner[send]] + plan.cells[send] > self._lag[plan.owner[at]] + plan.cells[at]
+        return too_late, later, -plan.deadline[at]
+
+
+def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) -> list[list[Cell]]:
+    """The rows with the wanted transfers in them, but for each early RECV, which stands before another transfer (keys as in the plan)."""
+    table = schedule.encoded
+    wanted = np.ones(len(plan.mate), bool)
+    wanted[early] = False
+    rest = np.flatnonzero(wanted)
+    # Of several before the same transfer, the first that was taken comes first.
+    order = np.concatenate([early, rest])[np.argsort(np.concatenate([2 * before, 2 * rest + 1]), kind="stable")]
+    place = np.arange(len(wanted))
+    place[early] = before
+    anchor, owner = np.array(plan.anchor, np.int64)[place[order]], np.array(plan.owner, np.int64)[order]
+    firsts = np.ones(table.num_actions, bool)
+    firsts[table.pairs + 1] = False
+    numbers = np.flatnonzero(firsts)
+    keys = np.concatenate([2 * (anchor + owner), 2 * (numbers + table.device[numbers]) + 1])
+    cells: list[Cell] = list(_transfer_actions(table, plan, order))
+    cells += [cell for row in schedule.rows for cell in row if cell is not None]
+    merged = np.argsort(keys, kind="stable")
+    devices = np.concatenate([owner, table.device[numbers]])[merged]
+    bounds = np.searchsorted(devices, np.arange(table.num_devices + 1)).tolist()
+    sequence = merged.tolist()
+    return [[cells[i] for i in sequence[a:b]] for a, b in pairwise(bounds)]
+
+
+def _transfer_actions(table: Encoded, plan: _Plan, order: IntArray) -> list[Action]:
+    """The SEND or RECV action of each transfer in `order`."""
+    served = plan.served[order]
+    forward = table.kind[served] == Kind.F
+    send = np.array(plan.is_send, bool)[order]
+    kinds = np.where(forward, np.where(send, Kind.SEND_F, Kind.RECV_F), np.where(send, Kind.SEND_B, Kind.RECV_B))
+    every = tuple(Kind)
+    fields = zip(table.stage[served].tolist(), [every[k] for k in kinds.tolist()], table.microbatch[served].tolist(), strict=True)
+    # Action._make does the same through a Python frame of its own for each.
+    return list(map(partial(tuple.__new__, Action), fields))

@@ -1,0 +1,83 @@
+"""Random valid tables, for every test that wants to be right about any schedule and not about the famous ones."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import strategies as st
+
+from jaxpipe.action import Action, Cell, Kind, Overlap
+from jaxpipe.placement import Placement
+from jaxpipe.schedule import Schedule
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    """A valid table: a random order that respects all needs, over a random placement, with B and I + W mixed, idles and pairs."""
+    placement = _random_placement(rng)
+    return _random_table(rng, placement, microbatches=rng.randint(1, 5))
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    """Hypothesis strategy of `random_schedule`; a failure shrinks to a small table."""
+    return st.builds(random_schedule, st.randoms(use_true_random=False))
+
+
+def _random_placement(rng: random.Random) -> Placement:
+    devices = rng.randint(1, 4)
+    shape = rng.choice(("loop", "vee", "explicit", "bidirectional"))
+    if shape == "loop":
+        return Placement.loop(devices=devices, chunks=rng.randint(1, 3))
+    if shape == "vee":
+        return Placement.vee(devices=devices, chunks=rng.randint(1, 3))
+    if shape == "bidirectional":
+        return Placement.bidirectional(devices=devices)
+    return Placement.explicit([rng.randrange(devices) for _ in range(rng.randint(1, 6))], devices=devices)
+
+
+def _random_table(rng: random.Random, placement: Placement, microbatches: int) -> Schedule:
+    """Draw the actions one by one from those whose needs are met, each onto its device's row: such rows cannot deadlock."""
+    needs = _needs(rng, placement.num_stages, microbatches)
+    # In a bidirectional placement each microbatch goes one way: the r-th device of every stage.
+    way = [rng.randrange(min(map(len, placement.devices_of))) for _ in range(microbatches)]
+    rows: list[list[Cell]] = [[] for _ in range(placement.num_devices)]
+    kinds = rng.choice((None, *(rng.sample(list(Kind)[:4], 4) for _ in range(3))))  # a taste: breadth first, depth first, late W...
+    idle, pair = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.5, 1.0))
+    done: set[Action] = set()
+    waiting = sorted(needs)
+    while waiting:
+        ready = [a for a in waiting if needs[a] <= done]
+        action = rng.choice(ready) if kinds is None else min(ready, key=lambda a: (kinds.index(a.kind), rng.random()))
+        device = placement.devices_of[action.stage][way[action.microbatch]]
+        partners = [a for a in ready if _may_overlap(action, a) and placement.devices_of[a.stage][way[a.microbatch]] == device]
+        cell: Cell = action
+        if partners and rng.random() < pair:
+            cell = Overlap(*sorted((action, rng.choice(partners)), key=lambda a: a.kind))
+        if rng.random() < idle:
+            rows[device].append(None)
+        rows[device].append(cell)
+        for half in cell if isinstance(cell, Overlap) else (action,):
+            done.add(half)
+            waiting.remove(half)
+    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="random")
+
+
+def _needs(rng: random.Random, stages: int, microbatches: int) -> dict[Action, set[Action]]:
+    """Every action of a table and what must be done before it; each backward is whole or split at random."""
+    forward_only, split = rng.random() < 0.1, rng.choice((0.0, 0.5, 1.0))
+    needs: dict[Action, set[Action]] = {}
+    for m in range(microbatches):
+        for s in range(stages):
+            needs[Action(s, Kind.F, m)] = {Action(s - 1, Kind.F, m)} if s else set()
+        incoming: set[Action] = set()
+        for s in reversed(range(0 if forward_only else stages)):
+            kind = Kind.I if rng.random() < split else Kind.B
+            needs[Action(s, kind, m)] = {Action(s, Kind.F, m)} | incoming
+            if kind is Kind.I:
+                needs[Action(s, Kind.W, m)] = {Action(s, Kind.I, m)}
+            incoming = {Action(s, kind, m)}
+    return needs
+
+
+def _may_overlap(one: Action, other: Action) -> bool:
+    """True for an F and a B or I (both ready, so neither needs the other)."""
+    return (one.kind is Kind.F) != (other.kind is Kind.F) and Kind.W not in (one.kind, other.kind)
