@@ -52,14 +52,20 @@ class Emitter:
     num_stage_params: int
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
 
-    def tick(self, position: Position, row: Any, state: State) -> State:
-        """One tick: its blocks, then its transfers.  `row` is this device's line of the table."""
-        for use in position.blocks:
-            state = self._block(use, row, state)
-        for index, permute in enumerate(position.permutes):
-            pool, out = ("x", "out_f") if permute.payload is Payload.ACTIVATION else ("c", "out_b")
-            arrived = [lax.ppermute(leaf, self.axis, permute.pairs) for leaf in state[out]]
-            state = {**state, pool: write(state[pool], row[C.ARRIVAL + index], arrived)}
+    def trip(self, positions: Sequence[Position], rows: Any, state: State) -> State:
+        """The ticks of one period.  `rows[j]` is this device's line of the table for the j-th of them."""
+        awaited: dict[int, list[tuple[str, Any, Leaves]]] = {}
+        for j, position in enumerate(positions):
+            for use in position.blocks:
+                state = self._block(use, rows[j], state)
+            for index, permute in enumerate(position.permutes):
+                pool, out = ("x", "out_f") if permute.payload is Payload.ACTIVATION else ("c", "out_b")
+                arrived = [lax.ppermute(leaf, self.axis, permute.pairs) for leaf in state[out]]
+                awaited.setdefault(j + permute.delay, []).append((pool, rows[j][C.ARRIVAL + index], arrived))
+            # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it.
+            for pool, slot, arrived in awaited.pop(j, ()):
+                state = {**state, pool: write(state[pool], slot, arrived)}
+        assert not awaited, "a transfer is awaited after its trip"
         return state
 
     def _block(self, use: BlockUse, row: Any, state: State) -> State:

@@ -18,9 +18,10 @@ from .errors import PipelineError
 from .functions import Functions, Loss
 from .params import ParamLayout
 from .passes.assign_slots import Liveness, assign_slots
-from .passes.assign_ticks import Ticks, assign_ticks
-from .passes.find_segments import find_segments
+from .passes.assign_ticks import Ticks, assign_ticks, clock_ticks
+from .passes.find_segments import BLOCK_PRICE, find_segments
 from .passes.program import Program, Segment
+from .passes.program_time import UNIT_DURATIONS, Sync, cost_matrix, program_makespan
 from .schedule import Schedule
 from .stage import LastCode, StageCode, run, trace_last, trace_stage
 
@@ -35,10 +36,18 @@ class Plan:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Plan:
-        """Run the passes that need no stage."""
-        ticks = assign_ticks(schedule)
-        return cls(ticks, find_segments(ticks))
+    def of(cls, schedule: Schedule, sync: Sync = Sync.PAIRS) -> Plan:
+        """Run the passes that need no stage; of lock-step and clock ticks take those whose program is faster for its size."""
+        candidates = [assign_ticks(schedule)]
+        if sync is Sync.PAIRS:
+            candidates.append(clock_ticks(schedule, UNIT_DURATIONS))
+        plans = [cls(ticks, find_segments(ticks, sync=sync)) for ticks in candidates]
+        return min(plans, key=lambda plan: plan._price(sync))
+
+    def _price(self, sync: Sync) -> float:
+        """Makespan, with a surcharge for each block of code to compile."""
+        size = sum(segment.size for segment in self.segments)
+        return program_makespan(cost_matrix(self.ticks), self.segments, sync=sync) * (1 + BLOCK_PRICE * size)
 
     def program(self, liveness: Liveness) -> Program:
         """Assign slots."""
@@ -247,9 +256,7 @@ def _run_segment(emitter: Emitter, segment: Segment, table: Any, state: State) -
     rows = table[segment.start : segment.stop].reshape(segment.repeats, segment.period, table.shape[1])
 
     def trip(state: State, rows: Any) -> tuple[State, None]:
-        for j, position in enumerate(segment.positions):
-            state = emitter.tick(position, rows[j].astype(jnp.int32), state)
-        return state, None
+        return emitter.trip(segment.positions, rows.astype(jnp.int32), state), None
 
     if segment.repeats == 1:
         return trip(state, rows[0])[0]
@@ -324,13 +331,13 @@ def _return_replicas(lowering: Lowering, leaves: dict[int, Leaves]) -> list[Leav
 
 
 @lru_cache(maxsize=64)
-def plan_of(schedule: Schedule) -> Plan:
-    """The plan of a schedule; equal schedules share it."""
-    return Plan.of(schedule)
+def plan_of(schedule: Schedule, sync: Sync) -> Plan:
+    """The plan of a schedule on meshes that wait so; equal schedules share it."""
+    return Plan.of(schedule, sync)
 
 
-def forward_plan(schedule: Schedule) -> Plan:
+def forward_plan(schedule: Schedule, sync: Sync) -> Plan:
     """The plan of the schedule's forwards alone, for evaluation."""
     from .listing import forwards
 
-    return plan_of(schedule if schedule.forward_only else replace(forwards(schedule), name=schedule.name))
+    return plan_of(schedule if schedule.forward_only else replace(forwards(schedule), name=schedule.name), sync)

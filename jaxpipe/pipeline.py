@@ -16,6 +16,7 @@ from .errors import PipelineError
 from .functions import Function, Functions, Loss
 from .lower import Lowering, body, forward_plan, plan_of
 from .params import OUTER, ParamLayout, check_canonical, shardings
+from .passes.program_time import Sync
 from .schedule import Schedule
 
 PyTree: TypeAlias = Any
@@ -164,7 +165,14 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        return plan_of(self.schedule)
+        return plan_of(self.schedule, self._sync)
+
+    @property
+    def _sync(self) -> Sync:
+        """Virtual CPU devices of one process meet at every transfer; anything else only in pairs."""
+        devices = self.mesh.devices.flat
+        one_cpu_process = all(d.platform == "cpu" for d in devices) and len({d.process_index for d in devices}) == 1
+        return Sync.EVERYBODY if one_cpu_process else Sync.PAIRS
 
     def _answer(self, results: dict[str, Any]) -> Any:
         return (results["loss"], results["metrics"]) if self.functions.has_metrics else results["loss"]
@@ -182,7 +190,7 @@ class Pipeline:
     def _shard_map(self, params: dict[str, PyTree], batch: PyTree, rng: Any, *, training: bool) -> Any:
         self._check_step(params, batch)
         lowering = Lowering(
-            plan=self._plan if training else forward_plan(self.schedule),
+            plan=self._plan if training else forward_plan(self.schedule, self._sync),
             functions=self.functions,
             layout=self.layout,
             axis=self.axis,
@@ -193,6 +201,9 @@ class Pipeline:
         )
         everywhere, rows = PartitionSpec(), PartitionSpec(self.data_axes or None)
         placed = {k: PartitionSpec(self.axis) if k == "stages" else everywhere for k in params}
+        if any(dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[a] is AxisType.Explicit for a in self.data_axes):
+            # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
+            batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
         return jax.shard_map(
             lambda p, b, r: body(lowering, p, b, r),
             mesh=self.mesh,

@@ -14,35 +14,8 @@ from .sizes import is_layout, nbytes
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Nothing transcendental, no reduction, no matmul:
 # what costs real work is kept, never done twice.
 _ARITHMETIC = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "div",
-        "eq",
-        "ge",
-        "gt",
-        "integer_pow",
-        "le",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "select_n",
-        "sign",
-        "square",
-        "stop_gradient",
-        "sub",
-        "iota",
-    ]
+    {"abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "div", "eq", "ge", "gt", "integer_pow", "iota", "le", "lt"}
+    | {"max", "min", "mul", "ne", "neg", "not", "or", "select_n", "sign", "square", "stop_gradient", "sub"}
 )
 
 

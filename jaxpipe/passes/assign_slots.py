@@ -144,9 +144,8 @@ class _Writer:
         if row[C.B_LOCAL]:
             self._live(_Pool.COTANGENT, device, now, until, (tick, C.B_OUT), C.B_DY, also=by_input)
         else:
-            cell = (tick, self._arrival(tick, Payload.COTANGENT, device, target.device))
-            begin = _moment(tick, _ARRIVE)
-            self._live(_Pool.COTANGENT, target.device, begin, until, cell, C.B_DY, also=by_input)
+            column, begin = self._arrival(tick, Payload.COTANGENT, device, target.device)
+            self._live(_Pool.COTANGENT, target.device, begin, until, (tick, column), C.B_DY, also=by_input)
 
     def _keep_input(self, action: Action, where: Where, uses: dict[LastUse, Where]) -> None:
         """The stage input: from `first`, from the chunk before on this device, or over a transfer."""
@@ -164,8 +163,10 @@ class _Writer:
         else:
             source = self._where[Action(stage - 1, Kind.F, microbatch)]
             local = source.device == device
-            begin = _moment(source.tick, _FORWARD if local else _ARRIVE)
-            column = C.F_OUT if local else self._arrival(source.tick, Payload.ACTIVATION, source.device, device)
+            begin = _moment(source.tick, _FORWARD)
+            column = C.F_OUT
+            if not local:
+                column, begin = self._arrival(source.tick, Payload.ACTIVATION, source.device, device)
             cells.append((source.tick, column))
         self._lives[_Pool.X, device].append(_Life(begin, until, tuple(cells)))
 
@@ -196,11 +197,11 @@ class _Writer:
         cells = {written, *((t, read) for t in readers)}
         self._lives[pool, device].append(_Life(begin, _moment(until.tick, _BACKWARD), tuple(sorted(cells))))
 
-    def _arrival(self, tick: int, payload: Payload, source: int, target: int) -> Column:
-        """The table column of the permute that carries this transfer (an int past ARRIVAL for the later ones)."""
+    def _arrival(self, tick: int, payload: Payload, source: int, target: int) -> tuple[Column, int]:
+        """The table column of the permute that carries this transfer (an int past ARRIVAL for the later ones), and when it writes."""
         for i, permute in enumerate(self._permutes[tick]):
             if permute.payload is payload and (source, target) in permute.pairs:
-                return int(C.ARRIVAL) + i  # type: ignore[return-value]
+                return int(C.ARRIVAL) + i, _moment(tick + permute.delay, _ARRIVE)  # type: ignore[return-value]
         raise AssertionError(f"no permute in tick {tick} carries {payload.name} from {source} to {target}")
 
     def _allocate(self, pool: _Pool) -> int:
@@ -224,7 +225,7 @@ class _Writer:
             for i, permute in enumerate(permutes):
                 cell = (tick, int(C.ARRIVAL) + i)
                 if permute.payload is payload and cell not in expected:
-                    moment = _moment(tick, _ARRIVE)
+                    moment = _moment(tick + permute.delay, _ARRIVE)
                     found.append(_Life(moment, moment, (cell,)))  # type: ignore[arg-type]
         return found
 

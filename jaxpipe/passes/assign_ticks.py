@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..action import Action, Cell, Kind, parts
 from ..errors import ScheduleError
 from ..grid import grid, inputs_of
 from ..schedule import Schedule
+
+Durations: TypeAlias = Mapping[Kind, int]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,31 @@ def assign_ticks(schedule: Schedule) -> Ticks:
         for cell, tick in zip(row, placed[device], strict=True):
             cells[device][tick] = cell
     return Ticks(schedule, tuple(tuple(row) for row in cells))
+
+
+def clock_ticks(schedule: Schedule, durations: Durations) -> Ticks:
+    """Put each cell in the tick in which it ends on a clock of whole time units, so that transfers meet where the table has them.
+
+    With B twice as long as F, lock-step ticks make an interleaved table wait wherever an F meets a B at a transfer; on the
+    clock both ends of every transfer reach it at the same time.  Costs more code: a period is F + B time units, not two ticks.
+    """
+    last_stage = schedule.num_stages - 1
+    order = assign_ticks(schedule)
+    end: dict[Action, int] = {}
+    cells: list[dict[int, Cell]] = [{} for _ in order.cells]
+    free = [0] * len(order.cells)
+    for tick in range(order.num_ticks):
+        for device, row in enumerate(order.cells):
+            cell = row[tick]
+            if cell is None:
+                continue
+            own = parts(cell)
+            inputs = [end[a] for action in own for group in inputs_of(action, last_stage) for a in group if a in end and a not in own]
+            free[device] = max(free[device], max(inputs, default=0)) + sum(durations[a.kind] for a in own)
+            end.update((a, free[device]) for a in own)
+            cells[device][free[device]] = cell
+    used = sorted({t for row in cells for t in row})
+    return Ticks(schedule, tuple(tuple(row.get(t) for t in used) for row in cells))
 
 
 def _when(cell: Cell, tick_of: dict[Action, int], last_stage: int) -> tuple[list[Action], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,12 @@ class TickFacts:
     """The static needs of one tick."""
 
     blocks: dict[Block, Count]
-    edges: frozenset[Edge]
+    slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
+
+    @property
+    def edges(self) -> frozenset[Edge]:
+        """The transfers."""
+        return frozenset(self.slack)
 
     @property
     def signature(self) -> tuple[frozenset[Block], frozenset[Edge]]:
@@ -72,8 +77,7 @@ def collect(ticks: Ticks) -> list[TickFacts]:
     schedule = ticks.schedule
     last_stage = schedule.num_stages - 1
     where = locate(ticks)
-    found: list[TickFacts] = [TickFacts({}, frozenset()) for _ in range(ticks.num_ticks)]
-    edges: list[set[Edge]] = [set() for _ in found]
+    found: list[TickFacts] = [TickFacts({}, {}) for _ in range(ticks.num_ticks)]
     for action, (device, tick) in where.items():
         target = consumer_of(action, last_stage, where)
         block = Block(action.kind, schedule.placement.chunk_of(action.stage, device))
@@ -83,17 +87,29 @@ def collect(ticks: Ticks) -> list[TickFacts]:
         blocks[block] = blocks[block].plus(count) if block in blocks else count
         if target is not None and not local:
             payload = Payload.ACTIVATION if action.kind is Kind.F else Payload.COTANGENT
-            edges[tick].add(Edge(payload, device, target.device))
-    return [TickFacts(f.blocks, frozenset(e)) for f, e in zip(found, edges, strict=True)]
+            found[tick].slack[Edge(payload, device, target.device)] = target.tick - tick - 1
+    # Equal ticks share one value, so that what is made of many ticks costs no more than what is made of the different ones.
+    shared: dict[object, TickFacts] = {}
+    return [shared.setdefault((frozenset(f.blocks.items()), frozenset(f.slack.items())), f) for f in found]
 
 
-def position_of(group: Sequence[TickFacts], num_devices: int) -> Position:
-    """One position that serves every tick in the group: the union of their blocks and of their transfers."""
+def position_of(group: Iterable[TickFacts], num_devices: int, *, room: int = 0) -> Position:
+    """One position that serves every tick in the group: the union of their blocks and of their transfers.
+
+    `room` is the number of ticks that follow in the same trip: a transfer with slack is awaited up to that much later.
+    """
     total: dict[Block, Count] = {}
+    delays: dict[Edge, int] = {}
+    count_of: dict[int, tuple[TickFacts, int]] = {}
     for facts in group:
+        count_of[id(facts)] = (facts, count_of.get(id(facts), (facts, 0))[1] + 1)
+    for facts, times in count_of.values():
         for block, count in facts.blocks.items():
-            total[block] = total[block].plus(count) if block in total else count
-    everyone = num_devices * len(group)
+            scaled = Count(*(n * times for n in count))
+            total[block] = total[block].plus(scaled) if block in total else scaled
+        for edge, slack in facts.slack.items():
+            delays[edge] = min(delays.get(edge, room), slack)
+    everyone = num_devices * sum(times for _, times in count_of.values())
     uses = tuple(
         BlockUse(
             block,
@@ -105,21 +121,21 @@ def position_of(group: Sequence[TickFacts], num_devices: int) -> Position:
         # Backward blocks go first: what they free may be written by the forward of the same tick.
         for block, count in sorted(total.items(), key=lambda item: (item[0].kind is Kind.F, item[0]))
     )
-    return Position(uses, permutes_of(frozenset().union(*(f.edges for f in group))))
+    return Position(uses, permutes_of(delays))
 
 
-def permutes_of(edges: Iterable[Edge]) -> tuple[Permute, ...]:
-    """Colour edges into permutes: by payload and direction, then greedily so that sources and targets are distinct.
+def permutes_of(delays: Mapping[Edge, int]) -> tuple[Permute, ...]:
+    """Colour edges into permutes: by payload, delay and direction, then greedily so that sources and targets are distinct.
 
     Wrap-around edges of a ring point against their payload's direction, so they come out as a permute of their own.
     """
-    groups: dict[tuple[Payload, bool], list[list[tuple[int, int]]]] = {}
-    for payload, source, target in sorted(edges):
-        colours = groups.setdefault((payload, source > target), [])
+    groups: dict[tuple[Payload, int, bool], list[list[tuple[int, int]]]] = {}
+    for (payload, source, target), delay in sorted(delays.items()):
+        colours = groups.setdefault((payload, delay, source > target), [])
         for colour in colours:
             if all(source != s and target != t for s, t in colour):
                 colour.append((source, target))
                 break
         else:
             colours.append([(source, target)])
-    return tuple(Permute(payload, tuple(c)) for (payload, _), colours in sorted(groups.items()) for c in colours)
+    return tuple(Permute(payload, tuple(c), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)

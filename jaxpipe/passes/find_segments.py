@@ -9,14 +9,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..action import Kind, parts
 from .assign_ticks import Ticks
 from .facts import TickFacts, collect, position_of
 from .program import Segment
-from .program_time import CostOf, cost_matrix, program_makespan, unit_cost
+from .program_time import CostOf, Sync, advance, cost_matrix, unit_cost
 
 LONGEST_PERIOD = 12
 # One compiled block of stage code is worth this share of the makespan: a shorter ramp must pay for its code.
-BLOCK_PRICE = 5e-4
+BLOCK_PRICE = 2e-3
 
 
 class Span(NamedTuple):
@@ -27,30 +28,58 @@ class Span(NamedTuple):
     period: int
 
 
-def find_segments(ticks: Ticks, *, cost_of: CostOf = unit_cost) -> tuple[Segment, ...]:
+def find_segments(ticks: Ticks, *, sync: Sync = Sync.PAIRS, cost_of: CostOf = unit_cost) -> tuple[Segment, ...]:
     """Find the exact repeats (the steady states), then give the ramps between them the least code that costs no time.
 
     A ramp's ticks share code by taking the union of their blocks and transfers.  Additional pairs make devices wait for each
-    other, so each choice is priced by simulating the program with it (`program_makespan`, pair mode).
+    other, so each choice is priced by simulating the program with it (`program_makespan`), for a mesh that waits as `sync` says.
     """
     facts = collect(ticks)
     if not facts:
         return ()
-    costs = cost_matrix(ticks, cost_of)
-    chooser = _Chooser(facts, costs)
-    return chooser.segments(chooser.improve(_exact_spans(facts, 0, len(facts))))
+    chooser = _Chooser(facts, cost_matrix(ticks, cost_of), sync)
+    starts = [_exact_spans(facts, 0, len(facts)), *_phases(ticks)]
+    return chooser.segments(min((chooser.improve(start) for start in starts), key=chooser.score))
+
+
+def _phases(ticks: Ticks) -> list[list[Span]]:
+    """Warmup, ramp, steady state, ramp, cooldown, with several periods of the steady state.
+
+    The steady state begins when some device, or every device, has begun its backwards, and ends when some device, or every
+    device, has done its forwards.
+    """
+    stop = ticks.num_ticks
+    first_backward, last_forward = [], []
+    for row in ticks.cells:
+        kinds = [(t, a.kind) for t, cell in enumerate(row) for a in parts(cell)]
+        first_backward += [min((t for t, k in kinds if k is not Kind.F), default=stop)]
+        last_forward += [max((t for t, k in kinds if k is Kind.F), default=-1)]
+    if min(first_backward) >= stop or max(last_forward) < 0:
+        return [[Span(0, stop, 1)]]
+    found = []
+    for begin in sorted({min(first_backward), max(first_backward)}):
+        for end in sorted({min(last_forward) + 1, max(last_forward) + 1}):
+            for period in (2, 3, 4, 6):
+                if end - begin < 2 * period:
+                    continue
+                marks = sorted({0, min(first_backward), begin, end, max(last_forward) + 1, stop})
+                spans = [Span(a, b, period if (a, b) == (begin, end) else min(b - a, LONGEST_PERIOD)) for a, b in pairwise(marks)]
+                found.append(spans)
+    return found
 
 
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, facts: Sequence[TickFacts], costs: NDArray[np.float64]) -> None:
+    def __init__(self, facts: Sequence[TickFacts], costs: NDArray[np.float64], sync: Sync) -> None:
         self._facts = facts
         self._costs = costs
+        self._sync = sync
+        self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
         self._built: dict[Span, tuple[Segment, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
-        whole = tuple(Span(t, t + 1, 1) for t in range(len(facts)))
-        self._best = max(program_makespan(costs, self.segments(whole)), 1e-12)
+        whole = (Span(0, len(facts), len(facts)),)
+        self._best = max(self._makespan(whole), 1e-12)
 
     def segments(self, spans: Sequence[Span]) -> tuple[Segment, ...]:
         return tuple(s for span in spans for s in self._segments_of(span))
@@ -58,10 +87,23 @@ class _Chooser:
     def score(self, spans: Sequence[Span]) -> float:
         key = tuple(spans)
         if key not in self._scores:
-            segments = self.segments(spans)
-            time = program_makespan(self._costs, segments) / self._best
-            self._scores[key] = time + BLOCK_PRICE * sum(s.size for s in segments)
+            size = sum(s.size for s in self.segments(spans))
+            self._scores[key] = self._makespan(spans) / self._best + BLOCK_PRICE * size
         return self._scores[key]
+
+    def _makespan(self, spans: Sequence[Span]) -> float:
+        """The program's makespan; a span's effect on a pattern of device times is simulated once."""
+        time = np.zeros(self._costs.shape[1])
+        for span in spans:
+            start = time.min()
+            key = (span, (time - start).tobytes())
+            if key not in self._times:
+                moved = time - start
+                for segment in self._segments_of(span):
+                    moved = advance(moved, self._costs, segment, sync=self._sync)
+                self._times[key] = moved
+            time = self._times[key] + start
+        return float(time.max(initial=0.0))
 
     def improve(self, spans: list[Span]) -> list[Span]:
         """Try other periods for each span, and one span for two neighbours, while the score falls."""
@@ -99,10 +141,13 @@ def _segments(span: Span, facts: Sequence[TickFacts], num_devices: int) -> list[
     middle = span.stop - left_over
     found = []
     if repeats:
-        positions = (position_of(facts[span.start + j : middle : span.period], num_devices) for j in range(span.period))
+        positions = (
+            position_of(facts[span.start + j : middle : span.period], num_devices, room=span.period - 1 - j) for j in range(span.period)
+        )
         found.append(Segment(span.start, repeats, tuple(positions)))
     if left_over:
-        found.append(Segment(middle, 1, tuple(position_of([f], num_devices) for f in facts[middle : span.stop])))
+        rest = enumerate(facts[middle : span.stop])
+        found.append(Segment(middle, 1, tuple(position_of([f], num_devices, room=left_over - 1 - j) for j, f in rest)))
     return found
 
 

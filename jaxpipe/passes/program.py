@@ -71,9 +71,11 @@ class Permute:
 
     payload: Payload
     pairs: tuple[tuple[int, int], ...]
+    delay: int = 0  # issued at the end of its tick, awaited this many ticks later: compute runs in between
 
     def __str__(self) -> str:
-        return f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:" + " ".join(f"{s}>{t}" for s, t in self.pairs)
+        late = f" +{self.delay}" if self.delay else ""
+        return f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:" + " ".join(f"{s}>{t}" for s, t in self.pairs) + late
 
 
 @dataclass(frozen=True)

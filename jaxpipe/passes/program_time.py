@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..action import Cell, Kind, parts
 from .assign_ticks import Ticks
-from .program import Permute, Segment
+from .program import Permute, Position, Segment
 
 
 class Sync(enum.Enum):
@@ -20,12 +22,16 @@ class Sync(enum.Enum):
     EVERYBODY = "everybody"  # all devices, at every tick that transfers anything: virtual CPU devices of one process
 
 
+_Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp]]]"
 CostOf = Callable[[Cell, int], float]
+
+
+UNIT_DURATIONS: Mapping[Kind, int] = MappingProxyType({Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2})
 
 
 def unit_cost(cell: Cell, device: int) -> float:
     """F, I and W take 1, B takes 2, an overlapped pair the sum of its halves."""
-    return float(sum(2 if a.kind is Kind.B else 1 for a in parts(cell)))
+    return float(sum(UNIT_DURATIONS[a.kind] for a in parts(cell)))
 
 
 def cost_matrix(ticks: Ticks, cost_of: CostOf = unit_cost) -> NDArray[np.float64]:
@@ -34,21 +40,64 @@ def cost_matrix(ticks: Ticks, cost_of: CostOf = unit_cost) -> NDArray[np.float64
 
 
 def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, sync: Sync = Sync.PAIRS) -> float:
-    """Simulate the program: a device runs its ticks in order and leaves a transfer when all its partners are there.
+    """Simulate the program: a device runs its ticks in order; where it awaits a transfer it waits until all partners have issued it.
 
     `costs[tick, device]` are durations; the result has their unit.  Transfers themselves take no time.
     """
-    num_devices = costs.shape[1]
-    time = np.zeros(num_devices)
+    time = np.zeros(costs.shape[1])
     for segment in segments:
-        partners = [_partners(p.permutes, num_devices) for p in segment.positions]
-        for trip in range(segment.repeats):
-            for j, (met, position) in enumerate(zip(partners, segment.positions, strict=True)):
-                time = time + costs[segment.start + trip * segment.period + j]
-                if not position.permutes:
-                    continue
-                time = np.full(num_devices, time.max()) if sync is Sync.EVERYBODY else time[met].max(axis=1)
+        time = advance(time, costs, segment, sync=sync)
     return float(time.max(initial=0.0))
+
+
+def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, sync: Sync) -> NDArray[np.float64]:
+    """Device times after a segment, from device times before it."""
+    num_devices = costs.shape[1]
+    meetings = [_meetings(p, num_devices) for p in segment.positions]
+    rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
+    same = _equal_ahead(rows)
+    trip, growth = 0, None
+    while trip < segment.repeats:
+        before = time
+        time = _one_trip(time, rows[trip], meetings, sync)
+        # Trips of equal costs that moved every device by the same time will go on doing so.
+        settled = growth is not None and np.array_equal(time - before, growth) and np.ptp(growth) == 0
+        growth = time - before
+        trip += 1
+        if settled and trip < segment.repeats and (ahead := int(same[trip - 1])):
+            time = time + growth * ahead
+            trip, growth = trip + ahead, None
+    return time
+
+
+def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings], sync: Sync) -> NDArray[np.float64]:
+    """Device times after one trip."""
+    awaited: dict[int, list[NDArray[np.float64]]] = {}
+    for j, meets in enumerate(meetings):
+        time = time + rows[j]
+        if sync is Sync.EVERYBODY:
+            time = np.full(len(time), time.max()) if meets else time
+            continue
+        for delay, met in meets:
+            awaited.setdefault(j + delay, []).append(time[met].max(axis=1))
+        for done in awaited.pop(j, ()):
+            time = np.maximum(time, done)
+    return time
+
+
+def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:
+    """For each trip, how many trips after it have the same costs as it, without a gap."""
+    equal = (rows[1:] == rows[:-1]).all(axis=(1, 2)) if len(rows) > 1 else np.zeros(0, bool)
+    ahead = np.zeros(len(rows), np.int64)
+    for i in range(len(rows) - 2, -1, -1):
+        ahead[i] = ahead[i + 1] + 1 if equal[i] else 0
+    return ahead
+
+
+def _meetings(position: Position, num_devices: int) -> _Meetings:
+    """(delay, partners) for each delay that a position's permutes have."""
+    delays = sorted({p.delay for p in position.permutes})
+    return [(delay, _partners([p for p in position.permutes if p.delay == delay], num_devices)) for delay in delays]
 
 
 def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]:
