@@ -252,7 +252,7 @@ class Emitter:
         """A part of a block under its own predicate."""
         if presence is Presence.NEVER:
             return state
-        return {**state, **when(presence, flag != 0, lambda part: _pick(body(part), keys), _pick(state, keys))}
+        return state | when(presence, flag != 0, lambda part: _pick(body(part), keys), _pick(state, keys))
 
     def _extra(self, stage: Any, microbatch: Any, wants: frozenset[str]) -> Leaves:
         """Leaves of what a function is given besides parameters and x."""

@@ -279,10 +279,10 @@ def _finish(lowering: Lowering, traced: Traced, state: State, params: dict[str, 
         return results, {}
     leaves = {v: state[f"acc.{v}"] for v in range(len([k for k in state if k.startswith("acc.") and k[4:].isdigit()]))}
     owned = _return_replicas(lowering, leaves)
-    scaled = (lambda g: g) if scale is None else (lambda g: g * scale.astype(g.dtype))
 
     def reduce(values: Leaves, axes: tuple[str, ...]) -> Leaves:
-        return [scaled(lax.psum(v, axes) if axes else v) for v in values]
+        summed = lax.psum(values, axes) if axes else values
+        return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
 
     stages = []
     for tree, values in zip(params["stages"], owned, strict=True):

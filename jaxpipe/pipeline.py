@@ -170,7 +170,7 @@ class Pipeline:
     @property
     def _sync(self) -> Sync:
         """Virtual CPU devices of one process meet at every transfer; anything else only in pairs."""
-        devices = self.mesh.devices.flat
+        devices = list(self.mesh.devices.flat)
         one_cpu_process = all(d.platform == "cpu" for d in devices) and len({d.process_index for d in devices}) == 1
         return Sync.EVERYBODY if one_cpu_process else Sync.PAIRS
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax import core as jax_core
 from jax.extend import core
 
 from .flatten import Atom, NewVar
 from .rematerialise import cheapest
 from .sizes import is_layout, nbytes
+from .sizes import stacked as stacked_aval
 from .slices import Assignment, Split, needed_for, scan_counts
 
 # Says whether the second part should compute an equation again rather than be handed its result.
@@ -156,7 +156,7 @@ class _Maker:
         stacks, outs, outvars = [], list(inner_outs), list(firsts)
         for var in made.first.outvars[len(firsts) :]:
             if var not in stacked:
-                stacked[var] = self._newvar(jax_core.ShapedArray((eqn.params["length"], *var.aval.shape), var.aval.dtype))
+                stacked[var] = self._newvar(stacked_aval(var.aval, eqn.params["length"]))
                 outs.append(var)
                 outvars.append(stacked[var])
             stacks.append(stacked[var])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax import core as jax_core
 from jax.extend import core
 
 from .flatten import Atom
 from .rematerialise import Keep, cheapest
+from .sizes import stacked as stacked_aval
 from .slices import made_from, scan_counts
 
 
@@ -53,7 +53,7 @@ def _sink_one(eqns: list[core.JaxprEqn], index: int, border: int, jaxpr: core.Ja
         return
     names = {v: o for o, v in movable if v in keep.stored}
     for v in keep.stored:
-        names.setdefault(v, newvar(jax_core.ShapedArray((eqn.params["length"], *v.aval.shape), v.aval.dtype)))
+        names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
     eqns[index] = _restack(eqn, body, carries, {o for o, _ in movable}, names)
     moved = dict(movable)
     xs_free = {v: a for i, (v, a) in enumerate(outer.items()) if v in free and i >= consts + carries}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jax import core as jax_core
 from jax.extend import core
 
 _LAYOUT = frozenset(
@@ -24,3 +25,8 @@ def nbytes(aval: Any) -> int:
         return size * np.dtype(aval.dtype).itemsize
     except TypeError:
         return size * 8
+
+
+def stacked(aval: Any, length: int) -> Any:
+    """The aval of `length` of these, one from each trip of a scan."""
+    return jax_core.ShapedArray((length, *aval.shape), aval.dtype)

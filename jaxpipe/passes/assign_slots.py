@@ -234,19 +234,23 @@ class _Writer:
         free = list(range(size))
         live: list[tuple[int, int]] = []
         used = size
-        stray = lambda life: life.begin == life.end and life.begin % 3 == _ARRIVE  # noqa: E731
-        for life in sorted(lives, key=lambda item: (item.begin, stray(item), item.end)):
+        for life in sorted(lives, key=lambda item: (item.begin, _is_stray(item), item.end)):
             while live and live[0][0] < life.begin:
                 heapq.heappush(free, heapq.heappop(live)[1])
             if free:
                 slot = heapq.heappop(free)
                 heapq.heappush(live, (life.end, slot))
             else:
-                assert stray(life), "more values live than the pool's peak"
+                assert _is_stray(life), "more values live than the pool's peak"
                 slot, used = size, size + 1
             for tick, column in life.cells:
                 self._table[tick, device, column] = slot
         return used
+
+
+def _is_stray(life: _Life) -> bool:
+    """True for what a permute brings to a device that awaits nothing."""
+    return life.begin == life.end and life.begin % 3 == _ARRIVE
 
 
 def _peak(lives: Sequence[_Life]) -> int:
