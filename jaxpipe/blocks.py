@@ -68,7 +68,7 @@ def strengthen(values: Sequence[Any]) -> Leaves:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         base = jax.random.key(0, impl=str(dtype._impl.name))
         return jnp.broadcast_to(base, shape)
     return jnp.zeros(shape, dtype)

@@ -130,9 +130,11 @@ def trace(lowering: Lowering, stage_params: PyTree, shared: PyTree, first: PyTre
 def _check_chain(functions: Functions, params: PyTree, shared: PyTree, x: PyTree, extra: PyTree) -> None:
     """A stage's output must fit the next stage's input: the same tree, shapes and dtypes."""
     y = jax.eval_shape(functions.run_stage, (params, shared), x, extra)
-    if jax.tree.structure(x) != jax.tree.structure(y):
+    x_tree: Any = jax.tree.structure(x)
+    y_tree: Any = jax.tree.structure(y)
+    if x_tree != y_tree:
         raise PipelineError(
-            f"`stage` takes x as {jax.tree.structure(x)} but returns {jax.tree.structure(y)}; "
+            f"`stage` takes x as {x_tree} but returns {y_tree}; "
             "a stage's output is the next stage's input, so return the same tree"
         )
     faults = []

@@ -57,13 +57,13 @@ def run_threaded(
         inputs = [_load(env, v) for v in eqn.invars]
         env.update(zip(eqn.outvars, _bind(eqn, inputs), strict=True))
     outs = []
-    for i, var in enumerate(jaxpr.outvars):
+    for i, atom in enumerate(jaxpr.outvars):
         if i not in writes:
-            outs.append(_load(env, var))
-        elif isinstance(var, core.Var) and var in written:
-            outs.append(written[var])
+            outs.append(_load(env, atom))
+        elif isinstance(atom, core.Var) and atom in written:
+            outs.append(written[atom])
         else:
-            outs.append(writes[i].store(jnp.asarray(_load(env, var))))
+            outs.append(writes[i].store(jnp.asarray(_load(env, atom))))
     return outs
 
 
