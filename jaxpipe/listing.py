@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
+from typing import Any, TypeVar
 
 from .action import Action, Cell, Kind, Overlap, Row, parts
 from .errors import ScheduleError
 from .schedule import Schedule
+
+C = TypeVar("C", bound=Action | Overlap | None)
 
 
 def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:
@@ -61,12 +64,19 @@ def groups_of(group_size: int | None, *, devices: int, microbatches: int) -> tup
     return (group_size,) * whole + ((max(rest, devices),) if rest else ())
 
 
-def alternate(*columns: Sequence[Cell]) -> list[Cell]:
+def alternate(*columns: Sequence[C]) -> list[C]:
     """The first of every column, the second of every column, ...: the steady state of a schedule."""
-    out: list[Cell] = [None] * sum(map(len, columns))
+    out: list[Any] = [None] * sum(map(len, columns))
     for place, column in enumerate(columns):
         out[place :: len(columns)] = column
     return out
+
+
+def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]:
+    """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forward))
+    turns = len(backward) - ahead
+    return [*forward[:ahead], *alternate(forward[ahead:], backward[:turns]), *backward[turns:]]
 
 
 def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:

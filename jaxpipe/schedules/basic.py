@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..action import Cell, Kind
-from ..listing import actions, alternate
+from ..action import Kind
+from ..listing import actions, alternate, in_turns
 from ..placement import Placement
 from ..schedule import Schedule
 
@@ -42,11 +42,6 @@ def one_f_one_b(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     min(P - d, M) activations at its peak.
     """
     placement = Placement.loop(devices=devices, chunks=chunks)
-    rows: list[list[Cell]] = []
-    for device in range(devices):
-        ahead = min(devices - 1 - device, microbatches)
-        forward, backward = actions(device, F, range(microbatches)), actions(device, B, range(microbatches))
-        warmup, cooldown = forward[:ahead], backward[microbatches - ahead :]
-        steady = alternate(forward[ahead:], backward[: microbatches - ahead])
-        rows.append([*warmup, *steady, *cooldown])
+    every = range(microbatches)
+    rows = [in_turns(actions(d, F, every), actions(d, B, every), devices - 1 - d) for d in range(devices)]
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="1f1b")

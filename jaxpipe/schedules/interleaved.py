@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..action import Cell, Kind
-from ..listing import alternate, drop_phantoms, groups_of, in_groups
+from ..action import Action, Kind
+from ..listing import drop_phantoms, groups_of, in_groups, in_turns
 from ..placement import Placement
 from ..schedule import Schedule
 
@@ -24,13 +24,9 @@ def interleaved_1f1b(*, devices: int, microbatches: int, chunks: int, group_size
     groups = groups_of(group_size, devices=devices, microbatches=microbatches)
     hop = 1 if lean else 2
     placement = Placement.loop(devices=devices, chunks=chunks)
-    rows: list[list[Cell]] = []
+    rows: list[list[Action]] = []
     for device, stages in enumerate(placement.stages_of):
         forward, backward = in_groups(stages, Kind.F, groups), in_groups(stages[::-1], Kind.B, groups)
-        ahead = min(len(forward), (chunks - 1) * max(groups) + hop * (devices - 1 - device))
-        warmup, cooldown = forward[:ahead], backward[len(backward) - ahead :]
-        steady = alternate(forward[ahead:], backward[: len(backward) - ahead])
-        rows.append([*warmup, *steady, *cooldown])
-    if sum(groups) > microbatches:
-        rows = drop_phantoms(rows, microbatches)
-    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="interleaved_1f1b")
+        rows.append(in_turns(forward, backward, (chunks - 1) * max(groups) + hop * (devices - 1 - device)))
+    kept = drop_phantoms(rows, microbatches) if sum(groups) > microbatches else rows
+    return Schedule.from_rows(kept, placement=placement, num_microbatches=microbatches, name="interleaved_1f1b")

@@ -6,16 +6,21 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..costs import Costs
 from ..errors import ScheduleError
 from ..listing import forwards
+from ..placement import Placement
 from ..schedule import Schedule
+from .auto import auto
 from .basic import gpipe, no_pipelining, one_f_one_b
+from .dualpipe import dualpipe, dualpipev
 from .interleaved import interleaved_1f1b
 from .looped_bfs import looped_bfs
 from .overlapped import interleaved_1f1b_overlap, one_f_one_b_overlap
-from .zero_bubble import interleaved_zb, zb_h1, zb_h2
+from .vee import v_half, v_min, zbv
+from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Option:
-    """One keyword that `build` passes on to a generator."""
+    """One keyword that `build` passes on to a generator; `default` None means what `summary` says."""
 
     name: str
     default: object
@@ -68,24 +73,56 @@ class Entry:
     @property
     def options(self) -> tuple[Option, ...]:
         """The generator's own options, and `forward_only`, which every schedule has."""
+        kinds = _option_kinds()
         own = [p for p in inspect.signature(self.generator).parameters.values() if p.name not in _SHAPE]
-        summaries = _option_summaries()
-        return (*(Option(p.name, p.default, summaries[p.name]) for p in own), Option("forward_only", False, summaries["forward_only"]))
+        defaults = {p.name: p.default for p in own} | {"forward_only": False}
+        return tuple(Option(name, default, kinds[name].summary) for name, default in defaults.items())
 
 
 _SHAPE = ("devices", "microbatches", "chunks")
 
 
-def _option_summaries() -> Mapping[str, str]:
+class _OptionKind(NamedTuple):
+    """What an option means, what a good value is, and the words for that."""
+
+    summary: str
+    accepts: Callable[[object], bool]
+    wants: str
+
+
+def _option_kinds() -> Mapping[str, _OptionKind]:
+    count = "a whole number of at least 1"
     return {
-        "forward_only": "leave out all backwards: the table of an evaluation",
-        "group_size": "microbatches that go through a chunk before the next chunk's turn (at least P; default: equal groups of at least P)",
-        "lean": "warm up with one forward a hop instead of two: fewer activations, the same makespan where transfers take no time",
+        "costs": _OptionKind(
+            "what the actions take (a jaxpipe.Costs): the order is fitted to it, not only its drawing",
+            lambda v: isinstance(v, Costs),
+            "a jaxpipe.Costs",
+        ),
+        "forward_only": _OptionKind("leave out all backwards: the table of an evaluation", lambda v: isinstance(v, bool), "True or False"),
+        "group_size": _OptionKind(
+            "microbatches that go through a chunk before the next chunk's turn (P or more); without it, equal groups of P or more",
+            _is_count,
+            count,
+        ),
+        "lean": _OptionKind(
+            "warm up with one forward a hop instead of two: fewer activations, the same makespan where transfers take no time",
+            lambda v: isinstance(v, bool),
+            "True or False",
+        ),
+        "max_activations": _OptionKind("the most activations that a device may hold, if they are released at W", _is_count, count),
+        "placement": _OptionKind(
+            "where stages stand (a jaxpipe.Placement); without it, a loop or a V, whichever is shorter",
+            lambda v: isinstance(v, Placement),
+            "a jaxpipe.Placement",
+        ),
     }
 
 
+_V = "a V goes down the devices and up again"
+
+
 def _entries() -> tuple[Entry, ...]:
-    one, loop = Chunks(), Chunks(natural=2, most=None)
+    one, loop, vee = Chunks(), Chunks(natural=2, most=None), Chunks(natural=2, least=2, most=2)
     looped = "looped_bfs and interleaved_1f1b take several"
     return (
         Entry("no_pipelining", no_pipelining, Chunks(most=None)),
@@ -97,7 +134,14 @@ def _entries() -> tuple[Entry, ...]:
         Entry("interleaved_1f1b_overlap", interleaved_1f1b_overlap, loop),
         Entry("zb_h1", zb_h1, one, "interleaved_zb takes several"),
         Entry("zb_h2", zb_h2, one, "interleaved_zb takes several"),
+        Entry("zb_1p", zb_1p, one, "interleaved_zb takes several"),
         Entry("interleaved_zb", interleaved_zb, loop),
+        Entry("zbv", zbv, vee, _V),
+        Entry("v_half", v_half, vee, _V),
+        Entry("v_min", v_min, vee, _V),
+        Entry("dualpipe", dualpipe, Chunks(natural=2, least=1, most=2), "the stages a device holds, or S / P", even_devices=True),
+        Entry("dualpipev", dualpipev, vee, _V),
+        Entry("auto", auto, Chunks(most=None)),
     )
 
 
@@ -152,12 +196,13 @@ def build(
     device 1 |     1F0 1B0 1F1 1B1
     """
     entry = describe(name)
-    faults = _faults(entry, devices, microbatches, chunks, options)
+    faults = _faults(entry, devices, microbatches, chunks, {**options, "forward_only": forward_only})
     if faults:
         raise ScheduleError(f"{name} cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
-    if chunks is None or entry.chunks.most == entry.chunks.least:
+    if chunks is None:
         chunks = entry.chunks.natural
-    schedule = entry.generator(devices=devices, microbatches=microbatches, chunks=chunks, **options)
+    given = {key: value for key, value in options.items() if value is not None}
+    schedule = entry.generator(devices=devices, microbatches=microbatches, chunks=chunks, **given)
     return forwards(schedule) if forward_only else schedule
 
 
@@ -172,14 +217,23 @@ def _faults(entry: Entry, devices: object, microbatches: object, chunks: object,
         found.append(f"devices must be even, since two pipelines run against each other; not {devices}: write {devices + 1}")
     if chunks is not None and not _fits(entry, chunks):
         found.append(_chunk_fault(entry, chunks))
+    found += _option_faults(entry, options)
+    return found
+
+
+def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
+    """An option that the schedule does not have, or a value of the wrong kind; None always means "not given"."""
+    found = []
     known = [option.name for option in entry.options]
-    for name in options:
+    for name, value in options.items():
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
             found.append(f"there is no option {name!r}; {hint}")
-    if options.get("group_size") is not None and not _is_count(options["group_size"]):
-        found.append(f"group_size must be a whole number of at least P, not {options['group_size']!r}; leave it out for equal groups")
+            continue
+        kind = _option_kinds()[name]
+        if value is not None and not kind.accepts(value):
+            found.append(f"{name} must be {kind.wants}, not {value!r} ({kind.summary})")
     return found
 
 

@@ -2,60 +2,96 @@
 
 from __future__ import annotations
 
-from ..action import Action, Cell, Kind
-from ..listing import alternate, even_groups, in_groups
+from functools import partial
+
+from ..action import Action, Kind
+from ..costs import Costs
+from ..listing import alternate, even_groups, in_groups, in_turns
 from ..placement import Placement
 from ..schedule import Schedule
+from ..waves import Order, fitted
+
+F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
 
 def zb_h1(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B's memory, a third of its bubble (Zero Bubble Pipeline Parallelism, Qi et al. 2024, section 2.2, figure 2 top).
 
-    Any P and M, one chunk.  Makespan M (F + I + W) + (P - 1)(F + I - W) for M >= P where F, I and W cost about the same
-    (2 W >= F + I - W is not needed; a W longer than F + I delays the I behind it).  Every device holds min(P, M)
-    activations at its peak, if they are released at W.
+    Any P and M, one chunk.  Makespan M (F + I + W) + (P - 1)(F + I - W) for M >= P, where W is at most F and at most I.  Every
+    device holds min(P, M) activations at its peak, if they are released at W.
     """
-    placement = Placement.loop(devices=devices, chunks=chunks)
     ahead = [devices - 1 - d for d in range(devices)]
-    return _split("zb_h1", placement, microbatches, (microbatches,), ahead=ahead, delay=list(range(devices)))
+    return _in_order("zb_h1", devices, 1, microbatches, ahead, delay=list(range(devices)))
 
 
 def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     """Twice 1F1B's memory, and no bubble but the start (Qi et al. 2024, section 2.3, figure 2 bottom).
 
-    Any P and M, one chunk.  For M >= 2 P - 1 each device is busy for M (F + I + W) + (P - 1)(F + I - 2 W) from its first
-    action to its last (the timeline's span), the last device starting (P - 1) F after the first.  Every device holds
-    min(2 P - 1, M) activations at its peak, if they are released at W.
+    Any P and M, one chunk.  For M >= 2 P - 1, and W at most F and at most I, a device needs M (F + I + W) + (P - 1)(F + I - 2 W)
+    from its first action to its last (the timeline's span), and the last device starts (P - 1) F after the first.  Every
+    device holds min(2 P - 1, M) activations at its peak, if they are released at W.
     """
-    placement = Placement.loop(devices=devices, chunks=chunks)
-    ahead = [2 * (devices - 1 - d) for d in range(devices)]
-    return _split("zb_h2", placement, microbatches, (microbatches,), ahead=ahead, delay=[2 * d for d in range(devices)])
+    held = min(2 * devices - 1, microbatches)
+    hops = [devices - 1 - d for d in range(devices)]
+    # Two forwards a hop, or as many as there are microbatches for, so that all devices hold the same number.
+    ahead = [min(2 * h, max(h, -(-h * (microbatches - 1) // max(1, devices - 1)))) for h in hops]
+    return _in_order("zb_h2", devices, 1, microbatches, ahead, delay=[max(0, held - 1 - a) for a in ahead])
 
 
-def interleaved_zb(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None, max_activations: int | None = None) -> Schedule:
+    """The best order found under 1F1B's memory for given costs (ZB-1p, Qi et al. 2024, section 3.1).
+
+    Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P makes it ZB-2p).  With
+    neither option the order is zb_h1's, which no order under that memory beats at equal costs.
+    """
+    ahead = [devices - 1 - d for d in range(devices)]
+    if costs is None and max_activations is None:
+        return _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
+    cap = max_activations or devices
+    order = partial(_order, devices, 1, cap - 1)
+    return fitted("zb_1p", order, Placement.loop(devices=devices), costs or Costs(), microbatches=microbatches, cap=cap)
+
+
+def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
     """Interleaved 1F1B with zb_h1's order of W (torch's ScheduleInterleavedZeroBubble; Qi et al. 2024, section 2.2).
 
     Any P, V and M.  Microbatches go through the chunks in groups of at least P, as equal as M allows.  Makespan
-    V M (F + I + W) + (P - 1)(F + I - W) in costs of a chunk for M >= P.  With G the longest group, every device holds
-    min(V M, (V - 1) G + P) activations at its peak, if they are released at W.
+    V M (F + I + W) + (P - 1)(F + I - W) in costs of a chunk for M >= P, where W is at most F and at most I.  With G the longest
+    group, every device holds min(V M, (V - 1) G + P) activations at its peak, if they are released at W.  `costs` fit the order
+    to what the actions really take, under the same memory.
     """
+    longest = max(even_groups(devices, microbatches))
+    ahead = [(chunks - 1) * longest + devices - 1 - d for d in range(devices)]
+    if costs is None:
+        return _in_order("interleaved_zb", devices, chunks, microbatches, ahead, delay=list(range(devices)))
+    placement = Placement.loop(devices=devices, chunks=chunks)
+    order = partial(_order, devices, chunks, chunks * microbatches)
+    return fitted("interleaved_zb", order, placement, costs, microbatches=microbatches, cap=(chunks - 1) * longest + devices)
+
+
+def _in_order(name: str, devices: int, chunks: int, microbatches: int, ahead: list[int], *, delay: list[int]) -> Schedule:
+    """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns behind its I."""
     placement = Placement.loop(devices=devices, chunks=chunks)
     groups = even_groups(devices, microbatches)
-    ahead = [(chunks - 1) * max(groups) + devices - 1 - d for d in range(devices)]
-    return _split("interleaved_zb", placement, microbatches, groups, ahead=ahead, delay=list(range(devices)))
-
-
-def _split(name: str, placement: Placement, microbatches: int, groups: tuple[int, ...], *, ahead: list[int], delay: list[int]) -> Schedule:
-    """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns behind its I."""
     rows = []
     for stages, forwards_ahead, turns in zip(placement.stages_of, ahead, delay, strict=True):
-        forward, grad = in_groups(stages, Kind.F, groups), in_groups(stages[::-1], Kind.I, groups)
-        weight = in_groups(stages[::-1], Kind.W, groups)
+        forward, grad = in_groups(stages, F, groups), in_groups(stages[::-1], I, groups)
+        weight = in_groups(stages[::-1], W, groups)
         rows.append(_row(forward, grad, weight, min(forwards_ahead, len(forward)), min(turns, len(forward))))
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name=name)
 
 
-def _row(forward: list[Action], grad: list[Action], weight: list[Action], ahead: int, delay: int) -> list[Cell]:
+def _order(devices: int, chunks: int, most_ahead: int, microbatches: int) -> Order:
+    """The F and I of the same rows, with one forward ahead for each hop to the last device."""
+    groups = even_groups(devices, microbatches)
+    rows = []
+    for device, stages in enumerate(Placement.loop(devices=devices, chunks=chunks).stages_of):
+        ahead = min(most_ahead, (chunks - 1) * max(groups) + devices - 1 - device)
+        rows.append(in_turns(in_groups(stages, F, groups), in_groups(stages[::-1], I, groups), ahead))
+    return rows
+
+
+def _row(forward: list[Action], grad: list[Action], weight: list[Action], ahead: int, delay: int) -> list[Action]:
     total = len(forward)
     paired = total - ahead  # turns that still have a forward
     late = min(delay, paired)

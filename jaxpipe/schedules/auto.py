@@ -1,0 +1,89 @@
+"""A schedule made to measure: the shortest that list scheduling finds for given costs and memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..action import Kind
+from ..costs import Costs
+from ..errors import ScheduleError
+from ..listing import even_groups, in_groups, in_turns
+from ..placement import Placement
+from ..schedule import Schedule
+from ..squeeze import Squeezed
+from ..waves import Order, OrderMaker, best_of, cost_waves, v_blocks
+
+
+def auto(
+    *,
+    devices: int,
+    microbatches: int,
+    chunks: int,
+    max_activations: int | None = None,
+    costs: Costs | None = None,
+    placement: Placement | None = None,
+) -> Schedule:
+    """The shortest schedule found for given costs under a cap on activations, by list scheduling along waves.
+
+    Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or more); where it is not
+    given, 2 V P, which is enough to hide any bubble.  Stages stand in a loop or in a V, whichever is shorter, or as
+    `placement` says.  Backwards are split into I and W.  The reference orders are waves of several paces and densities
+    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), squeezed under the cap and compared on paper; there is no
+    solver, so nothing is proved optimal.  Where F, I and W cost the same and V P activations are allowed, the makespan is
+    V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, which no schedule beats.
+    """
+    places = _placements(devices, chunks) if placement is None else [placement]
+    _check_fit(places[0], devices, chunks, max_activations)
+    costs = costs or Costs()
+    caps = (chunks * devices, 2 * chunks * devices) if max_activations is None else (max_activations,)
+    found: list[tuple[Squeezed, Placement]] = []
+    for place in places:
+        stages = costs.for_stages(place.num_stages)
+        for cap in caps:
+            makers = [*_turns(place), *(v_blocks(place) if place.num_chunks == 2 else ()), *cost_waves(place, stages, cap)]
+            best = best_of(makers, place, stages, microbatches=microbatches, cap=cap, release=costs.release)
+            assert best is not None, "one microbatch after the other fits any cap"
+            found.append((best, place))
+    best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
+    return Schedule.from_rows(best.rows, placement=place, num_microbatches=microbatches, name="auto")
+
+
+def _placements(devices: int, chunks: int) -> list[Placement]:
+    loop, vee = Placement.loop(devices=devices, chunks=chunks), Placement.vee(devices=devices, chunks=chunks)
+    return [loop] if chunks == 1 or devices == 1 else [vee, loop]
+
+
+def _check_fit(placement: Placement, devices: int, chunks: int, max_activations: int | None) -> None:
+    """ScheduleError for a placement of another size, or on two devices, or a cap that no schedule can keep."""
+    faults = []
+    if placement.num_devices != devices or placement.num_stages != devices * chunks:
+        faults.append(
+            f"placement has {placement.num_devices} devices and {placement.num_stages} stages, "
+            f"but devices={devices} and chunks={chunks} make {devices * chunks} stages; give a placement of that size"
+        )
+    if placement.is_bidirectional:
+        faults.append("placement has stages on two devices; auto takes one device a stage (dualpipe is the schedule for two)")
+    if max_activations is not None and max_activations < placement.num_chunks:
+        faults.append(
+            f"max_activations={max_activations} is less than the {placement.num_chunks} that one microbatch needs on a device; "
+            f"the nearest that works is max_activations={placement.num_chunks}"
+        )
+    if faults:
+        raise ScheduleError("auto cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def _turns(placement: Placement) -> list[OrderMaker]:
+    """The orders of 1F1B and its kin, where stages stand in a loop: one, or two, forwards ahead for each hop to the last device."""
+    devices = placement.num_devices
+    if any(s % devices != d for s, (d, *_) in enumerate(placement.devices_of)):
+        return []
+    return [partial(_turn_order, placement, hop) for hop in (1, 2)]
+
+
+def _turn_order(placement: Placement, hop: int, microbatches: int) -> Order:
+    groups = even_groups(placement.num_devices, microbatches)
+    ahead = (placement.num_chunks - 1) * max(groups) + hop * (placement.num_devices - 1)
+    return [
+        in_turns(in_groups(stages, Kind.F, groups), in_groups(stages[::-1], Kind.I, groups), ahead - hop * device)
+        for device, stages in enumerate(placement.stages_of)
+    ]

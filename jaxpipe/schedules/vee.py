@@ -1,0 +1,106 @@
+"""Schedules on a V: two chunks a device, down the devices and up again, so that the loss is where the input is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..action import Action, Kind
+from ..costs import Costs
+from ..listing import actions, alternate
+from ..placement import Placement
+from ..schedule import Schedule
+from ..simulate import simulate
+from ..squeeze import Rule, least_peak, squeeze
+from ..waves import Order, Wave, fitted, wave_order
+
+F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
+
+
+def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
+    """Zero bubble with 1F1B's memory, on a V (ZB-V, Qi et al. 2024, section 6, figure 5).
+
+    Any P and M, two chunks.  Where F, I and W cost the same, and for M >= 2 P - 1, each device is busy from its first action to
+    its last, and the makespan is 2 M (F + I + W) + (P - 1) F in costs of a chunk.  Every device holds at most 2 P activations
+    (of half a device's layers each), if they are released at W.  For a smaller M the figure's order is squeezed, where that
+    is shorter; `costs` fit the order to what the actions really take, under the same memory.
+    """
+    placement = Placement.vee(devices=devices)
+    if costs is not None:
+        return fitted("zbv", partial(_zbv_order, devices), placement, costs, microbatches=microbatches, cap=2 * devices)
+    rows = [_zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
+    if microbatches < 2 * devices - 1:
+        rows = [[action for action in row if action.microbatch < microbatches] for row in rows]
+    figure = Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="zbv")
+    return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
+
+
+def _shorter(figure: Schedule) -> Schedule:
+    """A wave squeezed into the memory of a short job's figure, if it is never longer than the figure."""
+    placement, microbatches = figure.placement, figure.num_microbatches
+    stages = Costs().for_stages(placement.num_stages)
+    order = wave_order(placement, stages, Wave(out=1.5, back=1.5, pause=0, period=3), microbatches)
+    caps = simulate(figure).peak_activations
+    if any(least_peak(row) > cap for row, cap in zip(order, caps, strict=True)):
+        return figure
+    rule = Rule(reserve=True, patience=0)
+    squeezed = figure.with_rows(squeeze(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule).rows)
+    # It must not buy its gain at equal costs with a loss where one kind of action is the long one.
+    times = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3))
+    panel = [Costs(forward=f, input_grad=i, weight_grad=w) for f, i, w in times]
+    longer = any(simulate(squeezed, costs).makespan > simulate(figure, costs).makespan for costs in panel)
+    return figure if longer else squeezed
+
+
+def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
+    """Half of 1F1B's memory, and half of its bubble (V-Half, Pipeline Parallelism with Controllable Memory, Qi et al. 2024, section 3.3).
+
+    Any P and M, two chunks.  Every device holds at most 2 floor((P + 2) / 2) activations (of half a device's layers each), if
+    they are released at W.  Where F, I and W cost the same, and for M >= 2 P, the makespan is about 2 M (F + I + W) + (3 P - 6) F in
+    costs of a chunk.  `costs` fit the order to what the actions really take.
+    """
+    block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
+    return _from_block("v_half", block, devices, microbatches, costs, cap=2 * ((devices + 2) // 2))
+
+
+def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
+    """A third of 1F1B's memory, with a bubble like 1F1B's (V-Min, Qi et al. 2024, section 3.3).
+
+    Any P and M, two chunks.  Every device holds at most 2 floor((P + 4) / 3) activations (of half a device's layers each), if
+    they are released at W.  Where F, I and W cost the same, and for M >= P, the makespan is at most 2 M (F + I + W) + (4 P - 5) F
+    in costs of a chunk.  At this little memory any difference between the costs is paid in every microbatch;
+    `costs` fit the order to what the actions really take.
+    """
+    block = Wave(out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
+    return _from_block("v_min", block, devices, microbatches, costs, cap=2 * ((devices + 4) // 3))
+
+
+def _from_block(name: str, block: Wave, devices: int, microbatches: int, costs: Costs | None, *, cap: int) -> Schedule:
+    """The paper's building block, repeated, then squeezed."""
+    placement = Placement.vee(devices=devices)
+    order = partial(wave_order, placement, Costs().for_stages(placement.num_stages), block)
+    return fitted(name, order, placement, costs, microbatches=microbatches, cap=cap)
+
+
+def _zbv_order(devices: int, microbatches: int) -> Order:
+    """The F and I of the figure's order, in which M is at least 2 P - 1."""
+    rows = [_zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
+    return [[a for a in row if a.kind is not W and a.microbatch < microbatches] for row in rows]
+
+
+def _zbv_row(devices: int, device: int, microbatches: int) -> list[Action]:
+    """Device d's row for M >= 2 P - 1; "down" is its first chunk, "up" its second, where a microbatch comes back."""
+    down, up, every = device, 2 * devices - 1 - device, range(microbatches)
+    f0, i0, w0 = (actions(down, kind, every) for kind in (F, I, W))
+    f1, i1, w1 = (actions(up, kind, every) for kind in (F, I, W))
+    left = devices - device
+    first, both = 2 * left - 1, 2 * devices - 1 - device
+    fill, rest = f0[:first], alternate(f1[:device], f0[first:both])
+    turn = alternate(f1[device:devices], i1[:left], w1[:left])
+    # Steady state: six actions a microbatch, then the same without the forward that has run out.
+    todo = microbatches - both
+    done = microbatches - devices
+    steady = alternate(f0[both:], i0[:todo], w0[:todo], f1[devices:][:todo], i1[left:][:todo], w1[left:][:todo])
+    fading = alternate(i0[todo:done], w0[todo:done], f1[devices + todo :], i1[left + todo : left + done], w1[left + todo : left + done])
+    drain = alternate(i0[done : done + device], i1[left + done :])
+    tail = alternate(i0[done + device :], w0[done : done + left])
+    return [*fill, *rest, *turn, *steady, *fading, *drain, *tail, *w1[left + done :], *w0[done + left :]]
