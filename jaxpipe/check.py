@@ -12,7 +12,7 @@ from .memory import Release, live_activations
 from .schedule import Schedule
 
 # An error's text stays readable: the rest is in `.violations`.
-_MOST_SHOWN = 100
+_MOST_SHOWN, _MOST_COLUMNS = 100, 60
 
 
 def check(
@@ -80,4 +80,4 @@ def _report(schedule: Schedule, found: Sequence[Violation]) -> str:
         lines.append(f"  ... and {len(found) - _MOST_SHOWN} more (all are in .violations)")
     marked = {(v.device, v.position) for v in found if v.device is not None and v.position is not None}
     marked |= {cell for v in found for cell in v.others}
-    return "\n".join([*lines, grid(schedule.rows, marked=marked)])
+    return "\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=_MOST_COLUMNS)])

@@ -79,7 +79,8 @@ class Encoded:
     @cached_property
     def backward_at(self) -> IntArray:
         """`backward_at[stage, microbatch]` is the action that makes the input gradient: B, or else I, or else -1."""
-        return np.where(self.at[Kind.B] >= 0, self.at[Kind.B], self.at[Kind.I])
+        found: IntArray = np.where(self.at[Kind.B] >= 0, self.at[Kind.B], self.at[Kind.I])
+        return found
 
     @cached_property
     def is_compute(self) -> BoolArray:

@@ -97,8 +97,20 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
         stuck = [Wait(d, i, need[i], int(table.device[need[i]])) for d, i in enumerate(head) if i < stop[d]]
         for cycle in _cycles(stuck):
             cycles.append(cycle)
+            _unpark(cycle[0], parked, behind)
             need[cycle[0].at] = total  # pretend, so that later cycles are found too
             runnable.append(cycle[0].device)
+
+
+def _unpark(wait: Wait, parked: list[int], behind: list[int]) -> None:
+    """Take a device out of the chain of those parked at what it waits for."""
+    if parked[wait.on] == wait.device:
+        parked[wait.on] = behind[wait.device]
+        return
+    other = parked[wait.on]
+    while behind[other] != wait.device:
+        other = behind[other]
+    behind[other] = behind[wait.device]
 
 
 def rendezvous_order(table: Encoded) -> RunOrder:

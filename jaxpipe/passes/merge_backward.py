@@ -9,8 +9,8 @@ from ..schedule import Schedule
 def merge_backward(schedule: Schedule) -> Schedule:
     """Merge each I with its W where the W is the next thing the device does (idle cells apart); the inverse of `split_backward`.
 
-    The I of an overlapped pair merges with a W right behind the pair.  A merged table costs no more: the device did both in a row anyway.  But what the neighbour needs is ready only at the end of B, so
-    a merged table may wait longer; merge where one fused backward is faster than its two halves (torch 2.13's `_merge_bw`).
+    The I of an overlapped pair merges with a W right behind the pair.  Merging pays only where a fused backward is faster than its
+    halves, since what the next device needs is then ready at the end of B and not of I (torch 2.13 has `_merge_bw`).
 
     >>> import jaxpipe as jp
     >>> print(merge_backward(jp.Schedule.from_csv("0F0,0I0,0W0")).to_csv(), end="")
