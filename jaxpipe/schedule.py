@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .action import Action, Cell, Overlap, Row, parse_cell, parts
+from .action import Action, Cell, Overlap, Row, parts
 from .encode import Encoded, encode
-from .errors import ParseError, ScheduleError, Violation
+from .errors import Violation
 from .grid import grid
 from .placement import Placement
 from .rules import broken_rules, run_order
 from .runorder import RunOrder, Transfers
+from .textio import TableText, rows_from_csv, rows_to_csv, table_from_json, table_to_json
 
 
 @dataclass(frozen=True)
@@ -52,28 +51,26 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "") -> Schedule:
-        """Read torch's CSV: a line a device, an action a cell, an empty cell where idle.
+        """Read torch's CSV: a line a device, an action a cell, an empty cell where idle; placement and M are read off the actions.
 
-        Reads compute-only and compute-and-transfer tables.  ScheduleError lists every cell that is not an action.
+        Reads compute-only and compute-and-transfer tables; torch's UNSHARD, RESHARD and REDUCE_GRAD are left out.
+        ScheduleError lists every cell that is not an action, with its line and column.
         """
-        rows, bad = [], []
-        for device, line in enumerate(csv.reader(io.StringIO(text))):
-            row: list[Cell] = []
-            for column, cell in enumerate(line):
-                try:
-                    row.append(parse_cell(cell))
-                except ParseError as error:
-                    bad.append(Violation("parse", f"line {device + 1}, column {column + 1}: {error}", device, column))
-            rows.append(row)
-        if bad:
-            raise ScheduleError("the CSV is not a schedule:\n" + "\n".join(f"  {v.message}" for v in bad), tuple(bad))
-        if not any(cell for row in rows for cell in row):
-            raise ScheduleError("the CSV holds no action; write a line a device and an action a cell, e.g. 0F0,0B0")
-        return cls.from_rows(rows, name=name)
+        return cls.from_rows(rows_from_csv(text), name=name)
 
     def to_csv(self) -> str:
         """Write torch's CSV: a line a device, an action a cell, an empty cell where idle."""
-        return "".join(",".join("" if c is None else str(c) for c in row) + "\n" for row in self.rows)
+        return rows_to_csv(self.rows)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
+        table = table_from_json(text)
+        return cls(table.rows, table.placement, table.num_microbatches, table.name)
+
+    def to_json(self) -> str:
+        """Write one JSON object with the rows, placement, number of microbatches and name."""
+        return table_to_json(TableText(self.rows, self.placement, self.num_microbatches, self.name))
 
     @property
     def num_devices(self) -> int:
