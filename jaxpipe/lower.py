@@ -17,6 +17,7 @@ from .emit import Emitter, Operands, State, make_extra
 from .errors import PipelineError
 from .functions import Functions, Loss
 from .params import ParamLayout
+from .partition import gather, leaf_plans, reduce_gradients
 from .passes.assign_slots import Liveness, assign_slots
 from .passes.assign_ticks import Ticks, assign_ticks, clock_ticks
 from .passes.find_segments import BLOCK_PRICE, find_segments
@@ -65,6 +66,7 @@ class Lowering:
     data_axes: tuple[str, ...]
     data_size: int
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
+    plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
 
     @property
@@ -91,15 +93,17 @@ def body(lowering: Lowering, params: dict[str, PyTree], batch: PyTree, rng: Any)
     Seen by `shard_map`: leaves of `params["stages"]` are [1, ...], leaves of the batch [rows, ...] of this data shard.
     """
     batch = split_batch(batch, lowering.num_microbatches)
-    chunks = _chunks(lowering, [jax.tree.map(lambda leaf: leaf[0], tree) for tree in params["stages"]])
-    shared, first, last = params["shared"], params["first"], params["last"]
+    plans = lowering.plans
+    mine = [jax.tree.map(lambda leaf: leaf[0], tree) for tree in params["stages"]]
+    chunks = _chunks(lowering, [gather(tree, plan) for tree, plan in zip(mine, plans["stages"], strict=True)])
+    first, last, shared = (gather(params[k], plans[k]) for k in ("first", "last", "shared"))
     traced = trace(lowering, chunks[0], shared, first, last, batch, rng)
     state = _initial(lowering, traced, chunks, shared, first, last)
     emitter = _emitter(lowering, traced, chunks, shared, first, last, batch, rng)
     table = jnp.asarray(_narrow(traced.program.table))
-    mine = lax.dynamic_index_in_dim(table, lax.axis_index(lowering.axis), 1, keepdims=False)
+    rows = lax.dynamic_index_in_dim(table, lax.axis_index(lowering.axis), 1, keepdims=False)
     for segment in traced.program.segments:
-        state = _run_segment(emitter, segment, mine, state)
+        state = _run_segment(emitter, segment, rows, state)
     return _finish(lowering, traced, state, params)
 
 
@@ -134,8 +138,7 @@ def _check_chain(functions: Functions, params: PyTree, shared: PyTree, x: PyTree
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:
         raise PipelineError(
-            f"`stage` takes x as {x_tree} but returns {y_tree}; "
-            "a stage's output is the next stage's input, so return the same tree"
+            f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next stage's input, so return the same tree"
         )
     faults = []
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True):
@@ -193,11 +196,13 @@ def _initial(lowering: Lowering, traced: Traced, chunks: Sequence[PyTree], share
     if not lowering.training:
         return state
 
-    def accumulators(tree: PyTree) -> Leaves:
-        return [jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, lowering.accumulate)) for leaf in jax.tree.leaves(tree)]
+    def accumulators(tree: PyTree, plans: PyTree) -> Leaves:
+        leaves = zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
+        return [p.constrain(jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, lowering.accumulate))) for leaf, p in leaves]
 
-    state |= {f"acc.{v}": accumulators(chunk) for v, chunk in enumerate(chunks)}
-    state |= {"acc.first": accumulators(first), "acc.last": accumulators(last), "acc.shared": accumulators(shared)}
+    state |= {f"acc.{v}": accumulators(chunk, lowering.plans["stages"][0]) for v, chunk in enumerate(chunks)}
+    for key, tree in (("first", first), ("last", last), ("shared", shared)):
+        state[f"acc.{key}"] = accumulators(tree, lowering.plans[key])
     state["c"], state["out_b"] = empty_pool(dy, slots.cotangent), empty(dy)
     state["ri"] = empty_pool(stage.residual_input, slots.residual_input)
     state["rw"] = empty_pool(stage.residual_weight, slots.residual_weight)
@@ -279,20 +284,20 @@ def _finish(lowering: Lowering, traced: Traced, state: State, params: dict[str, 
     results, scale = _losses(lowering, traced, state, everyone)
     if not lowering.training:
         return results, {}
-    leaves = {v: state[f"acc.{v}"] for v in range(len([k for k in state if k.startswith("acc.") and k[4:].isdigit()]))}
+    leaves = {int(k[4:]): v for k, v in state.items() if k.startswith("acc.") and k[4:].isdigit()}
     owned = _return_replicas(lowering, leaves)
 
-    def reduce(values: Leaves, axes: tuple[str, ...]) -> Leaves:
-        summed = lax.psum(values, axes) if axes else values
+    def finish(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
+        summed = reduce_gradients(values, leaf_plans(plans), axes)
         return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
 
     stages = []
-    for tree, values in zip(params["stages"], owned, strict=True):
-        summed = [v[None] for v in reduce(values, lowering.data_axes)]
+    for tree, plans, values in zip(params["stages"], lowering.plans["stages"], owned, strict=True):
+        summed = [v[None] for v in finish(values, plans, lowering.data_axes)]
         stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
     grads: dict[str, PyTree] = {"stages": tuple(stages)}
     for key in ("first", "last", "shared"):
-        grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), reduce(state[f"acc.{key}"], everyone))
+        grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), finish(state[f"acc.{key}"], lowering.plans[key], everyone))
     return results, grads
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .errors import PipelineError
 from .placement import Placement
@@ -105,9 +104,3 @@ def check_canonical(params: Mapping[str, PyTree], num_stages: int, *, has_first:
             )
     if faults:
         raise PipelineError("these parameters do not fit the pipeline:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
-
-
-def shardings(mesh: Any, axis: str, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Shardings of placed parameters: stages over the pipe axis, everything else on every device."""
-    over_pipe, everywhere = NamedSharding(mesh, PartitionSpec(axis)), NamedSharding(mesh, PartitionSpec())
-    return {k: jax.tree.map(lambda _, s=over_pipe if k == "stages" else everywhere: s, v) for k, v in like.items()}

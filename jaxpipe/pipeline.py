@@ -15,7 +15,8 @@ from .check import check
 from .errors import PipelineError
 from .functions import Function, Functions, Loss
 from .lower import Lowering, body, forward_plan, plan_of
-from .params import OUTER, ParamLayout, check_canonical, shardings
+from .params import OUTER, ParamLayout, check_canonical
+from .partition import Partition
 from .passes.program_time import Sync
 from .schedule import Schedule
 
@@ -39,6 +40,11 @@ class Pipeline:
         loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
         has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches.
         remat: "full", or a `jax.checkpoint` policy: what the backward of a stage recomputes.
+        fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
+            gathered once a step.
+        shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis likewise.
+        specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism): a prefix of the canonical parameter
+            tree, without the stage axis.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
 
     Raises:
@@ -69,6 +75,9 @@ class Pipeline:
         loss: Loss = Loss.MEAN,
         has_metrics: bool = False,
         remat: str | Callable[..., bool] | None = None,
+        fsdp: str | None = None,
+        shard_outer: bool = False,
+        specs: Mapping[str, PyTree] | None = None,
         accumulate_dtype: Any = jnp.float32,
     ) -> None:
         self.schedule = check(schedule)
@@ -76,7 +85,13 @@ class Pipeline:
         self.axis = axis
         self.data_axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
-        _check_mesh(schedule, mesh, axis, self.data_axes)
+        _check_mesh(schedule, mesh, axis, self.data_axes, fsdp)
+        self.partition = Partition(
+            axis=axis,
+            fsdp=None if fsdp is None else (fsdp, mesh.shape[fsdp]),
+            outer=schedule.num_devices if shard_outer else 0,
+            specs=specs,
+        )
         self.functions = Functions(
             stage=Function.of(_rematerialised(stage, remat), "stage").wanting(Function.of(stage, "stage").wants),
             first=None if first is None else Function.of(first, "first"),
@@ -105,7 +120,7 @@ class Pipeline:
             return {**tree, "stages": self.layout.place_stages(tree["stages"])}
 
         like = jax.eval_shape(arrange, full)
-        to = shardings(self.mesh, self.axis, like)
+        to = self.partition.shardings(self.mesh, like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
             return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
         return jax.jit(arrange, out_shardings=to)(full)
@@ -197,10 +212,11 @@ class Pipeline:
             data_axes=self.data_axes,
             data_size=self._data_size,
             accumulate=self.accumulate_dtype,
+            plans=self.partition.plans(params),
             training=training,
         )
         everywhere, rows = PartitionSpec(), PartitionSpec(self.data_axes or None)
-        placed = {k: PartitionSpec(self.axis) if k == "stages" else everywhere for k in params}
+        placed = self.partition.manual_specs(params)
         if any(dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[a] is AxisType.Explicit for a in self.data_axes):
             # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
             batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
@@ -270,7 +286,7 @@ def _rematerialised(stage: Callable[..., PyTree], remat: str | Callable[..., boo
     raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
 
 
-def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...]) -> None:
+def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None) -> None:
     """Every fault of the mesh for this schedule."""
     faults = []
     sizes = dict(mesh.shape)
@@ -286,5 +302,14 @@ def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str,
             faults.append(f"the mesh has no data axis {name!r}; its axes are {sizes}")
         if name == axis:
             faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
+    if fsdp is not None and fsdp not in data_axes:
+        faults.append(f"fsdp={fsdp!r} must be one of data_axes={data_axes}: its devices see different rows of the batch")
+    left = {n: t for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if n not in (axis, *data_axes)}
+    explicit = [n for n, t in left.items() if t is AxisType.Explicit and sizes[n] > 1]
+    if explicit:
+        faults.append(
+            f"axes {explicit} are left to the partitioner but are of explicit type; make the mesh with "
+            f"jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)}, axis_types=(jax.sharding.AxisType.Auto,) * {len(sizes)})"
+        )
     if faults:
         raise PipelineError("the mesh does not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
