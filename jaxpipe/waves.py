@@ -157,7 +157,7 @@ def best_of(
     return min((f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None)
 
 
-_FINALISTS = 3
+_FINALISTS = 5
 
 
 def _forecast(whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RULES[0]) -> tuple[float, int]:

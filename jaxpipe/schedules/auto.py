@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..action import Kind
 from ..costs import Costs
 from ..errors import ScheduleError
-from ..listing import even_groups, in_groups, in_turns
+from ..orders import turn_order, zbv_order
 from ..placement import Placement
 from ..schedule import Schedule
 from ..squeeze import Squeezed
-from ..waves import Order, OrderMaker, best_of, cost_waves, v_blocks
+from ..waves import OrderMaker, best_of, cost_waves, v_blocks
 
 
 def auto(
@@ -40,7 +39,7 @@ def auto(
     for place in places:
         stages = costs.for_stages(place.num_stages)
         for cap in caps:
-            makers = [*_turns(place), *(v_blocks(place) if place.num_chunks == 2 else ()), *cost_waves(place, stages, cap)]
+            makers = [*_known_orders(place, microbatches), *cost_waves(place, stages, cap)]
             best = best_of(makers, place, stages, microbatches=microbatches, cap=cap, release=costs.release)
             assert best is not None, "one microbatch after the other fits any cap"
             found.append((best, place))
@@ -72,18 +71,11 @@ def _check_fit(placement: Placement, devices: int, chunks: int, max_activations:
         raise ScheduleError("auto cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
-def _turns(placement: Placement) -> list[OrderMaker]:
-    """The orders of 1F1B and its kin, where stages stand in a loop: one, or two, forwards ahead for each hop to the last device."""
+def _known_orders(placement: Placement, microbatches: int) -> list[OrderMaker]:
+    """The reference orders of the named schedules that have this placement."""
     devices = placement.num_devices
-    if any(s % devices != d for s, (d, *_) in enumerate(placement.devices_of)):
-        return []
-    return [partial(_turn_order, placement, hop) for hop in (1, 2)]
-
-
-def _turn_order(placement: Placement, hop: int, microbatches: int) -> Order:
-    groups = even_groups(placement.num_devices, microbatches)
-    ahead = (placement.num_chunks - 1) * max(groups) + hop * (placement.num_devices - 1)
-    return [
-        in_turns(in_groups(stages, Kind.F, groups), in_groups(stages[::-1], Kind.I, groups), ahead - hop * device)
-        for device, stages in enumerate(placement.stages_of)
-    ]
+    if placement == Placement.loop(devices=devices, chunks=placement.num_chunks):
+        return [partial(turn_order, placement, hop, placement.num_chunks * microbatches) for hop in (1, 2)]
+    if placement == Placement.vee(devices=devices):
+        return [partial(zbv_order, devices), *v_blocks(placement)]
+    return []

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..action import Action, Kind
 from ..costs import Costs
-from ..listing import actions, alternate
+from ..orders import zbv_order, zbv_row
 from ..placement import Placement
 from ..schedule import Schedule
 from ..simulate import simulate
 from ..squeeze import Rule, least_peak, squeeze
-from ..waves import Order, Wave, fitted, wave_order
-
-F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
+from ..waves import Wave, fitted, wave_order
 
 
 def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -26,8 +23,8 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     """
     placement = Placement.vee(devices=devices)
     if costs is not None:
-        return fitted("zbv", partial(_zbv_order, devices), placement, costs, microbatches=microbatches, cap=2 * devices)
-    rows = [_zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
+        return fitted("zbv", partial(zbv_order, devices), placement, costs, microbatches=microbatches, cap=2 * devices)
+    rows = [zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
     if microbatches < 2 * devices - 1:
         rows = [[action for action in row if action.microbatch < microbatches] for row in rows]
     figure = Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="zbv")
@@ -79,28 +76,3 @@ def _from_block(name: str, block: Wave, devices: int, microbatches: int, costs: 
     placement = Placement.vee(devices=devices)
     order = partial(wave_order, placement, Costs().for_stages(placement.num_stages), block)
     return fitted(name, order, placement, costs, microbatches=microbatches, cap=cap)
-
-
-def _zbv_order(devices: int, microbatches: int) -> Order:
-    """The F and I of the figure's order, in which M is at least 2 P - 1."""
-    rows = [_zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
-    return [[a for a in row if a.kind is not W and a.microbatch < microbatches] for row in rows]
-
-
-def _zbv_row(devices: int, device: int, microbatches: int) -> list[Action]:
-    """Device d's row for M >= 2 P - 1; "down" is its first chunk, "up" its second, where a microbatch comes back."""
-    down, up, every = device, 2 * devices - 1 - device, range(microbatches)
-    f0, i0, w0 = (actions(down, kind, every) for kind in (F, I, W))
-    f1, i1, w1 = (actions(up, kind, every) for kind in (F, I, W))
-    left = devices - device
-    first, both = 2 * left - 1, 2 * devices - 1 - device
-    fill, rest = f0[:first], alternate(f1[:device], f0[first:both])
-    turn = alternate(f1[device:devices], i1[:left], w1[:left])
-    # Steady state: six actions a microbatch, then the same without the forward that has run out.
-    todo = microbatches - both
-    done = microbatches - devices
-    steady = alternate(f0[both:], i0[:todo], w0[:todo], f1[devices:][:todo], i1[left:][:todo], w1[left:][:todo])
-    fading = alternate(i0[todo:done], w0[todo:done], f1[devices + todo :], i1[left + todo : left + done], w1[left + todo : left + done])
-    drain = alternate(i0[done : done + device], i1[left + done :])
-    tail = alternate(i0[done + device :], w0[done : done + left])
-    return [*fill, *rest, *turn, *steady, *fading, *drain, *tail, *w1[left + done :], *w0[done + left :]]

@@ -6,10 +6,11 @@ from functools import partial
 
 from ..action import Action, Kind
 from ..costs import Costs
-from ..listing import alternate, even_groups, in_groups, in_turns
+from ..listing import alternate, even_groups, in_groups
+from ..orders import turn_order
 from ..placement import Placement
 from ..schedule import Schedule
-from ..waves import Order, fitted
+from ..waves import fitted
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
@@ -48,8 +49,9 @@ def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
     if costs is None and max_activations is None:
         return _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
     cap = max_activations or devices
-    order = partial(_order, devices, 1, cap - 1)
-    return fitted("zb_1p", order, Placement.loop(devices=devices), costs or Costs(), microbatches=microbatches, cap=cap)
+    placement = Placement.loop(devices=devices)
+    order = partial(turn_order, placement, 1, cap - 1)
+    return fitted("zb_1p", order, placement, costs or Costs(), microbatches=microbatches, cap=cap)
 
 
 def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -65,7 +67,7 @@ def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs
     if costs is None:
         return _in_order("interleaved_zb", devices, chunks, microbatches, ahead, delay=list(range(devices)))
     placement = Placement.loop(devices=devices, chunks=chunks)
-    order = partial(_order, devices, chunks, chunks * microbatches)
+    order = partial(turn_order, placement, 1, chunks * microbatches)
     return fitted("interleaved_zb", order, placement, costs, microbatches=microbatches, cap=(chunks - 1) * longest + devices)
 
 
@@ -79,16 +81,6 @@ def _in_order(name: str, devices: int, chunks: int, microbatches: int, ahead: li
         weight = in_groups(stages[::-1], W, groups)
         rows.append(_row(forward, grad, weight, min(forwards_ahead, len(forward)), min(turns, len(forward))))
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name=name)
-
-
-def _order(devices: int, chunks: int, most_ahead: int, microbatches: int) -> Order:
-    """The F and I of the same rows, with one forward ahead for each hop to the last device."""
-    groups = even_groups(devices, microbatches)
-    rows = []
-    for device, stages in enumerate(Placement.loop(devices=devices, chunks=chunks).stages_of):
-        ahead = min(most_ahead, (chunks - 1) * max(groups) + devices - 1 - device)
-        rows.append(in_turns(in_groups(stages, F, groups), in_groups(stages[::-1], I, groups), ahead))
-    return rows
 
 
 def _row(forward: list[Action], grad: list[Action], weight: list[Action], ahead: int, delay: int) -> list[Action]:
