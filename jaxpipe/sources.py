@@ -6,6 +6,7 @@ import argparse
 import ast
 import csv
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from .placement import Placement
 from .schedule import Schedule
 from .schedules import build, names
 from .schedules.registry import describe
+
+# Columns of a table's grid that are printed around what is marked.
+MOST_COLUMNS = 60
 
 
 class UsageError(JaxpipeError):
@@ -97,7 +101,7 @@ def checked(schedule: Schedule, *, max_activations: int | None = None) -> Schedu
         marked |= {cell for v in found for cell in v.others}
         lines = [f"{schedule.name or 'the schedule'} is wrong, {len(found)} violation{'' if len(found) == 1 else 's'}:"]
         lines += [f"  {v}" for v in found] or [f"  {error}"]
-        raise WrongScheduleError("\n".join([*lines, grid(schedule.rows, marked=marked)]), found) from error
+        raise WrongScheduleError("\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS)]), found) from error
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
@@ -175,16 +179,31 @@ def _text_of(path: Path) -> str:
 
 
 def _with_raw_grid(text: str, error: ScheduleError) -> str:
-    """The error and, where it is about cells of a CSV, the cells as they were written, with those marked."""
-    marked = {(v.device, v.position) for v in error.violations if v.rule == "parse"}
+    """The error and, where it is about cells, the cells as they were written, with those marked."""
+    faulty = {v.message.partition(": ")[0] for v in error.violations}
+    rows = _raw_cells(text)
+    marked = {(d, p) for d, row in enumerate(rows) for p, (place, _) in enumerate(row) if place in faulty}
     if not marked:
         return str(error)
-    rows = list(csv.reader(io.StringIO(text)))
-    cells = [[f"[{c}]" if (d, p) in marked else c.strip() for p, c in enumerate(row)] for d, row in enumerate(rows)]
+    columns = range(max(map(len, rows)))
+    if len(columns) > MOST_COLUMNS:
+        first = min(p for _, p in marked)
+        columns = range(max(0, first - MOST_COLUMNS // 2), min(len(columns), first + MOST_COLUMNS // 2))
+    cells = [[f"[{row[p][1]}]" if (d, p) in marked else row[p][1] for p in columns if p < len(row)] for d, row in enumerate(rows)]
     width = max(len(c) for row in cells for c in row)
     label = len(f"device {len(rows) - 1}")
-    lines = []
+    lines = [str(error)] + ([f"columns {columns.start + 1} to {columns.stop}:"] if len(columns) < max(map(len, rows)) else [])
     for device, row in enumerate(cells):
         tail = f"  {MARK}" if any(d == device for d, _ in marked) else ""
         lines.append(f"{f'device {device}':<{label}} |" + "".join(f" {c:<{width}}" for c in row).rstrip() + tail)
-    return "\n".join([str(error), *lines])
+    return "\n".join(lines)
+
+
+def _raw_cells(text: str) -> list[list[tuple[str, str]]]:
+    """Per device, (place as the readers' errors name it, text) of each cell of a CSV or JSON table."""
+    try:
+        lines = json.loads(text)["rows"]
+        return [[(f'"rows"[{d}][{p}]', c or "") for p, c in enumerate(row)] for d, row in enumerate(lines)]
+    except (ValueError, KeyError, TypeError):
+        lines = csv.reader(io.StringIO(text))
+        return [[(f"line {d + 1}, column {p + 1}", c.strip()) for p, c in enumerate(row)] for d, row in enumerate(lines)]

@@ -220,6 +220,35 @@ def test_check_marks_what_is_no_action(run, tmp_path, monkeypatch):
     check_golden("cli_check_no_action.txt", result.out)
 
 
+def test_check_marks_what_is_no_action_in_json_and_wide_tables(run, tmp_path):
+    text = jp.schedules.build("1f1b", devices=2, microbatches=2).to_json().replace('"1F1"', '"1G1"')
+    result = run("check", table(tmp_path, text, "t.json"))
+    assert result.status == 1
+    assert result.out.splitlines()[-1] == "device 1 | 1F0   1B0   [1G1] 1B1  <-- ERROR HERE"
+    wide = jp.schedules.build("gpipe", devices=2, microbatches=100).to_csv().replace("1F80", "1G80")
+    lines = run("check", table(tmp_path, wide)).out.splitlines()
+    assert lines[2] == "columns 51 to 110:"
+    assert lines[4].count("1F") == 49
+    assert "[1G80]" in lines[4]
+    torchs = "0UNSHARD,0F0,0Q0\n"
+    assert run("check", table(tmp_path, torchs)).out.splitlines()[-1] == "device 0 | 0UNSHARD 0F0      [0Q0]  <-- ERROR HERE"
+
+
+def test_broken_json_is_a_wrong_schedule(run, tmp_path):
+    for text in ("{", "[]", '{"rows": 3}'):
+        result = run("check", table(tmp_path, text, "t.json"))
+        assert result.status == 1
+        assert "JSON" in result.out
+
+
+def test_check_shows_a_wide_table_around_its_marks(run, tmp_path):
+    text = jp.schedules.build("gpipe", devices=2, microbatches=100).to_csv().replace("1F80", "1F81")
+    result = run("check", table(tmp_path, text))
+    assert result.status == 1
+    assert "..." in result.out
+    assert result.out.count("[1F81]") == 2
+
+
 def test_check_reads_standard_input(run, monkeypatch, tmp_path):
     import io
 
