@@ -53,6 +53,8 @@ def _run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     except (UsageError, JaxpipeError) as error:
         terminal.complain(f"jaxpipe {arguments.command}: {error}")
         return USAGE
+    except BrokenPipeError:
+        raise
     except OSError as error:
         terminal.complain(f"jaxpipe {arguments.command}: {error.filename or 'output'}: {error.strerror or error}")
         return USAGE
