@@ -60,7 +60,7 @@ def torch_step(schedule: jp.Schedule, twin: Twin, weights: Flat, batch: Flat) ->
 def oracle_step(twin: Twin, weights: Flat, batch: Flat, microbatches: int) -> Outcome:
     """No pipeline at all: the oracle on each microbatch, and the mean of what it gives (in float64)."""
     params, rows = to_tree(weights), len(next(iter(batch.values()))) // microbatches
-    losses, total = [], {name: 0.0 for name in weights}
+    losses, total = [], dict.fromkeys(weights, 0.0)
     for m in range(microbatches):
         loss, grads = _oracle_of(twin)(params, {k: v[m * rows : (m + 1) * rows] for k, v in batch.items()})
         losses.append(float(loss))
