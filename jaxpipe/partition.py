@@ -108,7 +108,7 @@ class Partition:
         wanted = [(self.axis, self.outer)] if self.outer > 1 and not stage else []
         wanted += [self.fsdp] if self.fsdp is not None and self.fsdp[1] > 1 else []
         for name, size in wanted:
-            free = [d for d in range(len(shape)) if auto[d] is None and d not in dict((b, a) for a, b in gathers)]
+            free = [d for d in range(len(shape)) if auto[d] is None and d not in {used for _, used in gathers}]
             fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
             if fits:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))

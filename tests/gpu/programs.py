@@ -1,0 +1,118 @@
+"""GPU programs compiled on a machine without a GPU, and what their text says about copies, loops and transfers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpipe as jp
+
+TARGET = Path(__file__).with_name("h100.txtpb")
+# Sizes that occur nowhere else, so that a shape in the text says which buffer it is.
+WIDTH, HIDDEN, LAYERS, ROWS, TIME, VOCAB = 96, 352, 2, 2, 40, 544
+
+
+@cache
+def gpu_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """A mesh of H100s that are only described."""
+    count = math.prod(shape)
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=f"h100x{count}", target_config=TARGET.read_text(), topology=f"1x1x{count}"
+    )
+    return topologies.make_mesh(topology, shape, names)
+
+
+def gpu_fault() -> str | None:
+    """Why GPU programs cannot be compiled here, or None."""
+    try:
+        gpu_mesh((2,), ("pipe",))
+    except Exception as error:  # whatever the missing plugin raises
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def stage(params: dict[str, Any], x: Any) -> Any:
+    def layer(x: Any, p: dict[str, Any]) -> tuple[Any, None]:
+        hidden = jax.nn.gelu(x @ p["w1"].astype(x.dtype) + p["b"].astype(x.dtype))
+        return x + hidden @ p["w2"].astype(x.dtype), None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
+def first(params: dict[str, Any], microbatch: dict[str, Any]) -> Any:
+    return params["table"][microbatch["tokens"]].astype(jnp.bfloat16)
+
+
+def last(params: dict[str, Any], x: Any, microbatch: dict[str, Any]) -> Any:
+    logits = (x @ params["head"].astype(x.dtype)).astype(jnp.float32)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), microbatch["tokens"][..., None], axis=-1))
+
+
+def shapes(num_stages: int, *, width: int = WIDTH, hidden: int = HIDDEN, layers: int = LAYERS, vocab: int = VOCAB) -> dict[str, Any]:
+    f32 = jnp.float32
+    stages = {
+        "w1": jax.ShapeDtypeStruct((num_stages, layers, width, hidden), f32),
+        "b": jax.ShapeDtypeStruct((num_stages, layers, hidden), f32),
+        "w2": jax.ShapeDtypeStruct((num_stages, layers, hidden, width), f32),
+    }
+    return {
+        "first": {"table": jax.ShapeDtypeStruct((vocab, width), f32)},
+        "stages": stages,
+        "last": {"head": jax.ShapeDtypeStruct((width, vocab), f32)},
+    }
+
+
+def compile_step(schedule: jp.Schedule, **options: Any) -> Any:
+    """The compiled GPU step of a small model on as many H100s as the schedule has devices."""
+    mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
+    params = pipe.place(shapes(schedule.num_stages))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    return pipe.lower(params, batch).compile()
+
+
+class Op(NamedTuple):
+    """One instruction of a compiled program."""
+
+    computation: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    opcode: str
+    line: str
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_OP = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = \(?(\w+)\[([\d,]*)\][^=]*? ([\w\-]+)\(")
+
+
+def operations(text: str) -> list[Op]:
+    """The instructions of an HLO text whose (first) result is an array."""
+    found, computation = [], ""
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            match = _COMPUTATION.match(line)
+            computation = ("ENTRY " if line.startswith("ENTRY") else "") + match[1] if match else computation
+            continue
+        match = _OP.match(line)
+        if match:
+            shape = tuple(int(n) for n in match[3].split(",") if n)
+            found.append(Op(computation, match[1], match[2], shape, match[4], line.strip()))
+    return found
+
+
+def large_copies(text: str, buffers: Sequence[tuple[int, ...]]) -> list[Op]:
+    """Copies, outside the entry's set-up, of values that have one of these shapes."""
+    wanted = set(buffers)
+    copies = [op for op in operations(text) if op.opcode in ("copy", "copy-start")]
+    return [op for op in copies if op.shape in wanted and "broadcast" not in op.line.split(" copy", 1)[1].split(")")[0]]

@@ -1,0 +1,65 @@
+"""In the GPU program no slot, accumulator or parameter is copied in the loop: what a CPU run cannot show."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import jaxpipe as jp
+from jaxpipe import blocks, emit
+from tests.gpu.programs import HIDDEN, LAYERS, ROWS, TIME, WIDTH, compile_step, gpu_fault, large_copies, operations
+
+FAULT = gpu_fault()
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(
+        FAULT is not None,
+        reason=f"GPU programs cannot be compiled here ({FAULT}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version",
+    ),
+]
+
+
+def build(name: str) -> jp.Schedule:
+    return jp.schedules.build(name, devices=4, microbatches=8)
+
+
+def buffers(schedule: jp.Schedule) -> list[tuple[int, ...]]:
+    """Shapes of residual pools (any number of slots), accumulators and parameters of a stage."""
+    slots = range(2, 2 * schedule.num_microbatches * schedule.num_chunks)
+    per_slot = [(LAYERS, ROWS, TIME, HIDDEN), (LAYERS, ROWS, TIME, WIDTH)]
+    pools = [(n, *shape) for n in slots for shape in per_slot]
+    return [*pools, *per_slot, (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH)]
+
+
+@pytest.mark.parametrize("name", [n for n in jp.schedules.names() if n != "no_pipelining"])
+def test_no_buffer_is_copied(name: str) -> None:
+    schedule = build(name)
+    text = compile_step(schedule).as_text()
+    assert not large_copies(text, buffers(schedule))
+    assert not [op for op in operations(text) if op.opcode == "conditional"]
+    assert "collective-permute-start(" in text
+
+
+def test_a_conditional_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above has teeth: with `lax.cond` for the predicate it finds copies of pools and accumulators."""
+
+    def conditional(presence, predicate, body, state):
+        if presence is blocks.Presence.NEVER:
+            return jax.numpy.zeros((), bool), state
+        if presence is blocks.Presence.ALWAYS:
+            return jax.numpy.zeros((), bool), body(state)
+        return jax.numpy.zeros((), bool), jax.lax.cond(predicate, body, lambda s: s, state)
+
+    monkeypatch.setattr(emit, "when_flagged", conditional)
+    schedule = build("1f1b")
+    assert large_copies(compile_step(schedule).as_text(), buffers(schedule))
+
+
+def test_unordered_blocks_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the flag that orders blocks XLA may run a writer of a pool before its reader, on a copy."""
+    original = emit.when_flagged
+    monkeypatch.setattr(emit, "when_flagged", lambda *a: (jax.numpy.zeros((), bool), original(*a)[1]))
+    schedule = build("1f1b")
+    copied = large_copies(compile_step(schedule).as_text(), buffers(schedule))
+    if not copied:
+        pytest.skip("this XLA orders the blocks of 1f1b by itself")
