@@ -110,7 +110,7 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
     allowed = np.zeros((table.num_stages, table.num_devices), bool)
     for stage, devices in enumerate(placement.devices_of):
         allowed[stage, [d for d in devices if 0 <= d < table.num_devices]] = True
-    known = np.flatnonzero(table.in_range)
+    known = np.flatnonzero(table.in_range & table.is_compute)  # a transfer belongs to what it serves: the rule of transfers
     misplaced = known[~allowed[table.stage[known], table.device[known]]]
     for i in misplaced.tolist():
         stage = int(table.stage[i])
