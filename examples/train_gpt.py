@@ -106,7 +106,7 @@ def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpu
         return optax.apply_updates(params, updates), opt_state, loss
 
     params = pipe.place(model.init(jax.random.key(args.seed)))
-    opt_state = optimizer.init(params)
+    opt_state = devices.on_mesh(optimizer.init(params), pipe.mesh)
     folder = RunFolder(args.resume) if args.resume else RunFolder.create(args.out)
     checkpoints, start = Checkpoints(folder.checkpoints, pipe), 0
     if args.resume:

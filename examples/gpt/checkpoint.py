@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 import jaxpipe as jp
+
+from .devices import on_mesh
 
 Tree = Any
 
@@ -61,7 +64,8 @@ class Checkpoints:
             split = jax.tree.map(lambda leaf: leaf.reshape(stages, -1, *leaf.shape[1:]), params["stages"])
             return self.pipe.place(params | {"stages": split})
 
-        return self._map(state, jax.tree.structure(state["params"]), convert)
+        placed = self._map(jax.tree.map(jnp.asarray, state), jax.tree.structure(state["params"]), convert)
+        return dict(on_mesh(placed, self.pipe.mesh))
 
     @staticmethod
     def _map(state: dict[str, Tree], params: Any, convert: Callable[[Tree], Tree]) -> dict[str, Tree]:
