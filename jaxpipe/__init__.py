@@ -3,11 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import schedules
+from . import megatron, render, schedules
 from .action import Action, Cell, Kind, Overlap, parse_action, parse_cell
 from .check import check
 from .costs import Costs
 from .errors import CostError, JaxpipeError, ParseError, PipelineError, ScheduleError, Violation
+from .layout import Layout, LayoutError, check_layout, parse_layout
 from .memory import Release
 from .passes.add_transfers import add_transfers, remove_transfers
 from .passes.merge_backward import merge_backward
@@ -16,11 +17,12 @@ from .placement import Placement
 from .runorder import Transfers
 from .schedule import Schedule
 from .simulate import simulate
+from .splits import balanced_layout, even_layout, split_layers
 from .steps import Steps, simulate_steps
 from .timeline import Timeline
 
 if TYPE_CHECKING:
-    from .functions import Context, Loss
+    from .functions import Context, Loss, Prefer
     from .pipeline import Pipeline
 
 __all__ = [
@@ -31,12 +33,15 @@ __all__ = [
     "Costs",
     "JaxpipeError",
     "Kind",
+    "Layout",
+    "LayoutError",
     "Loss",
     "Overlap",
     "ParseError",
     "Pipeline",
     "PipelineError",
     "Placement",
+    "Prefer",
     "Release",
     "Schedule",
     "ScheduleError",
@@ -45,19 +50,26 @@ __all__ = [
     "Transfers",
     "Violation",
     "add_transfers",
+    "balanced_layout",
     "check",
+    "check_layout",
+    "even_layout",
+    "megatron",
     "merge_backward",
     "parse_action",
     "parse_cell",
+    "parse_layout",
     "remove_transfers",
+    "render",
     "schedules",
     "simulate",
     "simulate_steps",
     "split_backward",
+    "split_layers",
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
-_NEEDS_JAX = {"Context": ".functions", "Loss": ".functions", "Pipeline": ".pipeline"}
+_NEEDS_JAX = {"Context": ".functions", "Loss": ".functions", "Prefer": ".functions", "Pipeline": ".pipeline"}
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,13 @@ class Loss(enum.Enum):
     SUM_OVER_COUNT = "sum_over_count"  # last returns (sum, count); the loss is all sums over all counts
 
 
+class Prefer(enum.Enum):
+    """What the lowering gives up where a table cannot keep both its makespan and its memory on a mesh."""
+
+    MEMORY = "memory"  # keep the table's memory
+    SPEED = "speed"  # keep its makespan: a forward and a backward in each tick, up to twice the activations
+
+
 @dataclass(frozen=True)
 class Function:
     """A user function and which of the keywords ctx, shared and microbatch it takes."""

@@ -15,12 +15,13 @@ from jax import lax
 from .blocks import Leaves, add, empty, empty_pool
 from .emit import Emitter, Operands, State, make_extra
 from .errors import PipelineError
-from .functions import Functions, Loss
+from .functions import Functions, Loss, Prefer
 from .params import ParamLayout
 from .partition import gather, leaf_plans, reduce_gradients
 from .passes.assign_slots import Liveness, assign_slots
 from .passes.assign_ticks import Ticks, assign_ticks, clock_ticks
 from .passes.find_segments import BLOCK_PRICE, find_segments
+from .passes.fuse_ticks import fuse_ticks
 from .passes.program import Program, Segment
 from .passes.program_time import UNIT_DURATIONS, Sync, cost_matrix, program_makespan
 from .schedule import Schedule
@@ -37,9 +38,12 @@ class Plan:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, sync: Sync = Sync.PAIRS) -> Plan:
-        """Run the passes that need no stage; of lock-step and clock ticks take those whose program is faster for its size."""
+    def of(cls, schedule: Schedule, sync: Sync = Sync.PAIRS, prefer: Prefer = Prefer.MEMORY) -> Plan:
+        """Run the passes that need no stage; of lock-step, clock and fused ticks take those whose program is faster for its size."""
         candidates = [assign_ticks(schedule)]
+        fused = None if schedule.forward_only else fuse_ticks(schedule, more_memory=prefer is Prefer.SPEED)
+        if fused is not None:
+            candidates.append(fused)
         if sync is Sync.PAIRS:
             candidates.append(clock_ticks(schedule, UNIT_DURATIONS))
         plans = [cls(ticks, find_segments(ticks, sync=sync)) for ticks in candidates]
@@ -338,9 +342,9 @@ def _return_replicas(lowering: Lowering, leaves: dict[int, Leaves]) -> list[Leav
 
 
 @lru_cache(maxsize=64)
-def plan_of(schedule: Schedule, sync: Sync) -> Plan:
+def plan_of(schedule: Schedule, sync: Sync, prefer: Prefer = Prefer.MEMORY) -> Plan:
     """The plan of a schedule on meshes that wait so; equal schedules share it."""
-    return Plan.of(schedule, sync)
+    return Plan.of(schedule, sync, prefer)
 
 
 def forward_plan(schedule: Schedule, sync: Sync) -> Plan:

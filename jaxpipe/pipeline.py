@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
 from .check import check
 from .errors import PipelineError
-from .functions import Function, Functions, Loss
+from .functions import Function, Functions, Loss, Prefer
 from .lower import Lowering, body, forward_plan, plan_of
 from .params import OUTER, ParamLayout, check_canonical
 from .partition import Partition
@@ -46,6 +46,8 @@ class Pipeline:
         specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism): a prefix of the canonical parameter
             tree, without the stage axis.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
+        prefer: "memory" keeps the table's memory; "speed" lets devices hold more microbatches where that saves waiting, as it does
+            for 1F1B where transfers make all devices wait for each other (virtual CPU devices of one process).
 
     Raises:
         ScheduleError: the table breaks a rule.
@@ -79,12 +81,14 @@ class Pipeline:
         shard_outer: bool = False,
         specs: Mapping[str, PyTree] | None = None,
         accumulate_dtype: Any = jnp.float32,
+        prefer: Prefer | str = Prefer.MEMORY,
     ) -> None:
         self.schedule = check(schedule)
         self.mesh = mesh
         self.axis = axis
         self.data_axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
+        self.prefer = _prefer(prefer)
         _check_mesh(schedule, mesh, axis, self.data_axes, fsdp)
         self.partition = Partition(
             axis=axis,
@@ -180,7 +184,7 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        return plan_of(self.schedule, self._sync)
+        return plan_of(self.schedule, self._sync, self.prefer)
 
     @property
     def _sync(self) -> Sync:
@@ -284,6 +288,13 @@ def _rematerialised(stage: Callable[..., PyTree], remat: str | Callable[..., boo
     if callable(remat):
         return jax.checkpoint(stage, policy=remat)
     raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
+
+
+def _prefer(value: Prefer | str) -> Prefer:
+    try:
+        return Prefer(value)
+    except ValueError:
+        raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
 
 
 def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None) -> None:

@@ -54,11 +54,11 @@ class _Pool(enum.IntEnum):
     FIRST = 5
 
 
-_BACKWARD, _FORWARD, _ARRIVE = range(3)
+_ARRIVE = 2
 
 
 def _moment(tick: int, phase: int) -> int:
-    """Ticks in thirds: backward blocks, then forward blocks, then what arrives over transfers."""
+    """Ticks in thirds: blocks of one direction, then of the other, then what arrives over transfers."""
     return 3 * tick + phase
 
 
@@ -87,6 +87,7 @@ class _Writer:
         shape = (ticks.num_ticks, ticks.schedule.num_devices, C.ARRIVAL + max(widest, 1))
         self._table: NDArray[np.int32] = np.zeros(shape, np.int32)
         self._table[:, :, [C.F_CHUNK, C.B_CHUNK]] = NOBODY
+        self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
         self._lives: dict[tuple[_Pool, int], list[_Life]] = defaultdict(list)
 
     def program(self) -> Program:
@@ -111,7 +112,7 @@ class _Writer:
         row[C.F_LOCAL] = target is not None and target.device == device
         uses = self._backward_uses(action)
         self._keep_input(action, where, uses)
-        now = _moment(tick, _FORWARD)
+        now = _moment(tick, self._forward_phase)
         if not uses:
             return
         by_input, by_weight = uses[LastUse.INPUT_GRAD], uses[LastUse.WEIGHT_GRAD]
@@ -132,7 +133,7 @@ class _Writer:
         row[C.B_KIND], row[C.B_STAGE], row[C.B_MICROBATCH] = kind, stage, microbatch
         row[C.B_FIRST] = stage == 0
         row[C.B_LOCAL] = target is not None and target.device == device
-        now = _moment(tick, _BACKWARD)
+        now = _moment(tick, self._backward_phase)
         if kind is Kind.I:
             weight = self._where[Action(stage, Kind.W, microbatch)]
             self._live(_Pool.STASH, device, now, weight, (tick, C.B_STASH), C.B_STASH)
@@ -152,18 +153,18 @@ class _Writer:
         stage, _, microbatch = action
         device, tick = where
         own = (tick, C.F_X)
-        until = _moment(tick, _FORWARD)
+        until = _moment(tick, self._forward_phase)
         cells = [own]
         if uses and self._liveness.x is not LastUse.FORWARD:
-            until = _moment(uses[self._liveness.x].tick, _BACKWARD)
+            until = _moment(uses[self._liveness.x].tick, self._backward_phase)
             readers = {uses[LastUse.INPUT_GRAD].tick, uses[self._liveness.x].tick}
             cells += [(t, C.B_X) for t in readers]
         if stage == 0:
-            begin = _moment(tick, _FORWARD)
+            begin = _moment(tick, self._forward_phase)
         else:
             source = self._where[Action(stage - 1, Kind.F, microbatch)]
             local = source.device == device
-            begin = _moment(source.tick, _FORWARD)
+            begin = _moment(source.tick, self._forward_phase)
             column = C.F_OUT
             if not local:
                 column, begin = self._arrival(source.tick, Payload.ACTIVATION, source.device, device)
@@ -195,7 +196,7 @@ class _Writer:
         """Note a value that a backward action reads last in tick `until` (and earlier in `also`)."""
         readers = {until.tick} | ({also.tick} if also else set())
         cells = {written, *((t, read) for t in readers)}
-        self._lives[pool, device].append(_Life(begin, _moment(until.tick, _BACKWARD), tuple(sorted(cells))))
+        self._lives[pool, device].append(_Life(begin, _moment(until.tick, self._backward_phase), tuple(sorted(cells))))
 
     def _arrival(self, tick: int, payload: Payload, source: int, target: int) -> tuple[Column, int]:
         """The table column of the permute that carries this transfer (an int past ARRIVAL for the later ones), and when it writes."""

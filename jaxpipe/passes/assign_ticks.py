@@ -24,6 +24,7 @@ class Ticks:
 
     schedule: Schedule
     cells: tuple[tuple[Cell, ...], ...]
+    forward_first: bool = False  # in a tick with a forward and a backward, the forward runs first (else the backward does)
 
     @property
     def num_ticks(self) -> int:

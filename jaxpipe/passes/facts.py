@@ -37,6 +37,7 @@ class TickFacts:
     """The static needs of one tick."""
 
     blocks: dict[Block, Count]
+    forward_first: bool
     slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
 
     @property
@@ -77,7 +78,7 @@ def collect(ticks: Ticks) -> list[TickFacts]:
     schedule = ticks.schedule
     last_stage = schedule.num_stages - 1
     where = locate(ticks)
-    found: list[TickFacts] = [TickFacts({}, {}) for _ in range(ticks.num_ticks)]
+    found: list[TickFacts] = [TickFacts({}, ticks.forward_first, {}) for _ in range(ticks.num_ticks)]
     for action, (device, tick) in where.items():
         target = consumer_of(action, last_stage, where)
         block = Block(action.kind, schedule.placement.chunk_of(action.stage, device))
@@ -109,6 +110,7 @@ def position_of(group: Iterable[TickFacts], num_devices: int, *, room: int = 0) 
             total[block] = total[block].plus(scaled) if block in total else scaled
         for edge, slack in facts.slack.items():
             delays[edge] = min(delays.get(edge, room), slack)
+    forward_first = any(facts.forward_first for facts, _ in count_of.values())
     everyone = num_devices * sum(times for _, times in count_of.values())
     uses = tuple(
         BlockUse(
@@ -118,8 +120,8 @@ def position_of(group: Iterable[TickFacts], num_devices: int, *, room: int = 0) 
             Presence.of(count.last, count.active),
             Presence.of(count.local, count.active),
         )
-        # Backward blocks go first: what they free may be written by the forward of the same tick.
-        for block, count in sorted(total.items(), key=lambda item: (item[0].kind is Kind.F, item[0]))
+        # Backward blocks go first, so that the forward of the same tick may write what they free; in fused ticks last.
+        for block, count in sorted(total.items(), key=lambda item: ((item[0].kind is Kind.F) is not forward_first, item[0]))
     )
     return Position(uses, permutes_of(delays))
 
