@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .action import Action, Kind
+from .costs import Costs
 from .listing import actions, alternate, even_groups, in_groups, in_turns
 from .placement import Placement
+from .squeeze import Rule, squeeze
 from .waves import Order
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
@@ -21,6 +23,23 @@ def turn_order(placement: Placement, hop: int, most_ahead: int, microbatches: in
         ahead = (placement.num_chunks - 1) * max(groups) + hop * (placement.num_devices - 1 - device)
         rows.append(in_turns(in_groups(stages, F, groups), in_groups(stages[::-1], I, groups), min(ahead, most_ahead)))
     return rows
+
+
+def forward_order(placement: Placement, microbatches: int) -> Order:
+    """The shortest known order of forwards alone, whatever the placement of one device a stage.
+
+    On a loop, groups of microbatches through the chunks lose nothing but the first P - 1 steps.  Elsewhere microbatches enter as
+    fast as a device can take all their chunks, and one that would wait takes what is ready.
+    """
+    chunks = placement.num_chunks
+    if placement == Placement.loop(devices=placement.num_devices, chunks=chunks):
+        groups = even_groups(placement.num_devices, microbatches)
+        return [in_groups(stages, F, groups) for stages in placement.stages_of]
+    timed = [sorted((s + chunks * m, -s, m) for s in stages for m in range(microbatches)) for stages in placement.stages_of]
+    order = [[Action(-s, F, m) for _, s, m in row] for row in timed]
+    steps = Costs().for_stages(placement.num_stages)
+    caps = [len(row) for row in order]
+    return squeeze(order, placement, steps, microbatches=microbatches, caps=caps, rule=Rule(reserve=False, patience=0)).rows
 
 
 def zbv_order(devices: int, microbatches: int) -> Order:

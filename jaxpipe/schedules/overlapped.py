@@ -13,8 +13,8 @@ def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Sche
 
     Any P and M, one chunk.  In a pair the forward's result leaves only when the backward is done too, so it takes two
     forwards a hop, and one more microbatch, to keep all devices busy: device d warms up with 2 (P - 1 - d) + 1 and holds
-    min(M, 2 (P - d)) activations at its peak.  With X the cost of a pair, makespan (P - 1)(F + B) + F + B + (M - 1) X
-    for M >= 2 P - 1.
+    min(M, 2 (P - d)) activations at its peak.  With X the cost of a pair (not less than either
+    half's), the makespan is P (F + B) + (M - 1) X for M >= P.
     """
     return _overlapped("1f1b_overlap", devices, chunks, microbatches, (microbatches,))
 
@@ -24,9 +24,8 @@ def interleaved_1f1b_overlap(*, devices: int, microbatches: int, chunks: int, gr
 
     Any P, V and M; groups of microbatches as in interleaved_1f1b.  The warm-up is one microbatch longer, so that a pair never
     holds the forward and the backward of the same microbatch: with G the longest group, device d holds
-    min(V M, (V - 1) G + 2 (P - d)) activations at its peak.  With X the cost of a pair and M a multiple of P, makespan
-    (P - 1)(F + B) + W0 + (V M - W0) X, where W0 = (V - 1) G + 1 forwards and backwards of the last device are not paired
-    and cost F + B each.
+    min(V M, (V - 1) G + 2 (P - d)) activations at its peak.  With X the cost of a pair (not less than
+    either half's), the makespan is (P + (V - 1) G)(F + B) + (V M - (V - 1) G - 1) X in costs of a chunk for M >= P.
     """
     groups = groups_of(group_size, devices=devices, microbatches=microbatches)
     return _overlapped("interleaved_1f1b_overlap", devices, chunks, microbatches, groups)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..costs import Costs
 from ..errors import ScheduleError
 from ..listing import forwards
+from ..orders import forward_order
 from ..placement import Placement
 from ..schedule import Schedule
 from .auto import auto
@@ -52,13 +53,18 @@ class Option:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a named schedule; `summary` is one line and `doc` states source, constraints, bubble and peak."""
+    """What is known of a named schedule; `summary` is one line and `doc` states source, constraints, bubble and peak.
+
+    `memory_bound` says that the order of forwards is what it is to save memory: an evaluation, which keeps nothing, has
+    its own.
+    """
 
     name: str
     generator: Callable[..., Schedule]
     chunks: Chunks
     why_chunks: str = ""
     even_devices: bool = False
+    memory_bound: bool = False
 
     @property
     def summary(self) -> str:
@@ -137,11 +143,11 @@ def _entries() -> tuple[Entry, ...]:
         Entry("zb_1p", zb_1p, one, "interleaved_zb takes several"),
         Entry("interleaved_zb", interleaved_zb, loop),
         Entry("zbv", zbv, vee, _V),
-        Entry("v_half", v_half, vee, _V),
-        Entry("v_min", v_min, vee, _V),
+        Entry("v_half", v_half, vee, _V, memory_bound=True),
+        Entry("v_min", v_min, vee, _V, memory_bound=True),
         Entry("dualpipe", dualpipe, Chunks(natural=2, least=1, most=2), "the stages a device holds, or S / P", even_devices=True),
         Entry("dualpipev", dualpipev, vee, _V),
-        Entry("auto", auto, Chunks(most=None)),
+        Entry("auto", auto, Chunks(most=None), memory_bound=True),
     )
 
 
@@ -203,7 +209,9 @@ def build(
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}
     schedule = entry.generator(devices=devices, microbatches=microbatches, chunks=chunks, **given)
-    return forwards(schedule) if forward_only else schedule
+    if not forward_only:
+        return schedule
+    return schedule.with_rows(forward_order(schedule.placement, microbatches)) if entry.memory_bound else forwards(schedule)
 
 
 def _faults(entry: Entry, devices: object, microbatches: object, chunks: object, options: Mapping[str, object]) -> list[str]:

@@ -52,8 +52,8 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
     """Half of 1F1B's memory, and half of its bubble (V-Half, Pipeline Parallelism with Controllable Memory, Qi et al. 2024, section 3.3).
 
     Any P and M, two chunks.  Every device holds at most 2 floor((P + 2) / 2) activations (of half a device's layers each), if
-    they are released at W.  Where F, I and W cost the same, and for M >= 2 P, the makespan is about 2 M (F + I + W) + (3 P - 6) F in
-    costs of a chunk.  `costs` fit the order to what the actions really take.
+    they are released at W.  Where F, I and W cost the same, and for M >= 2 P and P >= 3, the makespan is at most
+    2 M (F + I + W) + (3 P - 4) F in costs of a chunk.  `costs` fit the order to what the actions really take.
     """
     block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
     return _from_block("v_half", block, devices, microbatches, costs, cap=2 * ((devices + 2) // 2))

@@ -42,8 +42,9 @@ def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
 def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None, max_activations: int | None = None) -> Schedule:
     """The best order found under 1F1B's memory for given costs (ZB-1p, Qi et al. 2024, section 3.1).
 
-    Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P makes it ZB-2p).  With
-    neither option the order is zb_h1's, which no order under that memory beats at equal costs.
+    Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P makes it ZB-2p), if they are
+    released at W.  With neither option the order is zb_h1's, whose makespan M (F + I + W) + (P - 1) F at equal costs no order
+    beats; with `costs` it is the shortest of that one and of waves of several paces, all squeezed.
     """
     ahead = [devices - 1 - d for d in range(devices)]
     if costs is None and max_activations is None:
