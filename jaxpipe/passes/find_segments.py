@@ -13,11 +13,11 @@ from ..action import Kind, parts
 from .assign_ticks import Ticks
 from .facts import TickFacts, collect, position_of
 from .program import Segment
-from .program_time import CostOf, Sync, advance, cost_matrix, unit_cost
+from .program_time import TRANSFER_TIME, CostOf, Sync, advance, cost_matrix, unit_cost
 
 LONGEST_PERIOD = 12
 # One compiled block of stage code is worth this share of the makespan: a shorter ramp must pay for its code.
-BLOCK_PRICE = 2e-3
+BLOCK_PRICE = 4e-3
 
 
 class Span(NamedTuple):
@@ -100,7 +100,7 @@ class _Chooser:
             if key not in self._times:
                 moved = time - start
                 for segment in self._segments_of(span):
-                    moved = advance(moved, self._costs, segment, sync=self._sync)
+                    moved = advance(moved, self._costs, segment, sync=self._sync, transfer=TRANSFER_TIME[self._sync])
                 self._times[key] = moved
             time = self._times[key] + start
         return float(time.max(initial=0.0))

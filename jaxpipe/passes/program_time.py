@@ -22,10 +22,13 @@ class Sync(enum.Enum):
     EVERYBODY = "everybody"  # all devices, at every tick that transfers anything: virtual CPU devices of one process
 
 
-_Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp]]]"
+# (delay, partners of each device, how long the permutes of each device last)
+_Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
 CostOf = Callable[[Cell, int], float]
 
 
+# What a transfer costs when emissions are compared, in units of a forward: enough that none is made for nothing.
+TRANSFER_TIME: Mapping[Sync, float] = MappingProxyType({Sync.PAIRS: 0.1, Sync.EVERYBODY: 0.01})
 UNIT_DURATIONS: Mapping[Kind, int] = MappingProxyType({Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2})
 
 
@@ -39,21 +42,23 @@ def cost_matrix(ticks: Ticks, cost_of: CostOf = unit_cost) -> NDArray[np.float64
     return np.array([[cost_of(c, d) for c in row] for d, row in enumerate(ticks.cells)], dtype=np.float64).T
 
 
-def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, sync: Sync = Sync.PAIRS) -> float:
+def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, sync: Sync = Sync.PAIRS, transfer: float = 0.0) -> float:
     """Simulate the program: a device runs its ticks in order; where it awaits a transfer it waits until all partners have issued it.
 
-    `costs[tick, device]` are durations; the result has their unit.  Transfers themselves take no time.
+    `costs[tick, device]` are durations; the result has their unit.  Each permute that a device takes part in lasts `transfer`.
     """
     time = np.zeros(costs.shape[1])
     for segment in segments:
-        time = advance(time, costs, segment, sync=sync)
+        time = advance(time, costs, segment, sync=sync, transfer=transfer)
     return float(time.max(initial=0.0))
 
 
-def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, sync: Sync) -> NDArray[np.float64]:
+def advance(
+    time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, sync: Sync, transfer: float = 0.0
+) -> NDArray[np.float64]:
     """Device times after a segment, from device times before it."""
     num_devices = costs.shape[1]
-    meetings = [_meetings(p, num_devices) for p in segment.positions]
+    meetings = [_meetings(p, num_devices, transfer) for p in segment.positions]
     rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
     same = _equal_ahead(rows)
     trip, growth = 0, None
@@ -76,10 +81,10 @@ def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Se
     for j, meets in enumerate(meetings):
         time = time + rows[j]
         if sync is Sync.EVERYBODY:
-            time = np.full(len(time), time.max()) if meets else time
+            time = np.full(len(time), time.max() + sum(lasts.max() for _, _, lasts in meets)) if meets else time
             continue
-        for delay, met in meets:
-            awaited.setdefault(j + delay, []).append(time[met].max(axis=1))
+        for delay, met, lasts in meets:
+            awaited.setdefault(j + delay, []).append(time[met].max(axis=1) + lasts)
         for done in awaited.pop(j, ()):
             time = np.maximum(time, done)
     return time
@@ -94,10 +99,16 @@ def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:
     return ahead
 
 
-def _meetings(position: Position, num_devices: int) -> _Meetings:
-    """(delay, partners) for each delay that a position's permutes have."""
-    delays = sorted({p.delay for p in position.permutes})
-    return [(delay, _partners([p for p in position.permutes if p.delay == delay], num_devices)) for delay in delays]
+def _meetings(position: Position, num_devices: int, transfer: float) -> _Meetings:
+    """One entry for each delay that a position's permutes have."""
+    found = []
+    for delay in sorted({p.delay for p in position.permutes}):
+        permutes = [p for p in position.permutes if p.delay == delay]
+        lasts = np.zeros(num_devices)
+        for permute in permutes:
+            lasts[sorted({d for pair in permute.pairs for d in pair})] += transfer
+        found.append((delay, _partners(permutes, num_devices), lasts))
+    return found
 
 
 def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]:
