@@ -1,0 +1,123 @@
+"""The memory of a lowered step is the schedule's: read from the compiled program, not from a model of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.lower import Plan
+from jaxpipe.passes.assign_slots import LastUse, Liveness, assign_slots
+from jaxpipe.passes.assign_ticks import assign_ticks
+from jaxpipe.passes.find_segments import find_segments
+from jaxpipe.passes.program_time import Sync
+from tests.parity.engines import mesh_of
+
+WIDTH, ROWS, LAYERS = 32, 64, 3
+# One activation of a microbatch, in bytes.
+ACTIVATION = ROWS * WIDTH * 4
+
+
+def stage(params, x):
+    """Three tanh layers: the backward needs the output of each, three activations, besides the stage's input."""
+    for layer in range(LAYERS):
+        x = jnp.tanh(x @ params["w"][layer])
+    return x
+
+
+def last(params, x, microbatch):
+    return jnp.mean(jnp.square(x - microbatch["y"]))
+
+
+def compiled(name, microbatches, *, devices=4, **options):
+    """The step's report, for shapes alone."""
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
+    shape = jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, WIDTH, WIDTH), jnp.float32)
+    rows = jax.ShapeDtypeStruct((ROWS * microbatches, WIDTH), jnp.float32)
+    return pipe.compile_report(pipe.place({"stages": {"w": shape}, "last": {}}), {"x": rows, "y": rows})
+
+
+def program_of(schedule, liveness=None):
+    ticks = assign_ticks(schedule)
+    return assign_slots(ticks, find_segments(ticks), liveness=liveness or Liveness())
+
+
+def pool_bytes(slots):
+    """What the pools of this model take: an input, three residuals and a cotangent a slot, each one activation."""
+    return ACTIVATION * (slots.x + LAYERS * slots.residual_weight + slots.cotangent)
+
+
+def test_1f1b_holds_far_less_than_gpipe():
+    gpipe, one = compiled("gpipe", 16), compiled("1f1b", 16)
+    assert one["slots"].residual_weight == 4
+    assert gpipe["slots"].residual_weight == 16
+    assert one["temp_bytes"] < gpipe["temp_bytes"] / 3
+    # The whole difference is the slots; beside it only the tables may differ (a byte a column, a tick).
+    tables = 64 * (gpipe["ticks"] + one["ticks"])
+    assert abs(gpipe["temp_bytes"] - one["temp_bytes"] - (pool_bytes(gpipe["slots"]) - pool_bytes(one["slots"]))) <= tables
+
+
+def test_1f1b_needs_no_more_for_more_microbatches():
+    few, many = compiled("1f1b", 8), compiled("1f1b", 64)
+    assert few["slots"] == many["slots"]
+    # A tick's row of the table has at most 64 entries of a byte; the loss of each microbatch has 4.
+    assert 0 <= many["temp_bytes"] - few["temp_bytes"] <= 64 * (many["ticks"] - few["ticks"]) + 4 * (64 - 8)
+    assert many["temp_bytes"] - few["temp_bytes"] < ACTIVATION
+
+
+def test_remat_keeps_the_inputs_alone():
+    saved, again = compiled("gpipe", 16), compiled("gpipe", 16, remat="full")
+    residuals = ACTIVATION * LAYERS * saved["slots"].residual_weight
+    # What is recomputed lives for the length of one backward.
+    assert saved["temp_bytes"] - again["temp_bytes"] > residuals - 2 * LAYERS * ACTIVATION
+
+
+NAMES = [n for n in jp.schedules.names() if n != "auto"]
+
+
+@pytest.mark.parametrize("microbatches", [3, 8, 13])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_slots_are_the_simulated_peak(name, devices, microbatches):
+    try:
+        schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    except jp.ScheduleError:
+        pytest.skip(f"{name} is not defined for {devices} devices and {microbatches} microbatches")
+    slots = program_of(schedule).slots
+    pairs = any(isinstance(cell, jp.Overlap) for row in schedule.rows for cell in row)
+    for found, release in ((slots.residual_weight, jp.Release.WEIGHT_GRAD), (slots.residual_input, jp.Release.INPUT_GRAD)):
+        peak = max(jp.simulate(schedule, jp.Costs(release=release)).peak_activations)
+        # The simulator lets both halves of a pair run at once; the program runs the backward first, and may reuse its slot.
+        assert found == peak or (pairs and found == peak - 1)
+
+
+@pytest.mark.parametrize("sync", list(Sync))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_that_is_chosen_never_holds_more_than_the_table(name, sync):
+    schedule = jp.schedules.build(name, devices=4, microbatches=16)
+    plan = Plan.of(schedule, sync)
+    assert plan.program(Liveness()).slots.residual_weight <= max(jp.simulate(schedule).peak_activations)
+
+
+def test_slots_follow_what_the_stage_reads():
+    schedule = jp.schedules.build("zb_h2", devices=4, microbatches=12)
+    late = program_of(schedule, Liveness(x=LastUse.WEIGHT_GRAD, cotangent=LastUse.WEIGHT_GRAD)).slots
+    early = program_of(schedule, Liveness(x=LastUse.FORWARD, cotangent=LastUse.INPUT_GRAD)).slots
+    assert early.x < late.x
+    assert early.cotangent < late.cotangent
+    assert early.residual_weight == late.residual_weight
+
+
+def test_the_report_has_the_slots_that_were_compiled():
+    # A sum needs nothing of its input: no residuals, and x dies with the forward.
+    def summed(params, x):
+        return x + params["b"]
+
+    schedule = jp.schedules.build("gpipe", devices=2, microbatches=8)
+    pipe = jp.Pipeline(summed, schedule=schedule, mesh=mesh_of(2), last=last)
+    params = pipe.place({"stages": {"b": np.ones((2, WIDTH), np.float32)}, "last": {}})
+    rows = np.ones((8 * ROWS, WIDTH), np.float32)
+    report = pipe.compile_report(params, {"x": rows, "y": rows})
+    assert report["slots"].x < 8
+    assert report["temp_bytes"] >= ACTIVATION * (report["slots"].x + report["slots"].cotangent)

@@ -1,0 +1,280 @@
+"""The pieces of a stage: the right numbers, every matmul done exactly once, and nothing kept that need not be."""
+
+from collections import Counter
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.stage import run, trace_stage
+from tests.models import twin
+from tests.parity.tolerance import FLOAT64
+
+WIDTH, ROWS = 4, 3
+WORK = ("dot_general", "conv_general_dilated")
+
+
+def work(jaxpr):
+    """Matmuls and convolutions that a jaxpr runs, and their multiplications; a scan's body counts once a trip."""
+    total = Counter()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general":
+            ((contract, _), _) = eqn.params["dimension_numbers"]
+            total[name] += 1
+            total["multiplications"] += prod(eqn.outvars[0].aval.shape) * prod(eqn.invars[0].aval.shape[d] for d in contract)
+        if name == "conv_general_dilated":
+            total[name] += 1
+        trips = eqn.params["length"] if name == "scan" else 1
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    total.update({k: n * trips for k, n in work(inner).items()})
+    return total
+
+
+def plus(*counts):
+    return sum(counts, Counter())
+
+
+def draw(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s) / 2), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def perceptron(params, x, extra):
+    return x + jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+def layers(params, x, extra):
+    return jax.lax.scan(lambda h, p: (perceptron(p, h, extra), None), x, params)[0]
+
+
+def remat_layers(params, x, extra):
+    return jax.lax.scan(jax.checkpoint(lambda h, p: (perceptron(p, h, extra), None)), x, params)[0]
+
+
+def nested_jit(params, x, extra):
+    inner = jax.jit(lambda a, b: jnp.sin(a @ b))
+    return jax.jit(lambda p, h: inner(inner(h, p["a"]), p["b"]))(params, x)
+
+
+@jax.custom_vjp
+def matmul_with_own_rule(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _own_forward(x, w):
+    y = jnp.tanh(x @ w)
+    return y, (x, w, y)
+
+
+def _own_backward(kept, dy):
+    x, w, y = kept
+    dh = dy * (1 - y * y)
+    return dh @ w.T, x.T @ dh
+
+
+matmul_with_own_rule.defvjp(_own_forward, _own_backward)
+
+
+def own_rule(params, x, extra):
+    return matmul_with_own_rule(matmul_with_own_rule(x, params["a"]), params["b"])
+
+
+def own_rule_in_a_scan(params, x, extra):
+    return jax.lax.scan(lambda h, p: (own_rule(p, h, extra), None), x, params)[0]
+
+
+def branches(params, x, extra):
+    return jax.lax.cond(extra["flag"], lambda h: perceptron(params, h, extra), lambda h: h * 2.0, x)
+
+
+def recurrent(params, x, extra):
+    """A cell over time: its parameters are constants of the scan, so their gradients are carries of the backward scan."""
+
+    def step(state, now):
+        state = jnp.tanh(now @ params["a"] + state @ params["b"])
+        return state, state
+
+    return jax.lax.scan(step, jnp.zeros_like(x[0]), x)[1]
+
+
+def linear(params, x, extra):
+    return x @ params["a"]
+
+
+def frozen_matrix(params, x, extra):
+    return (x @ jax.lax.stop_gradient(params["a"])) @ params["b"]
+
+
+MATRICES = {"a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH)}
+STACKED = {"a": (3, WIDTH, WIDTH), "b": (3, WIDTH, WIDTH)}
+STAGES = {
+    "linear": (linear, {"a": (WIDTH, WIDTH)}),
+    "perceptron": (perceptron, MATRICES),
+    "scan over layers": (layers, STACKED),
+    "recurrent": (recurrent, MATRICES),
+    "remat": (jax.checkpoint(perceptron), MATRICES),
+    "remat of each layer": (remat_layers, STACKED),
+    "remat by policy": (jax.checkpoint(layers, policy=jax.checkpoint_policies.dots_saveable), STACKED),
+    "nested jit": (nested_jit, MATRICES),
+    "custom_vjp": (own_rule, MATRICES),
+    "custom_vjp in a scan": (own_rule_in_a_scan, STACKED),
+    "cond": (branches, MATRICES),
+    "frozen": (frozen_matrix, MATRICES),
+}
+X = (ROWS, WIDTH)
+# Branches are not cut: a conditional is one piece of work on either side.  Remat asks for work to be done again.
+UNCUT = ("cond",)
+REMAT = ("remat", "remat of each layer", "remat by policy")
+
+
+def case_of(name):
+    function, shapes = STAGES[name]
+    extra = {"flag": jnp.asarray(True)}
+    return function, draw(shapes), draw(X, seed=1), extra
+
+
+def twin_case(name):
+    """One stage of a reference model, applied to the output of its `first`."""
+    model = twin(name, 1)
+    canonical = jax.tree.map(jnp.asarray, model.canonical())
+    batch = jax.tree.map(jnp.asarray, model.batch(2))
+    shared = {"shared": canonical["shared"]} if "shared" in canonical else {}
+    x = model.first(canonical["first"], batch, **shared)
+    return lambda params, x, extra: model.stage(params, x), jax.tree.map(lambda a: a[0], canonical["stages"]), x, {}
+
+
+def any_case(name):
+    return case_of(name) if name in STAGES else twin_case(name)
+
+
+TWINS = ("conv", "gpt", "moe", "rnn")
+
+
+def arguments(code, params, x, extra, dy):
+    """What B and I take: (consts, parameters, x, extra, hoisted, residuals, dy), and y."""
+    leaves = [*code.consts, *jax.tree.leaves(params)]
+    once = run(code.hoist, *leaves)
+    given = [*leaves, *jax.tree.leaves(x), *jax.tree.leaves(extra)]
+    outs = run(code.forward, *given, *once)
+    count = len(code.y_avals)
+    return [*given, *once, *outs[count:], *dy], outs[:count]
+
+
+def cotangents(y):
+    return [draw(leaf.shape, seed=2 + i) for i, leaf in enumerate(jax.tree.leaves(y)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def close(found, wanted):
+    return len(found) == len(wanted) and all(
+        float(jnp.max(jnp.abs(a - b), initial=0.0)) <= FLOAT64 * max(float(jnp.max(jnp.abs(b), initial=0.0)), 1e-30)
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", [*STAGES, *TWINS])
+def test_pieces_give_the_numbers_of_vjp(name):
+    function, params, x, extra = any_case(name)
+    y, vjp = jax.vjp(lambda p, h: function(p, h, extra), params, x)
+    dy = cotangents(y)
+    wanted = jax.tree.leaves(vjp(jax.tree.unflatten(jax.tree.structure(y), dy)))
+    code = trace_stage(function, params, x, extra)
+    given, found_y = arguments(code, params, x, extra, dy)
+    assert close(found_y, jax.tree.leaves(y))
+    count = len(jax.tree.leaves(params))
+    both = run(code.backward, *given)
+    assert close(both, wanted)
+    by_input = run(code.input_grad, *given)
+    dx, stash = by_input[: len(by_input) - len(code.stash)], by_input[len(by_input) - len(code.stash) :]
+    assert close(dx, wanted[count:])
+    assert close(run(code.weight_grad, *given, *stash), wanted[:count])
+    # Operation by operation, the two halves do what the whole does: the same bits.  (The body of a scan is compiled as a whole,
+    # and XLA fuses the halves of the GPT's in another way.)
+    if name not in (*REMAT, "gpt"):
+        halves = [*run(code.weight_grad, *given, *stash), *dx]
+        assert all(np.array_equal(a, b) for a, b in zip(halves, both, strict=True))
+
+
+@pytest.mark.parametrize("name", [*STAGES, *TWINS])
+def test_forward_and_backward_do_the_work_of_vjp_and_no_more(name):
+    function, params, x, extra = any_case(name)
+    code = trace_stage(function, params, x, extra)
+    plain = work(jax.make_jaxpr(lambda p, h: function(p, h, extra))(params, x).jaxpr)
+
+    def both(params, x):
+        y, vjp = jax.vjp(lambda p, h: function(p, h, extra), params, x)
+        return y, vjp(y)
+
+    assert plain, "a stage without work would show nothing"
+    assert work(code.forward) == plain
+    assert work(code.evaluate) == plain
+    assert plus(work(code.forward), work(code.backward)) == work(jax.make_jaxpr(both)(params, x).jaxpr)
+    assert not work(code.hoist)
+
+
+@pytest.mark.parametrize("name", [n for n in (*STAGES, *TWINS) if n not in UNCUT])
+def test_input_gradient_and_weight_gradient_share_the_work_of_the_backward(name):
+    function, params, x, extra = any_case(name)
+    code = trace_stage(function, params, x, extra)
+    assert plus(work(code.input_grad), work(code.weight_grad)) == work(code.backward)
+
+
+@pytest.mark.parametrize(("name", "matmuls"), [("linear", (1, 1, 1)), ("perceptron", (2, 2, 2)), ("scan over layers", (6, 6, 6))])
+def test_each_matmul_has_one_in_each_piece(name, matmuls):
+    code = trace_stage(*case_of(name))
+    found = tuple(work(piece)["dot_general"] for piece in (code.forward, code.input_grad, code.weight_grad))
+    assert found == matmuls
+
+
+def test_remat_runs_the_forward_again_in_i_and_not_again_in_w():
+    code = trace_stage(*case_of("remat"))
+    pieces = {key: work(getattr(code, key))["dot_general"] for key in ("forward", "input_grad", "weight_grad", "backward")}
+    # x + tanh(x a) b: the backward needs tanh(x a) again, but not its product with b.
+    assert pieces == {"forward": 2, "input_grad": 3, "weight_grad": 2, "backward": 5}
+
+
+def test_work_on_parameters_alone_is_hoisted_out_of_every_microbatch():
+    def folded(params, x, extra):
+        return jnp.tanh(x @ (params["a"] @ params["b"]).astype(jnp.float32).astype(x.dtype))
+
+    code = trace_stage(folded, draw(MATRICES), draw(X), {})
+    assert work(code.hoist)["dot_general"] == 1
+    assert work(code.forward)["dot_general"] == 1
+
+
+def bytes_of(avals):
+    return sum(prod(a.shape) * a.dtype.itemsize for a in avals)
+
+
+def test_a_tanh_layer_keeps_its_output_and_nothing_else():
+    code = trace_stage(lambda params, x, extra: jnp.tanh(x @ params["a"]), draw({"a": (WIDTH, WIDTH)}), draw(X), {})
+    # tanh' = 1 - y^2 needs y, or 1 - y^2 itself; x has a slot of its own and a is a parameter.
+    assert bytes_of((*code.residual_input, *code.residual_weight)) == ROWS * WIDTH * 8
+    assert bytes_of(code.stash) == ROWS * WIDTH * 8
+
+
+def test_a_linear_layer_keeps_nothing():
+    code = trace_stage(*case_of("linear"))
+    assert not code.residual_input
+    assert not code.residual_weight
+    assert not code.stash
+
+
+@pytest.mark.parametrize("name", [*STAGES, *TWINS])
+def test_residuals_are_no_more_than_those_of_vjp(name):
+    function, params, x, extra = any_case(name)
+    code = trace_stage(function, params, x, extra)
+    _, vjp = jax.eval_shape(lambda p, h: jax.vjp(lambda p, h: function(p, h, extra), p, h), params, x)
+    # What JAX itself would keep besides parameters and input.
+    assert bytes_of((*code.residual_input, *code.residual_weight)) <= bytes_of(jax.tree.leaves(vjp.opaque_residuals))
+
+
+def test_remat_keeps_nothing_but_the_input():
+    code = trace_stage(*case_of("remat"))
+    assert not code.residual_input
+    assert not code.residual_weight
