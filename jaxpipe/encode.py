@@ -105,7 +105,7 @@ class Encoded:
     @cached_property
     def forward_only(self) -> bool:
         """True where the table holds no B, I or W."""
-        return not bool(np.isin(self.kind, (Kind.B, Kind.I, Kind.W)).any())
+        return not bool(((self.kind >= Kind.B) & (self.kind <= Kind.W)).any())
 
     @cached_property
     def producer(self) -> IntArray:

@@ -130,11 +130,19 @@ def _order(table: Encoded) -> list[Violation]:
     """On each device, F comes before its B or I, I before its W, and a stage after the one that hands over to it."""
     found = []
     for need, kinds in ((Kind.F, (Kind.B, Kind.I)), (Kind.I, (Kind.W,))):
-        mine = np.flatnonzero(table.in_range & np.isin(table.kind, kinds))
+        mine = np.flatnonzero(table.in_range & _is_one_of(table, kinds))
         needed = table.at[need, table.stage[mine], table.microbatch[mine]]
         found += _late(table, "order", mine, needed)
     mine = np.flatnonzero(table.is_compute & (table.producer >= 0))
     return found + _late(table, "order", mine, table.producer[mine])
+
+
+def _is_one_of(table: Encoded, kinds: Sequence[Kind]) -> BoolArray:
+    """Per action, whether it is of one of these kinds."""
+    found = np.zeros(table.num_actions, bool)
+    for kind in kinds:
+        found |= table.kind == kind
+    return found
 
 
 def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> list[Violation]:
@@ -171,7 +179,7 @@ def _transfers(table: Encoded) -> list[Violation]:
         ((Kind.F,), Kind.SEND_F, Kind.RECV_F, -1),
         ((Kind.B, Kind.I), Kind.SEND_B, Kind.RECV_B, 1),
     ):
-        consumers = np.flatnonzero(table.crosses & np.isin(table.kind, kinds))
+        consumers = np.flatnonzero(table.crosses & _is_one_of(table, kinds))
         stage, m = table.stage[consumers], table.microbatch[consumers]
         sends, recvs = table.at[send, stage + shift, m], table.at[recv, stage, m]
         found += _missing(table, consumers, sends, send, shift)
