@@ -28,7 +28,7 @@ def chunk_counts(name):
 
 def device_counts(name):
     if name == "auto":
-        return (1, 3, 4)  # it tries dozens of orders: it has tests of its own
+        return (1, 3)  # it tries dozens of orders: it has tests of its own
     return [p for p in DEVICES if p % 2 == 0 or not describe(name).even_devices]
 
 
