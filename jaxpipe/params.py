@@ -49,7 +49,8 @@ class ParamLayout:
         """(owner, owner's chunk, holder, holder's chunk) for every further copy of a stage."""
         found = []
         for stage, devices in enumerate(self.placement.devices_of):
-            for holder in devices[1:]:
+            # The middle stage of an odd bidirectional pipeline lists one device twice.
+            for holder in dict.fromkeys(d for d in devices[1:] if d != devices[0]):
                 owner_chunk = self.owned[devices[0]].index(stage)
                 found.append((devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
