@@ -8,7 +8,7 @@ from functools import cached_property
 
 from .action import Action, Cell, Overlap, Row, parts
 from .encode import Encoded, encode
-from .errors import Violation
+from .errors import ScheduleError, Violation
 from .grid import grid
 from .placement import Placement
 from .rules import broken_rules, run_order
@@ -43,7 +43,10 @@ class Schedule:
         num_microbatches: int | None = None,
         name: str = "",
     ) -> Schedule:
-        """Make a schedule from rows of actions, reading placement and M off the actions where they are not given."""
+        """Make a schedule from rows of actions, reading placement and M off the actions where they are not given.
+
+        ScheduleError where a stage number is far beyond what the number of actions allows (a slip of the pen in a file).
+        """
         table = tuple(tuple(row) for row in rows)
         if num_microbatches is None:
             num_microbatches = 1 + max((a.microbatch for row in table for c in row for a in parts(c)), default=-1)
@@ -155,6 +158,9 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
                 if device not in devices:
                     devices.append(device)
     stages = 1 + max(found, default=-1)
+    actions = sum(len(parts(cell)) for row in rows for cell in row)
+    if stages > 1000 + actions:  # each stage has an F at least
+        raise ScheduleError(f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} actions; is it a slip?")
     if any(len(d) > 1 for d in found.values()):
         # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
         for stage, devices in found.items():

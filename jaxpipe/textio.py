@@ -83,7 +83,7 @@ def table_from_json(text: str) -> TableText:
             rows.append(_cells(places, device, bad))
     _raise_if(bad, "the JSON is not a schedule")
     placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
-    return TableText(tuple(map(tuple, rows)), placement, data["num_microbatches"], data.get("name", ""))
+    return TableText(tuple(map(tuple, rows)), placement, data["num_microbatches"], data.get("name") or "")
 
 
 def _cells(texts: dict[str, str], device: int, bad: list[Violation]) -> list[Cell]:

@@ -218,6 +218,8 @@ def test_a_rendezvous_deadlock_says_so_and_a_buffered_one_does_not():
 def test_a_slip_of_the_pen_does_not_take_all_memory():
     found = faults(Schedule.from_csv("0F0,0F1000000000\n"))
     assert "slip" in found[0].message
+    with pytest.raises(ScheduleError, match="slip"):
+        Schedule.from_csv("0F0,1000000000F0\n")
     assert found[0].position == 1
 
 
