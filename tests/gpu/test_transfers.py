@@ -1,0 +1,71 @@
+"""In the GPU program transfers are asynchronous, carry what the table moves, and run beside compute where there is slack."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.lower import plan_of
+from jaxpipe.passes.program_time import Sync
+from tests.gpu.programs import compile_step, gpu_fault
+
+FAULT = gpu_fault()
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
+]
+
+
+def overlapped_transfers(text: str) -> int:
+    """How many transfers have a loop (a block of a stage) between their start and their done, in program order."""
+    found = 0
+    open_starts: dict[str, bool] = {}
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            open_starts = {}
+        start = re.match(r"\s+(?:ROOT )?%(collective-permute-start[\w.\-]*) =", line)
+        if start:
+            open_starts[start[1]] = False
+        elif re.search(r" while\(", line):
+            open_starts = dict.fromkeys(open_starts, True)
+        done = re.search(r"collective-permute-done\(.*%(collective-permute-start[\w.\-]*)\)", line)
+        if done and open_starts.pop(done[1], False):
+            found += 1
+    return found
+
+
+def pairs_of(text: str) -> list[list[tuple[int, int]]]:
+    """The source-target pairs of every transfer."""
+    found = []
+    for match in re.finditer(r"collective-permute-start\(.*?source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
+        found.append([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])])
+    return found
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb"])
+def test_slack_is_used(name: str) -> None:
+    schedule = jp.schedules.build(name, devices=4, microbatches=16)
+    plan = plan_of(schedule, Sync.PAIRS)
+    delayed = sum(p.delay > 0 for s in plan.segments for position in s.positions for p in position.permutes)
+    assert delayed > 0
+    assert overlapped_transfers(compile_step(schedule).as_text()) >= delayed
+
+
+def test_transfers_are_those_of_the_plan_and_hold_no_cycle() -> None:
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
+    plan = plan_of(schedule, Sync.PAIRS)
+    planned = [sorted(p.pairs) for s in plan.segments for position in s.positions for p in position.permutes]
+    compiled = [sorted(pairs) for pairs in pairs_of(compile_step(schedule).as_text())]
+    assert sorted(compiled) == sorted(planned)
+    for pairs in compiled:
+        assert all(s < t for s, t in pairs) or all(s > t for s, t in pairs)
+
+
+def test_steady_state_moves_what_the_table_moves() -> None:
+    """Each trip of 1F1B's steady state has just the table's transfers: two a neighbouring pair, one up and one down."""
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
+    steady = max(plan_of(schedule, Sync.PAIRS).segments, key=lambda s: s.repeats)
+    moved = sum(len(p.pairs) for position in steady.positions for p in position.permutes)
+    assert moved == 2 * (schedule.num_devices - 1)
