@@ -3,8 +3,9 @@
 A generator gives, for each device, a reference order of F and I.  `squeeze` runs it on paper.  A device does the next
 action of its order when its inputs are there.  Where it would wait, it brings a later action forward, if that is ready
 and fits, or does a pending W.  An F is brought forward only if the rest of the order still fits under the memory cap,
-so no choice can lead to a dead end: what is left is always a good order by itself.  The idea is the "squeeze" of Pipeline
-Parallelism with Controllable Memory (Qi et al. 2024, section 3.3), made aware of costs.
+so no choice can lead to a dead end: what is left is always a good order by itself.  The idea, to repeat
+a building block and then to squeeze and reorder it under the memory it has, is that of Pipeline Parallelism with
+Controllable Memory (Qi et al. 2024), here made aware of costs.
 """
 
 from __future__ import annotations

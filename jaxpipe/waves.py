@@ -1,7 +1,7 @@
 """Reference orders made of waves, and the search for the best schedule that follows one of them.
 
 In a wave each microbatch goes through all stages and back at a steady pace, and the next one follows a fixed period
-later: the repeated building block of Pipeline Parallelism with Controllable Memory (Qi et al. 2024, section 3).  How
+later: the repeated building block of Pipeline Parallelism with Controllable Memory (Qi et al. 2024).  How
 long a microbatch is under way, over the period, is how many activations are held.
 """
 
@@ -80,7 +80,7 @@ def _step(placement: Placement, costs: StageCosts, wave: Wave, kind: Kind, stage
 
 
 def v_blocks(placement: Placement) -> list[OrderMaker]:
-    """The building blocks of V-Half and V-Min (Qi et al. 2024, section 3.3), in slots of one action; the right pause depends on P."""
+    """The building blocks of V-Half and V-Min (Qi et al. 2024), in slots of one action; the right pause depends on P."""
     slots = Costs().for_stages(placement.num_stages)
     blocks = [Wave(2, 1, 0, 6), Wave(2, 1, 3, 6), Wave(1, 1, 0, 6), Wave(1, 1, 2, 6)]
     return [partial(wave_order, placement, slots, block) for block in blocks]

@@ -1,5 +1,5 @@
-"""The catalogue of schedules: `build(name, devices=, microbatches=, chunks=)` and `names()`."""
+"""The catalogue of schedules: `build(name, devices=, microbatches=, chunks=)`, `names()`, and `describe(name)`."""
 
-from .registry import build, names
+from .registry import Chunks, Entry, Option, build, describe, names
 
-__all__ = ["build", "names"]
+__all__ = ["Chunks", "Entry", "Option", "build", "describe", "names"]

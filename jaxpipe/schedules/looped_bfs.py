@@ -9,7 +9,7 @@ from ..schedule import Schedule
 
 
 def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
-    """All microbatches through a chunk before the next chunk (Breadth-First Pipeline Parallelism, Lamy-Poirier 2023, figure 4).
+    """All microbatches through a chunk before the next chunk (Breadth-First Pipeline Parallelism, Lamy-Poirier 2023).
 
     Any P, V and M.  Makespan (V M + P - 1)(F + B) in costs of a chunk for M >= P, so the bubble is
     (P - 1) / (V M + P - 1); every device holds V M activations at its peak.  What the order buys is that a chunk's

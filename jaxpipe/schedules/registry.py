@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from ..costs import Costs
@@ -160,7 +161,7 @@ def describe(name: str) -> Entry:
     """What a named schedule is and takes: summary, chunks, options.  ScheduleError for a name that is not there.
 
     >>> describe("zb_h2").summary
-    "Twice 1F1B's memory, and no bubble but the start (Qi et al. 2024, section 2.3, figure 2 bottom)."
+    "Twice 1F1B's memory, and no bubble but the start (ZB-H2, Qi et al. 2024, section 2.2, figure 3 bottom)."
     >>> [option.name for option in describe("interleaved_1f1b").options]
     ['group_size', 'lean', 'forward_only']
     """
@@ -196,10 +197,10 @@ def build(
         ScheduleError: the name, a number or an option makes no sense; the message lists every fault and the nearest
             setting that does.
 
-    >>> print(build("1f1b", devices=2, microbatches=2))
-             | 0   1   2   3   4
-    device 0 | 0F0 0F1     0B0 0B1
-    device 1 |     1F0 1B0 1F1 1B1
+    >>> print(build("gpipe", devices=2, microbatches=2, forward_only=True))
+             | 0   1   2
+    device 0 | 0F0 0F1
+    device 1 |     1F0 1F1
     """
     entry = describe(name)
     faults = _faults(entry, devices, microbatches, chunks, {**options, "forward_only": forward_only})
@@ -208,7 +209,7 @@ def build(
     if chunks is None:
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}
-    schedule = entry.generator(devices=devices, microbatches=microbatches, chunks=chunks, **given)
+    schedule = entry.generator(devices=int(devices), microbatches=int(microbatches), chunks=int(chunks), **given)
     if not forward_only:
         return schedule
     return schedule.with_rows(forward_order(schedule.placement, microbatches)) if entry.memory_bound else forwards(schedule)
@@ -221,8 +222,8 @@ def _faults(entry: Entry, devices: object, microbatches: object, chunks: object,
         for what, value in (("devices", devices), ("microbatches", microbatches))
         if not _is_count(value)
     ]
-    if entry.even_devices and isinstance(devices, int) and devices % 2:
-        found.append(f"devices must be even, since two pipelines run against each other; not {devices}: write {devices + 1}")
+    if entry.even_devices and isinstance(devices, Integral) and int(devices) % 2:
+        found.append(f"devices must be even, since two pipelines run against each other; not {devices}: write {int(devices) + 1}")
     if chunks is not None and not _fits(entry, chunks):
         found.append(_chunk_fault(entry, chunks))
     found += _option_faults(entry, options)
@@ -250,13 +251,13 @@ def _fits(entry: Entry, chunks: object) -> bool:
 
 
 def _chunk_fault(entry: Entry, chunks: object) -> str:
-    nearest = entry.chunks.nearest(chunks) if isinstance(chunks, int) else entry.chunks.natural
+    nearest = entry.chunks.nearest(int(chunks)) if isinstance(chunks, Integral) else entry.chunks.natural
     why = f" ({entry.why_chunks})" if entry.why_chunks else ""
     return f"chunks (stages a device) must be {entry.chunks}{why}, not {chunks!r}; the nearest that works is chunks={nearest}"
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,7 @@ from ..waves import Wave, fitted, wave_order
 
 
 def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
-    """Zero bubble with 1F1B's memory, on a V (ZB-V, Qi et al. 2024, section 6, figure 5).
+    """Zero bubble with 1F1B's memory, on a V (ZB-V, Zero Bubble Pipeline Parallelism, Qi et al. 2024, section 6).
 
     Any P and M, two chunks.  Where F, I and W cost the same, and for M >= 2 P - 1, each device is busy from its first action to
     its last, and the makespan is 2 M (F + I + W) + (P - 1) F in costs of a chunk.  Every device holds at most 2 P activations
@@ -49,7 +49,7 @@ def _shorter(figure: Schedule) -> Schedule:
 
 
 def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
-    """Half of 1F1B's memory, and half of its bubble (V-Half, Pipeline Parallelism with Controllable Memory, Qi et al. 2024, section 3.3).
+    """Half of 1F1B's memory, and half of its bubble (V-Half, Pipeline Parallelism with Controllable Memory, Qi et al. 2024).
 
     Any P and M, two chunks.  Every device holds at most 2 floor((P + 2) / 2) activations (of half a device's layers each), if
     they are released at W.  Where F, I and W cost the same, and for M >= 2 P and P >= 3, the makespan is at most
@@ -60,7 +60,7 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
 
 
 def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
-    """A third of 1F1B's memory, with a bubble like 1F1B's (V-Min, Qi et al. 2024, section 3.3).
+    """A third of 1F1B's memory, with a bubble like 1F1B's (V-Min, Pipeline Parallelism with Controllable Memory, Qi et al. 2024).
 
     Any P and M, two chunks.  Every device holds at most 2 floor((P + 4) / 3) activations (of half a device's layers each), if
     they are released at W.  Where F, I and W cost the same, and for M >= P, the makespan is at most 2 M (F + I + W) + (4 P - 5) F

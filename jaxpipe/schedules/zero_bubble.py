@@ -16,7 +16,7 @@ F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
 
 def zb_h1(*, devices: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B's memory, a third of its bubble (Zero Bubble Pipeline Parallelism, Qi et al. 2024, section 2.2, figure 2 top).
+    """1F1B's memory, a third of its bubble (Zero Bubble Pipeline Parallelism, Qi et al. 2024, section 2.1, figure 3 top).
 
     Any P and M, one chunk.  Makespan M (F + I + W) + (P - 1)(F + I - W) for M >= P, where W is at most F and at most I.  Every
     device holds min(P, M) activations at its peak, if they are released at W.
@@ -26,7 +26,7 @@ def zb_h1(*, devices: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
-    """Twice 1F1B's memory, and no bubble but the start (Qi et al. 2024, section 2.3, figure 2 bottom).
+    """Twice 1F1B's memory, and no bubble but the start (ZB-H2, Qi et al. 2024, section 2.2, figure 3 bottom).
 
     Any P and M, one chunk.  For M >= 2 P - 1, and W at most F and at most I, a device needs M (F + I + W) + (P - 1)(F + I - 2 W)
     from its first action to its last (the timeline's span), and the last device starts (P - 1) F after the first.  Every
@@ -40,7 +40,7 @@ def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None, max_activations: int | None = None) -> Schedule:
-    """The best order found under 1F1B's memory for given costs (ZB-1p, Qi et al. 2024, section 3.1).
+    """The best order found under 1F1B's memory for given costs (ZB-1p, Qi et al. 2024, section 3).
 
     Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P makes it ZB-2p), if they are
     released at W.  With neither option the order is zb_h1's, whose makespan M (F + I + W) + (P - 1) F at equal costs no order
@@ -56,7 +56,7 @@ def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
 
 
 def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
-    """Interleaved 1F1B with zb_h1's order of W (torch's ScheduleInterleavedZeroBubble; Qi et al. 2024, section 2.2).
+    """Interleaved 1F1B with zb_h1's order of W (torch's ScheduleInterleavedZeroBubble).
 
     Any P, V and M.  Microbatches go through the chunks in groups of at least P, as equal as M allows.  Makespan
     V M (F + I + W) + (P - 1)(F + I - W) in costs of a chunk for M >= P, where W is at most F and at most I.  With G the longest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 
 import jaxpipe as jp
@@ -72,6 +73,12 @@ def test_counts_are_whole_and_positive(what, value):
 def test_chunks_that_make_no_sense_are_refused_with_the_nearest_that_does(name, chunks, nearest):
     assert f"the nearest that works is chunks={nearest}" in refusal(name, chunks=chunks)
     jp.schedules.build(name, devices=4, microbatches=8, chunks=nearest)
+
+
+def test_numpy_integers_are_counts():
+    schedule = jp.schedules.build("zbv", devices=np.int64(4), microbatches=np.int32(8))
+    assert schedule == jp.schedules.build("zbv", devices=4, microbatches=8)
+    assert type(schedule.num_microbatches) is int
 
 
 def test_dualpipe_wants_even_devices():
