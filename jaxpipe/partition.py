@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -43,16 +44,40 @@ class LeafPlan:
 
     def gather(self, leaf: Any) -> Any:
         """The whole parameter of this device's stage."""
-        for name, dim in self.gathers:
-            leaf = lax.all_gather(leaf, name, axis=dim, tiled=True)
-        return leaf
+        if not self.gathers:
+            return leaf
+
+        def gathered(part: Any) -> Any:
+            for name, dim in self.gathers:
+                part = lax.all_gather(part, name, axis=dim, tiled=True)
+            return part
+
+        return self._on_parts(gathered, leaf)
 
     def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
         """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those that the parameter is split over."""
-        held = dict(self.gathers)
-        for name in [n for n in reduced if n in held]:
-            grad = lax.psum_scatter(grad, name, scatter_dimension=held[name], tiled=True)
-        return grad
+        held = {name: dim for name, dim in self.gathers if name in reduced}
+        if not held:
+            return grad
+
+        def scattered(part: Any) -> Any:
+            for name in [n for n in reduced if n in held]:
+                part = lax.psum_scatter(part, name, scatter_dimension=held[name], tiled=True)
+            return part
+
+        return self._on_parts(scattered, grad)
+
+    def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
+        """Run a collective on each device's part of a leaf that the partitioner splits too.
+
+        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it would bring together the
+        whole leaf on every device first, which is as many times the memory and the traffic as the tensor axis is long.
+        """
+        names = {name for entry in self.auto for name in _names(entry)}
+        if not names:
+            return collective(leaf)
+        spec = PartitionSpec(*self.auto)
+        return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)(leaf)
 
     def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes over which the gradient is summed without being split."""
@@ -71,48 +96,89 @@ class Partition:
     """The rules: which axes, which specs."""
 
     axis: str
-    fsdp: tuple[str, int] | None = None  # mesh axis and size: parameters and their gradients are split over it
-    outer: int = 0  # size of the pipe axis where first, last and shared are split over it, else 0
+    mesh: Mapping[str, int]  # the mesh's axes and their sizes
+    data_axes: tuple[str, ...] = ()
+    fsdp: str | None = None  # a data axis: parameters and their gradients are split over it
+    outer: bool = False  # first, last and shared are split over the pipe axis
     specs: Mapping[str, PyTree] | None = None  # canonical specs without the stage axis, a prefix of the parameter tree
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes)."""
-        faults: list[str] = []
-        found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
+        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
+        specs = self.specs or {}
+        faults = [f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}" for key in specs if key not in params]
+        found = {key: self._tree(key, tree, specs.get(key), faults) for key, tree in params.items()}
         if faults:
-            raise PipelineError("these specs do not fit the parameters:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+            raise PipelineError("these specs do not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
         return found
 
-    def _tree(self, key: str, tree: PyTree, faults: list[str]) -> PyTree:
-        spec = (self.specs or {}).get(key)
-        if key == "stages":
-            return tuple(self._leaves(key, chunk, spec, faults) for chunk in tree)
-        return self._leaves(key, tree, spec, faults)
+    def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
+        if key != "stages":
+            return self._leaves(key, tree, spec, faults)
+        plans = [self._leaves(key, chunk, spec, faults if v == 0 else []) for v, chunk in enumerate(tree)]
+        return tuple(plans)
 
     def _leaves(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
-        if spec is None:
-            return jax.tree.map(lambda leaf: self._leaf(key, leaf, PartitionSpec(), faults), tree)
-        full = jax.tree.map(
-            lambda s, sub: jax.tree.map(lambda _: s, sub), spec, tree, is_leaf=lambda s: s is None or isinstance(s, PartitionSpec)
-        )
-        return jax.tree.map(lambda leaf, s: self._leaf(key, leaf, s or PartitionSpec(), faults), tree, full)
+        try:
+            full = jax.tree.broadcast(spec, tree, is_leaf=_is_spec)
+        except ValueError:
+            want = jax.tree.structure(tree)
+            have = jax.tree.structure(spec, is_leaf=_is_spec)
+            faults.append(f"{key}: specs are {have}, which is no prefix of the parameters, {want}")
+            full = jax.tree.broadcast(None, tree, is_leaf=_is_spec)
 
-    def _leaf(self, key: str, leaf: Any, spec: PartitionSpec, faults: list[str]) -> LeafPlan:
+        def leaf_plan(path: Any, leaf: Any, spec: Any) -> LeafPlan:
+            return self._leaf(key, key + jax.tree_util.keystr(path), leaf, spec, faults)
+
+        return jax.tree_util.tree_map_with_path(leaf_plan, tree, full)
+
+    def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str]) -> LeafPlan:
         stage = key == "stages"
         shape = leaf.shape[1:] if stage else leaf.shape
-        if len(spec) > len(shape):
-            faults.append(f"{key}: spec {spec} has {len(spec)} entries for a parameter of shape {shape} (leave the stage axis out)")
-            return LeafPlan(len(shape), stage, (), (None,) * len(shape))
-        auto = [*spec, *(None for _ in range(len(shape) - len(spec)))]
+        own = self._spec_faults(where, shape, spec)
+        faults += own
+        entries = () if own or spec is None else tuple(spec)
+        auto = [*entries, *(None for _ in range(len(shape) - len(entries)))]
         gathers: list[tuple[str, int]] = []
-        wanted = [(self.axis, self.outer)] if self.outer > 1 and not stage else []
-        wanted += [self.fsdp] if self.fsdp is not None and self.fsdp[1] > 1 else []
-        for name, size in wanted:
+        wanted = [self.axis] if self.outer and not stage else []
+        wanted += [self.fsdp] if self.fsdp is not None else []
+        for name in wanted:
+            size = self.mesh[name]
             free = [d for d in range(len(shape)) if auto[d] is None and d not in {used for _, used in gathers}]
             fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
-            if fits:
+            if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
         return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto))
+
+    def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
+        """What is wrong with the spec of a parameter, whose shape is meant without the stage axis."""
+        if spec is None:
+            return []
+        if not isinstance(spec, PartitionSpec):
+            return [f"{where}: specs must hold PartitionSpecs or None; got {spec!r}"]
+        if len(spec) > len(shape):
+            return [f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave the stage axis out)"]
+        odd = [entry for entry in spec if not all(isinstance(name, str) for name in _names(entry))]
+        if odd:
+            return [f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or None"]
+        faults = []
+        named = [name for entry in spec for name in _names(entry)]
+        for name in dict.fromkeys(named):
+            head = f"{where}: {spec} names"
+            if name not in self.mesh:
+                faults.append(f"{head} an axis {name!r} that the mesh does not have; its axes are {dict(self.mesh)}")
+            elif name == self.axis:
+                faults.append(
+                    f"{head} the pipe axis {name!r}, over which stages are spread anyway; shard_outer= splits what is not a stage"
+                )
+            elif name in self.data_axes:
+                faults.append(f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it")
+            if named.count(name) > 1:
+                faults.append(f"{head} {name!r} more than once")
+        for dim, entry in enumerate(spec):
+            size = math.prod(self.mesh.get(name, 1) for name in _names(entry))
+            if shape[dim] % size:
+                faults.append(f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which has {size} devices")
+        return faults
 
     def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Shardings of placed parameters.
@@ -124,6 +190,18 @@ class Partition:
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """What `shard_map` is told of placed parameters, and of their gradients."""
         return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params), is_leaf=is_plan)
+
+
+def _is_spec(value: Any) -> bool:
+    """A leaf of a tree of specs."""
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def _names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
 def is_plan(value: Any) -> bool:

@@ -92,8 +92,10 @@ class Pipeline:
         _check_mesh(schedule, mesh, axis, self.data_axes, fsdp)
         self.partition = Partition(
             axis=axis,
-            fsdp=None if fsdp is None else (fsdp, mesh.shape[fsdp]),
-            outer=schedule.num_devices if shard_outer else 0,
+            mesh=dict(mesh.shape),
+            data_axes=self.data_axes,
+            fsdp=fsdp,
+            outer=shard_outer,
             specs=specs,
         )
         self.functions = Functions(
