@@ -67,6 +67,7 @@ class StageCode:
     stash: tuple[Any, ...]
     x_wanted: tuple[bool, ...]
     liveness: Liveness
+    uncut: tuple[str, ...] = ()  # primitives whose weight gradients I computes along, since they cannot be cut
 
     def __str__(self) -> str:
         parts = ("hoist", "forward", "backward", "input_grad", "weight_grad")
@@ -256,8 +257,28 @@ def _classify(
         residual_weight=tuple(outs[i].aval for i in late),
         stash=apart.crossing,
         x_wanted=wanted,
+        uncut=_uncut(backward, grads_of_x=sum(wanted)),
         liveness=Liveness(x=x_use, cotangent=LastUse.WEIGHT_GRAD if dy_weight else LastUse.INPUT_GRAD),
     )
+
+
+def _uncut(backward: core.Jaxpr, *, grads_of_x: int) -> tuple[str, ...]:
+    """Primitives of which dx needs one result and only the weight gradient another: joint for that part.
+
+    A `cond` or `while`, or a kernel, is one equation and cannot be divided; a scan can.
+    """
+    params = len(backward.outvars) - grads_of_x
+    dx, dparams = ([i >= params for i in range(len(backward.outvars))], [i < params for i in range(len(backward.outvars))])
+    for_x = needed_for(backward, dx)
+    for_params = needed_for(backward, dparams)
+    alive_x = {v for e, c in zip(backward.eqns, for_x, strict=True) if c for v in e.invars if isinstance(v, core.Var)}
+    alive_x |= {v for v, w in zip(backward.outvars, dx, strict=True) if w and isinstance(v, core.Var)}
+    found = []
+    for eqn, mine, other in zip(backward.eqns, for_x, for_params, strict=True):
+        whole = mine is True and other is not False and len(eqn.outvars) > 1 and eqn.primitive.name != "scan"
+        if whole and any(v not in alive_x for v in eqn.outvars if not isinstance(v, core.DropVar)):
+            found.append(eqn.primitive.name)
+    return tuple(sorted(set(found)))
 
 
 def _hoist(jaxpr: core.Jaxpr, known: Sequence[bool]) -> Cut:
