@@ -11,8 +11,7 @@ SENDs, the choice looks at a count of steps in which each SEND and RECV takes on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -23,7 +22,7 @@ from ..costs import Costs
 from ..encode import Encoded, IntArray
 from ..errors import ScheduleError
 from ..quiet import paused_collector
-from ..runorder import cycles_of
+from ..runorder import Transfers, cycles_of
 from ..schedule import Schedule
 from ..simulate import simulate
 from ..timeline import Timeline
@@ -100,10 +99,10 @@ def _plan(timeline: Timeline) -> _Plan:
     # Between two compute cells the sends come first; of two for the same pair, the one that is urgent.
     key = 2 * (anchor + device) + (1 - is_send)
     urgency = np.concatenate([starts[consumers], ends[producers]])
-    order = np.lexsort((urgency, key)) if len(table.pairs) else np.argsort(key, kind="stable")
+    order = np.lexsort((urgency, key)) if len(table.pairs) else _sorting(key)
     place = np.empty_like(order)
     place[order] = np.arange(2 * count)
-    in_time = place[np.argsort(np.concatenate([ends[producers], starts[consumers]]), kind="stable")]
+    in_time = place[_sorting(_moments(timeline.schedule, np.concatenate([producers, consumers]), is_send))]
     owner, anchor, is_send = device[order], anchor[order], is_send[order]
     mate = place[order - np.where(is_send == 1, -count, count)]
     first = tuple(np.searchsorted(owner, np.arange(table.num_devices + 1)).tolist())
@@ -111,7 +110,7 @@ def _plan(timeline: Timeline) -> _Plan:
     begin = np.tile(starts[consumers], 2)[order]
     behind = np.append(starts, np.inf)[anchor]
     behind[anchor == np.array(table.first)[owner + 1]] = np.inf
-    plan = _Plan(
+    return _Plan(
         first=first,
         owner=owner.tolist(),
         is_send=is_send.astype(bool).tolist(),
@@ -121,10 +120,25 @@ def _plan(timeline: Timeline) -> _Plan:
         cells=cells.tolist(),
         ready=np.tile(ends[producers], 2)[order].tolist(),
         wanted=np.minimum(begin, behind).tolist(),
-        deadline=[0] * (2 * count),
+        deadline=_deadlines(table, in_time[::-1], owner, cells, receiver=np.where(is_send == 1, mate, -1)),
     )
-    whole_cells = np.bincount(table.device[table.last_half == np.arange(table.num_actions)], minlength=table.num_devices)
-    return replace(plan, deadline=_deadlines(plan, in_time, last=whole_cells.tolist()))
+
+
+def _sorting(keys: IntArray) -> IntArray:
+    """What argsort gives for keys that all differ and are not much larger than their number."""
+    slots = np.full(keys.max(initial=-1) + 1, -1, np.int64)
+    slots[keys] = np.arange(len(keys))
+    return slots[slots >= 0]
+
+
+def _moments(schedule: Schedule, served: IntArray, is_send: IntArray) -> IntArray:
+    """A number for each transfer, all different, that grows along the rows and from each SEND to its RECV."""
+    table = schedule.encoded
+    moment = np.empty(table.num_actions, np.int64)
+    moment[np.array(schedule.run_order(Transfers.ASYNC).order, np.int64)] = np.arange(table.num_actions)
+    second_half = served != table.last_half[served]
+    moments: IntArray = 4 * moment[table.last_half[served]] + 2 * is_send + second_half
+    return moments
 
 
 def _cells_before(table: Encoded, anchor: IntArray, owner: IntArray) -> IntArray:
@@ -136,20 +150,20 @@ def _cells_before(table: Encoded, anchor: IntArray, owner: IntArray) -> IntArray
     return cells
 
 
-def _deadlines(plan: _Plan, in_time: IntArray, *, last: Sequence[int]) -> list[int]:
+def _deadlines(table: Encoded, in_time: IntArray, owner: IntArray, cells: IntArray, *, receiver: IntArray) -> list[int]:
     """Per transfer, the last step at which it prolongs nothing, where every cell and transfer takes a step.
 
-    `in_time` lists the transfers by time, `last` the number of cells in each row.
+    `in_time` lists the transfers from the last to the first, `receiver` has the RECV of each SEND.
     """
-    owner, is_send, mate, cells = plan.owner, plan.is_send, plan.mate, plan.cells
-    deadline = [0] * len(owner)
+    row_ends = np.bincount(table.device[table.last_half == np.arange(table.num_actions)], minlength=table.num_devices)
     # deadline minus cells of the transfer that follows on each device: what stands between two of them is cells only.
-    margin = [-count for count in last]
-    for k in in_time[::-1].tolist():
-        device, before = owner[k], cells[k]
+    margin = (-row_ends).tolist()
+    deadline = [0] * len(in_time)
+    columns = (column[in_time].tolist() for column in (owner, cells, receiver))
+    for k, device, before, recv in zip(in_time.tolist(), *columns, strict=True):
         step = margin[device] + before - 1
-        if is_send[k] and deadline[mate[k]] < step:
-            step = deadline[mate[k]]
+        if recv >= 0 and deadline[recv] < step:
+            step = deadline[recv]
         deadline[k] = step
         margin[device] = step - before
     return deadline
