@@ -1,0 +1,169 @@
+"""One process of `benchmarks.emulated`: a pipeline of stages that only hold their device, timed.
+
+Started with a JSON `Group` as its argument; process 0 prints a line `MARK + JSON` a case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import jaxpipe as jp
+from benchmarks.hold import counts, hold
+from jaxpipe.action import Kind, parts
+
+MARK = "result "
+ROW = 1024  # floats in a row: little to move, but more than the 512 bytes under which XLA:CPU runs a whole loop body in sequence
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    schedule: str
+    devices: int
+    chunks: int
+    microbatches: int
+    prefer: str = "memory"
+
+    def build(self) -> jp.Schedule:
+        """Its table."""
+        return jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches, chunks=self.chunks)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that run cases together; `unit` is how long F, I and W hold their device, in seconds."""
+
+    process: int
+    processes: int
+    port: int
+    unit: float
+    repeats: int
+    cases: tuple[Case, ...]
+
+    @classmethod
+    def from_json(cls, text: str) -> Group:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "cases": tuple(Case(**case) for case in fields["cases"])})
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def stage_of(unit: float, *, split: bool) -> Callable[[Any, Any], Any]:
+    """A stage whose F holds its device for `unit`, and whose B for twice that: as one call, or as two where the table splits it.
+
+    Every gradient depends on a call, so nothing that cuts the backward in two, or drops dead code, can lose one.
+    """
+
+    @jax.custom_vjp
+    def stage(params: Any, x: Any) -> Any:
+        return hold(x, unit)
+
+    def forward(params: Any, x: Any) -> tuple[Any, None]:
+        return hold(x, unit), None
+
+    def backward(_: None, dy: Any) -> tuple[Any, Any]:
+        if not split:
+            both = hold(dy, 2 * unit)
+            return {"w": jnp.sum(both)[None]}, both
+        # Operands differ, lest XLA take the two calls for one.
+        return {"w": jnp.sum(hold(dy + 1, unit))[None]}, hold(dy, unit)
+
+    stage.defvjp(forward, backward)
+    return lambda params, x: stage(params, x)
+
+
+def step_of(case: Case, unit: float) -> Callable[[], Any]:
+    """A function that runs one step and waits for it."""
+    schedule = case.build()
+    split = any(a.kind in (Kind.I, Kind.W) for row in schedule.rows for cell in row for a in parts(cell))
+    mesh = Mesh(np.array(jax.devices()[: case.devices]), ("pipe",))
+    pipe = jp.Pipeline(
+        stage_of(unit, split=split),
+        schedule=schedule,
+        mesh=mesh,
+        last=lambda params, x, microbatch: jnp.mean(x),
+        prefer=case.prefer,
+    )
+    params = pipe.place({"stages": {"w": np.ones((schedule.num_stages, 1), np.float32)}, "last": {}})
+    batch = {"x": np.ones((case.microbatches, ROW), np.float32)}
+    return lambda: jax.block_until_ready(pipe.value_and_grad(params, batch))
+
+
+def measure(case: Case, group: Group) -> dict[str, Any]:
+    """Step times with holds of a unit and of nothing, taken in turn."""
+    steps = {unit: step_of(case, unit) for unit in (group.unit, 0.0)}
+    for unit, step in steps.items():
+        before = _held()
+        step()
+        _check_held(case, unit, _held() - before)
+    times: dict[float, list[float]] = {unit: [] for unit in steps}
+    for _ in range(group.repeats):
+        for unit, step in steps.items():
+            if group.processes > 1:
+                multihost_utils.sync_global_devices("start")
+            begin = time.perf_counter()
+            step()
+            times[unit].append(time.perf_counter() - begin)
+    return {
+        "case": dataclasses.asdict(case),
+        "step": statistics.median(times[group.unit]),
+        "steps": times[group.unit],
+        "empty": statistics.median(times[0.0]),
+    }
+
+
+def _held() -> float:
+    return sum(seconds for _, seconds in counts(jax.local_device_count()))
+
+
+def _check_held(case: Case, unit: float, held: float) -> None:
+    """Every action of this process's devices held its device for its time; a lost call would look like speed."""
+    schedule = case.build()
+    mine = [d for d, device in enumerate(jax.devices()[: case.devices]) if device.process_index == jax.process_index()]
+    actions = [a for d in mine for cell in schedule.rows[d] for a in parts(cell)]
+    wanted = unit * sum(2 if a.kind is Kind.B else 1 for a in actions)
+    if abs(held - wanted) > 1e-6 + 1e-6 * wanted:
+        raise SystemExit(f"{case}: devices were held for {held:.6f} s in a step, but the table says {wanted:.6f} s")
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the process that started this one does."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    group = Group.from_json(sys.argv[1])
+    largest = max(case.devices for case in group.cases)
+    jax.config.update("jax_num_cpu_devices", largest // group.processes)
+    if group.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{group.port}", group.processes, group.process)
+    for case in group.cases:
+        result = measure(case, group)
+        if group.process == 0:
+            print(MARK + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
