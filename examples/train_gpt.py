@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+import jaxpipe as jp
 from gpt import devices, report, verify
 from gpt.checkpoint import Checkpoints, RunFolder
 from gpt.data import Corpus, standard_library
 from gpt.model import GPT
 from gpt.optimizer import adamw
 
-import jaxpipe as jp
-
 PROMPT = "\n\ndef"
+FIXED = ("layers", "width", "heads", "context", "vocab", "tied", "dtype", "seed")  # what a resumed run cannot change
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,12 +39,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--width", type=int, default=128, help="features of the residual stream (128)")
     p.add_argument("--heads", type=int, default=4, help="attention heads (4)")
     p.add_argument("--context", type=int, default=64, help="tokens a row (64)")
-    p.add_argument("--vocab", type=int, default=512, help="tokens in the vocabulary, at least 128 (512)")
+    p.add_argument("--vocab", type=int, default=1024, help="tokens in the vocabulary, at least 128 (1024)")
     p.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="the head is the token embedding")
     p.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), help="type of the compute (float32; float64 with --verify)")
     p.add_argument("--batch", type=int, default=16, help="rows a step, over all replicas (16)")
-    p.add_argument("--steps", type=int, help="steps in all (800; 20 with --verify)")
-    p.add_argument("--rate", type=float, default=3e-3, help="learning rate after the warm-up (3e-3)")
+    p.add_argument("--steps", type=int, help="steps in all (1500; 20 with --verify)")
+    p.add_argument("--rate", type=float, default=4e-3, help="learning rate after the warm-up (4e-3)")
     p.add_argument("--warmup", type=int, default=50, help="steps of warm-up (50)")
     p.add_argument("--decay", type=float, default=0.1, help="weight decay of the kernels (0.1)")
     p.add_argument("--clip", type=float, default=1.0, help="largest global norm of the gradients (1.0)")
@@ -60,10 +61,14 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     p = parser()
     args = p.parse_args(argv)
     if args.resume:
-        p.set_defaults(**RunFolder(args.resume).read_settings()["flags"])
+        saved = RunFolder(args.resume).read_settings()["flags"]
+        p.set_defaults(**saved)
         args = p.parse_args(argv)
+        changed = [f"--{name} {getattr(args, name)} (was {saved[name]})" for name in FIXED if getattr(args, name) != saved[name]]
+        if changed:
+            raise SystemExit(f"a resumed run keeps its model and data: leave out {', '.join(changed)}")
     args.dtype = args.dtype or ("float64" if args.verify else "float32")
-    args.steps = args.steps or (20 if args.verify else 800)
+    args.steps = args.steps or (20 if args.verify else 1500)
     return args
 
 
@@ -72,14 +77,22 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in ("out", "resume", "verify")}
 
 
+def check_sizes(args: argparse.Namespace, stages: int) -> None:
+    """Exit with every flag that does not divide as it must, and the nearest value that does."""
+    must = (("layers", stages, "stages"), ("width", args.heads, "heads"), ("batch", args.microbatches * args.data, "microbatches x data"))
+    faults = [
+        f"--{flag} {value} does not divide into {parts} ({what}): use --{flag} {-(-value // parts) * parts}"
+        for flag, parts, what in must
+        if (value := getattr(args, flag)) % parts
+    ]
+    if faults:
+        raise SystemExit("\n".join(faults))
+
+
 def build(args: argparse.Namespace) -> tuple[GPT, jp.Pipeline]:
     """The model, and the pipeline that runs it."""
     schedule = jp.schedules.build(args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks)
-    if args.layers % schedule.num_stages:
-        more = -(-args.layers // schedule.num_stages) * schedule.num_stages
-        raise SystemExit(
-            f"--layers {args.layers} do not divide into the {schedule.num_stages} stages of {schedule.name}; use --layers {more}"
-        )
+    check_sizes(args, schedule.num_stages)
     model = GPT(
         stages=schedule.num_stages,
         layers=args.layers,
@@ -110,6 +123,7 @@ def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpu
     folder = RunFolder(args.resume) if args.resume else RunFolder.create(args.out)
     checkpoints, start = Checkpoints(folder.checkpoints, pipe), 0
     if args.resume:
+        folder.check_corpus(corpus.digest)
         start, state = checkpoints.restore({"params": params, "opt_state": opt_state})
         params, opt_state = state["params"], state["opt_state"]
     print(f"{'resuming after step ' + str(start) if args.resume else 'run folder'}: {folder.path}")
@@ -150,11 +164,10 @@ def finish(
 
 def main(argv: list[str] | None = None) -> int:
     args = settings(argv)
-    if args.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_enable_x64", args.dtype == "float64")
     try:
         model, pipe = build(args)
-    except jp.JaxpipeError as error:
+    except jp.JaxpipeError as error:  # an unknown schedule, say: the message tells what to write instead
         raise SystemExit(str(error)) from None
     corpus = standard_library(vocab=args.vocab)
     kinds = {d.device_kind for d in pipe.mesh.devices.flat}

@@ -104,6 +104,11 @@ class RunFolder:
         except FileNotFoundError:
             raise SystemExit(f"{self.path} is not the folder of a run: it has no settings.json") from None
 
+    def check_corpus(self, digest: str) -> None:
+        """Exit where the run was trained on another text: another version of Python has another library."""
+        if self.read_settings()["corpus"] != digest:
+            raise SystemExit(f"{self.path} was trained on another Python's standard library: resume it with the Python that started it")
+
     def read_losses(self, steps: int) -> list[float]:
         """The losses of the first `steps` steps; the file is cut there, since the resumed run writes the rest again."""
         file = self.path / "losses.csv"

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
@@ -29,7 +28,7 @@ def find(count: int) -> list[jax.Device]:
 
 def mesh(devices: list[jax.Device], *, pipe: int, data: int) -> Mesh:
     """A pipe x data mesh; neighbours along the pipe axis are `data` devices apart."""
-    return jax.make_mesh((pipe, data), ("pipe", "data"), devices=np.asarray(devices))
+    return jax.make_mesh((pipe, data), ("pipe", "data"), devices=devices)
 
 
 def on_mesh(tree: Any, mesh: Mesh) -> Any:

@@ -156,7 +156,7 @@ class GPT:
         def grow(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             window, size = carry
             logits = self.logits(canonical, window[None])[0, size - 1]
-            token = jax.random.categorical(key, logits / temperature)
+            token = jax.random.categorical(key, logits / temperature).astype(jnp.int32)
             full = jnp.roll(window, -1).at[-1].set(token)
             window = jnp.where(size == self.context, full, window.at[jnp.minimum(size, self.context - 1)].set(token))
             return (window, jnp.minimum(size + 1, self.context)), token

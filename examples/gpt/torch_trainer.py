@@ -41,13 +41,14 @@ class Torch:
             no_decay=tuple(name for name in weights if not name.endswith("kernel")),
             clip=args.clip,
         )
+        self.clip: float = args.clip
         self.weights = {name: torch.tensor(value) for name, value in weights.items()}
         self.optimizer = self.rule.build(self.weights)
         self.steps = 0
 
     def step(self, batch: Any) -> tuple[float, dict[str, np.ndarray]]:
         result = torch_ref.run(self.table, self.model, batch, weights={name: w.numpy() for name, w in self.weights.items()})
-        clipped = optim.clip({name: torch.from_numpy(g) for name, g in result.grads.items()}, self.rule.clip)
+        clipped = optim.clip({name: torch.from_numpy(g) for name, g in result.grads.items()}, self.clip)
         for name, weight in self.weights.items():
             weight.grad = clipped[name]
         for group in self.optimizer.param_groups:

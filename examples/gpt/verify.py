@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -34,6 +34,13 @@ def by_path(tree: Any) -> Arrays:
     """A tree of arrays -> arrays by path, as torch_ref names them."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+class Trainer(Protocol):
+    """One way to train."""
+
+    def step(self, batch: Any) -> tuple[float, Arrays]:
+        """Loss and gradients of a batch; the weights are updated."""
 
 
 class Pipelined:
@@ -102,7 +109,10 @@ def main(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpus
     optimizer = adamw(rate=args.rate, warmup=args.warmup, decay=args.decay, clip=args.clip)
     canonical = model.init(jax.random.key(args.seed))
     ours = Pipelined(model, pipe, optimizer, canonical)
-    others = {"plain JAX": Plain(model, optimizer, canonical), "torch_ref": Torch(model, pipe.schedule, args, by_path(canonical))}
+    others: dict[str, Trainer] = {
+        "plain JAX": Plain(model, optimizer, canonical),
+        "torch_ref": Torch(model, pipe.schedule, args, by_path(canonical)),
+    }
 
     table = Table("step", "loss", *(f"{what} vs {name}" for name in others for what in ("loss", "gradient")), title=f"in {args.dtype}")
     worst: dict[str, list[Difference]] = {name: [] for name in others}
