@@ -55,7 +55,7 @@ def run_threaded(
             _run_scan(eqn, env, targets, written)
             continue
         inputs = [_load(env, v) for v in eqn.invars]
-        env.update(zip(eqn.outvars, _bind(eqn, inputs), strict=True))
+        env.update(zip(eqn.outvars, _bind(jaxpr, eqn, inputs), strict=True))
     outs = []
     for i, atom in enumerate(jaxpr.outvars):
         if i not in writes:
@@ -74,14 +74,14 @@ def _load(env: dict[core.Var, Any], atom: Any) -> Any:
     return value.load() if isinstance(value, Slot) else value
 
 
-def _bind(eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Run one equation."""
+def _bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Run one equation of a jaxpr."""
     variables = [v for v in eqn.invars if isinstance(v, core.Var)]
     values = [x for v, x in zip(eqn.invars, inputs, strict=True) if isinstance(v, core.Var)]
     named = dict(zip(variables, values, strict=True))
     newvar = core.gensym()
     outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
-    single = core.Jaxpr((), list(named), outs, [eqn.replace(outvars=outs)], eqn.effects)
+    single = jaxpr.replace(constvars=[], invars=list(named), outvars=outs, eqns=[eqn.replace(outvars=outs)], effects=eqn.effects)
     return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())
 
 
