@@ -7,7 +7,7 @@ long a microbatch is under way, over the period, is how many activations are hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -110,9 +110,20 @@ def _held_time(placement: Placement, costs: StageCosts, wave: Wave) -> float:
     return max(sum(held[s] for s in stages) for stages in placement.stages_of)
 
 
+def least_makespan(placement: Placement, costs: StageCosts, microbatches: int) -> float:
+    """A bound that no schedule goes below: each device waits for the first forward to get there, then does all its work."""
+    starts = _starts(placement, costs, Wave(1, 1, 0, 0))
+    return max(min(starts[s] for s in stages) + microbatches * _work(costs, stages) for stages in placement.stages_of)
+
+
+def _work(costs: StageCosts, stages: Iterable[int]) -> float:
+    """What a device with these stages has to do for one microbatch."""
+    return sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages)
+
+
 def _round(placement: Placement, costs: StageCosts) -> float:
     """The time the busiest device needs for one microbatch: no schedule has a shorter period."""
-    return max(sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages) for stages in placement.stages_of)
+    return max(_work(costs, stages) for stages in placement.stages_of)
 
 
 def fitted(name: str, order: OrderMaker, placement: Placement, costs: Costs | None, *, microbatches: int, cap: int) -> Schedule:
@@ -150,14 +161,17 @@ def best_of(
     else:
         judged = [(_forecast(whole, maker, min(microbatches, short)), place) for place, maker in enumerate(makers)]
         finalists = [makers[place] for _, place in sorted(judged)[:_FINALISTS]]
-    rules = _rules(costs)
-    if microbatches > 4 * short:
-        rules = (min(rules, key=lambda rule: min(_forecast(whole, maker, short, rule) for maker in finalists)),)
-    found = [whole.run(maker, rule) for maker in finalists for rule in rules]
+    pairs = [(maker, rule) for maker in finalists for rule in _rules(costs)]
+    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
+    if len(pairs) > affordable:
+        ranked = sorted((_forecast(whole, maker, short, rule), place) for place, (maker, rule) in enumerate(pairs))
+        pairs = [pairs[place] for _, place in ranked[:affordable]]
+    found = [whole.run(maker, rule) for maker, rule in pairs]
     return min((f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None)
 
 
-_FINALISTS = 5
+_FINALISTS = 5  # orders that are tried under every rule
+_MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
 def _forecast(whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RULES[0]) -> tuple[float, int]:

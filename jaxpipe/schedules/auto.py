@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 from ..costs import Costs
 from ..errors import ScheduleError
@@ -10,7 +11,7 @@ from ..orders import turn_order, zbv_order
 from ..placement import Placement
 from ..schedule import Schedule
 from ..squeeze import Squeezed
-from ..waves import OrderMaker, best_of, cost_waves, v_blocks
+from ..waves import OrderMaker, best_of, cost_waves, least_makespan, v_blocks
 
 
 def auto(
@@ -36,13 +37,14 @@ def auto(
     costs = costs or Costs()
     caps = (chunks * devices, 2 * chunks * devices) if max_activations is None else (max_activations,)
     found: list[tuple[Squeezed, Placement]] = []
-    for place in places:
+    for cap, place in product(caps, places):
         stages = costs.for_stages(place.num_stages)
-        for cap in caps:
-            makers = [*_known_orders(place, microbatches), *cost_waves(place, stages, cap)]
-            best = best_of(makers, place, stages, microbatches=microbatches, cap=cap, release=costs.release)
-            assert best is not None, "one microbatch after the other fits any cap"
-            found.append((best, place))
+        makers = [*_known_orders(place, microbatches), *cost_waves(place, stages, cap)]
+        best = best_of(makers, place, stages, microbatches=microbatches, cap=cap, release=costs.release)
+        assert best is not None, "one microbatch after the other fits any cap"
+        found.append((best, place))
+        if best.makespan <= least_makespan(place, stages, microbatches):
+            break
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
     return Schedule.from_rows(best.rows, placement=place, num_microbatches=microbatches, name="auto")
 
