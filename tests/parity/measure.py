@@ -1,0 +1,56 @@
+"""One case of the grid: the errors of each engine against the un-pipelined oracle in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tests.models import to_tree
+
+from .cases import ROWS, Case
+from .engines import Outcome, case_data, jaxpipe_step, pipeline, torch_step, truth, worst_error
+from .tolerance import FLOAT64, bound
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Largest relative errors: of loss and gradients in jaxpipe and in torch_ref, and of jaxpipe's losses by microbatch."""
+
+    step: float
+    losses: float
+    torch: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether all are within the limit."""
+        return max(self.step, self.losses, self.torch) <= self.limit
+
+
+def measure(case: Case) -> Measured:
+    """Run the case on both engines; jaxpipe in the case's precision, torch_ref and the oracle always in float64."""
+    schedule, model, count = case.build(), case.twin, case.microbatches
+    dtype = jnp.dtype(case.dtype)
+    right = truth(model, count, ROWS)
+    weights, batch = case_data(model, count, ROWS, dtype=dtype)
+    pipe = pipeline(schedule, model)
+    found = jaxpipe_step(pipe, weights, batch)
+    losses = np.asarray(pipe.losses(pipe.place(to_tree(weights)), dict(batch)), np.float64)
+    in_torch = torch_step(schedule, model, *case_data(model, count, ROWS))
+    limit = FLOAT64 if dtype == np.float64 else bound(model.reference, rows=ROWS, microbatches=count, dtype=dtype)
+    return Measured(
+        step=worst_error(found, right),
+        losses=losses_error(losses, right),
+        torch=max(worst_error(in_torch, right), losses_error(in_torch.losses, right)),
+        limit=limit,
+    )
+
+
+def losses_error(losses: Any, right: Outcome) -> float:
+    """The largest error of a microbatch's loss, relative to the largest loss."""
+    if losses.shape != right.losses.shape or not np.all(np.isfinite(losses)):
+        return float("inf")
+    return float(np.max(np.abs(losses - right.losses)) / np.max(np.abs(right.losses)))
