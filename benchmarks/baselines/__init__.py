@@ -1,0 +1,1 @@
+"""What jaxpipe is measured against: textbook versions of the usual ways, each short and as fast as it can be made without tricks."""
