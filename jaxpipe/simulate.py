@@ -74,7 +74,7 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
     table = schedule.encoded
     wait = waits(table, transfers)
     total = table.num_actions
-    latency = [costs.transfer[s] for s in table.stage[senders(table, wait)].tolist()]
+    latency = np.array(costs.transfer)[table.stage[senders(table, wait)]].tolist()
     need, device = np.where(wait >= 0, wait, total).tolist(), table.device.tolist()
     starts: list[float] = [0] * total
     ends: list[float] = [0] * (total + 1)
@@ -89,20 +89,21 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
         starts[i] = start
         free[d] = ends[i] = start + durations[i]
     ends.pop()
-    _stretch_receives(table, starts, ends, costs)
     _join_pairs(table, starts, ends)
-    return starts, ends
+    return _stretch_receives(table, starts, ends, costs) if table.has_transfers else (starts, ends)
 
 
-def _stretch_receives(table: Encoded, starts: list[float], ends: list[float], costs: StageCosts) -> None:
-    """A RECV starts when its device reaches it and ends when its message is there."""
-    for i, send in zip(table.receives.tolist(), table.producer[table.receives].tolist(), strict=True):
-        arrival = ends[send] + costs.transfer[table.stage[send]]
-        if ends[i] < arrival:  # posted: the device went on without the message
-            ends[i] = arrival
-            continue
-        reached = i > table.first[table.device[i]]
-        starts[i] = min(starts[i], ends[i - 1]) if reached else 0
+def _stretch_receives(table: Encoded, starts: list[float], ends: list[float], costs: StageCosts) -> tuple[list[float], list[float]]:
+    """A RECV starts when its device reaches it and ends when its message is there, whether the device waits for it or goes on."""
+    begin, end = np.array(starts), np.array(ends)
+    receives, sends = table.receives, table.producer[table.receives]
+    arrival = end[sends] + np.array(costs.transfer)[table.stage[sends]]
+    before = np.where(np.isin(receives, table.first), 0, end[receives - 1])
+    held = end[receives] >= arrival
+    # Held, the RECV's own booked time is that of the arrival; its device reached it at the end of what came before.
+    begin[receives] = np.where(held, np.minimum(begin[receives], before), begin[receives])
+    end[receives] = np.maximum(end[receives], arrival)
+    return begin.tolist(), end.tolist()
 
 
 def _join_pairs(table: Encoded, starts: list[float], ends: list[float]) -> None:

@@ -11,6 +11,7 @@ SENDs, the choice looks at a count of steps in which each SEND and RECV takes on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -49,10 +50,10 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     """
     if schedule.has_transfers:
         raise ScheduleError("the table has SEND and RECV already; jaxpipe.remove_transfers takes them out")
-    plan = _plan(simulate(schedule, costs))
-    run = _Run(plan)
-    run.finish()
     with paused_collector():
+        plan = _plan(simulate(schedule, costs))
+        run = _Run(plan)
+        run.finish()
         return schedule.with_rows(_insert(schedule, plan, np.array(run.early, np.int64), np.array(run.before, np.int64)))
 
 
@@ -187,69 +188,98 @@ class _Run:
     def finish(self) -> None:
         """Run all transfers."""
         plan, head = self._plan, self._head
+        owner, mate, last = plan.owner, plan.mate, plan.first[1:]
         self._advance(list(range(len(head)))[::-1])
-        while standing := {d: plan.owner[plan.mate[at]] for d, at in enumerate(head) if at < plan.first[d + 1]}:
+        while standing := {d: owner[mate[at]] for d, at in enumerate(head) if at < last[d]}:
             for cycle in cycles_of(standing):
-                sends = [device for device in cycle if plan.is_send[head[device]]]
-                first = min(sends, key=lambda d: self._price(head[d], head[standing[d]]))
-                self._advance([first], first=first)
+                self._take_early(*self._cheapest(cycle))
 
-    def _advance(self, runnable: list[int], *, first: int | None = None) -> None:
-        """Run until all devices stand in cycles of more than two; the commonest cycles, of two devices, need no search.
+    def _cheapest(self, cycle: Sequence[int]) -> tuple[int, int]:
+        """The SEND of a cycle that is cheapest to take early, and the transfer at which its receiver stands.
 
-        `first` is a device that stands at a SEND to be taken early now.
+        Cheap is what prolongs no makespan; then, no steps; then what leaves the receiver the most steps to lose.
         """
-        plan, head, taken, lag = self._plan, self._head, self._taken, self._lag
-        owner, mate, is_send, cells, last = plan.owner, plan.mate, plan.is_send, plan.cells, plan.first[1:]
+        plan, head, lag = self._plan, self._head, self._lag
+        found, least = (-1, -1), (True, True, 1)
+        for device, receiver in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+            send, at = head[device], head[receiver]
+            if not plan.is_send[send]:
+                continue
+            too_late = plan.ready[send] > plan.wanted[at]
+            later = lag[device] + plan.cells[send] > lag[receiver] + plan.cells[at]
+            price = (too_late, later, -plan.deadline[at])
+            if found[0] < 0 or price < least:
+                found, least = (send, at), price
+        return found
+
+    def _take_early(self, send: int, at: int) -> None:
+        """Let the receiver of a SEND have the message before `at`, where it stands; then run on."""
+        plan, lag = self._plan, self._lag
+        sender, receiver = plan.owner[send], plan.owner[at]
+        self.early.append(plan.mate[send])
+        self.before.append(at)
+        self._taken[plan.mate[send]] = 1
+        lag[receiver] = 1 + max(lag[receiver], lag[sender] + plan.cells[send] - plan.cells[at])
+        lag[sender] += 1
+        self._head[sender] = self._next(send)
+        self._advance([sender])
+
+    def _next(self, transfer: int) -> int:
+        """The transfer that its device reaches next."""
+        transfer += 1
+        while self._taken[transfer]:
+            transfer += 1
+        return transfer
+
+    def _advance(self, runnable: list[int]) -> None:
+        """Run until all devices stand in cycles of more than two; in those of two, the commonest, `_take_early` is written out."""
+        plan, head, taken, lag, last = self._plan, self._head, self._taken, self._lag, self._plan.first[1:]
+        mate, owner, is_send, cells = plan.mate, plan.owner, plan.is_send, plan.cells
         while runnable:
             device = runnable.pop()
-            while (send := head[device]) < last[device]:
-                recv = mate[send]
-                other = owner[recv]
+            here = head[device]
+            while here < last[device]:
+                there = mate[here]
+                other = owner[there]
                 at = head[other]
-                if at == recv:
-                    if not is_send[send]:
-                        send, recv = recv, send
-                    at = recv
-                else:
-                    if first is None and owner[mate[at]] != device:
-                        break
-                    if first is None and (not is_send[send] or (is_send[at] and self._rather(at, send))):
-                        send, at = at, send
-                        recv = mate[send]
-                    self.early.append(recv)
+                if at != there and owner[mate[at]] != device:
+                    break
+                # By how many steps the other device is later where it stands than this one where it stands.
+                later = lag[other] + cells[at] - lag[device] - cells[here]
+                if at == there:
+                    # Both sides are reached, and the message passes; a RECV comes no sooner than its SEND.
+                    if is_send[here]:
+                        lag[other] -= later if later < 0 else 0
+                    else:
+                        lag[device] += later if later > 0 else 0
+                    lag[device] += 1
+                    lag[other] += 1
+                    here = head[device] = self._next(here)
+                    head[other] = self._next(there)
+                    runnable.append(other)
+                elif is_send[here] and not (is_send[at] and self._rather(at, here, later)):
+                    self.early.append(there)
                     self.before.append(at)
-                    first = None
-                # The message passes; its receiver stands at `at`: the RECV, or what comes after the RECV from now on.
-                sender, receiver = owner[send], owner[recv]
-                ahead = lag[sender] + cells[send] - lag[receiver] - cells[at]
-                lag[receiver] += ahead + 1 if ahead > 0 else 1
-                lag[sender] += 1
-                taken[recv] = 1
-                send += 1
-                while taken[send]:
-                    send += 1
-                head[sender] = send
-                while taken[at]:
-                    at += 1
-                head[receiver] = at
-                runnable.append(other)
+                    taken[there] = 1
+                    lag[other] += 1 - (later if later < 0 else 0)
+                    lag[device] += 1
+                    here = head[device] = self._next(here)
+                else:
+                    self.early.append(mate[at])
+                    self.before.append(here)
+                    taken[mate[at]] = 1
+                    lag[device] += 1 + (later if later > 0 else 0)
+                    lag[other] += 1
+                    head[other] = self._next(at)
+                    runnable.append(other)
 
-    def _rather(self, send: int, other: int) -> bool:
-        """Whether `send` is cheaper to take early than `other`, where the receiver of each stands at the other one."""
+    def _rather(self, send: int, other: int, later: int) -> bool:
+        """Whether `send` is cheaper to take early than `other`, where the receiver of each stands at the other one (as in `_cheapest`)."""
         plan = self._plan
         too_late = plan.ready[send] > plan.wanted[other]
         if too_late != (plan.ready[other] > plan.wanted[send]):
             return not too_late
-        later = self._lag[plan.owner[send]] + plan.cells[send] - self._lag[plan.owner[other]] - plan.cells[other]
         return later < 0 or (later == 0 and plan.deadline[other] > plan.deadline[send])
-
-    def _price(self, send: int, at: int) -> tuple[bool, bool, int]:
-        """What it costs that the receiver of a SEND, which stands at `at`, takes it first: any makespan; any step; how tight `at` is."""
-        plan = self._plan
-        too_late = plan.ready[send] > plan.wanted[at]
-        later = self._lag[plan.owner[send]] + plan.cells[send] > self._lag[plan.owner[at]] + plan.cells[at]
-        return too_late, later, -plan.deadline[at]
 
 
 def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) -> list[list[Cell]]:

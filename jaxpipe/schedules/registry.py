@@ -14,6 +14,7 @@ from ..errors import ScheduleError
 from ..listing import forwards
 from ..orders import forward_order
 from ..placement import Placement
+from ..quiet import paused_collector
 from ..schedule import Schedule
 from .auto import auto
 from .basic import gpipe, no_pipelining, one_f_one_b
@@ -209,7 +210,8 @@ def build(
     if chunks is None:
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}
-    schedule = entry.generator(devices=int(devices), microbatches=int(microbatches), chunks=int(chunks), **given)
+    with paused_collector():
+        schedule = entry.generator(devices=int(devices), microbatches=int(microbatches), chunks=int(chunks), **given)
     if not forward_only:
         return schedule
     return schedule.with_rows(forward_order(schedule.placement, microbatches)) if entry.memory_bound else forwards(schedule)
