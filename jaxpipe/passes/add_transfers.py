@@ -66,16 +66,17 @@ def remove_transfers(schedule: Schedule) -> Schedule:
 class _Plan:
     """The wanted transfers of all devices, row by row: `first[d] : first[d + 1]` are those of device d.
 
-    One entry a transfer: `owner`, its device; `mate`, the other side; `served`, the compute action that makes or needs the message;
-    `anchor`, the number of the action before which it stands (or one past the row's last); `cells`, how many compute cells
-    stand before it.  By the costs: `ready`, when the message is there; `wanted`, when something behind the transfer is wanted
-    first.  `deadline` is the last step (counted from the end, so negative) at which it prolongs nothing.
+    One entry a transfer: `owner`, its device; `mate`, the other side, and `peer`, the device of that; `served`, the compute
+    action that makes or needs the message; `anchor`, the number of the action before which it stands (or one past the row's last);
+    `cells`, how many compute cells stand before it.  By the costs: `ready`, when the message is there; `wanted`, when something
+    behind the transfer is wanted first.  `deadline` is the last step (counted from the end, so negative) at which it prolongs nothing.
     """
 
     first: tuple[int, ...]
     owner: list[int]
     is_send: list[bool]
     mate: list[int]
+    peer: list[int]
     served: IntArray
     anchor: list[int]
     cells: list[int]
@@ -116,6 +117,7 @@ def _plan(timeline: Timeline) -> _Plan:
         owner=owner.tolist(),
         is_send=is_send.astype(bool).tolist(),
         mate=mate.tolist(),
+        peer=owner[mate].tolist(),
         served=np.concatenate([producers, consumers])[order],
         anchor=anchor.tolist(),
         cells=cells.tolist(),
@@ -188,9 +190,9 @@ class _Run:
     def finish(self) -> None:
         """Run all transfers."""
         plan, head = self._plan, self._head
-        owner, mate, last = plan.owner, plan.mate, plan.first[1:]
+        peer, last = plan.peer, plan.first[1:]
         self._advance(list(range(len(head)))[::-1])
-        while standing := {d: owner[mate[at]] for d, at in enumerate(head) if at < last[d]}:
+        while standing := {d: peer[at] for d, at in enumerate(head) if at < last[d]}:
             for cycle in cycles_of(standing):
                 self._take_early(*self._cheapest(cycle))
 
@@ -234,15 +236,15 @@ class _Run:
     def _advance(self, runnable: list[int]) -> None:
         """Run until all devices stand in cycles of more than two; in those of two, the commonest, `_take_early` is written out."""
         plan, head, taken, lag, last = self._plan, self._head, self._taken, self._lag, self._plan.first[1:]
-        mate, owner, is_send, cells = plan.mate, plan.owner, plan.is_send, plan.cells
+        mate, peer, is_send, cells = plan.mate, plan.peer, plan.is_send, plan.cells
         while runnable:
             device = runnable.pop()
             here = head[device]
             while here < last[device]:
                 there = mate[here]
-                other = owner[there]
+                other = peer[here]
                 at = head[other]
-                if at != there and owner[mate[at]] != device:
+                if at != there and peer[at] != device:
                     break
                 # By how many steps the other device is later where it stands than this one where it stands.
                 later = lag[other] + cells[at] - lag[device] - cells[here]
