@@ -27,7 +27,7 @@ def torch_table(name: str, *, devices: int, chunks: int, microbatches: int) -> S
     """torch's table of the schedule that we call `name`; None where torch refuses the setting."""
     if not _accepts(name, devices, chunks, microbatches):
         return None
-    rows = _gpipe(devices, microbatches) if name == "gpipe" else _multi(name, devices, chunks, microbatches)
+    rows = _gpipe(devices, microbatches) if name == "gpipe" else torch_rows(name, devices, chunks, microbatches)
     shape = Placement.vee(devices=devices) if name in ("zbv", "dualpipev") else Placement.loop(devices=devices, chunks=chunks)
     cells = [[parse_cell(str(a)) for a in row if a is not None and "REDUCE_GRAD" not in str(a)] for row in rows]
     return Schedule.from_rows(cells, placement=shape, num_microbatches=microbatches, name=f"torch {name}")
@@ -48,7 +48,7 @@ def _gpipe(devices: int, microbatches: int) -> Iterable[list[Any]]:
     return order.values()
 
 
-def _multi(name: str, devices: int, chunks: int, microbatches: int) -> list[list[Any]]:
+def torch_rows(name: str, devices: int, chunks: int, microbatches: int) -> list[list[Any]]:
     """Call a multi-stage class's own generator on an object that holds only what it reads."""
     schedule: Any = object.__new__(CLASSES[name])
     schedule.pp_group_size, schedule._n_microbatches = devices, microbatches
