@@ -118,7 +118,7 @@ def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpu
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params = pipe.place(model.init(jax.random.key(args.seed)))
+    params = pipe.place(jax.jit(model.init)(jax.random.key(args.seed)))
     opt_state = devices.on_mesh(optimizer.init(params), pipe.mesh)
     folder = RunFolder(args.resume) if args.resume else RunFolder.create(args.out)
     checkpoints, start = Checkpoints(folder.checkpoints, pipe), 0
