@@ -79,7 +79,7 @@ def rows_of(size: tuple[int, int, int], repeats: int, peer_repeats: int) -> list
     lines = []
     for step in STEPS:
         other = theirs.get(step)
-        ratio = "" if other is None else f"{other / mine[step]:.0f}x"
+        ratio = "" if other is None else f"{other / mine[step]:.1f}x"
         lines.append((name, step, f"{mine[step]:.3f}", "" if other is None else f"{other:.3f}", ratio))
         name = ""
     return [*lines, ("", "steps with transfers", str(my_steps), str(their_steps), "")]

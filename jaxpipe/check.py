@@ -51,7 +51,7 @@ def check(
 def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) -> list[Violation]:
     """The rule of memory: one violation for each device that goes over its cap, at the first action that does."""
     table = schedule.encoded
-    caps = [cap] * table.num_devices if isinstance(cap, int) else list(cap)
+    caps = list(cap) if isinstance(cap, Sequence) else [cap] * table.num_devices
     if len(caps) != table.num_devices:
         return [
             Violation(

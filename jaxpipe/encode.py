@@ -180,6 +180,8 @@ def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Enc
         last_half.append(np.arange(first[-1], first[-1] + count) + paired)
         first.append(first[-1] + count)
     table = np.ascontiguousarray(np.concatenate([np.zeros((0, 3), np.int64), *fields]).T)
+    if table.size and not 0 <= table[1].min() <= table[1].max() < NUM_KINDS:
+        raise ScheduleError(f"the table holds an action of kind {table[1].max()}; a kind is one of {', '.join(KIND_NAMES)}")
     nothing = np.zeros(0, np.int64)
     return Encoded(
         num_stages=num_stages,

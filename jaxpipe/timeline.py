@@ -12,7 +12,7 @@ import numpy as np
 from .action import Action, Overlap, parse_cell, parts
 from .costs import Costs
 from .critical import critical_chain
-from .encode import Encoded
+from .encode import Encoded, IntArray
 from .errors import ParseError
 from .memory import activation_changes, live_activations
 from .runorder import Transfers
@@ -116,13 +116,12 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Per device, the time spent in compute actions."""
-        return tuple(self._busy(device) for device in range(self.schedule.num_devices))
-
-    def _busy(self, device: int) -> float:
         table = self.schedule.encoded
-        row = range(table.first[device], table.first[device + 1])
-        whole = (table.is_compute & (table.last_half == np.arange(table.num_actions))).tolist()
-        return sum(self.ends[i] - self.starts[i] for i in row if whole[i])
+        whole = table.is_compute & (table.last_half == np.arange(table.num_actions))
+        spent = np.array(self.ends)[whole] - np.array(self.starts)[whole]
+        total = np.zeros(table.num_devices, spent.dtype)
+        np.add.at(total, table.device[whole], spent)
+        return tuple(total.tolist())
 
     @property
     def bubble(self) -> float:
@@ -164,18 +163,23 @@ class Timeline:
         """Per device, the most activation memory held at once, in the unit of `costs.activation`."""
         return tuple(max((held for _, held in self.memory(d)), default=0) for d in range(self.schedule.num_devices))
 
+    @cached_property
+    def _changes(self) -> tuple[IntArray, IntArray]:
+        return activation_changes(self.schedule.encoded, self.costs.release)
+
     def memory(self, device: int) -> tuple[Step, ...]:
         """Activation memory of a device over time, a step where it changes (what dies goes before what begins)."""
         table = self.schedule.encoded
-        begins, dies = (change.tolist() for change in activation_changes(table, self.costs.release))
+        row = slice(table.first[device], table.first[device + 1])
+        begins, dies = self._changes
         size = self.costs.for_stages(table.num_stages).activation
-        stage = table.stage.tolist()
+        columns = (begins[row].tolist(), dies[row].tolist(), table.stage[row].tolist(), self.starts[row], self.ends[row])
         events: list[tuple[float, float]] = []
-        for i in range(table.first[device], table.first[device + 1]):
-            if begins[i]:
-                events.append((self.starts[i], size[stage[i]]))
-            if dies[i]:
-                events.append((self.ends[i], -size[stage[i]]))
+        for begin, die, stage, start, end in zip(*columns, strict=True):
+            if begin:
+                events.append((start, size[stage]))
+            if die:
+                events.append((end, -size[stage]))
         return _accumulate(events)
 
     @cached_property

@@ -238,6 +238,11 @@ def test_a_cell_of_another_type_is_named(cell):
     assert [(v.rule, v.position) for v in faults(schedule)] == [("cell", 1)]
 
 
+def test_a_kind_that_does_not_exist_is_refused():
+    with pytest.raises(ScheduleError, match="kind 9"):
+        jp.check(Schedule(((Action(0, 9, 0),),), Placement.loop(devices=1), 1))
+
+
 def test_a_long_report_is_cut_but_its_violations_are_not():
     schedule = Schedule.from_csv("0F0,0F1\n1F1,1F0\n")
     with pytest.raises(ScheduleError) as caught:
