@@ -33,8 +33,9 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     """Put SEND and RECV into the rows of a compute-only table; none between neighbours on one device.
 
     The result runs without deadlock both where a SEND returns at once and where SEND and RECV wait for each other.  A RECV stands
-    right before its consumer, unless that would deadlock: then it stands as late as it can.  Transfers stand around an
-    overlapped pair.  Idle cells are dropped (torch 2.13 takes none in a table with transfers).
+    right before its consumer, unless that would deadlock: then it stands as late as it can, and where transfers take no time the
+    makespan is still that of the table itself.  Transfers stand around an overlapped pair.  Idle cells are dropped (torch 2.13
+    takes none in a table with transfers).
 
     Args:
         schedule: a compute-only table that `check` accepts.
