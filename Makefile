@@ -10,7 +10,6 @@ VENV ?= .venv
 PYTHON ?=
 ARGS ?=
 TORCH := 2.13.0
-TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -56,12 +55,10 @@ $(VENV)/.ready-train: pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[examples]'
 	@touch $@
 
-# torch goes first and alone, from its CPU build: PyPI's Linux wheel brings gigabytes of CUDA packages that nothing here uses.
+# torch goes first and alone: pip takes a CPU build where one is at hand, and nothing later replaces it.
 $(VENV)/.ready-test: pyproject.toml | $(BIN)/python
 	@echo "installing jaxpipe and what the tests need into $(VENV)"
-	$(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null \
-	  || $(PIP) --retries 1 --extra-index-url $(TORCH_INDEX) 'torch==$(TORCH)+cpu' 2>/dev/null \
-	  || $(PIP) 'torch==$(TORCH)'
+	$(PIP) 'torch==$(TORCH)'
 	$(PIP) -e '.[examples,test,dev]'
 	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	$(PIP) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || { \
