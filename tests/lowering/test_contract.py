@@ -371,7 +371,46 @@ def test_rules_of_their_own_for_the_gradient_are_obeyed():
         assert worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=stage)) <= FLOAT64
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_a_callback_in_a_stage_runs_once_a_microbatch(name):
+    seen = []
+
+    def stage(params, x, *, ctx):
+        jax.debug.callback(lambda s, m: seen.append((int(s), int(m))), ctx.stage, ctx.microbatch)
+        return plain_stage(params, x)
+
+    pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
+    jax.block_until_ready(pipe.value_and_grad(pipe.place(stacked(2)), rows_of(3)))
+    jax.effects_barrier()
+    assert sorted(seen) == [(s, m) for s in range(2) for m in range(3)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_stages_may_be_unlike_by_a_switch_on_the_stage(name):
+    kinds = [lambda p, h: jnp.tanh(h @ p["w"]), lambda p, h: 2 * h @ p["w"]]
+
+    def stage(params, x, *, ctx):
+        return jax.lax.switch(ctx.stage, kinds, params, x)
+
+    canonical, batch = stacked(2), rows_of(3)
+
+    def loss_of(params):
+        x = kinds[1]({"w": params["stages"]["w"][1]}, kinds[0]({"w": params["stages"]["w"][0]}, batch["x"]))
+        return plain_last(params["last"], x, batch)
+
+    loss, grads = jax.value_and_grad(loss_of)(canonical)
+    pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
+    assert worst_error(outcome(pipe, canonical, batch), Outcome(float(loss), to_flat(grads))) <= FLOAT64
+
+
 # Meshes
+
+
+def test_two_data_axes():
+    canonical, batch = stacked(2), rows_of(12)
+    mesh = mesh_of(2, data=2, replica=2)
+    pipe = jp.Pipeline(plain_stage, schedule=build("1f1b"), mesh=mesh, last=plain_last, data_axes=("data", "replica"))
+    assert worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 12)) <= FLOAT64
 
 
 def test_axes_that_are_not_named_are_left_to_the_partitioner():

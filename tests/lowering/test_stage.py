@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.stage import run, trace_stage
 from tests.models import twin
@@ -111,6 +112,43 @@ def frozen_matrix(params, x, extra):
     return (x @ jax.lax.stop_gradient(params["a"])) @ params["b"]
 
 
+def scan_in_a_scan(params, x, extra):
+    return jax.lax.scan(lambda h, p: (recurrent(p, h, extra), None), x, params)[0]
+
+
+def reverse_scan(params, x, extra):
+    def step(state, now):
+        state = jnp.tanh(now @ params["a"] + state @ params["b"])
+        return state, state
+
+    return jax.lax.scan(step, jnp.zeros_like(x[0]), x, reverse=True)[1]
+
+
+def mixed_precision(params, x, extra):
+    """Products in bfloat16 of casts of float64 parameters; the casts depend on parameters alone."""
+    low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    return x + (jnp.tanh(x.astype(jnp.bfloat16) @ low["a"]) @ low["b"]).astype(x.dtype)
+
+
+def named(params, x, extra):
+    return checkpoint_name(jnp.tanh(x @ params["a"]), "kept") @ params["b"]
+
+
+def sorted_and_picked(params, x, extra):
+    h = jnp.sort(x @ params["a"], axis=0)
+    best = jax.lax.top_k(h, 2)[1]
+    return x + jnp.take_along_axis(h, best, axis=-1).sum(-1, keepdims=True) * jnp.cumsum(x @ params["b"], axis=0)
+
+
+def switched(params, x, extra):
+    steps = [lambda p, h: jnp.tanh(h @ p["a"]), lambda p, h: h @ p["b"] @ p["a"], lambda p, h: h]
+    return jax.lax.switch(extra["which"], steps, params, x)
+
+
+def used_twice(params, x, extra):
+    return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["a"].T) @ params["a"]
+
+
 MATRICES = {"a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH)}
 STACKED = {"a": (3, WIDTH, WIDTH), "b": (3, WIDTH, WIDTH)}
 STAGES = {
@@ -126,16 +164,23 @@ STAGES = {
     "custom_vjp in a scan": (own_rule_in_a_scan, STACKED),
     "cond": (branches, MATRICES),
     "frozen": (frozen_matrix, MATRICES),
+    "scan in a scan": (scan_in_a_scan, STACKED),
+    "reverse scan": (reverse_scan, MATRICES),
+    "mixed precision": (mixed_precision, MATRICES),
+    "remat by name": (jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names("kept")), MATRICES),
+    "sorted": (sorted_and_picked, MATRICES),
+    "switch": (switched, MATRICES),
+    "used twice": (used_twice, {"a": (WIDTH, WIDTH)}),
 }
 X = (ROWS, WIDTH)
 # Branches are not cut: a conditional is one piece of work on either side.  Remat asks for work to be done again.
-UNCUT = ("cond",)
-REMAT = ("remat", "remat of each layer", "remat by policy")
+UNCUT = ("cond", "switch")
+REMAT = ("remat", "remat of each layer", "remat by policy", "remat by name")
 
 
 def case_of(name):
     function, shapes = STAGES[name]
-    extra = {"flag": jnp.asarray(True)}
+    extra = {"flag": jnp.asarray(True), "which": jnp.asarray(1)}
     return function, draw(shapes), draw(X, seed=1), extra
 
 
