@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import statistics
 import sys
@@ -22,11 +23,11 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe as jp
 from benchmarks.baselines.accumulate import accumulate
+from benchmarks.baselines.alone import alone
 from benchmarks.baselines.circular import circular, place_circular
 from benchmarks.baselines.model import Model, PyTree
 from benchmarks.baselines.scan_permute import place_stages, scan_permute
@@ -59,11 +60,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that does the step; `measure` runs it once and returns (wall, CPU) seconds, `outcome` gives (loss, gradient norm)."""
+    """Something that does the step; `measure` runs it once and returns (wall, CPU) seconds, `outcome` gives (loss, gradient norm).
+
+    Without `outcome` it does the work of a step without its sums, so that there is nothing to compare.
+    """
 
     name: str
     measure: Callable[[], tuple[float, float]]
-    outcome: Callable[[], tuple[float, float]]
+    outcome: Callable[[], tuple[float, float]] | None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -92,10 +96,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 NOTES = (
-    "plain: gradient accumulation by a scan over microbatches on one device; JAX's contenders share one process and its thread pool.",
+    "plain: gradient accumulation by a scan over microbatches (and one over layers) on one device.  All of JAX's contenders share a",
+    "process and its thread pool.",
     "CPU s: processor time of all threads of all processes between the step's start and its end.",
     "scan + ppermute: GPipe differentiated from outside; circular: vmap and rotate, V stages a device.  Both keep residuals, no remat.",
     "torch: torch.distributed.pipelining's own schedules, a gloo process a device with one thread each.",
+    "kernels alone: each stage's F and B called by itself M times, nothing sent or summed: what the framework's kernels cost.",
 )
 
 
@@ -148,9 +154,15 @@ def _others(sizes: Sizes, count: int) -> Iterator[Contender]:
 
 def _ours(sizes: Sizes, count: int) -> Iterator[Contender]:
     """Plain accumulation first, then jaxpipe's schedules."""
-    gpt, params, batch = _inputs(sizes, sizes.layers, count)
-    model = Model(gpt.first, gpt.stage, gpt.last, sizes.layers)
-    yield _in_process("plain", jax.jit(accumulate(model, microbatches=count)), jax.device_put(params, jax.devices()[0]), batch)
+    device = jax.devices()[0]
+    for stages, name in ((1, "plain"), (sizes.layers, "plain, layers unrolled")):
+        gpt, params, batch = _inputs(sizes, stages, count)
+        model = Model(gpt.first, gpt.stage, gpt.last, stages)
+        yield _in_process(name, jax.jit(accumulate(model, microbatches=count)), jax.device_put(params, device), batch)
+    gpt, params, batch = _inputs(sizes, DEVICES, count)
+    model = Model(gpt.first, gpt.stage, gpt.last, DEVICES)
+    kernels = _in_process("XLA's kernels alone", alone(model, microbatches=count), jax.device_put(params, device), batch)
+    yield dataclasses.replace(kernels, outcome=None)
     mesh = jax.make_mesh((DEVICES,), ("pipe",))
     for name, chunks, prefer in PIPES:
         gpt, params, batch = _inputs(sizes, DEVICES * chunks, count)
@@ -192,7 +204,11 @@ def _torchs(sizes: Sizes, count: int, stack: contextlib.ExitStack) -> list[Conte
         name, chunks = TORCH[number]
         return Contender(f"torch {name}" + (f", V = {chunks}" if chunks > 1 else ""), measure, outcome)
 
-    return [contender(n) for n in range(len(jobs))]
+    def kernels() -> tuple[float, float]:
+        cost = pipelines.alone(0)
+        return cost.wall, cost.cpu
+
+    return [*(contender(n) for n in range(len(jobs))), Contender("torch's kernels alone", kernels, None)]
 
 
 def _named(params: PyTree) -> dict[str, np.ndarray[Any, Any]]:
@@ -203,9 +219,9 @@ def _named(params: PyTree) -> dict[str, np.ndarray[Any, Any]]:
 
 def _check(contenders: Sequence[Contender]) -> None:
     """Run everything once, and stop where something computes something else."""
-    wanted = contenders[0].outcome()
-    for contender in contenders[1:]:
-        found = contender.outcome()
+    outcomes = [(contender, contender.outcome()) for contender in contenders if contender.outcome is not None]
+    _, wanted = outcomes[0]
+    for contender, found in outcomes[1:]:
         if not np.allclose(found, wanted, rtol=TOLERANCE, atol=0):
             raise SystemExit(f"{contender.name} computes another loss or gradient: {found}, plain accumulation {wanted}")
 
@@ -214,7 +230,7 @@ def _rows(contenders: Sequence[Contender], count: int, repeats: int) -> list[tup
     """Take turns, then make lines."""
     samples = np.array([[contender.measure() for contender in contenders] for _ in range(repeats + 1)])[1:]
     ratios = samples / samples[:, :1]
-    found = []
+    found: list[tuple[str, ...]] = []
     for i, contender in enumerate(contenders):
         wall, cpu = (statistics.median(samples[:, i, k]) for k in (0, 1))
         of_plain = [statistics.median(ratios[:, i, k]) for k in (0, 1)]

@@ -84,6 +84,11 @@ class TorchPipelines:
         costs = self._ask(("step", job))
         return Cost(max(c.wall for c in costs), sum(c.cpu for c in costs))
 
+    def alone(self, job: int) -> Cost:
+        """The same forwards and backwards in each process, with nothing sent between them."""
+        costs = self._ask(("alone", job))
+        return Cost(max(c.wall for c in costs), sum(c.cpu for c in costs))
+
     def outcome(self, job: int) -> tuple[float, float]:
         """(loss, norm of the gradient) of the last step."""
         parts = self._ask(("outcome", job))
@@ -116,8 +121,7 @@ def _serve(rank: int, jobs: Sequence[TorchJob], folder: str, pipe: Connection) -
             what, number = pipe.recv()
         except EOFError:
             return
-        runner = runners[number]
-        pipe.send(runner.step() if what == "step" else runner.outcome())
+        pipe.send(getattr(runners[number], what)())
 
 
 class _Runner:
@@ -141,9 +145,11 @@ class _Runner:
             self._runtime = SEVERAL_STAGES[job.schedule](placed, count, loss_fn=loss_of)
         self._rows = torch.arange(sum(parts.rows))
         self._first, self._last = 0 in mine, stages - 1 in mine
+        self._parts = parts
         self._losses: list[Any] = []
 
     def step(self) -> Cost:
+        """A step of the schedule."""
         dist.barrier()
         begin, begin_cpu = time.perf_counter(), time.process_time()
         for module in self._modules:
@@ -152,6 +158,23 @@ class _Runner:
         given = [self._rows] if self._first else []
         target = self._rows if self._last else None
         self._runtime.step(*given, rows=self._rows, target=target, losses=self._losses)
+        return Cost(time.perf_counter() - begin, time.process_time() - begin_cpu)
+
+    def alone(self) -> Cost:
+        """This process's forwards and backwards, on inputs that nobody sent."""
+        count = len(self._parts.parts)
+        rows = self._rows.tensor_split(count)
+        dist.barrier()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        for module in self._modules:
+            x = torch.ones_like(module.form, requires_grad=True)
+            for m in range(count):
+                y = module(x, rows=rows[m])
+                if module.stage == module.model.num_stages - 1:
+                    loss: Any = module.loss(y, rows[m])
+                    loss.backward()
+                else:
+                    y.backward(y.detach())
         return Cost(time.perf_counter() - begin, time.process_time() - begin_cpu)
 
     def outcome(self) -> tuple[float, float]:
