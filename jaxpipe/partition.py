@@ -100,7 +100,7 @@ class Partition:
     data_axes: tuple[str, ...] = ()
     fsdp: str | None = None  # a data axis: parameters and their gradients are split over it
     outer: bool = False  # first, last and shared are split over the pipe axis
-    specs: Mapping[str, PyTree] | None = None  # canonical specs without the stage axis, a prefix of the parameter tree
+    specs: Mapping[str, PyTree] | None = None  # canonical specs without the stage axis, of those parameters that are split
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
@@ -114,22 +114,26 @@ class Partition:
     def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
         if key != "stages":
             return self._leaves(key, tree, spec, faults)
-        plans = [self._leaves(key, chunk, spec, faults if v == 0 else []) for v, chunk in enumerate(tree)]
-        return tuple(plans)
+        return tuple(self._leaves(key, chunk, spec, faults if v == 0 else []) for v, chunk in enumerate(tree))
 
     def _leaves(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
-        try:
-            full = jax.tree.broadcast(spec, tree, is_leaf=_is_spec)
-        except ValueError:
-            want = jax.tree.structure(tree)
-            have = jax.tree.structure(spec, is_leaf=_is_spec)
-            faults.append(f"{key}: specs are {have}, which is no prefix of the parameters, {want}")
-            full = jax.tree.broadcast(None, tree, is_leaf=_is_spec)
+        """Plans by path: a spec holds for the parameter that it names and for all below it; what no spec names is whole."""
+        given = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec)}
+        used: set[str] = set()
 
-        def leaf_plan(path: Any, leaf: Any, spec: Any) -> LeafPlan:
-            return self._leaf(key, key + jax.tree_util.keystr(path), leaf, spec, faults)
+        def leaf_plan(path: Any, leaf: Any) -> LeafPlan:
+            name = _path(path)
+            names = [prefix for prefix in given if prefix in ("", name) or name.startswith(prefix + "/")]
+            used.update(names)
+            own = given[names[0]] if names else None
+            return self._leaf(key, f"{key}/{name}" if name else key, leaf, own, faults)
 
-        return jax.tree_util.tree_map_with_path(leaf_plan, tree, full)
+        plans = jax.tree_util.tree_map_with_path(leaf_plan, tree)
+        unused = [name for name in given if name not in used and name]
+        if unused:
+            have = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            faults += [f"{key}: specs name {name!r}, but the parameters are {have}" for name in unused]
+        return plans
 
     def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str]) -> LeafPlan:
         stage = key == "stages"
@@ -195,6 +199,11 @@ class Partition:
 def _is_spec(value: Any) -> bool:
     """A leaf of a tree of specs."""
     return value is None or isinstance(value, PartitionSpec)
+
+
+def _path(path: Any) -> str:
+    """A leaf's path as text, "dense/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _names(entry: Any) -> tuple[Any, ...]:

@@ -43,8 +43,8 @@ class Pipeline:
         fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
             gathered once a step.
         shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis likewise.
-        specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism): a prefix of the canonical parameter
-            tree, without the stage axis.
+        specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the stage axis: a tree like the
+            canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" keeps the table's memory; "speed" lets devices hold more microbatches where that saves waiting, as it does
             for 1F1B where transfers make all devices wait for each other (virtual CPU devices of one process).
