@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 from .check import check
 from .errors import PipelineError
 from .functions import Function, Functions, Loss, Prefer
-from .lower import Lowering, body, forward_plan, plan_of
+from .lower import Lowering, Traced, body, forward_plan, plan_of
 from .params import OUTER, ParamLayout, check_canonical
 from .partition import Partition
 from .passes.program_time import Sync
@@ -160,23 +160,35 @@ class Pipeline:
 
     def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh."""
+        return self._lower(params, batch, rng)
 
+    def compile_report(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> dict[str, Any]:
+        """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals, XLA's memory, compile seconds.
+
+        Takes what `lower` takes and runs nothing.  `jaxpipe.report` lists the keys; those most asked for are "ticks",
+        "segments" (texts), "slots", "transfers", "temp_bytes", "flops" and "compile_seconds".
+
+        Raises:
+            PipelineError: as `value_and_grad` does.
+        """
+        from .report import report
+
+        traced: list[Traced] = []
+        begin = time.perf_counter()
+        lowered = self._lower(params, batch, rng, traced.append)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+        seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
+        return report(self._plan, traced[0], compiled, sync=self._sync, prefer=self.prefer) | seconds
+
+    # Inside
+
+    def _lower(self, params: dict[str, PyTree], batch: PyTree, rng: Any, observe: Callable[[Traced], None] | None = None) -> Any:
         def step(params: dict[str, PyTree], batch: PyTree, rng: Any) -> tuple[Any, dict[str, PyTree]]:
-            results, grads = self._step(params, batch, rng)
+            results, grads = self._step(params, batch, rng, observe)
             return self._answer(results), grads
 
         return jax.jit(step).lower(params, batch, rng)
-
-    def compile_report(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> dict[str, Any]:
-        """Compile the step and describe it: ticks, segments, slots, transfers, temp bytes, flops, compile seconds."""
-        from .report import report
-
-        lowered = self.lower(params, batch, rng=rng)
-        begin = time.perf_counter()
-        compiled = lowered.compile()
-        return report(self._plan, compiled, compile_seconds=time.perf_counter() - begin)
-
-    # Inside
 
     def _automatic(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Let the partitioner choose shardings inside, where the mesh's axes are explicit (as `jax.make_mesh` makes them)."""
@@ -198,17 +210,21 @@ class Pipeline:
     def _answer(self, results: dict[str, Any]) -> Any:
         return (results["loss"], results["metrics"]) if self.functions.has_metrics else results["loss"]
 
-    def _step(self, params: dict[str, PyTree], batch: PyTree, rng: Any) -> tuple[dict[str, Any], dict[str, PyTree]]:
+    def _step(
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, observe: Callable[[Traced], None] | None = None
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         if self.functions.last is None:
             raise PipelineError("a training step needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
         if self.schedule.forward_only:
             raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
-        return self._shard_map(params, batch, rng, training=True)
+        return self._shard_map(params, batch, rng, training=True, observe=observe)
 
     def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any) -> dict[str, Any]:
         return self._shard_map(params, batch, rng, training=False)[0]
 
-    def _shard_map(self, params: dict[str, PyTree], batch: PyTree, rng: Any, *, training: bool) -> Any:
+    def _shard_map(
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, *, training: bool, observe: Callable[[Traced], None] | None = None
+    ) -> Any:
         self._check_step(params, batch)
         lowering = Lowering(
             plan=self._plan if training else forward_plan(self.schedule, self._sync),
@@ -220,6 +236,7 @@ class Pipeline:
             accumulate=self.accumulate_dtype,
             plans=self.partition.plans(params),
             training=training,
+            observe=observe,
         )
         everywhere, rows = PartitionSpec(), PartitionSpec(self.data_axes or None)
         placed = self.partition.manual_specs(params)
