@@ -62,9 +62,10 @@ class Emitter:
                 pool, out = ("x", "out_f") if permute.payload is Payload.ACTIVATION else ("c", "out_b")
                 arrived = [lax.ppermute(leaf, self.axis, permute.pairs) for leaf in state[out]]
                 awaited.setdefault(j + permute.delay, []).append((pool, rows[j][C.ARRIVAL + index], arrived))
-            # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it.
+            # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
+            # between must be done by then (see `order` in `_block`), or XLA makes the write on a copy.
             for pool, slot, arrived in awaited.pop(j, ()):
-                state = {**state, pool: write(state[pool], slot, arrived)}
+                state = {**state, pool: write(state[pool], jnp.where(state["order"], 0, slot), arrived)}
         assert not awaited, "a transfer is awaited after its trip"
         return state
 

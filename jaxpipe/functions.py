@@ -35,10 +35,10 @@ class Loss(enum.Enum):
 
 
 class Prefer(enum.Enum):
-    """What the lowering gives up where a table cannot keep both its makespan and its memory on a mesh."""
+    """What the lowering gives up where a table cannot keep its makespan, its memory and little code at once on a mesh."""
 
-    MEMORY = "memory"  # keep the table's memory
-    SPEED = "speed"  # keep its makespan: a forward and a backward in each tick, up to twice the activations
+    MEMORY = "memory"  # keep the table's memory and compile little code
+    SPEED = "speed"  # keep its makespan, with up to twice the activations, and its transfers, with code for each kind of tick
 
 
 @dataclass(frozen=True)

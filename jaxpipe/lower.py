@@ -13,20 +13,17 @@ import numpy as np
 from jax import lax
 
 from .blocks import Leaves, add, empty, empty_pool
-from .costs import Costs
 from .emit import Emitter, Operands, State, make_extra
 from .errors import PipelineError
 from .functions import Functions, Loss, Prefer
 from .params import ParamLayout
 from .partition import gather, leaf_plans, reduce_gradients
 from .passes.assign_slots import Liveness, assign_slots
-from .passes.assign_ticks import Ticks, assign_ticks, clock_ticks
-from .passes.find_segments import BLOCK_PRICE, find_segments
-from .passes.fuse_ticks import fuse_ticks
+from .passes.assign_ticks import Ticks
+from .passes.emission import choose_emission
 from .passes.program import Program, Segment
-from .passes.program_time import TRANSFER_TIME, UNIT_DURATIONS, Sync, cost_matrix, program_makespan
+from .passes.program_time import Sync, cost_matrix, program_makespan
 from .schedule import Schedule
-from .simulate import simulate
 from .stage import LastCode, StageCode, run, trace_last, trace_stage
 
 PyTree: TypeAlias = Any
@@ -41,41 +38,17 @@ class Plan:
 
     @classmethod
     def of(cls, schedule: Schedule, sync: Sync = Sync.PAIRS, prefer: Prefer = Prefer.MEMORY) -> Plan:
-        """Run the passes that need no stage; of lock-step, clock and fused ticks take those whose program is faster for its size.
+        """Run the passes that need no stage (`choose_emission`)."""
+        emission = choose_emission(schedule, sync=sync, prefer_speed=prefer is Prefer.SPEED)
+        return cls(emission.ticks, emission.segments)
 
-        Fused ticks, which change the order of a device's forwards and backwards, are only for tables that lose time without.
-        """
-        candidates = [assign_ticks(schedule)]
-        if sync is Sync.PAIRS:
-            candidates.append(clock_ticks(schedule, UNIT_DURATIONS))
-        plans = [cls(ticks, find_segments(ticks, sync=sync)) for ticks in candidates]
-        loses_time = min(plan.makespan(sync) for plan in plans) > LOSS_WORTH_FUSING * _table_makespan(schedule)
-        if loses_time and not schedule.forward_only:
-            fused = fuse_ticks(schedule, more_memory=prefer is Prefer.SPEED)
-            plans += [] if fused is None else [cls(fused, find_segments(fused, sync=sync))]
-        return min(plans, key=lambda plan: plan._price(sync))
-
-    def makespan(self, sync: Sync, *, transfer: float = 0.0) -> float:
+    def makespan(self, sync: Sync) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(cost_matrix(self.ticks), self.segments, sync=sync, transfer=transfer)
-
-    def _price(self, sync: Sync) -> float:
-        """Makespan, with a surcharge for each block of code to compile."""
-        size = sum(segment.size for segment in self.segments)
-        return self.makespan(sync, transfer=TRANSFER_TIME[sync]) * (1 + BLOCK_PRICE * size)
+        return program_makespan(cost_matrix(self.ticks), self.segments, sync=sync)
 
     def program(self, liveness: Liveness) -> Program:
         """Assign slots."""
         return assign_slots(self.ticks, self.segments, liveness=liveness)
-
-
-# Fused ticks are tried where a table's own order makes the program this much longer than the table.
-LOSS_WORTH_FUSING = 1.01
-
-
-def _table_makespan(schedule: Schedule) -> float:
-    """The table's own makespan with F = I = W = 1 and B = 2."""
-    return simulate(schedule, Costs()).makespan
 
 
 @dataclass(frozen=True)

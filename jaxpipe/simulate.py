@@ -45,7 +45,7 @@ def simulate(
     check(schedule)
     table = schedule.encoded
     stage_costs = costs.for_stages(table.num_stages)
-    durations = _durations(table, stage_costs)
+    durations = action_durations(table, stage_costs)
     if table.has_transfers and transfers is Transfers.RENDEZVOUS:
         starts, ends = _rendezvous_times(schedule, durations, stage_costs)
     else:
@@ -56,7 +56,7 @@ def simulate(
     return timeline
 
 
-def _durations(table: Encoded, costs: StageCosts) -> list[float]:
+def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     """Per action, the time it takes; a pair's time is booked on its backward half, the forward half takes none."""
     stages = table.num_stages
     none = (0,) * stages * 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..action import Action, Kind
+from ..action import Kind
+from ..encode import IntArray
 from .assign_ticks import Ticks
-from .facts import Where, consumer_of, locate
+from .facts import chunks_of, consumers
 from .program import NOBODY, Column, Payload, Program, Segment, Slots
 
 C = Column
@@ -37,12 +37,17 @@ class Liveness:
     first: LastUse = LastUse.INPUT_GRAD
 
 
-class _Life(NamedTuple):
-    """A value of one pool on one device, live over a closed interval of moments (see `_moment`)."""
+class _Values(NamedTuple):
+    """Values of one pool, each on a device and live over a closed interval of moments (see `_moment`).
 
-    begin: int
-    end: int
-    cells: tuple[tuple[int, Column], ...]  # (tick, column) entries of the table that name its slot
+    `ticks[k]` and `columns[k]` are the k-th entry, for each value, of the device's table that names its slot.
+    """
+
+    device: IntArray
+    begin: IntArray
+    end: IntArray
+    ticks: IntArray
+    columns: IntArray
 
 
 class _Pool(enum.IntEnum):
@@ -57,7 +62,7 @@ class _Pool(enum.IntEnum):
 _ARRIVE = 2
 
 
-def _moment(tick: int, phase: int) -> int:
+def _moment(tick: IntArray, phase: int) -> IntArray:
     """Ticks in thirds: blocks of one direction, then of the other, then what arrives over transfers."""
     return 3 * tick + phase
 
@@ -74,191 +79,202 @@ def assign_slots(ticks: Ticks, segments: Sequence[Segment], *, liveness: Livenes
 
 
 class _Writer:
-    """Fills the table."""
+    """Fills the table; arrays of actions are indexed by their numbers in the encoded schedule."""
 
     def __init__(self, ticks: Ticks, segments: Sequence[Segment], liveness: Liveness) -> None:
-        self._ticks = ticks
+        table = ticks.schedule.encoded
+        self._schedule, self._actions = ticks.schedule, table
         self._segments = tuple(segments)
         self._liveness = liveness
-        self._last_stage = ticks.schedule.num_stages - 1
-        self._where = locate(ticks)
-        self._permutes = [p.permutes for s in segments for _ in range(s.repeats) for p in s.positions]
-        widest = max((len(p) for p in self._permutes), default=0)
-        shape = (ticks.num_ticks, ticks.schedule.num_devices, C.ARRIVAL + max(widest, 1))
+        self._when = ticks.when
+        self._user = consumers(table)
+        self._local = (self._user >= 0) & (table.device[self._user] == table.device)
+        self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
+        self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices)
+        shape = (ticks.num_ticks, table.num_devices, C.ARRIVAL + max(self._arrivals.widest, 1))
         self._table: NDArray[np.int32] = np.zeros(shape, np.int32)
         self._table[:, :, [C.F_CHUNK, C.B_CHUNK]] = NOBODY
-        self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
-        self._lives: dict[tuple[_Pool, int], list[_Life]] = defaultdict(list)
 
     def program(self) -> Program:
-        """Write actions, then slots, then the slots of arrivals."""
-        for action, where in self._where.items():
-            if action.kind is Kind.F:
-                self._forward(action, where)
-            else:
-                self._backward(action, where)
-        sizes = [self._allocate(pool) for pool in _Pool]
-        slots = Slots(*(max(1, size) for size in sizes))
-        return Program(self._ticks.schedule, self._segments, self._table, slots)
+        """Write the actions, then for each pool the slots of its values."""
+        self._write_actions()
+        sizes = [self._allocate(pool, values) for pool, values in self._values().items()]
+        return Program(self._schedule, self._segments, self._table, Slots(*(max(1, size) for size in sizes)))
 
-    def _forward(self, action: Action, where: Where) -> None:
-        stage, _, microbatch = action
-        device, tick = where
-        target = consumer_of(action, self._last_stage, self._where)
-        row = self._table[tick, device]
-        row[C.F_CHUNK] = self._ticks.schedule.placement.chunk_of(stage, device)
-        row[C.F_STAGE], row[C.F_MICROBATCH] = stage, microbatch
-        row[C.F_FIRST], row[C.F_LAST] = stage == 0, stage == self._last_stage
-        row[C.F_LOCAL] = target is not None and target.device == device
-        uses = self._backward_uses(action)
-        self._keep_input(action, where, uses)
+    def _write_actions(self) -> None:
+        """What runs where; all but the slots."""
+        table = self._actions
+        forward = table.kind == Kind.F
+        for f_column, b_column, entries in (
+            (C.F_CHUNK, C.B_CHUNK, chunks_of(self._schedule)),
+            (C.F_STAGE, C.B_STAGE, table.stage),
+            (C.F_MICROBATCH, C.B_MICROBATCH, table.microbatch),
+            (C.F_FIRST, C.B_FIRST, table.stage == 0),
+            (C.F_LOCAL, C.B_LOCAL, self._local),
+        ):
+            column = np.where(forward, f_column, b_column)
+            self._table[self._when, table.device, column] = entries
+        column = np.where(forward, C.F_LAST, C.B_KIND)
+        self._table[self._when, table.device, column] = np.where(forward, table.stage == table.num_stages - 1, table.kind)
+
+    def _values(self) -> dict[_Pool, _Values]:
+        """What each pool must hold."""
+        table = self._actions
+        forward = np.flatnonzero(table.kind == Kind.F)
+        by_input, _ = self._last_uses(forward)
+        kept = forward[by_input >= 0]
+        by_input, by_weight = self._last_uses(kept)
+        now = _moment(self._when[kept], self._forward_phase)
+        tick = self._when[kept]
+        first = table.stage[kept] == 0
+        dgrad = np.flatnonzero(table.kind == Kind.I)
+        wgrad = table.at[Kind.W][table.stage[dgrad], table.microbatch[dgrad]]
+        begin = _moment(self._when[dgrad], self._backward_phase)
+        stash = self._for_backward(dgrad, begin, (self._when[dgrad], C.B_STASH), C.B_STASH, wgrad, wgrad)
+        firsts = self._for_backward(kept[first], now[first], (tick[first], C.F_FR), C.B_FR, by_input[first], by_input[first])
+        return {
+            _Pool.X: self._inputs(forward),
+            _Pool.RESIDUAL_INPUT: self._for_backward(kept, now, (tick, C.F_RI), C.B_RI, by_input, by_input),
+            _Pool.RESIDUAL_WEIGHT: self._for_backward(kept, now, (tick, C.F_RW), C.B_RW, by_input, by_weight),
+            _Pool.COTANGENT: self._cotangents(kept),
+            _Pool.STASH: stash,
+            _Pool.FIRST: firsts,
+        }
+
+    def _last_uses(self, forward: IntArray) -> tuple[IntArray, IntArray]:
+        """Of each forward, its I (or B) and its W (or B); -1 in a forward-only table."""
+        table = self._actions
+        at = (table.stage[forward], table.microbatch[forward])
+        both = table.at[Kind.B][at]
+        return table.backward_at[at], np.where(both >= 0, both, table.at[Kind.W][at])
+
+    def _for_backward(
+        self, holder: IntArray, begin: IntArray, written: tuple[IntArray, IntArray | int], read: int, early: IntArray, late: IntArray
+    ) -> _Values:
+        """Values on the devices of `holder` that the backward actions `early` and `late` read."""
+        tick, column = written
+        ticks = np.stack([tick, self._when[early], self._when[late]])
+        columns = np.full_like(ticks, read)
+        columns[0] = column
+        return _Values(self._actions.device[holder], begin, _moment(self._when[late], self._backward_phase), ticks, columns)
+
+    def _inputs(self, forward: IntArray) -> _Values:
+        """Stage inputs: from `first`, from the chunk before on this device, or over a transfer."""
+        table, when = self._actions, self._when
+        source = table.producer[forward]
+        tick = when[forward]
         now = _moment(tick, self._forward_phase)
-        if not uses:
-            return
-        by_input, by_weight = uses[LastUse.INPUT_GRAD], uses[LastUse.WEIGHT_GRAD]
-        self._live(_Pool.RESIDUAL_INPUT, device, now, by_input, (tick, C.F_RI), C.B_RI)
-        self._live(_Pool.RESIDUAL_WEIGHT, device, now, by_weight, (tick, C.F_RW), C.B_RW, also=by_input)
-        if stage == 0:
-            self._live(_Pool.FIRST, device, now, by_input, (tick, C.F_FR), C.B_FR)
-        if stage == self._last_stage:
-            until = uses[self._liveness.cotangent]
-            self._live(_Pool.COTANGENT, device, now, until, (tick, C.F_OUT), C.B_DY, also=by_input)
+        column, begin = self._arrival(source, Payload.ACTIVATION, table.device[forward])
+        local = self._local[source]
+        begin = np.where(source < 0, now, np.where(local, _moment(when[source], self._forward_phase), begin))
+        column = np.where(source < 0, C.F_X, np.where(local, C.F_OUT, column))
+        by_input, by_weight = self._last_uses(forward)
+        readers = np.stack([by_input, by_input if self._liveness.x is LastUse.INPUT_GRAD else by_weight])
+        kept = (readers >= 0) & (self._liveness.x is not LastUse.FORWARD)
+        ticks = np.stack([tick, np.where(source < 0, tick, when[source]), *np.where(kept, when[readers], tick)])
+        columns = np.stack([np.full_like(tick, C.F_X), column, *np.where(kept, C.B_X, C.F_X)])
+        end = np.where(kept[1], _moment(when[readers[1]], self._backward_phase), now)
+        return _Values(table.device[forward], begin, end, ticks, columns)
 
-    def _backward(self, action: Action, where: Where) -> None:
-        stage, kind, microbatch = action
-        device, tick = where
-        row = self._table[tick, device]
-        target = consumer_of(action, self._last_stage, self._where)
-        row[C.B_CHUNK] = self._ticks.schedule.placement.chunk_of(stage, device)
-        row[C.B_KIND], row[C.B_STAGE], row[C.B_MICROBATCH] = kind, stage, microbatch
-        row[C.B_FIRST] = stage == 0
-        row[C.B_LOCAL] = target is not None and target.device == device
-        now = _moment(tick, self._backward_phase)
-        if kind is Kind.I:
-            weight = self._where[Action(stage, Kind.W, microbatch)]
-            self._live(_Pool.STASH, device, now, weight, (tick, C.B_STASH), C.B_STASH)
-        if target is None:
-            return
-        source = Action(stage - 1, Kind.F, microbatch)
-        uses = self._backward_uses(source)
-        until, by_input = uses[self._liveness.cotangent], uses[LastUse.INPUT_GRAD]
-        if row[C.B_LOCAL]:
-            self._live(_Pool.COTANGENT, device, now, until, (tick, C.B_OUT), C.B_DY, also=by_input)
-        else:
-            column, begin = self._arrival(tick, Payload.COTANGENT, device, target.device)
-            self._live(_Pool.COTANGENT, target.device, begin, until, (tick, column), C.B_DY, also=by_input)
+    def _cotangents(self, kept: IntArray) -> _Values:
+        """Gradients of stage outputs: from `last` behind its forward, from the chunk behind on this device, or over a transfer."""
+        table, when = self._actions, self._when
+        by_input, by_weight = self._last_uses(kept)
+        late = by_input if self._liveness.cotangent is LastUse.INPUT_GRAD else by_weight
+        source = table.producer[by_input]
+        column, begin = self._arrival(source, Payload.COTANGENT, table.device[kept])
+        local = self._local[source]
+        made = np.where(source < 0, kept, source)
+        here = np.where(source < 0, _moment(when[kept], self._forward_phase), _moment(when[source], self._backward_phase))
+        begin = np.where((source < 0) | local, here, begin)
+        column = np.where(source < 0, C.F_OUT, np.where(local, C.B_OUT, column))
+        return self._for_backward(kept, begin, (when[made], column), C.B_DY, by_input, late)
 
-    def _keep_input(self, action: Action, where: Where, uses: dict[LastUse, Where]) -> None:
-        """The stage input: from `first`, from the chunk before on this device, or over a transfer."""
-        stage, _, microbatch = action
-        device, tick = where
-        own = (tick, C.F_X)
-        until = _moment(tick, self._forward_phase)
-        cells = [own]
-        if uses and self._liveness.x is not LastUse.FORWARD:
-            until = _moment(uses[self._liveness.x].tick, self._backward_phase)
-            readers = {uses[LastUse.INPUT_GRAD].tick, uses[self._liveness.x].tick}
-            cells += [(t, C.B_X) for t in readers]
-        if stage == 0:
-            begin = _moment(tick, self._forward_phase)
-        else:
-            source = self._where[Action(stage - 1, Kind.F, microbatch)]
-            local = source.device == device
-            begin = _moment(source.tick, self._forward_phase)
-            column = C.F_OUT
-            if not local:
-                column, begin = self._arrival(source.tick, Payload.ACTIVATION, source.device, device)
-            cells.append((source.tick, column))
-        self._lives[_Pool.X, device].append(_Life(begin, until, tuple(cells)))
+    def _arrival(self, source: IntArray, payload: Payload, target: IntArray) -> tuple[IntArray, IntArray]:
+        """The columns of the permutes that carry transfers, and when these write; anything where nothing is carried."""
+        crosses = (source >= 0) & ~self._local[source]
+        column, begin = np.zeros_like(source), np.zeros_like(source)
+        sent = source[crosses]
+        index, arrives = self._arrivals.find(self._when[sent], payload, self._actions.device[sent], target[crosses])
+        column[crosses], begin[crosses] = C.ARRIVAL + index, _moment(arrives, _ARRIVE)
+        return column, begin
 
-    def _backward_uses(self, forward: Action) -> dict[LastUse, Where]:
-        """Where I (or B) and W (or B) of a forward run; empty in a forward-only table."""
-        stage, _, microbatch = forward
-        both = self._where.get(Action(stage, Kind.B, microbatch))
-        if both is not None:
-            return {LastUse.INPUT_GRAD: both, LastUse.WEIGHT_GRAD: both}
-        by_input = self._where.get(Action(stage, Kind.I, microbatch))
-        if by_input is None:
-            return {}
-        return {LastUse.INPUT_GRAD: by_input, LastUse.WEIGHT_GRAD: self._where[Action(stage, Kind.W, microbatch)]}
-
-    def _live(
-        self,
-        pool: _Pool,
-        device: int,
-        begin: int,
-        until: Where,
-        written: tuple[int, Column],
-        read: Column,
-        *,
-        also: Where | None = None,
-    ) -> None:
-        """Note a value that a backward action reads last in tick `until` (and earlier in `also`)."""
-        readers = {until.tick} | ({also.tick} if also else set())
-        cells = {written, *((t, read) for t in readers)}
-        self._lives[pool, device].append(_Life(begin, _moment(until.tick, self._backward_phase), tuple(sorted(cells))))
-
-    def _arrival(self, tick: int, payload: Payload, source: int, target: int) -> tuple[Column, int]:
-        """The table column of the permute that carries this transfer (an int past ARRIVAL for the later ones), and when it writes."""
-        for i, permute in enumerate(self._permutes[tick]):
-            if permute.payload is payload and (source, target) in permute.pairs:
-                return int(C.ARRIVAL) + i, _moment(tick + permute.delay, _ARRIVE)  # type: ignore[return-value]
-        raise AssertionError(f"no permute in tick {tick} carries {payload.name} from {source} to {target}")
-
-    def _allocate(self, pool: _Pool) -> int:
+    def _allocate(self, pool: _Pool, values: _Values) -> int:
         """Linear scan on every device; returns the pool's size."""
-        devices = range(self._ticks.schedule.num_devices)
-        size = max(_peak(self._lives[pool, d]) for d in devices)
-        payload = {_Pool.X: Payload.ACTIVATION, _Pool.COTANGENT: Payload.COTANGENT}.get(pool)
+        devices = range(self._actions.num_devices)
+        mine = [np.flatnonzero(values.device == d) for d in devices]
+        size = max(_peak(values.begin[chosen], values.end[chosen]) for chosen in mine)
         grown = size
-        for device in devices:
-            lives = [*self._lives[pool, device], *self._strays(payload, device)]
-            grown = max(grown, self._scan(lives, device, size))
+        slots = np.zeros(len(values.device), np.int64)
+        for device, chosen in zip(devices, mine, strict=True):
+            tick, column, arrives = self._strays(pool, device, values.ticks[:, chosen], values.columns[:, chosen])
+            moments, back = np.unique(_moment(arrives, _ARRIVE), return_inverse=True)
+            slots[chosen], free = _scan(values.begin[chosen], values.end[chosen], moments, size)
+            self._table[tick, device, column] = free[back]
+            grown = max(grown, 1 + int(free.max(initial=-1)))
+        self._table[values.ticks, values.device, values.columns] = slots
         return grown
 
-    def _strays(self, payload: Payload | None, device: int) -> list[_Life]:
-        """One-moment lives for what permutes bring to a device that has no message in them."""
-        if payload is None:
-            return []
-        expected = {cell for pool in (_Pool.X, _Pool.COTANGENT) for life in self._lives[pool, device] for cell in life.cells}
-        found = []
-        for tick, permutes in enumerate(self._permutes):
-            for i, permute in enumerate(permutes):
-                cell = (tick, int(C.ARRIVAL) + i)
-                if permute.payload is payload and cell not in expected:
-                    moment = _moment(tick + permute.delay, _ARRIVE)
-                    found.append(_Life(moment, moment, (cell,)))  # type: ignore[arg-type]
-        return found
-
-    def _scan(self, lives: list[_Life], device: int, size: int) -> int:
-        """Give each life the lowest free slot; strays share slot `size` where all are taken.  Returns slots used."""
-        free = list(range(size))
-        live: list[tuple[int, int]] = []
-        used = size
-        for life in sorted(lives, key=lambda item: (item.begin, _is_stray(item), item.end)):
-            while live and live[0][0] < life.begin:
-                heapq.heappush(free, heapq.heappop(live)[1])
-            if free:
-                slot = heapq.heappop(free)
-                heapq.heappush(live, (life.end, slot))
-            else:
-                assert _is_stray(life), "more values live than the pool's peak"
-                slot, used = size, size + 1
-            for tick, column in life.cells:
-                self._table[tick, device, column] = slot
-        return used
+    def _strays(self, pool: _Pool, device: int, ticks: IntArray, columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """(tick, column, tick of arrival) of what permutes bring to a device that has no message in them."""
+        payload = {_Pool.X: Payload.ACTIVATION, _Pool.COTANGENT: Payload.COTANGENT}.get(pool)
+        strays = self._arrivals.payload == (NOBODY - 1 if payload is None else payload)
+        arrival = columns >= C.ARRIVAL
+        strays[ticks[arrival], columns[arrival] - C.ARRIVAL] = False
+        tick, index = np.nonzero(strays)
+        return tick, C.ARRIVAL + index, tick + self._arrivals.delay[tick, index]
 
 
-def _is_stray(life: _Life) -> bool:
-    """True for what a permute brings to a device that awaits nothing."""
-    return life.begin == life.end and life.begin % 3 == _ARRIVE
+class _Arrivals:
+    """The permutes of every tick: `payload[tick, index]` (NOBODY where there are not so many) and `delay[tick, index]`."""
+
+    def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int) -> None:
+        positions = [p for segment in segments for p in segment.positions]
+        self.widest = max((len(p.permutes) for p in positions), default=0)
+        self._position = np.zeros(num_ticks, np.int64)
+        at = 0
+        for segment in segments:
+            self._position[segment.start : segment.stop] = np.tile(np.arange(at, at + segment.period), segment.repeats)
+            at += segment.period
+        payload, delay = np.full((len(positions), self.widest), NOBODY), np.zeros((len(positions), self.widest), np.int64)
+        self._index = np.full((len(positions), len(Payload), num_devices, num_devices), -1)
+        for number, position in enumerate(positions):
+            for index, permute in enumerate(position.permutes):
+                payload[number, index], delay[number, index] = permute.payload, permute.delay
+                for source, target in permute.pairs:
+                    self._index[number, permute.payload, source, target] = index
+        self.payload, self.delay = payload[self._position], delay[self._position]
+
+    def find(self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray) -> tuple[IntArray, IntArray]:
+        """The index of the permute that carries each transfer, and the tick at whose end it writes."""
+        index = self._index[self._position[tick], payload, source, target]
+        assert (index >= 0).all(), "no permute carries a transfer"
+        return index, tick + self.delay[tick, index]
 
 
-def _peak(lives: Sequence[_Life]) -> int:
+def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """The lowest free slot for each life; and for each stray moment one that is free then, or slot `size` where all are taken."""
+    free = list(range(size))
+    live: list[tuple[int, int]] = []
+    slots, spare = [0] * len(begin), [0] * len(strays)
+    starts = np.concatenate([begin, strays])
+    stops = np.concatenate([end, strays]).tolist()
+    # What begins in a moment is placed before that moment's strays.
+    order = np.lexsort((stops, np.arange(len(starts)) >= len(begin), starts)).tolist()
+    now = starts.tolist()
+    for i in order:
+        while live and live[0][0] < now[i]:
+            heapq.heappush(free, heapq.heappop(live)[1])
+        if i >= len(begin):
+            spare[i - len(begin)] = free[0] if free else size
+            continue
+        slots[i] = heapq.heappop(free)
+        heapq.heappush(live, (stops[i], slots[i]))
+    return np.array(slots, np.int64), np.array(spare, np.int64)
+
+
+def _peak(begin: IntArray, end: IntArray) -> int:
     """The most lives that hold one moment."""
-    steps = sorted([(life.begin, 0, 1) for life in lives] + [(life.end, 1, -1) for life in lives])
-    alive = highest = 0
-    for _, _, step in steps:
-        alive += step
-        highest = max(highest, alive)
-    return highest
+    moments = np.concatenate([2 * begin, 2 * end + 1])
+    steps = np.concatenate([np.ones_like(begin), -np.ones_like(end)])
+    return int(np.cumsum(steps[np.argsort(moments, kind="stable")]).max(initial=0))

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
 
-from ..action import Action, Cell, Kind, parts
+import numpy as np
+
+from ..action import Action, Cell, Kind, Overlap
+from ..encode import IntArray
 from ..errors import ScheduleError
-from ..grid import grid, inputs_of
+from ..grid import grid
+from ..runorder import Transfers, waits
 from ..schedule import Schedule
 
-Durations: TypeAlias = Mapping[Kind, int]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ticks:
-    """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows have one length T.
+    """`when[i]` is the tick in which action i of `schedule.encoded` runs.
 
-    Within a tick a device does at most one cell; then what the tick produced is transferred.
+    Within a tick a device does at most one forward and one backward; then what the tick produced is transferred.
     """
 
     schedule: Schedule
-    cells: tuple[tuple[Cell, ...], ...]
+    when: IntArray
     forward_first: bool = False  # in a tick with a forward and a backward, the forward runs first (else the backward does)
+    turns: int = 1  # the period of the whole table's code, for which the ticks were made; 1 leaves it to `find_segments`
 
-    @property
+    @cached_property
     def num_ticks(self) -> int:
-        """T, the number of ticks."""
-        return len(self.cells[0]) if self.cells else 0
+        """T, the number of ticks; a multiple of `turns`."""
+        used = int(self.when.max(initial=-1)) + 1
+        return used + -used % self.turns
+
+    @cached_property
+    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+        """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows have length T."""
+        rows: list[list[Cell]] = [[None] * self.num_ticks for _ in self.schedule.rows]
+        when = iter(self.when.tolist())
+        for device, _, action in self.schedule.actions():
+            tick = next(when)
+            other = rows[device][tick]
+            rows[device][tick] = action if other is None else _pair(action, other)
+        return tuple(tuple(row) for row in rows)
 
     def __str__(self) -> str:
         return grid(self.cells)
+
+
+def _pair(one: Action, other: Cell) -> Overlap:
+    """A forward and a backward, whichever comes first in the row."""
+    assert isinstance(other, Action), "three actions in one tick"
+    forward, backward = sorted((one, other), key=lambda action: action.kind)
+    return Overlap(forward, backward)
 
 
 def assign_ticks(schedule: Schedule) -> Ticks:
@@ -41,78 +62,62 @@ def assign_ticks(schedule: Schedule) -> Ticks:
     This is the longest path through the table's order and data dependencies, so T is the least that any lock-step
     program of this table can have.  Linear in the number of cells.  ScheduleError if the table cannot run.
     """
-    last_stage = schedule.num_stages - 1
-    rows = [[cell for cell in row if cell is not None] for row in schedule.rows]
-    tick_of: dict[Action, int] = {}
-    placed: list[list[int]] = [[] for _ in rows]
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)
-    ready = list(range(len(rows)))
-    while ready:
-        device = ready.pop()
-        row, ticks = rows[device], placed[device]
-        while len(ticks) < len(row):
-            cell = row[len(ticks)]
-            missing, earliest = _when(cell, tick_of, last_stage)
-            if missing:
-                for producer in missing:
-                    waiting[producer].append(device)
-                break
-            tick = max(earliest, ticks[-1] + 1 if ticks else 0)
-            ticks.append(tick)
-            for action in parts(cell):
-                tick_of[action] = tick
-                ready.extend(waiting.pop(action, ()))
-    stuck = [d for d, row in enumerate(rows) if len(placed[d]) < len(row)]
-    if stuck:
-        first = [f"{rows[d][len(placed[d])]} on device {d}" for d in stuck]
-        raise ScheduleError(f"the table deadlocks: {', '.join(first)} wait for each other; run jaxpipe.check on it")
-    count = 1 + max((t for ticks in placed for t in ticks), default=-1)
-    cells: list[list[Cell]] = [[None] * count for _ in rows]
-    for device, row in enumerate(rows):
-        for cell, tick in zip(row, placed[device], strict=True):
-            cells[device][tick] = cell
-    return Ticks(schedule, tuple(tuple(row) for row in cells))
+    return _earliest(schedule, [0] * schedule.encoded.num_actions, 1)
 
 
-def clock_ticks(schedule: Schedule, durations: Durations) -> Ticks:
-    """Put each cell in the tick in which it ends on a clock of whole time units, so that transfers meet where the table has them.
+def turn_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
+    """Put each cell in the first tick that it can have, where kinds of cells take turns: F, then I, then W, then F again.
 
-    With B twice as long as F, lock-step ticks make an interleaved table wait wherever an F meets a B at a transfer; on the
-    clock both ends of every transfer reach it at the same time.  Costs more code: a period is F + B time units, not two ticks.
+    With no shift all devices do the same kind in the same tick, so nobody waits for a longer action, and what an F sends has the
+    whole turn of the other kinds to arrive.  It costs nothing where the table has that much slack between a stage's action and
+    its neighbour's, as interleaved 1F1B and ZB-H2 have.  With a shift of one, each device is a tick behind the device before
+    it: the steady state of 1F1B, where neighbours do F and B in turn.  Ticks in which a device has nothing to do take no time.
+
+    It is modulo scheduling with kernel-only code (Rau, Schlansker and Tirumalai 1992, section 3): warm-up and cool-down run in the
+    code of the steady state, so there is one segment, whatever M is.
     """
-    last_stage = schedule.num_stages - 1
-    order = assign_ticks(schedule)
-    end: dict[Action, int] = {}
-    cells: list[dict[int, Cell]] = [{} for _ in order.cells]
-    free = [0] * len(order.cells)
-    for tick in range(order.num_ticks):
-        for device, row in enumerate(order.cells):
-            cell = row[tick]
-            if cell is None:
-                continue
-            own = parts(cell)
-            inputs = [end[a] for action in own for group in inputs_of(action, last_stage) for a in group if a in end and a not in own]
-            free[device] = max(free[device], max(inputs, default=0)) + sum(durations[a.kind] for a in own)
-            end.update((a, free[device]) for a in own)
-            cells[device][free[device]] = cell
-    used = sorted({t for row in cells for t in row})
-    return Ticks(schedule, tuple(tuple(row.get(t) for t in used) for row in cells))
+    table = schedule.encoded
+    pairs = table.pairs
+    kind = table.kind.copy()
+    kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
+    kinds, turn = np.unique(kind, return_inverse=True)
+    turn = (turn + shift * table.device) % max(1, len(kinds))
+    return _earliest(schedule, turn.tolist(), max(1, len(kinds)))
 
 
-def _when(cell: Cell, tick_of: dict[Action, int], last_stage: int) -> tuple[list[Action], int]:
-    """The producers still missing (every alternative of them), and the first tick after those that are there."""
-    own = parts(cell)
-    earliest = 0
-    for action in own:
-        for alternatives in inputs_of(action, last_stage):
-            found = [tick_of[a] for a in alternatives if a in tick_of]
-            if found:
-                earliest = max(earliest, found[0] + 1)
-            elif not any(a in own for a in alternatives):
-                return list(alternatives), 0
-    return [], earliest
+def _earliest(schedule: Schedule, turn: Sequence[int], num_turns: int) -> Ticks:
+    """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns."""
+    table = schedule.encoded
+    order = run_order(schedule)
+    needs = needs_of(schedule)
+    when = [-1] * (table.num_actions + 1)  # the last entry is "nothing needed"
+    free = [0] * table.num_devices
+    device, last_half = table.device.tolist(), table.last_half.tolist()
+    for i in order:
+        d = device[i]
+        tick = max(free[d], when[needs[i]] + 1)
+        if last_half[i] != i:  # the forward of a pair: its backward, next in the row, may have to wait longer
+            free[d] = tick
+            continue
+        tick += (turn[i] - tick) % num_turns
+        when[i] = tick
+        free[d] = tick + 1
+    return Ticks(schedule, np.array(when[:-1], np.int64)[table.last_half], turns=num_turns)
 
 
-def is_backward(action: Action) -> bool:
-    """True for B, I and W: what runs in a tick's backward block."""
-    return action.kind in (Kind.B, Kind.I, Kind.W)
+def run_order(schedule: Schedule) -> Sequence[int]:
+    """An order of the actions in which each comes after all it needs; ScheduleError where there is none."""
+    found = schedule.run_order(Transfers.ASYNC)
+    if found.cycles:
+        table = schedule.encoded
+        stuck = [f"{table.text(wait.at)} on device {wait.device}" for cycle in found.cycles for wait in cycle]
+        raise ScheduleError(f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it")
+    return found.order
+
+
+def needs_of(schedule: Schedule) -> list[int]:
+    """Per action, the last half of the cell on another device that makes its input; the number of actions where none does."""
+    table = schedule.encoded
+    wait = waits(table, Transfers.ASYNC)
+    needs: list[int] = np.where(wait >= 0, wait, table.num_actions).tolist()
+    return needs

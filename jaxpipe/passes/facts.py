@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..action import Action, Kind, parts
+import numpy as np
+
+from ..action import Kind
+from ..encode import Encoded, IntArray
+from ..schedule import Schedule
 from .assign_ticks import Ticks
 from .program import Block, BlockUse, Payload, Permute, Position, Presence
 
@@ -27,101 +31,120 @@ class Count(NamedTuple):
     last: int
     local: int
 
-    def plus(self, other: Count) -> Count:
-        """Element by element."""
-        return Count(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 @dataclass(frozen=True)
 class TickFacts:
     """The static needs of one tick."""
 
     blocks: dict[Block, Count]
-    forward_first: bool
     slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
-
-    @property
-    def edges(self) -> frozenset[Edge]:
-        """The transfers."""
-        return frozenset(self.slack)
 
     @property
     def signature(self) -> tuple[frozenset[Block], frozenset[Edge]]:
         """Ticks with equal signatures can share their code."""
-        return frozenset(self.blocks), self.edges
+        return frozenset(self.blocks), frozenset(self.slack)
 
 
-class Where(NamedTuple):
-    """Where an action runs."""
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """The facts of every tick: tick t has `kinds[codes[t]]`.
 
-    device: int
-    tick: int
+    Ticks have one code where the same blocks of the same devices run and the same transfers leave with the same slack, so they
+    also cost the same; what is made of many ticks costs no more than what is made of the different ones.
+    """
 
+    kinds: tuple[TickFacts, ...]
+    codes: IntArray
+    num_devices: int
+    forward_first: bool
 
-def locate(ticks: Ticks) -> dict[Action, Where]:
-    """Action -> device and tick."""
-    return {a: Where(d, t) for d, row in enumerate(ticks.cells) for t, cell in enumerate(row) for a in parts(cell)}
-
-
-def consumer_of(action: Action, last_stage: int, where: dict[Action, Where]) -> Where | None:
-    """Who uses the output of an F, or the input gradient of a B or I, as a stage of its own; None where nobody does."""
-    stage, kind, microbatch = action
-    if kind is Kind.F:
-        return None if stage == last_stage else where[Action(stage + 1, Kind.F, microbatch)]
-    if kind is Kind.W or stage == 0:
-        return None
-    return where.get(Action(stage - 1, Kind.B, microbatch)) or where[Action(stage - 1, Kind.I, microbatch)]
+    def __len__(self) -> int:
+        return len(self.codes)
 
 
-def collect(ticks: Ticks) -> list[TickFacts]:
-    """The facts of every tick, in order."""
-    schedule = ticks.schedule
-    last_stage = schedule.num_stages - 1
-    where = locate(ticks)
-    found: list[TickFacts] = [TickFacts({}, ticks.forward_first, {}) for _ in range(ticks.num_ticks)]
-    for action, (device, tick) in where.items():
-        target = consumer_of(action, last_stage, where)
-        block = Block(action.kind, schedule.placement.chunk_of(action.stage, device))
-        local = target is not None and target.device == device
-        count = Count(1, int(action.stage == 0), int(action.stage == last_stage), int(local))
-        blocks = found[tick].blocks
-        blocks[block] = blocks[block].plus(count) if block in blocks else count
-        if target is not None and not local:
-            payload = Payload.ACTIVATION if action.kind is Kind.F else Payload.COTANGENT
-            found[tick].slack[Edge(payload, device, target.device)] = target.tick - tick - 1
-    # Equal ticks share one value, so that what is made of many ticks costs no more than what is made of the different ones.
-    shared: dict[object, TickFacts] = {}
-    return [shared.setdefault((frozenset(f.blocks.items()), frozenset(f.slack.items())), f) for f in found]
+def consumers(table: Encoded) -> IntArray:
+    """Per action, the F that uses its output, or the B or I that uses its input gradient, in the neighbour stage; -1 for none."""
+    found = np.full(table.num_actions, -1, np.int64)
+    users = np.flatnonzero(table.producer >= 0)
+    found[table.producer[users]] = users
+    return found
 
 
-def position_of(group: Iterable[TickFacts], num_devices: int, *, room: int = 0) -> Position:
+def chunks_of(schedule: Schedule) -> IntArray:
+    """Per action, the chunk that its stage is on its device."""
+    table = schedule.encoded
+    chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
+    for device, stages in enumerate(schedule.placement.stages_of):
+        chunk[device, list(stages)] = np.arange(len(stages))
+    return chunk[table.device, table.stage]
+
+
+def collect(ticks: Ticks) -> Facts:
+    """The facts of every tick."""
+    schedule, table = ticks.schedule, ticks.schedule.encoded
+    user = consumers(table)
+    target = np.where(user >= 0, table.device[user], -1)
+    local = target == table.device
+    target = np.where(local, -1, target)
+    slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
+    # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines are equal ticks.
+    fields = np.stack([table.kind, chunks_of(schedule), table.stage == 0, table.stage == table.num_stages - 1, local, target, slack], 1)
+    lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int64)
+    lines[ticks.when, table.device, (table.kind != Kind.F).astype(np.int64)] = fields
+    flat = lines.reshape(ticks.num_ticks, -1)
+    numbers: dict[bytes, int] = {}
+    codes = [numbers.setdefault(line.tobytes(), len(numbers)) for line in flat]
+    shape = lines.shape[1:]
+    kinds = tuple(_tick_facts(np.frombuffer(line, np.int64).reshape(shape)) for line in numbers)
+    return Facts(kinds, np.array(codes, np.int64), table.num_devices, ticks.forward_first)
+
+
+def _tick_facts(line: IntArray) -> TickFacts:
+    """Read one line of `collect`: [device, half, field]."""
+    blocks: dict[Block, Count] = {}
+    slack: dict[Edge, int] = {}
+    for device, halves in enumerate(line.tolist()):
+        for kind, chunk, first, last, local, target, room in halves:
+            if kind < 0:
+                continue
+            block = Block(Kind(kind), chunk)
+            old = blocks.get(block, Count(0, 0, 0, 0))
+            blocks[block] = Count(old.active + 1, old.first + first, old.last + last, old.local + local)
+            if target >= 0:
+                payload = Payload.ACTIVATION if kind == Kind.F else Payload.COTANGENT
+                slack[Edge(payload, device, target)] = room
+    return TickFacts(blocks, slack)
+
+
+def position_of(facts: Facts, group: slice, *, room: int = 0) -> Position:
     """One position that serves every tick in the group: the union of their blocks and of their transfers.
 
     `room` is the number of ticks that follow in the same trip: a transfer with slack is awaited up to that much later.
     """
-    total: dict[Block, Count] = {}
+    codes = facts.codes[group]
+    times = np.bincount(codes)
+    total: dict[Block, list[int]] = {}
     delays: dict[Edge, int] = {}
-    count_of: dict[int, tuple[TickFacts, int]] = {}
-    for facts in group:
-        count_of[id(facts)] = (facts, count_of.get(id(facts), (facts, 0))[1] + 1)
-    for facts, times in count_of.values():
-        for block, count in facts.blocks.items():
-            scaled = Count(*(n * times for n in count))
-            total[block] = total[block].plus(scaled) if block in total else scaled
-        for edge, slack in facts.slack.items():
+    for code in np.flatnonzero(times).tolist():
+        for block, count in facts.kinds[code].blocks.items():
+            sums = total.setdefault(block, [0] * len(count))
+            for i, number in enumerate(count):
+                sums[i] += number * int(times[code])
+        for edge, slack in facts.kinds[code].slack.items():
             delays[edge] = min(delays.get(edge, room), slack)
-    forward_first = any(facts.forward_first for facts, _ in count_of.values())
-    everyone = num_devices * sum(times for _, times in count_of.values())
+    everyone = facts.num_devices * len(codes)
     uses = tuple(
         BlockUse(
             block,
-            Presence.of(count.active, everyone),
-            Presence.of(count.first, count.active),
-            Presence.of(count.last, count.active),
-            Presence.of(count.local, count.active),
+            Presence.of(active, everyone),
+            Presence.of(first, active),
+            Presence.of(last, active),
+            Presence.of(local, active),
         )
         # Backward blocks go first, so that the forward of the same tick may write what they free; in fused ticks last.
-        for block, count in sorted(total.items(), key=lambda item: ((item[0].kind is Kind.F) is not forward_first, item[0]))
+        for block, (active, first, last, local) in sorted(
+            total.items(), key=lambda item: ((item[0].kind is Kind.F) is not facts.forward_first, item[0])
+        )
     )
     return Position(uses, permutes_of(delays))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,15 +10,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..action import Kind, parts
+from ..action import Kind
+from ..costs import Costs
+from ..encode import BoolArray, IntArray
 from .assign_ticks import Ticks
-from .facts import TickFacts, collect, position_of
+from .facts import Facts, collect, position_of
 from .program import Segment
-from .program_time import TRANSFER_TIME, CostOf, Sync, advance, cost_matrix, unit_cost
+from .program_time import LITTLE_CODE, Prices, Sync, advance, cost_matrix, program_price
 
 LONGEST_PERIOD = 12
-# One compiled block of stage code is worth this share of the makespan: a shorter ramp must pay for its code.
-BLOCK_PRICE = 4e-3
+# Of the first guesses, so many are improved on.
+STARTS = 4
+# Ticks that may repeat without being the same code: an interleaved table comes back to the same chunks after P V microbatches.
+LONGEST_CYCLE = 512
+# The search stops when it has simulated this many ticks: tables without any rhythm would take minutes.
+MOST_WORK = 400_000
 
 
 class Span(NamedTuple):
@@ -28,41 +35,88 @@ class Span(NamedTuple):
     period: int
 
 
-def find_segments(ticks: Ticks, *, sync: Sync = Sync.PAIRS, cost_of: CostOf = unit_cost) -> tuple[Segment, ...]:
+def find_segments(
+    ticks: Ticks, *, sync: Sync = Sync.PAIRS, costs: Costs | None = None, prices: Prices = LITTLE_CODE
+) -> tuple[Segment, ...]:
     """Find the exact repeats (the steady states), then give the ramps between them the least code that costs no time.
 
     A ramp's ticks share code by taking the union of their blocks and transfers.  Additional pairs make devices wait for each
-    other, so each choice is priced by simulating the program with it (`program_makespan`), for a mesh that waits as `sync` says.
+    other, so each choice is priced by simulating the program with it (`program_price`), for a mesh that waits as `sync` says.
+    The search sees only a few turns of each steady state, so neither its time nor what it chooses depends on M.
+    Ticks that take turns are one segment, and nothing is searched.
     """
     facts = collect(ticks)
-    if not facts:
+    if not len(facts):
         return ()
-    chooser = _Chooser(facts, cost_matrix(ticks, cost_of), sync)
-    starts = [_exact_spans(facts, 0, len(facts)), *_phases(ticks)]
-    return chooser.segments(min((chooser.improve(start) for start in starts), key=chooser.score))
+    if ticks.turns > 1:
+        return segments_of([Span(0, len(facts), ticks.turns)], facts)
+    kept = kept_ticks(facts.codes)
+    short = Facts(facts.kinds, facts.codes[kept], facts.num_devices, facts.forward_first)
+    chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], sync, prices)
+    starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
+    best = chooser.best(starts)
+    whole = np.append(kept, len(facts))
+    return segments_of([Span(int(whole[start]), int(whole[stop]), period) for start, stop, period in best], facts)
 
 
-def _phases(ticks: Ticks) -> list[list[Span]]:
-    """Warmup, ramp, steady state, ramp, cooldown, with several periods of the steady state.
+def segments_of(spans: Sequence[Span], facts: Facts) -> tuple[Segment, ...]:
+    """The segments of spans that follow each other."""
+    return tuple(segment for span in spans for segment in _segments(span, facts))
+
+
+def kept_ticks(codes: IntArray) -> IntArray:
+    """The ticks that are left when all but a few turns of each steady state are taken out.
+
+    What is taken out are whole turns, and multiples of all common periods, so that ticks keep their place in a period.
+    """
+    kept = np.arange(len(codes))
+    while (removal := _longest_removal(codes[kept])) is not None:
+        kept = np.delete(kept, removal)
+    return kept
+
+
+def _longest_removal(codes: IntArray) -> slice | None:
+    """Turns in the middle of the longest steady state, so that one turn and a little more are left; None if there are none."""
+    best = slice(0, 0)
+    for cycle in range(1, min(LONGEST_CYCLE, len(codes) // 2) + 1):
+        if codes[cycle:].size <= best.stop - best.start:
+            break
+        begin, length = _longest_true(codes[cycle:] == codes[:-cycle])
+        turn = math.lcm(cycle, LONGEST_PERIOD)
+        room = length + cycle - turn - 2 * LONGEST_PERIOD
+        count = max(0, room // turn) * turn
+        if count > best.stop - best.start:
+            margin = (length + cycle - count) // 2
+            best = slice(begin + margin, begin + margin + count)
+    return best if best.stop > best.start else None
+
+
+def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
+    """`[tick, device]`: whether it runs a forward, and whether it runs a backward."""
+    table = ticks.schedule.encoded
+    busy = np.zeros((2, ticks.num_ticks, table.num_devices), bool)
+    busy[(table.kind != Kind.F).astype(np.int64), ticks.when, table.device] = True
+    return busy[0], busy[1]
+
+
+def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
+    """Before the first backward, after the last forward, and what is between; and that cut into ramp, steady state and ramp.
 
     The steady state begins when some device, or every device, has begun its backwards, and ends when some device, or every
-    device, has done its forwards.
+    device, has done its forwards; it gets several periods.
     """
-    stop = ticks.num_ticks
-    first_backward, last_forward = [], []
-    for row in ticks.cells:
-        kinds = [(t, a.kind) for t, cell in enumerate(row) for a in parts(cell)]
-        first_backward += [min((t for t, k in kinds if k is not Kind.F), default=stop)]
-        last_forward += [max((t for t, k in kinds if k is Kind.F), default=-1)]
-    if min(first_backward) >= stop or max(last_forward) < 0:
+    stop = len(forward)
+    first_backward = np.where(backward.any(0), backward.argmax(0), stop).tolist()
+    after_forward = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0).tolist()
+    if min(first_backward) >= stop or max(after_forward) <= 0:
         return [[Span(0, stop, 1)]]
-    found = []
+    found = [[Span(a, b, 1) for a, b in pairwise(sorted({0, min(first_backward), max(after_forward), stop}))]]
     for begin in sorted({min(first_backward), max(first_backward)}):
-        for end in sorted({min(last_forward) + 1, max(last_forward) + 1}):
+        for end in sorted({min(after_forward), max(after_forward)}):
             for period in (2, 3, 4, 6):
                 if end - begin < 2 * period:
                     continue
-                marks = sorted({0, min(first_backward), begin, end, max(last_forward) + 1, stop})
+                marks = sorted({0, min(first_backward), begin, end, max(after_forward), stop})
                 spans = [Span(a, b, period if (a, b) == (begin, end) else min(b - a, LONGEST_PERIOD)) for a, b in pairwise(marks)]
                 found.append(spans)
     return found
@@ -71,24 +125,26 @@ def _phases(ticks: Ticks) -> list[list[Span]]:
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, facts: Sequence[TickFacts], costs: NDArray[np.float64], sync: Sync) -> None:
+    def __init__(self, facts: Facts, costs: NDArray[np.float64], sync: Sync, prices: Prices) -> None:
         self._facts = facts
         self._costs = costs
         self._sync = sync
+        self._prices = prices
+        self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
         self._built: dict[Span, tuple[Segment, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
-        whole = (Span(0, len(facts), len(facts)),)
-        self._best = max(self._makespan(whole), 1e-12)
 
-    def segments(self, spans: Sequence[Span]) -> tuple[Segment, ...]:
-        return tuple(s for span in spans for s in self._segments_of(span))
+    def best(self, starts: Sequence[list[Span]]) -> list[Span]:
+        """Improve the most promising starts."""
+        promising = sorted(starts, key=self.score)[:STARTS]
+        return min((self.improve(start) for start in promising), key=self.score)
 
     def score(self, spans: Sequence[Span]) -> float:
         key = tuple(spans)
         if key not in self._scores:
-            size = sum(s.size for s in self.segments(spans))
-            self._scores[key] = self._makespan(spans) / self._best + BLOCK_PRICE * size
+            segments = [segment for span in spans for segment in self._segments_of(span)]
+            self._scores[key] = program_price(self._makespan(spans), segments, self._prices)
         return self._scores[key]
 
     def _makespan(self, spans: Sequence[Span]) -> float:
@@ -100,15 +156,16 @@ class _Chooser:
             if key not in self._times:
                 moved = time - start
                 for segment in self._segments_of(span):
-                    moved = advance(moved, self._costs, segment, sync=self._sync, transfer=TRANSFER_TIME[self._sync])
+                    moved = advance(moved, self._costs, segment, sync=self._sync, transfer=self._prices.transfer)
                 self._times[key] = moved
+                self._work += span.stop - span.start
             time = self._times[key] + start
         return float(time.max(initial=0.0))
 
     def improve(self, spans: list[Span]) -> list[Span]:
         """Try other periods for each span, and one span for two neighbours, while the score falls."""
         better = True
-        while better:
+        while better and self._work < MOST_WORK:
             better = False
             for candidate in self._neighbours(spans):
                 if self.score(candidate) < self.score(spans) - 1e-12:
@@ -131,32 +188,33 @@ class _Chooser:
 
     def _segments_of(self, span: Span) -> tuple[Segment, ...]:
         if span not in self._built:
-            self._built[span] = tuple(_segments(span, self._facts, self._costs.shape[1]))
+            self._built[span] = tuple(_segments(span, self._facts))
         return self._built[span]
 
 
-def _segments(span: Span, facts: Sequence[TickFacts], num_devices: int) -> list[Segment]:
+def _segments(span: Span, facts: Facts) -> list[Segment]:
     """The segment of a span, and one more for ticks left over at its end."""
     repeats, left_over = divmod(span.stop - span.start, span.period)
     middle = span.stop - left_over
     found = []
     if repeats:
-        positions = (
-            position_of(facts[span.start + j : middle : span.period], num_devices, room=span.period - 1 - j) for j in range(span.period)
-        )
-        found.append(Segment(span.start, repeats, tuple(positions)))
+        groups = [slice(span.start + j, middle, span.period) for j in range(span.period)]
+        positions = tuple(position_of(facts, group, room=span.period - 1 - j) for j, group in enumerate(groups))
+        found.append(Segment(span.start, repeats, positions))
     if left_over:
-        rest = enumerate(facts[middle : span.stop])
-        found.append(Segment(middle, 1, tuple(position_of([f], num_devices, room=left_over - 1 - j) for j, f in rest)))
+        groups = [slice(t, t + 1) for t in range(middle, span.stop)]
+        positions = tuple(position_of(facts, group, room=left_over - 1 - j) for j, group in enumerate(groups))
+        found.append(Segment(middle, 1, positions))
     return found
 
 
-def _exact_spans(facts: Sequence[TickFacts], start: int, stop: int) -> list[Span]:
+def _exact_spans(facts: Facts, start: int, stop: int) -> list[Span]:
     """Longest exact repeat first, then the same on both sides of it; what repeats nowhere is one span of period 1."""
     if start >= stop:
         return []
     numbers: dict[object, int] = {}
-    codes = np.array([numbers.setdefault(f.signature, len(numbers)) for f in facts[start:stop]])
+    signature = np.array([numbers.setdefault(kind.signature, len(numbers)) for kind in facts.kinds])
+    codes = signature[facts.codes[start:stop]]
     best: Span | None = None
     for period in range(1, min(LONGEST_PERIOD, (stop - start) // 2) + 1):
         begin, length = _longest_true(codes[period:] == codes[:-period])
@@ -170,7 +228,7 @@ def _exact_spans(facts: Sequence[TickFacts], start: int, stop: int) -> list[Span
     return [*_exact_spans(facts, start, best.start), best, *_exact_spans(facts, best.stop, stop)]
 
 
-def _longest_true(flags: NDArray[np.bool_]) -> tuple[int, int]:
+def _longest_true(flags: BoolArray) -> tuple[int, int]:
     """Start and length of the longest run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     starts, stops = edges[::2], edges[1::2]

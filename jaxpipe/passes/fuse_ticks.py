@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..action import Action, Cell, Kind, Overlap, parts
+import numpy as np
+
+from ..action import Action, Kind, parts
 from ..grid import inputs_of
 from ..schedule import Schedule
 from .assign_ticks import Ticks
@@ -27,10 +29,9 @@ def fuse_ticks(schedule: Schedule, *, more_memory: bool) -> Ticks | None:
     caps = [max(2 * peak - 1 if more_memory else 0, max(peaks)) for peak in peaks]
     done: dict[Action, int] = {}
     next_forward, next_backward, live = ([0] * len(caps) for _ in range(3))
-    ticks: list[list[Cell]] = []
+    tick = 0
     while any(next_forward[d] < len(forwards[d]) or next_backward[d] < len(backwards[d]) for d in range(len(caps))):
-        tick = len(ticks)
-        row: list[Cell] = []
+        before = len(done)
         for device, cap in enumerate(caps):
             forward = _ready(forwards[device], next_forward[device], done, tick, last_stage)
             if forward is not None and live[device] >= cap:
@@ -44,11 +45,10 @@ def fuse_ticks(schedule: Schedule, *, more_memory: bool) -> Ticks | None:
                 done[backward] = tick
                 next_backward[device] += 1
                 live[device] -= backward.kind in (Kind.B, Kind.W)
-            row.append(Overlap(forward, backward) if forward and backward else forward or backward)
-        if not any(row):
+        if len(done) == before:
             return None
-        ticks.append(row)
-    return Ticks(schedule, tuple(zip(*ticks, strict=True)), forward_first=True)
+        tick += 1
+    return Ticks(schedule, np.array([done[action] for _, _, action in schedule.actions()], np.int64), forward_first=True)
 
 
 def _ready(order: Sequence[Action], index: int, done: dict[Action, int], tick: int, last_stage: int) -> Action | None:

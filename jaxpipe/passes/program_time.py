@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..action import Cell, Kind, parts
+from ..costs import Costs
+from ..simulate import action_durations
 from .assign_ticks import Ticks
+from .facts import Facts
 from .program import Permute, Position, Segment
 
 
@@ -24,22 +25,33 @@ class Sync(enum.Enum):
 
 # (delay, partners of each device, how long the permutes of each device last)
 _Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
-CostOf = Callable[[Cell, int], float]
 
 
-# What a transfer costs when emissions are compared, in units of a forward: enough that none is made for nothing.
-TRANSFER_TIME: Mapping[Sync, float] = MappingProxyType({Sync.PAIRS: 0.1, Sync.EVERYBODY: 0.01})
-UNIT_DURATIONS: Mapping[Kind, int] = MappingProxyType({Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2})
+class Prices(NamedTuple):
+    """What emissions are compared by, besides the makespan with F = I = W = 1 and B = 2."""
+
+    tick: float  # time of a tick, for asking who runs what in it
+    transfer: float  # time of a permute, for each device in it
+    block: float  # share of the makespan that one compiled block of stage code is worth
 
 
-def unit_cost(cell: Cell, device: int) -> float:
-    """F, I and W take 1, B takes 2, an overlapped pair the sum of its halves."""
-    return float(sum(UNIT_DURATIONS[a.kind] for a in parts(cell)))
+# Little code: no transfer is made for nothing, but a ramp of a few ticks must not cost a second of compile time.
+LITTLE_CODE = Prices(tick=0.002, transfer=0.01, block=4e-3)
+# Few transfers: code for each kind of tick in the steady state, so that no more is moved than the table says.
+FEW_TRANSFERS = Prices(tick=0.002, transfer=0.05, block=2e-3)
 
 
-def cost_matrix(ticks: Ticks, cost_of: CostOf = unit_cost) -> NDArray[np.float64]:
-    """`[tick, device]` durations."""
-    return np.array([[cost_of(c, d) for c in row] for d, row in enumerate(ticks.cells)], dtype=np.float64).T
+def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
+    """`[tick, device]` durations; F, I and W take 1 and B takes 2 where no costs are given."""
+    table = ticks.schedule.encoded
+    found = np.zeros((ticks.num_ticks, table.num_devices))
+    np.add.at(found, (ticks.when, table.device), action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
+    return found
+
+
+def program_price(makespan: float, segments: Sequence[Segment], prices: Prices) -> float:
+    """A makespan, in which transfers have their price, with the surcharge for the code to compile."""
+    return makespan * (1 + prices.block * sum(segment.size for segment in segments))
 
 
 def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, sync: Sync = Sync.PAIRS, transfer: float = 0.0) -> float:
@@ -92,11 +104,10 @@ def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Se
 
 def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:
     """For each trip, how many trips after it have the same costs as it, without a gap."""
-    equal = (rows[1:] == rows[:-1]).all(axis=(1, 2)) if len(rows) > 1 else np.zeros(0, bool)
-    ahead = np.zeros(len(rows), np.int64)
-    for i in range(len(rows) - 2, -1, -1):
-        ahead[i] = ahead[i + 1] + 1 if equal[i] else 0
-    return ahead
+    breaks = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=(1, 2)))
+    last = np.append(breaks, len(rows) - 1)  # the last trip of each run of equal ones
+    trips = np.arange(len(rows))
+    return last[np.searchsorted(last, trips)] - trips
 
 
 def _meetings(position: Position, num_devices: int, transfer: float) -> _Meetings:
@@ -120,3 +131,20 @@ def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]
             met[target].append(source)
     width = max(len(m) for m in met)
     return np.array([m + [d] * (width - len(m)) for d, m in enumerate(met)], dtype=np.intp)
+
+
+def least_makespan(facts: Facts, costs: NDArray[np.float64], *, sync: Sync = Sync.PAIRS) -> float:
+    """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed."""
+    time = [0.0] * facts.num_devices
+    due: dict[int, list[tuple[int, int, float]]] = {}
+    for tick, (code, row) in enumerate(zip(facts.codes.tolist(), costs.tolist(), strict=True)):
+        time = [before + took for before, took in zip(time, row, strict=True)]
+        slack = facts.kinds[code].slack
+        if sync is Sync.EVERYBODY:
+            time = [max(time)] * len(time) if slack else time
+            continue
+        for (_, source, target), room in slack.items():
+            due.setdefault(tick + room, []).append((source, target, max(time[source], time[target])))
+        for source, target, met in due.pop(tick, ()):
+            time[source], time[target] = max(time[source], met), max(time[target], met)
+    return max(time, default=0.0)

@@ -7,10 +7,11 @@ import pytest
 from strategies import random_schedule
 
 import jaxpipe as jp
-from jaxpipe.lower import UNIT_DURATIONS, Plan
-from jaxpipe.passes.assign_ticks import assign_ticks, clock_ticks
+from jaxpipe.lower import Plan
+from jaxpipe.passes.assign_ticks import assign_ticks, turn_ticks
 from jaxpipe.passes.find_segments import find_segments
 from jaxpipe.passes.fuse_ticks import fuse_ticks
+from jaxpipe.passes.level_ticks import level_ticks
 from jaxpipe.passes.program_time import Sync
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
@@ -18,7 +19,9 @@ from tests.parity.tolerance import FLOAT64
 
 TICKS = {
     "lock-step": assign_ticks,
-    "clock": lambda schedule: clock_ticks(schedule, UNIT_DURATIONS),
+    "turns": turn_ticks,
+    "shifted turns": lambda schedule: turn_ticks(schedule, shift=1),
+    "level": level_ticks,
     "fused": lambda schedule: fuse_ticks(schedule, more_memory=False),
     "fused, more memory": lambda schedule: fuse_ticks(schedule, more_memory=True),
 }
