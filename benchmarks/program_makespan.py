@@ -1,0 +1,114 @@
+"""Makespan of the lowered program / makespan of the table, for the whole catalogue.
+
+    python -m benchmarks.program_makespan -o benchmarks/results/program_makespan.txt
+
+Nothing runs: the ticks, blocks and transfers that `Pipeline` emits are simulated.  Either only the two ends of a transfer wait for each
+other (GPUs, processes), or all devices do at every transfer (virtual CPU devices of one process); for each the program is the one
+that `Pipeline` chooses there.  Transfers take no time.  The program is planned with F = I = W = 1 and B = 2 in either case; "measured"
+prices the same program, and the table, with a GPT stage's real costs (`benchmarks.stage_costs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jaxpipe as jp
+from benchmarks.machine import describe
+from benchmarks.output import Result, add_output
+from benchmarks.stage_costs import Sizes, StageCosts, measure
+from jaxpipe.functions import Prefer
+from jaxpipe.lower import Plan, plan_of
+from jaxpipe.passes.program_time import Sync, cost_matrix, program_makespan
+from jaxpipe.schedules.registry import describe as describe_schedule
+
+UNIT = StageCosts(backward=2, input_grad=1, weight_grad=1)
+COLUMNS = (
+    "schedule",
+    "P",
+    "V",
+    "M",
+    "pairs",
+    "everybody",
+    "everybody, speed",
+    "measured: pairs",
+    "everybody",
+    "everybody, speed",
+    "blocks",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A table and the three programs made of it."""
+
+    schedule: jp.Schedule
+    pairs: Plan
+    everybody: Plan
+    speed: Plan
+
+    @classmethod
+    def of(cls, schedule: jp.Schedule) -> Case:
+        """As `Pipeline` plans them."""
+        lock_step = [plan_of(schedule, Sync.EVERYBODY, prefer) for prefer in (Prefer.MEMORY, Prefer.SPEED)]
+        return cls(schedule, plan_of(schedule, Sync.PAIRS, Prefer.MEMORY), *lock_step)
+
+    def ratios(self, stage_costs: StageCosts) -> tuple[float, float, float]:
+        """Program over table: pairs, everybody, everybody with prefer="speed"."""
+        costs = stage_costs.of(self.schedule.num_stages)
+        table = jp.simulate(self.schedule, costs).makespan
+        plans = ((self.pairs, Sync.PAIRS), (self.everybody, Sync.EVERYBODY), (self.speed, Sync.EVERYBODY))
+        first, second, third = (makespan(plan, costs, sync) / table for plan, sync in plans)
+        return first, second, third
+
+
+def makespan(plan: Plan, costs: jp.Costs, sync: Sync) -> float:
+    """Of a program, at these costs."""
+    return program_makespan(cost_matrix(plan.ticks, costs), plan.segments, sync=sync)
+
+
+def tables(devices: Sequence[int], microbatches: Sequence[int]) -> Iterator[jp.Schedule]:
+    """Every schedule of the catalogue at its natural number of chunks, and at four where it takes any."""
+    for name in jp.schedules.names():
+        chunks = describe_schedule(name).chunks
+        if name == "no_pipelining":
+            continue
+        for p in devices:
+            for v in dict.fromkeys((chunks.natural, chunks.nearest(4))):
+                for m in microbatches:
+                    yield jp.schedules.build(name, devices=p, microbatches=m, chunks=v)
+
+
+NOTES = (
+    "pairs: only the two ends of a transfer wait for each other.  everybody: all devices wait at every transfer.  and speed: so too,",
+    'with prefer="speed" in place of "memory".  blocks: pieces of stage code that are compiled (pairs).  What is above 1.00, and why:',
+    "everybody, 1f1b: neighbours do F and B in turn, so in lock-step every tick lasts as long as a B, with the memory that 1F1B allows;",
+    "more microbatches in flight (speed) let a tick hold an F and a B.",
+    "dualpipe, dualpipev: in the ramps some devices run an overlapped pair while their neighbours run one action, and wait for it.",
+    "measured: B is not exactly 2 F, and the last stage has the loss besides, so devices that meet are not equally long at work.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser.add_argument("--costs", metavar="B,I,W", help="in units of F, instead of measuring a stage")
+    add_output(parser)
+    args = parser.parse_args(argv)
+    machine = describe()
+    measured = StageCosts(*map(float, args.costs.split(","))) if args.costs else measure(Sizes(), repeats=50)[0]
+    rows = []
+    for schedule in tables(args.devices, args.microbatches):
+        case = Case.of(schedule)
+        shape = (schedule.num_devices, schedule.num_stages // schedule.num_devices, schedule.num_microbatches)
+        blocks = sum(segment.size for segment in case.pairs.segments)
+        ratios = (*case.ratios(UNIT), *case.ratios(measured))
+        rows.append((schedule.name, *map(str, shape), *(f"{r:.3f}" for r in ratios), str(blocks)))
+    costs = f"measured, in units of F: {measured.describe()}"
+    Result("Makespan of the lowered program / makespan of its table", machine, COLUMNS, rows, (costs, *NOTES)).write(args.output)
+
+
+if __name__ == "__main__":
+    main()
