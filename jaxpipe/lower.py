@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -64,6 +64,7 @@ class Lowering:
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
+    observe: Callable[[Traced], None] | None = None  # is told what was traced, for reports
 
     @property
     def num_microbatches(self) -> int:
@@ -94,6 +95,8 @@ def body(lowering: Lowering, params: dict[str, PyTree], batch: PyTree, rng: Any)
     chunks = _chunks(lowering, [gather(tree, plan) for tree, plan in zip(mine, plans["stages"], strict=True)])
     first, last, shared = (gather(params[k], plans[k]) for k in ("first", "last", "shared"))
     traced = trace(lowering, chunks[0], shared, first, last, batch, rng)
+    if lowering.observe is not None:
+        lowering.observe(traced)
     state = _initial(lowering, traced, chunks, shared, first, last)
     emitter = _emitter(lowering, traced, chunks, shared, first, last, batch, rng)
     table = jnp.asarray(_narrow(traced.program.table))

@@ -1,32 +1,196 @@
-"""What a compiled step is: the numbers of `Pipeline.compile_report`."""
+"""What a compiled step is: the numbers of `Pipeline.compile_report`.
+
+The table and the program made of it:
+
+    schedule, devices, stages, microbatches
+    table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
+    makespan_pairs      the program's, where a transfer holds up only its two ends (GPUs, processes)
+    makespan_everybody  the program's, where every transfer holds up all devices (virtual CPU devices of one process)
+    prefer              {"memory" | "speed": {makespan_pairs, makespan_everybody, blocks, slots}}: what each choice gives on this mesh
+    ticks               lock-step ticks of the program
+    num_segments, segments   pieces of code that are compiled once, and their text: which blocks and permutes each tick has
+    blocks              pieces of stage code that are compiled, over all segments
+    table_transfers     values that cross devices in the table, a step
+    transfers           pairs of devices that the program's permutes send between, a step; more than the table's where ramps share code
+
+Memory, for one coordinate of the pipe and data axes, before the partitioner splits anything over other axes:
+
+    slots               entries of each pool: the most that any device holds at one time
+    slot_bytes          of one entry of each pool
+    pool_bytes          slots times that
+    residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the backward, or I for W
+    hoisted_bytes       what is computed from parameters once a step and kept (casts), over all chunks of a device
+    transfer_bytes      what one device sends at the most, a step
+
+What XLA says of the compiled program, for one device:
+
+    temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
+
+    fallbacks           equations that the cut of the backward into I and W could not cut, and so do W's work in I
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
-from .lower import Plan
-from .passes.assign_slots import Liveness
-from .passes.program_time import Sync, cost_matrix, program_makespan
+import numpy as np
+from jax.extend import core
+
+from .action import Kind
+from .costs import Costs
+from .functions import Prefer
+from .jaxprs.sizes import nbytes
+from .lower import Plan, Traced, plan_of
+from .passes.program import Payload, Program, Slots
+from .passes.program_time import Sync
+from .schedule import Schedule
+from .simulate import simulate
 
 
-def report(plan: Plan, compiled: Any, *, compile_seconds: float) -> dict[str, Any]:
-    """Describe a compiled step."""
-    program = plan.program(Liveness())
+def report(plan: Plan, traced: Traced, compiled: Any, *, sync: Sync, prefer: Prefer) -> dict[str, Any]:
+    """Describe a compiled step; the module's docstring lists the keys.
+
+    Args:
+        plan: ticks and segments that the step was made of.
+        traced: what the step's functions were cut into.
+        compiled: the `jax.stages.Compiled` step.
+        sync: who waits at a transfer on the step's mesh.
+        prefer: what `plan` was asked to keep.
+    """
+    schedule = plan.ticks.schedule
+    return {
+        "schedule": schedule.name,
+        "devices": schedule.num_devices,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        **_program(plan, traced.program),
+        "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, sync, choice), traced) for choice in Prefer},
+        **_memory(traced),
+        **_xla(compiled),
+        "fallbacks": fallbacks(traced.stage.input_grad, sum(traced.stage.x_wanted)),
+    }
+
+
+def _program(plan: Plan, program: Program) -> dict[str, Any]:
+    """The table and the program."""
+    schedule = plan.ticks.schedule
+    return {
+        "table_makespan": table_makespan(schedule),
+        "makespan_pairs": plan.makespan(Sync.PAIRS),
+        "makespan_everybody": plan.makespan(Sync.EVERYBODY),
+        "ticks": program.num_ticks,
+        "num_segments": len(plan.segments),
+        "segments": [str(segment) for segment in plan.segments],
+        "blocks": sum(segment.size for segment in plan.segments),
+        "table_transfers": int(np.sum(schedule.encoded.crosses)),
+        "transfers": sum(_sent(program).values()),
+        "slots": program.slots,
+    }
+
+
+def table_makespan(schedule: Schedule) -> float:
+    """The table's own makespan with F = I = W = 1 and B = 2."""
+    return simulate(schedule, Costs()).makespan
+
+
+def _choice(plan: Plan, traced: Traced) -> dict[str, Any]:
+    """What another choice of `prefer` would give."""
+    return {
+        "makespan_pairs": plan.makespan(Sync.PAIRS),
+        "makespan_everybody": plan.makespan(Sync.EVERYBODY),
+        "blocks": sum(segment.size for segment in plan.segments),
+        "slots": plan.program(traced.stage.liveness).slots,
+    }
+
+
+def _sent(program: Program) -> dict[tuple[Payload, int], int]:
+    """How many times each device sends each payload, a step."""
+    found: dict[tuple[Payload, int], int] = {}
+    for segment in program.segments:
+        for permute in (permute for position in segment.positions for permute in position.permutes):
+            for source, _ in permute.pairs:
+                key = (permute.payload, source)
+                found[key] = found.get(key, 0) + segment.repeats
+    return found
+
+
+def _memory(traced: Traced) -> dict[str, Any]:
+    """Pools, residuals and what is sent."""
+    stage, program = traced.stage, traced.program
+    splits = any(use.block.kind is Kind.I for s in program.segments for p in s.positions for use in p.blocks)
+    y = stage.y_avals
+    dy = [aval for aval, wanted in zip(y, stage.x_wanted, strict=True) if wanted]
+    kept: dict[str, Sequence[Any]] = {
+        "x": y,
+        "residual_input": stage.residual_input,
+        "residual_weight": stage.residual_weight,
+        "cotangent": dy,
+        "stash": stage.stash if splits else (),
+        "first": (*traced.first.residual_input, *traced.first.residual_weight),
+    }
+    assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
+    slot_bytes = {pool: _total(avals) for pool, avals in kept.items()}
+    payload = {Payload.ACTIVATION: slot_bytes["x"], Payload.COTANGENT: slot_bytes["cotangent"]}
+    sent: dict[int, int] = {}
+    for (kind, device), count in _sent(program).items():
+        sent[device] = sent.get(device, 0) + count * payload[kind]
+    chunks = len({use.block.chunk for s in program.segments for p in s.positions for use in p.blocks})
+    outer = (*traced.first.once_avals, *(traced.last.once_avals if traced.last else ()))
+    return {
+        "slot_bytes": slot_bytes,
+        "pool_bytes": {pool: size * getattr(program.slots, pool) for pool, size in slot_bytes.items()},
+        "residuals": [
+            (pool, f"{aval.dtype}{list(aval.shape)}", nbytes(aval))
+            for pool in ("residual_input", "residual_weight", "stash", "first")
+            for aval in kept[pool]
+        ],
+        "hoisted_bytes": chunks * _total(stage.once_avals) + _total(outer),
+        "transfer_bytes": max(sent.values(), default=0),
+    }
+
+
+def _total(avals: Iterable[Any]) -> int:
+    return sum(nbytes(aval) for aval in avals)
+
+
+def _xla(compiled: Any) -> dict[str, Any]:
+    """What XLA tells; None where a backend does not."""
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
-    costs = cost_matrix(plan.ticks)
-    transfers = [len(p.pairs) * s.repeats for s in plan.segments for position in s.positions for p in position.permutes]
     return {
-        "ticks": program.num_ticks,
-        "segments": [str(s) for s in plan.segments],
-        "blocks": sum(s.size for s in plan.segments),
-        "slots": program.slots,
-        "transfers": sum(transfers),
-        "makespan_pairs": program_makespan(costs, plan.segments, sync=Sync.PAIRS),
-        "makespan_everybody": program_makespan(costs, plan.segments, sync=Sync.EVERYBODY),
         "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
         "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
         "output_bytes": getattr(memory, "output_size_in_bytes", None),
         "flops": cost.get("flops"),
-        "compile_seconds": compile_seconds,
     }
+
+
+def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
+    """Equations of I that have outputs which only W reads: nothing but a scan can be cut inside, so I does that work too.
+
+    `input_grad` returns `num_dx` gradients, then what it leaves for W.
+    """
+    return _fallbacks(input_grad, [i < num_dx for i in range(len(input_grad.outvars))])
+
+
+# Several outputs, but no work that could be W's.
+_FREE = frozenset({"split", "optimization_barrier", "random_split", "random_unwrap", "threefry2x32"})
+
+
+def _fallbacks(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> list[str]:
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, core.Var)}
+    read |= {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, core.Var)}
+    left = {v for v in jaxpr.outvars if isinstance(v, core.Var)} - read
+    found = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "scan":
+            carries = eqn.params["num_carry"]
+            found += _fallbacks(eqn.params["jaxpr"].jaxpr, [i < carries or v in read for i, v in enumerate(eqn.outvars)])
+            continue
+        count = sum(v in left for v in eqn.outvars)
+        if count and len(eqn.outvars) > 1 and name not in _FREE:
+            found.append(f"{name}: {count} of its {len(eqn.outvars)} results are for W alone, and are computed in I")
+    return found
