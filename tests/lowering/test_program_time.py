@@ -1,0 +1,184 @@
+"""The makespan of a lowered program on paper: by hand, against a second simulator, and for the catalogue."""
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.functions import Prefer
+from jaxpipe.lower import Plan, plan_of
+from jaxpipe.passes.program import Payload, Permute, Position, Segment
+from jaxpipe.passes.program_time import Sync, cost_matrix, program_makespan
+
+SPLIT_OR_OVERLAPPED = ["1f1b_overlap", "interleaved_1f1b_overlap", "zb_1p", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "interleaved_zb"]
+KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_OR_OVERLAPPED]
+
+
+def tick(*pairs, delay=0):
+    """A position whose only content is a permute of these pairs."""
+    return Position((), (Permute(Payload.ACTIVATION, pairs, delay),) if pairs else ())
+
+
+def once(*positions):
+    return (Segment(0, 1, positions),)
+
+
+def by_definition(costs, segments, sync, transfer):
+    """The same makespan from its definition, by recursion over (device, tick): no vectors, no trips that are skipped."""
+    ticks = [position.permutes for s in segments for _ in range(s.repeats) for position in s.positions]
+    starts = np.cumsum([0, *(s.period * s.repeats for s in segments)]).tolist()
+    assert [s.start for s in segments] == starts[:-1]
+    devices = range(costs.shape[1])
+
+    @cache
+    def computed(device, t):
+        return (left(device, t - 1) if t else 0.0) + float(costs[t, device])
+
+    @cache
+    def left(device, t):
+        """When a device goes on to its next tick."""
+        permutes = ticks[t]
+        if sync is Sync.EVERYBODY:
+            if not permutes:
+                return computed(device, t)
+            own = sum(max(transfer * _count(permutes, d, delay) for d in devices) for delay in {p.delay for p in permutes})
+            return max(computed(d, t) for d in devices) + own
+        times = [computed(device, t)]
+        for issued in range(t + 1):
+            mine = [p for p in ticks[issued] if issued + p.delay == t]
+            met = {d for p in mine for pair in p.pairs if device in pair for d in pair} | {device}
+            times.append(max(computed(d, issued) for d in met) + transfer * _count(mine, device, t - issued))
+        return max(times)
+
+    for t in range(len(ticks)):  # keep the recursion shallow
+        for d in devices:
+            left(d, t)
+    return max((left(d, len(ticks) - 1) for d in devices), default=0.0)
+
+
+def _count(permutes, device, delay):
+    return sum(p.delay == delay and any(device in pair for pair in p.pairs) for p in permutes)
+
+
+def test_only_the_two_ends_of_a_pair_wait():
+    costs = np.array([[1.0, 1, 5], [5, 1, 1]])
+    segments = once(tick((0, 1)), tick())
+    assert program_makespan(costs, segments, sync=Sync.PAIRS) == 6
+    assert program_makespan(costs, segments, sync=Sync.EVERYBODY) == 10
+
+
+def test_a_tick_without_transfers_holds_up_nobody():
+    costs = np.array([[1.0, 5], [5, 1]])
+    assert program_makespan(costs, once(tick(), tick()), sync=Sync.EVERYBODY) == 6
+    assert program_makespan(costs, once(tick((0, 1)), tick()), sync=Sync.EVERYBODY) == 10
+
+
+def test_the_sender_waits_for_the_receiver_too():
+    costs = np.array([[1.0, 3], [2, 1]])
+    assert program_makespan(costs, once(tick((0, 1)), tick())) == 5
+    assert program_makespan(costs, once(tick((1, 0)), tick())) == 5
+
+
+def test_waiting_spreads_one_neighbour_a_tick():
+    costs = np.array([[0.0, 0, 7], [1, 1, 1], [1, 1, 1]])
+    chain = tick((0, 1), (1, 2))
+    assert program_makespan(costs, once(chain, tick(), tick())) == 9
+    # Device 0 hears of device 2's delay only through device 1: one tick later.
+    assert program_makespan(costs[:, :2], once(tick((0, 1)), tick((0, 1)), tick())) == 2
+
+
+def test_a_late_transfer_is_awaited_late():
+    costs = np.array([[1.0, 3], [1, 0]])
+    assert program_makespan(costs, once(tick((0, 1)), tick())) == 4
+    assert program_makespan(costs, once(tick((0, 1), delay=1), tick())) == 3
+
+
+def test_each_permute_of_a_device_lasts():
+    costs = np.array([[1.0, 1, 1]])
+    two = Position((), (Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))))
+    assert program_makespan(costs, once(two), transfer=0.25) == 1.5
+    assert program_makespan(costs, once(tick((0, 1))), transfer=0.25) == 1.25
+    assert program_makespan(costs, once(tick()), transfer=0.25) == 1
+
+
+def test_no_ticks_take_no_time():
+    assert program_makespan(np.zeros((0, 3)), ()) == 0
+
+
+@pytest.mark.parametrize("sync", Sync)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_second_simulator_agrees_on_random_programs(seed, sync):
+    rng = random.Random(seed)
+    devices, segments, start = rng.randint(1, 5), [], 0
+    for _ in range(rng.randint(1, 3)):
+        positions = tuple(_random_position(rng, devices, room) for room in reversed(range(rng.randint(1, 3))))
+        segments.append(Segment(start, rng.randint(1, 12), positions))
+        start = segments[-1].stop
+    # Whole costs are exact in floating point; half of the programs have equal trips, which are the ones that get skipped.
+    costs = np.array([[rng.randint(0, 4) for _ in range(devices)] for _ in range(start)], float)
+    if seed % 2:
+        for s in segments:
+            costs[s.start : s.stop] = np.tile(costs[s.start : s.start + s.period], (s.repeats, 1))
+    transfer = rng.choice([0.0, 0.25])
+    assert program_makespan(costs, segments, sync=sync, transfer=transfer) == by_definition(costs, segments, sync, transfer)
+
+
+def _random_position(rng, devices, room):
+    permutes = []
+    for payload in Payload:
+        ends = list(range(devices))
+        rng.shuffle(ends)
+        pairs = tuple(zip(ends[: len(ends) // 2], ends[len(ends) // 2 :], strict=False))
+        if pairs and rng.random() < 0.7:
+            permutes.append(Permute(payload, pairs, rng.randint(0, room)))
+    return Position((), tuple(permutes))
+
+
+@pytest.mark.parametrize("sync", Sync)
+@pytest.mark.parametrize("name", jp.schedules.names())
+def test_a_second_simulator_agrees_on_the_catalogue(name, sync):
+    schedule = jp.schedules.build(name, devices=4, microbatches=6)
+    plan = plan_of(schedule, sync, Prefer.MEMORY)
+    costs = cost_matrix(plan.ticks, jp.Costs(forward=3, input_grad=4, weight_grad=2, backward=5))
+    assert program_makespan(costs, plan.segments, sync=sync) == by_definition(costs, plan.segments, sync, 0.0)
+
+
+@pytest.mark.parametrize("name", jp.schedules.names())
+def test_bounds(name):
+    """No device is faster than its own work, and waiting for everybody is never faster than waiting for pairs."""
+    schedule = jp.schedules.build(name, devices=4, microbatches=8)
+    for prefer in Prefer:
+        for sync in Sync:
+            plan = plan_of(schedule, sync, prefer)
+            pairs, everybody = plan.makespan(Sync.PAIRS), plan.makespan(Sync.EVERYBODY)
+            work = cost_matrix(plan.ticks).sum(axis=0)
+            assert max(work) <= pairs <= everybody
+            assert work.tolist() == [3 * schedule.num_stages / 4 * 8] * 4, "the work of the program is the table's"
+
+
+def ratio(plan: Plan, sync: Sync) -> float:
+    return plan.makespan(sync) / jp.simulate(plan.ticks.schedule).makespan
+
+
+@pytest.mark.parametrize("microbatches", [8, 32])
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", KEEP_THEIR_MAKESPAN)
+def test_in_pairs_the_program_keeps_the_makespan_of_the_table(name, devices, microbatches):
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    assert ratio(plan_of(schedule, Sync.PAIRS, Prefer.MEMORY), Sync.PAIRS) <= 1
+
+
+@pytest.mark.parametrize("microbatches", [8, 32])
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", KEEP_THEIR_MAKESPAN)
+def test_in_lock_step_speed_keeps_the_makespan_of_the_table(name, devices, microbatches):
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    assert ratio(plan_of(schedule, Sync.EVERYBODY, Prefer.SPEED), Sync.EVERYBODY) <= 1
+
+
+def test_in_lock_step_memory_costs_1f1b_a_third_of_its_speed():
+    """Every tick of the steady state lasts as long as a B: 2 x 2 time units for an F and a B of 3."""
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
+    assert 1.2 < ratio(plan_of(schedule, Sync.EVERYBODY, Prefer.MEMORY), Sync.EVERYBODY) < 4 / 3
