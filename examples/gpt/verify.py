@@ -133,8 +133,10 @@ def report(worst: dict[str, list[Difference]], args: argparse.Namespace) -> int:
     """The largest differences over all steps, and whether they are within the tolerance."""
     limit, bad = TOLERANCE[args.dtype], False
     for name, found in worst.items():
-        loss, gradient = max(found, key=lambda d: d.relative_loss), max(found, key=lambda d: d.relative_gradient)
-        bad |= not max(loss.relative_loss, gradient.relative_gradient) <= limit  # a nan is bad too
+        # A nan is the worst difference, wherever in the list it stands.
+        loss = max(found, key=lambda d: (d.relative_loss != d.relative_loss, d.relative_loss))
+        gradient = max(found, key=lambda d: (d.relative_gradient != d.relative_gradient, d.relative_gradient))
+        bad |= not (loss.relative_loss <= limit and gradient.relative_gradient <= limit)
         print(
             f"pipeline vs {name}, largest of {len(found)} steps: "
             f"loss {max(d.loss for d in found):.1e} (relative {loss.relative_loss:.1e}), "

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
@@ -87,8 +88,9 @@ def test_verify_finds_the_three_ways_equal(flags):
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"pipeline vs (.+), largest of 4 steps: .*relative (\S+)\), gradient .*relative (\S+), in", done.stdout)
     assert [name for name, *_ in found] == ["plain JAX", "torch_ref"]
-    # Four steps of a tiny model stay near the rounding of one step: some hundred machine epsilons of an array's largest entry.
-    limit = 1e-12 if "float64" in flags else 1e-3
+    # Adam divides by the root of v, so that entries with tiny gradients carry their rounding on: the example's own limit of 10^4
+    # machine epsilons of an array's largest entry is what four steps are held to.
+    limit = 1e4 * np.finfo("float64").eps if "float64" in flags else 1e-3
     assert all(float(value) < limit for _, *values in found for value in values)
 
 
