@@ -44,7 +44,8 @@ def read(pool: Sequence[Any], slot: Any) -> Leaves:
 
 def write(pool: Sequence[Any], slot: Any, values: Sequence[Any]) -> Leaves:
     """The pool with one slot replaced."""
-    return [lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), slot, 0) for leaf, value in zip(pool, values, strict=True)]
+    cast = [jnp.asarray(value).astype(leaf.dtype) for leaf, value in zip(pool, values, strict=True)]  # literals of jaxprs are numbers
+    return [lax.dynamic_update_index_in_dim(leaf, value, slot, 0) for leaf, value in zip(pool, cast, strict=True)]
 
 
 def empty_pool(avals: Sequence[Any], slots: int) -> Leaves:

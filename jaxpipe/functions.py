@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,8 @@ PyTree: TypeAlias = Any
 class Context(NamedTuple):
     """What a function that takes `ctx` by keyword is told: stage and microbatch index (int32 scalars), and a key of both.
 
-    `rng` depends on the step's key, the stage and the microbatch, never on the schedule; it is None where the step got no key.
+    `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the schedule; it is None where the step
+    got no key.
     """
 
     stage: Any
@@ -50,8 +52,8 @@ class Function:
     wants: frozenset[str]
 
     @classmethod
-    def of(cls, call: Callable[..., Any], name: str) -> Function:
-        """Read the signature; PipelineError if it is not callable."""
+    def of(cls, call: Callable[..., Any], name: str, offered: Collection[str] = ("ctx", "shared", "microbatch")) -> Function:
+        """Read the signature for the keywords that are offered; PipelineError if it is not callable."""
         if not callable(call):
             raise PipelineError(f"`{name}` must be a function; got {type(call).__name__}")
         try:
@@ -61,16 +63,22 @@ class Function:
         keywords = {
             p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
         }
-        return cls(call, name, frozenset(keywords & {"ctx", "shared", "microbatch"}))
+        return cls(call, name, frozenset(keywords & set(offered)))
 
     def wanting(self, wants: frozenset[str]) -> Function:
         """The same function, known to take these keywords (a wrapper hides its signature)."""
         return Function(self.call, self.name, wants)
 
-    def keywords(self, shared: PyTree, extra: dict[str, PyTree]) -> dict[str, PyTree]:
-        """The keyword arguments to call it with."""
+    def run(self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree]) -> Any:
+        """Call it with those keywords that it takes."""
         have = {"shared": shared, "ctx": extra.get("ctx"), "microbatch": extra.get("microbatch")}
-        return {k: have[k] for k in sorted(self.wants)}
+        try:
+            return self.call(*arguments, **{k: have[k] for k in sorted(self.wants)})
+        except TypeError as error:
+            ctx = have["ctx"]
+            if "ctx" in self.wants and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
+                raise PipelineError(f"`{self.name}` uses ctx.rng, but the step got no key; pass rng=jax.random.key(...)") from error
+            raise
 
 
 @dataclass(frozen=True)
@@ -87,24 +95,25 @@ class Functions:
         """(first parameters, shared), (), extra -> x."""
         own, shared = params
         if self.first is None:
+            if not isinstance(extra["microbatch"], Mapping) or "x" not in extra["microbatch"]:
+                raise PipelineError(
+                    'without `first`, a microbatch\'s "x" is the input of the first stage, but the batch has none; '
+                    'give a dict with "x", or Pipeline(..., first=function(first_params, microbatch) -> x)'
+                )
             return extra["microbatch"]["x"]
-        wanted = self.first.keywords(shared, extra)
-        wanted.pop("microbatch", None)
-        return self.first.call(own, extra["microbatch"], **wanted)
+        return self.first.run(own, extra["microbatch"], shared=shared, extra=extra)
 
     def run_stage(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """(stage parameters, shared), x, extra -> y."""
         own, shared = params
-        return self.stage.call(own, x, **self.stage.keywords(shared, extra))
+        return self.stage.run(own, x, shared=shared, extra=extra)
 
     def run_last(self, params: PyTree, y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
         own, shared = params
         if self.last is None:
             raise PipelineError("this pipeline has no `last` function; give Pipeline(..., last=function that returns the loss)")
-        wanted = self.last.keywords(shared, extra)
-        wanted.pop("microbatch", None)
-        out = self.last.call(own, y, extra["microbatch"], **wanted)
+        out = self.last.run(own, y, extra["microbatch"], shared=shared, extra=extra)
         metrics: PyTree = ()
         if self.has_metrics:
             out, metrics = self._pair(out, "(loss, metrics), since has_metrics=True")
@@ -112,6 +121,11 @@ class Functions:
         if self.loss is Loss.SUM_OVER_COUNT:
             out, count = self._pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
             count = jnp.asarray(count)
+        if isinstance(out, tuple):
+            raise PipelineError(
+                f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: for (loss, metrics) write "
+                "Pipeline(..., has_metrics=True), for (sum, count) write loss=Loss.SUM_OVER_COUNT"
+            )
         out = jnp.asarray(out)
         if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
             raise PipelineError(

@@ -90,6 +90,7 @@ def body(lowering: Lowering, params: dict[str, PyTree], batch: PyTree, rng: Any)
     Seen by `shard_map`: leaves of `params["stages"]` are [1, ...], leaves of the batch [rows, ...] of this data shard.
     """
     batch = split_batch(batch, lowering.num_microbatches)
+    rng = _shard_key(lowering, rng)
     plans = lowering.plans
     mine = [jax.tree.map(lambda leaf: leaf[0], tree) for tree in params["stages"]]
     chunks = _chunks(lowering, [gather(tree, plan) for tree, plan in zip(mine, plans["stages"], strict=True)])
@@ -104,6 +105,13 @@ def body(lowering: Lowering, params: dict[str, PyTree], batch: PyTree, rng: Any)
     for segment in traced.program.segments:
         state = _run_segment(emitter, segment, rows, state)
     return _finish(lowering, traced, state, params)
+
+
+def _shard_key(lowering: Lowering, rng: Any) -> Any:
+    """The step's key on this data shard: shards have different rows, so they draw different numbers."""
+    if rng is None or lowering.data_size == 1:
+        return rng
+    return jax.random.fold_in(rng, lax.axis_index(lowering.data_axes))
 
 
 def split_batch(batch: PyTree, count: int) -> PyTree:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
 from .check import check
@@ -21,6 +22,7 @@ from .passes.program_time import Sync
 from .schedule import Schedule
 
 PyTree: TypeAlias = Any
+OUTER_KEYWORDS = ("ctx", "shared")  # of `first` and `last`, which are given the microbatch anyway
 
 
 class Pipeline:
@@ -83,6 +85,7 @@ class Pipeline:
         accumulate_dtype: Any = jnp.float32,
         prefer: Prefer | str = Prefer.MEMORY,
     ) -> None:
+        _check_kinds(schedule, mesh)
         self.schedule = check(schedule)
         self.mesh = mesh
         self.axis = axis
@@ -100,9 +103,9 @@ class Pipeline:
         )
         self.functions = Functions(
             stage=Function.of(_rematerialised(stage, remat), "stage").wanting(Function.of(stage, "stage").wants),
-            first=None if first is None else Function.of(first, "first"),
-            last=None if last is None else Function.of(last, "last"),
-            loss=loss,
+            first=None if first is None else Function.of(first, "first", OUTER_KEYWORDS),
+            last=None if last is None else Function.of(last, "last", OUTER_KEYWORDS),
+            loss=_loss(loss),
             has_metrics=has_metrics,
         )
         self.layout = ParamLayout(schedule.placement)
@@ -286,8 +289,16 @@ class Pipeline:
         if not leaves:
             return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
         faults = []
+        lengths = {}
         for path, leaf in leaves:
-            rows = leaf.shape[0] if getattr(leaf, "shape", ()) else 0
+            shape = np.shape(leaf)
+            if not shape:
+                faults.append(
+                    f"batch{jax.tree_util.keystr(path)} is a scalar; every leaf needs a leading axis of rows "
+                    '(what all rows share can be closed over, or stand under "shared")'
+                )
+                continue
+            rows = lengths[f"batch{jax.tree_util.keystr(path)}"] = shape[0]
             if rows == 0 or rows % (count * data):
                 shards = f" x {data} data shards" if data > 1 else ""
                 near = max(1, round(rows / (count * data))) * count * data
@@ -295,6 +306,8 @@ class Pipeline:
                     f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into {count} microbatches{shards}; "
                     f"use {near} rows"
                 )
+        if len(set(lengths.values())) > 1:
+            faults.append("leaves of the batch have different lengths: " + ", ".join(f"{k} has {n} rows" for k, n in lengths.items()))
         return faults
 
 
@@ -309,11 +322,30 @@ def _rematerialised(stage: Callable[..., PyTree], remat: str | Callable[..., boo
     raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
 
 
+def _loss(value: Any) -> Loss:
+    if isinstance(value, Loss):
+        return value
+    known = " or ".join(f"Loss.{member.name}" for member in Loss)
+    raise PipelineError(f"loss must be {known}; got {value!r}")
+
+
 def _prefer(value: Prefer | str) -> Prefer:
     try:
         return Prefer(value)
     except ValueError:
         raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
+
+
+def _check_kinds(schedule: Any, mesh: Any) -> None:
+    """PipelineError for a schedule's name instead of a schedule, or a mesh's axis instead of a mesh."""
+    faults = []
+    if not isinstance(schedule, Schedule):
+        name = schedule if isinstance(schedule, str) else "1f1b"
+        faults.append(f"schedule must be a Schedule, not {schedule!r}; write jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)")
+    if not isinstance(mesh, Mesh):
+        faults.append(f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))')
+    if faults:
+        raise PipelineError("\n".join(faults), tuple(faults))
 
 
 def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None) -> None:
