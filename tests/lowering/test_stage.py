@@ -323,3 +323,12 @@ def test_remat_keeps_nothing_but_the_input():
     code = trace_stage(*case_of("remat"))
     assert not code.residual_input
     assert not code.residual_weight
+
+
+@pytest.mark.parametrize("function", [mixed_precision, jax.checkpoint(mixed_precision)], ids=["saved", "remat"])
+def test_a_cast_parameter_is_hoisted_once_also_where_the_backward_would_cast_again(function):
+    code = trace_stage(function, *case_of("mixed precision")[1:])
+    assert [str(a.dtype) for a in code.once_avals] == ["bfloat16", "bfloat16"]
+    for jaxpr in (code.forward, code.backward):
+        parameters = set(jaxpr.invars[len(code.consts) : len(code.consts) + 2])
+        assert not any(eqn.primitive.name == "convert_element_type" and parameters & {*eqn.invars} for eqn in jaxpr.eqns)
