@@ -50,6 +50,7 @@ class Emitter:
     stage_wants: frozenset[str]
     outer_wants: frozenset[str]
     num_stage_params: int
+    blocking: bool  # a permute holds its device until the partner has come (CPU); on GPUs it runs beside the blocks
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
 
     def trip(self, positions: Sequence[Position], rows: Any, state: State) -> State:
@@ -60,7 +61,7 @@ class Emitter:
                 state = self._block(use, rows[j], state)
             for index, permute in enumerate(position.permutes):
                 pool, out = ("x", "out_f") if permute.payload is Payload.ACTIVATION else ("c", "out_b")
-                arrived = [lax.ppermute(leaf, self.axis, permute.pairs) for leaf in state[out]]
+                arrived = [lax.ppermute(self._ready(leaf, state["order"]), self.axis, permute.pairs) for leaf in state[out]]
                 awaited.setdefault(j + permute.delay, []).append((pool, rows[j][C.ARRIVAL + index], arrived))
             # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
             # between must be done by then (see `order` in `_block`), or XLA makes the write on a copy.
@@ -68,6 +69,16 @@ class Emitter:
                 state = {**state, pool: write(state[pool], jnp.where(state["order"], 0, slot), arrived)}
         assert not awaited, "a transfer is awaited after its trip"
         return state
+
+    def _ready(self, leaf: Any, order: Any) -> Any:
+        """A payload that cannot be sent before the tick's blocks are done, where a permute blocks its device.
+
+        What F makes could go before I begins.  On a GPU that is right.  A CPU device that does I in this tick would first wait for its
+        neighbour's F: two actions of a tick one after the other.  `order` is False after every block; see `_block`.
+        """
+        if not self.blocking or not jnp.issubdtype(leaf.dtype, jnp.number):
+            return leaf
+        return jnp.where(order, jnp.zeros_like(leaf), leaf)
 
     def _block(self, use: BlockUse, row: Any, state: State) -> State:
         """A block under its predicate, carrying only what it writes."""

@@ -64,6 +64,7 @@ class Lowering:
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
+    blocking: bool  # see `Emitter`
     observe: Callable[[Traced], None] | None = None  # is told what was traced, for reports
 
     @property
@@ -261,6 +262,7 @@ def _emitter(
         stage_wants=traced.stage_wants,
         outer_wants=traced.outer_wants,
         num_stage_params=len(jax.tree.leaves(chunks[0])),
+        blocking=lowering.blocking,
         training=lowering.training,
     )
 

@@ -239,6 +239,7 @@ class Pipeline:
             accumulate=self.accumulate_dtype,
             plans=self.partition.plans(params),
             training=training,
+            blocking=any(d.platform == "cpu" for d in self.mesh.devices.flat),
             observe=observe,
         )
         everywhere, rows = PartitionSpec(), PartitionSpec(self.data_axes or None)

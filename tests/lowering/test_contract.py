@@ -1,5 +1,7 @@
 """What users may write and what they get: losses, metrics, shared parameters, randomness, trees of activations, data shards."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -425,3 +427,16 @@ def test_axes_that_are_not_named_are_left_to_the_partitioner():
     loss, grads = pipe.value_and_grad(params, batch)
     found = Outcome(float(loss), {k: v for k, v in to_flat(pipe.canonical(grads)).items() if k in to_flat(canonical)})
     assert worst_error(found, wanted(canonical, batch, 3)) <= FLOAT64
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_where_a_transfer_blocks_it_is_issued_after_all_blocks_of_its_tick(name):
+    """On a CPU device F's output must not be awaited between F and I of one tick: neighbours would do theirs one after the other."""
+    pipe = jp.Pipeline(plain_stage, schedule=build(name, microbatches=4), mesh=mesh_of(2), last=plain_last)
+    text = str(jax.make_jaxpr(pipe.value_and_grad)(pipe.place(stacked(2)), rows_of(4)))
+    sent = re.findall(r"= ppermute\[.*?\] (\w+)", text, re.DOTALL)
+    assert sent
+    for operand in sent:
+        maker = re.search(rf"\b{operand}:\S+ = (\w+)", text)
+        assert maker, operand
+        assert maker[1] in ("jit", "pjit", "select_n"), f"{operand} is sent as soon as {maker[1]} has made it"
