@@ -8,13 +8,16 @@ from typing import Any
 from .base import Twin
 from .conv import conv
 from .gpt import gpt
-from .mlp import mlp, mlp_nnx
+from .gpt_nnx import gpt_nnx
+from .gpt_plain import gpt_plain
+from .mlp import mlp, mlp_linen, mlp_nnx
 from .moe import moe
 from .rnn import rnn
 
 
 def _builders() -> dict[str, Callable[..., Twin]]:
-    return {"conv": conv, "gpt": gpt, "mlp": mlp, "mlp_nnx": mlp_nnx, "moe": moe, "rnn": rnn}
+    written_once = {"conv": conv, "gpt": gpt, "mlp": mlp, "moe": moe, "rnn": rnn}
+    return written_once | {"gpt_nnx": gpt_nnx, "gpt_plain": gpt_plain, "mlp_linen": mlp_linen, "mlp_nnx": mlp_nnx}
 
 
 def names() -> tuple[str, ...]:

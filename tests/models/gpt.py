@@ -1,7 +1,8 @@
-"""The GPT with flax.linen blocks, scanned over the layers of a stage."""
+"""The GPT with flax.linen blocks, scanned over the layers of a stage, and what its three versions share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,9 +50,21 @@ class Block(nn.Module):
 
 def gpt(stages: int, **flags: Any) -> Twin:
     """The GPT."""
-    model = GPT(stages, **{"layers_per_stage": 2, "vocab": 11, "block": 8, "width": 8, "heads": 2, "mlp_ratio": 2, **flags})
+    model = sizes(stages, **flags)
     block = Block(model.heads, model.mlp_ratio, model.gelu_tanh, model.eps)
     final = norm(model.eps, None)
+    return assembled(
+        "gpt", model, lambda params, x: block.apply({"params": params}, x), lambda params, x: final.apply({"params": params}, x)
+    )
+
+
+def sizes(stages: int, **flags: Any) -> GPT:
+    """The reference model, small."""
+    return GPT(stages, **{"layers_per_stage": 2, "vocab": 11, "block": 8, "width": 8, "heads": 2, "mlp_ratio": 2, **flags})
+
+
+def assembled(name: str, model: GPT, block: Callable[..., Any], final_norm: Callable[..., Any]) -> Twin:
+    """A GPT of `block(params of a layer, x)` and `final_norm(params, x)`; the embedding and the head are arrays in every version."""
 
     def embed(table, params, tokens):
         return table[tokens] + params["wpe"][: tokens.shape[-1]]
@@ -63,22 +76,22 @@ def gpt(stages: int, **flags: Any) -> Twin:
         return embed(shared["wte"], params, microbatch["tokens"])
 
     def stage(params, x):
-        return jax.lax.scan(lambda x, layer: (block.apply({"params": layer}, x), None), x, params)[0]
+        return jax.lax.scan(lambda x, layer: (block(layer, x), None), x, params)[0]
 
     def last(params, x, microbatch):
-        logits = final.apply({"params": params["ln"]}, x) @ params["head"]["kernel"]
+        logits = final_norm(params["ln"], x) @ params["head"]["kernel"]
         return token_loss(logits, microbatch, sum_count=model.sum_count)
 
     def last_tied(params, x, microbatch, *, shared):
-        logits = final.apply({"params": params["ln"]}, x) @ shared["wte"].T
+        logits = final_norm(params["ln"], x) @ shared["wte"].T
         return token_loss(logits, microbatch, sum_count=model.sum_count)
 
     def rows(rng, count):
-        batch = {name: rng.integers(0, model.vocab, (count, 6)) for name in ("tokens", "targets")}
+        batch = {key: rng.integers(0, model.vocab, (count, 6)) for key in ("tokens", "targets")}
         # Some targets are padding, and not equally many in each microbatch.
         return batch | {"weights": (rng.random((count, 6)) < 0.7).astype(float) + 0.25}
 
-    return Twin("gpt", model, first_tied if model.tied else first, stage, last_tied if model.tied else last, rows)
+    return Twin(name, model, first_tied if model.tied else first, stage, last_tied if model.tied else last, rows)
 
 
 def norm(eps: float, name: str | None) -> nn.LayerNorm:
