@@ -50,10 +50,10 @@ def jaxpipe_step(pipe: jp.Pipeline, weights: Flat, batch: Flat, **how: Any) -> O
     return Outcome(float(loss), {name: canonical[name] for name in weights})
 
 
-def torch_step(schedule: jp.Schedule, twin: Twin, weights: Flat, batch: Flat) -> Outcome:
-    """The same table, as text, run by torch_ref."""
+def torch_step(schedule: jp.Schedule, twin: Twin, weights: Flat, batch: Flat, dtype: torch.dtype | None = None) -> Outcome:
+    """The same table, as text, run by torch_ref, which casts weights and batch to `dtype`."""
     torch.set_num_threads(1)
-    found = torch_ref.run(schedule.to_csv(), twin.reference, batch, weights=weights)
+    found = torch_ref.run(schedule.to_csv(), twin.reference, batch, weights=weights, dtype=dtype)
     return Outcome(found.loss, found.grads, found.losses)
 
 

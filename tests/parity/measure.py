@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import torch
 
+import jaxpipe as jp
+from jaxpipe.action import parts
 from tests.models import to_tree
 
 from .cases import ROWS, Case
@@ -17,12 +21,18 @@ from .tolerance import FLOAT64, bound
 
 @dataclass(frozen=True)
 class Measured:
-    """Largest relative errors: of loss and gradients in jaxpipe and in torch_ref, and of jaxpipe's losses by microbatch."""
+    """Largest relative errors: of loss and gradients in jaxpipe and in torch_ref, and of jaxpipe's losses by microbatch.
+
+    `bits` is a digest of jaxpipe's loss and gradients; `additions` says in which order gradients were added up: where it is equal
+    (and the model and the batch are), bits should be.
+    """
 
     step: float
     losses: float
     torch: float
     limit: float
+    bits: str
+    additions: str
 
     @property
     def passed(self) -> bool:
@@ -31,7 +41,7 @@ class Measured:
 
 
 def measure(case: Case) -> Measured:
-    """Run the case on both engines; jaxpipe in the case's precision, torch_ref and the oracle always in float64."""
+    """Run the case on both engines in the case's precision; the oracle always in float64."""
     schedule, model, count = case.build(), case.twin, case.microbatches
     dtype = jnp.dtype(case.dtype)
     right = truth(model, count, ROWS)
@@ -39,13 +49,15 @@ def measure(case: Case) -> Measured:
     pipe = pipeline(schedule, model)
     found = jaxpipe_step(pipe, weights, batch)
     losses = np.asarray(pipe.losses(pipe.place(to_tree(weights)), dict(batch)), np.float64)
-    in_torch = torch_step(schedule, model, *case_data(model, count, ROWS))
+    in_torch = torch_step(schedule, model, *case_data(model, count, ROWS), dtype=getattr(torch, case.dtype))
     limit = FLOAT64 if dtype == np.float64 else bound(model.reference, rows=ROWS, microbatches=count, dtype=dtype)
     return Measured(
         step=worst_error(found, right),
         losses=losses_error(losses, right),
         torch=max(worst_error(in_torch, right), losses_error(in_torch.losses, right)),
         limit=limit,
+        bits=_digest(str(found.loss), *(np.ascontiguousarray(g).tobytes() for g in found.grads.values())),
+        additions=_digest(*_additions(schedule)),
     )
 
 
@@ -54,3 +66,20 @@ def losses_error(losses: Any, right: Outcome) -> float:
     if losses.shape != right.losses.shape or not np.all(np.isfinite(losses)):
         return float("inf")
     return float(np.max(np.abs(losses - right.losses)) / np.max(np.abs(right.losses)))
+
+
+def _additions(schedule: jp.Schedule) -> list[str]:
+    """For every device and stage, the microbatches in the order in which their weight gradients are added."""
+    orders = []
+    for row in schedule.rows:
+        weight = [a for cell in row for a in parts(cell) if a.kind in (jp.Kind.B, jp.Kind.W)]
+        orders += [f"{s}: {[a.microbatch for a in weight if a.stage == s]}" for s in sorted({a.stage for a in weight})]
+        orders.append("next device")
+    return orders
+
+
+def _digest(*texts: str | bytes) -> str:
+    total = hashlib.sha256()
+    for text in texts:
+        total.update(text.encode() if isinstance(text, str) else text)
+    return total.hexdigest()[:16]

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 # A process that has compiled this many programs is replaced: its caches only grow.
-CASES_A_PROCESS = 40
+CASES_A_PROCESS = 100
 
 
 @dataclass(frozen=True)
