@@ -1,0 +1,245 @@
+"""Finds the first value of a step that is not finite, by running the model stage by stage and microbatch by microbatch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .emit import make_extra
+from .functions import Loss
+from .lower import split_batch
+from .pipeline import Pipeline
+
+PyTree: TypeAlias = Any
+OUTER_WANTS = frozenset({"microbatch", "ctx"})
+
+
+class Phase(enum.Enum):
+    """Which half of a step a value belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Nonfinite:
+    """The first call of a step with a result that is not finite; `str()` gives a sentence for people.
+
+    Args:
+        phase: forward (the result is an output, or the loss) or backward (a gradient).
+        function: "first", "stage" or "last".
+        stage: the stage's number; 0 for `first` and S - 1 for `last`.
+        microbatch: the microbatch's number.
+        shard: the data shard whose rows they are, 0 without data parallelism.
+        values: the results that are not finite, with how many of their entries are NaN or infinite.
+        inputs: likewise the call's inputs.  Where there are none, this very call makes the first NaN or infinity.
+    """
+
+    phase: Phase
+    function: str
+    stage: int
+    microbatch: int
+    shard: int
+    values: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        name = f"stage {self.stage}" if self.function == "stage" else f"`{self.function}` (with stage {self.stage})"
+        where = f"{name}, microbatch {self.microbatch}" + (f", data shard {self.shard}" if self.shard else "")
+        origin = "so are already its inputs: " + "; ".join(self.inputs) if self.inputs else "its inputs are all finite, so it is made here"
+        return f"not finite in the {self.phase.value} of {where}: {'; '.join(self.values)} ({origin})"
+
+
+def find_nonfinite(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Nonfinite | None:
+    """The first NaN or infinity in the step that `value_and_grad` would run with these arguments, or None.
+
+    Microbatches are taken in order, each through all its forwards and then its backwards, so the first is what a run without a
+    pipeline would meet first, whatever the schedule.  It is for use after a loss or gradient was seen not to be finite: the step
+    itself pays nothing, and this costs a forward and a recomputing backward of each stage and microbatch, one after the other on
+    the pipeline's own mesh, with one stage's parameters whole on every device.  Sums over microbatches are not looked at.
+
+    Raises:
+        PipelineError: as `value_and_grad` does.
+
+    Example:
+        loss, grads = pipe.value_and_grad(params, batch, rng=key)
+        if not jnp.isfinite(loss):
+            raise FloatingPointError(find_nonfinite(pipe, params, batch, rng=key))
+    """
+    jax.eval_shape(pipe._step, params, batch, rng)  # raises what a step would raise
+    search = _Search(pipe, params, batch, rng)
+    for microbatch in range(pipe.schedule.num_microbatches):
+        found = search.microbatch(microbatch)
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One of the three user functions, with how to find its parameters and its inputs."""
+
+    name: str
+    run: Callable[..., Any]  # (parameters, shared), x, extra -> output
+    wants: frozenset[str]
+
+
+class _Search:
+    """The compiled pieces, each made once for all stages and microbatches."""
+
+    def __init__(self, pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any) -> None:
+        self.pipe, self.params, self.rng = pipe, params, rng
+        # Axes of explicit type want every argument resharded by hand; here the partitioner may do it.
+        self.mesh = Mesh(pipe.mesh.devices, pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names))
+        self.rows = PartitionSpec(pipe.data_axes or None)
+        self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch)
+        functions = pipe.functions
+        self.first = _Call("first", functions.run_first, OUTER_WANTS)
+        self.stage = _Call("stage", functions.run_stage, functions.stage.wants - {"shared"})
+        self.last = _Call("last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS)
+        self._compiled: dict[tuple[Phase, str], Callable[..., Any]] = {}
+        self._pick = jax.jit(pipe._automatic(lambda tree, d: jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree)))
+
+    def microbatch(self, microbatch: int) -> Nonfinite | None:
+        """Forwards in order, keeping what enters each stage, then backwards in reverse."""
+        stages = self.pipe.schedule.num_stages
+        calls = [(self.first, 0), *((self.stage, s) for s in range(stages)), (self.last, stages - 1)]
+        entered: list[PyTree] = []
+        x: PyTree = ()
+        for call, stage in calls:
+            entered.append(x)
+            x, counts = self._run(Phase.FORWARD, call, stage, microbatch, x)
+            found = self._fault(Phase.FORWARD, call, stage, microbatch, counts)
+            if found is not None:
+                return found
+        dy = [jnp.broadcast_to(self._seed(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(x)]
+        for (call, stage), x in zip(reversed(calls), reversed(entered), strict=True):
+            dy, counts = self._run(Phase.BACKWARD, call, stage, microbatch, (x, dy))
+            found = self._fault(Phase.BACKWARD, call, stage, microbatch, counts)
+            if found is not None:
+                return found
+        return None
+
+    def _seed(self, dtype: Any) -> Any:
+        """The cotangent of a microbatch's loss, as in the step."""
+        pipe = self.pipe
+        mean = pipe.functions.loss is Loss.MEAN
+        return jnp.asarray(1.0 / (pipe.schedule.num_microbatches * pipe._data_size) if mean else 1.0, dtype)
+
+    def _params(self, call: _Call, stage: int) -> PyTree:
+        """(parameters of the call, shared ones)."""
+        if call is not self.stage:
+            own = self.params[call.name]
+        else:
+            device, chunk = next((d, row.index(stage)) for d, row in enumerate(self.pipe.layout.owned) if stage in row)
+            own = self._pick(self.params["stages"][chunk], jnp.int32(device))
+        return jax.tree.map(self._on_mesh, (own, self.params["shared"]))
+
+    def _on_mesh(self, leaf: Any) -> Any:
+        """The same array, spread as it is, on the mesh of automatic axes."""
+        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+        return jax.device_put(leaf, NamedSharding(self.mesh, spec))
+
+    def _run(self, phase: Phase, call: _Call, stage: int, microbatch: int, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """(output, or gradient of x; counts of NaN and infinity in all results and inputs, by name)."""
+        key = (phase, call.name)
+        if key not in self._compiled:
+            body = self._forward(call) if phase is Phase.FORWARD else self._backward(call)
+            everywhere, rows = PartitionSpec(), self.rows
+            self._compiled[key] = jax.jit(
+                jax.shard_map(
+                    body,
+                    mesh=self.mesh,
+                    in_specs=(everywhere, rows, rows, everywhere, everywhere, everywhere),
+                    out_specs=(rows, everywhere),
+                    axis_names={self.pipe.axis, *self.pipe.data_axes},
+                    check_vma=False,
+                )
+            )
+        where = jnp.int32(stage), jnp.int32(microbatch)
+        result, counts = self._compiled[key](self._params(call, stage), x, self.batch, self.rng, *where)
+        return result, jax.tree.map(np.asarray, counts)
+
+    def _extra(self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any) -> dict[str, PyTree]:
+        """What the step gives the function besides parameters and x (see `lower._shard_key` for the key)."""
+        if rng is not None and self.pipe._data_size > 1:
+            rng = jax.random.fold_in(rng, lax.axis_index(self.pipe.data_axes))
+        return make_extra(split_batch(batch, self.pipe.schedule.num_microbatches), rng, stage, microbatch, call.wants)
+
+    def _forward(self, call: _Call) -> Callable[..., Any]:
+        def forward(params: PyTree, x: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any) -> tuple[PyTree, PyTree]:
+            x = jax.tree.map(lambda leaf: leaf[0], x)
+            extra = self._extra(call, batch, rng, stage, microbatch)
+            y = call.run(params, x, extra)
+            counts = {"results": self._count("output", y), "inputs": self._inputs(params, x, extra)}
+            return jax.tree.map(lambda leaf: leaf[None], y), counts
+
+        return forward
+
+    def _backward(self, call: _Call) -> Callable[..., Any]:
+        def backward(params: PyTree, xdy: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any) -> tuple[PyTree, PyTree]:
+            x, dy = jax.tree.map(lambda leaf: leaf[0], xdy)
+            extra = self._extra(call, batch, rng, stage, microbatch)
+            leaves = jax.tree.leaves(x)
+            tree: Any = jax.tree.structure(x)
+            moving = [_floating(leaf) for leaf in leaves]
+
+            def outputs(params: PyTree, floats: Sequence[Any]) -> list[Any]:
+                given = iter(floats)
+                merged = [next(given) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
+                return [leaf for leaf in jax.tree.leaves(call.run(params, tree.unflatten(merged), extra)) if _floating(leaf)]
+
+            floats = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
+            (own, shared), dx = jax.vjp(outputs, params, floats)[1](dy)
+            named = iter(dx)
+            of_x = tree.unflatten([next(named) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)])
+            results = {
+                **self._count("gradient of the input", of_x),
+                **self._count("gradient of parameters", own),
+                **self._count("gradient of shared", shared),
+            }
+            inputs = {**self._inputs(params, x, extra), **self._count("gradient of the output", dy)}
+            return [leaf[None] for leaf in dx], {"results": results, "inputs": inputs}
+
+        return backward
+
+    def _inputs(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> dict[str, Any]:
+        own, shared = params
+        named = (("parameters", own), ("shared", shared), ("input", x), ("microbatch", extra.get("microbatch", ())))
+        return {key: count for name, tree in named for key, count in self._count(name, tree).items()}
+
+    def _count(self, name: str, tree: PyTree) -> dict[str, Any]:
+        """Name of each floating leaf -> [data shards, (NaN, infinite, all)], the same on every device."""
+        counts = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if _floating(leaf):
+                found = jnp.stack([jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum(), jnp.asarray(jnp.size(leaf))])[None]
+                for axis in reversed(self.pipe.data_axes):
+                    found = lax.all_gather(found, axis, tiled=True)
+                counts[name + jax.tree_util.keystr(path)] = found
+        return counts
+
+    def _fault(self, phase: Phase, call: _Call, stage: int, microbatch: int, counts: dict[str, Any]) -> Nonfinite | None:
+        """What the counts say, of the first data shard that has a fault."""
+        for shard in range(self.pipe._data_size):
+            values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
+            if values:
+                return Nonfinite(phase, call.name, stage, microbatch, shard, values, inputs)
+        return None
+
+
+def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
+    rows = [(name, *map(int, found[shard])) for name, found in counts.items()]
+    return tuple(f"{name} has {nan} NaN and {inf} infinite of {size} values" for name, nan, inf, size in rows if nan or inf)
+
+
+def _floating(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
