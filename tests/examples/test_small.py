@@ -1,0 +1,41 @@
+"""The small examples as a person runs them: each ends in its own assertion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# As a person runs it: one device, float32, no flags.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+# Compiling without LLVM's optimisations halves the time where compute is little; convolutions would take longer than they save.
+QUICK = ENVIRONMENT | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "says"),
+    [
+        ("mlp", QUICK, "on new points: loss"),
+        ("conv_net", ENVIRONMENT, "accuracy on new images"),
+        ("custom_schedule", QUICK, "1B15 comes before 1F15"),
+        ("moe_dp_pp_tp", QUICK, "P('pipe', 'tensor', None, None)"),
+    ],
+)
+def test_an_example_runs_to_its_end(name, environment, says):
+    path = EXAMPLES / f"{name}.py"
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert says in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+def test_an_example_is_short_and_ends_in_an_assertion(path):
+    if path.stem == "train_gpt":
+        pytest.skip("a program with flags; --verify is its assertion")
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 150
+    assert any(line.strip().startswith("assert ") for line in lines)
