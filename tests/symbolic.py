@@ -34,16 +34,31 @@ SIZES = {"x": "x", "ri": "residual_input", "rw": "residual_weight", "c": "cotang
 
 
 @dataclass
-class _Device:
-    """The pools of one device and what it sends."""
+class _Held:
+    """A value in a slot, when it was written and when it was read last (moments: see `_Run._trip`)."""
 
-    pools: dict[str, list[Value]]
+    value: Value
+    written: int
+    read: int = -1
+
+
+@dataclass
+class _Device:
+    """The pools of one device, what was ever in them, and what it sends."""
+
+    pools: dict[str, list[_Held]]
+    history: dict[str, list[_Held]]
     out: dict[Payload, Value] = field(default_factory=lambda: dict.fromkeys(Payload, ZEROS))
 
 
-def run_symbolically(program: Program, liveness: Liveness | None = None) -> None:
-    """Run all ticks; `Wrong` says which read finds the wrong value, or what was never done."""
-    _Run(program, liveness or Liveness()).run()
+def run_symbolically(program: Program, liveness: Liveness | None = None) -> dict[str, int]:
+    """Run all ticks; `Wrong` says which read finds the wrong value, or what was never done.
+
+    Returns, by the names in `Slots`, the most values of each pool that are between their writing and their last reading on one device.
+    """
+    run = _Run(program, liveness or Liveness())
+    run.run()
+    return {name: max(_most_at_once(device.history[pool]) for device in run.devices) for pool, name in SIZES.items()}
 
 
 class _Run:
@@ -52,7 +67,11 @@ class _Run:
         self.stages_of = program.schedule.placement.stages_of
         self.last_stage = program.schedule.num_stages - 1
         sizes = {pool: getattr(program.slots, name) for pool, name in SIZES.items()}
-        self.devices = [_Device({pool: [ZEROS] * size for pool, size in sizes.items()}) for _ in program.schedule.rows]
+        self.devices = [
+            _Device({pool: [_Held(ZEROS, -1) for _ in range(size)] for pool, size in sizes.items()}, {pool: [] for pool in sizes})
+            for _ in program.schedule.rows
+        ]
+        self.moment = 0
         self.done: Counter[object] = Counter()
         self.training = not program.schedule.forward_only
 
@@ -71,7 +90,11 @@ class _Run:
     def _trip(self, positions: tuple[Position, ...], start: int) -> None:
         awaited: dict[int, list[tuple[Permute, int, int, list[Value]]]] = {}
         for j, position in enumerate(positions):
-            for use in position.blocks:
+            # Blocks of one direction, of the other, arrivals: what is read in one of these is overwritten in the next at the soonest.
+            self.moment = 3 * (start + j)
+            for before, use in zip((None, *position.blocks), position.blocks, strict=False):
+                if before is not None and (before.block.kind is Kind.F) is not (use.block.kind is Kind.F):
+                    self.moment += 1
                 for device in range(len(self.devices)):
                     self._block(use, device, start + j)
             for index, permute in enumerate(position.permutes):
@@ -80,6 +103,10 @@ class _Run:
                 for source, target in permute.pairs:
                     arrived[target] = self.devices[source].out[permute.payload]
                 awaited.setdefault(j + permute.delay, []).append((permute, index, start + j, arrived))
+            # A program may send only what the tick has made: what is sent again later counts as nothing.
+            for device_state in self.devices:
+                device_state.out = dict.fromkeys(Payload, ZEROS)
+            self.moment = 3 * (start + j) + 2
             for permute, index, tick, arrived in awaited.pop(j, []):
                 pool = "x" if permute.payload is Payload.ACTIVATION else "c"
                 for device, value in enumerate(arrived):
@@ -154,15 +181,17 @@ class _Run:
 
     def _read(self, device: int, tick: int, pool: str, column: int, expected: Value, where: str) -> None:
         slot = self.program.table[tick, device, column]
-        found = self.devices[device].pools[pool][slot]
-        _same(where, f"{pool}[{slot}]", found, expected)
+        held = self.devices[device].pools[pool][slot]
+        _same(where, f"{pool}[{slot}]", held.value, expected)
+        held.read = self.moment
 
     def _write(self, device: int, tick: int, pool: str, column: int, value: Value) -> None:
         slot = self.program.table[tick, device, column]
         slots = self.devices[device].pools[pool]
         if not 0 <= slot < len(slots):
             raise Wrong(f"tick {tick}, device {device}: writes {pool}[{slot}] of {len(slots)}")
-        slots[slot] = value
+        slots[slot] = _Held(value, self.moment)
+        self.devices[device].history[pool].append(slots[slot])
 
     def _check_done(self) -> None:
         schedule = self.program.schedule
@@ -173,6 +202,16 @@ class _Run:
                 wanted["first", microbatch] = 1
         if wanted != self.done:
             raise Wrong(f"never done: {dict(wanted - self.done)}; done too often: {dict(self.done - wanted)}")
+
+
+def _most_at_once(history: list[_Held]) -> int:
+    """The most values that share a moment, their writing and last reading included; what nobody reads is not counted."""
+    read = [held for held in history if held.read >= 0]
+    alive = highest = 0
+    for _, _, step in sorted([(held.written, 0, 1) for held in read] + [(held.read, 1, -1) for held in read]):
+        alive += step
+        highest = max(highest, alive)
+    return highest
 
 
 def _happens(presence: Presence, flag: int) -> bool:
@@ -186,7 +225,7 @@ def _same(where: str, what: str, found: object, expected: object) -> None:
 
 
 def _check_permute(permute: Permute) -> None:
-    sources, targets = zip(*permute.pairs, strict=True)
+    sources, targets = [s for s, _ in permute.pairs], [t for _, t in permute.pairs]
     if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
         raise Wrong(f"{permute}: a source or a target twice")
     following = dict(permute.pairs)

@@ -1,0 +1,545 @@
+"""The passes from a table to its program: ticks, segments, slots and transfers, proven right without compiling anything."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import jaxpipe as jp
+from jaxpipe.action import Action, Kind, parts
+from jaxpipe.passes.assign_slots import LastUse, Liveness, assign_slots
+from jaxpipe.passes.assign_ticks import assign_ticks, turn_ticks
+from jaxpipe.passes.emission import choose_emission
+from jaxpipe.passes.facts import collect
+from jaxpipe.passes.find_segments import Span, find_segments, kept_ticks, segments_of
+from jaxpipe.passes.fuse_ticks import fuse_ticks
+from jaxpipe.passes.level_ticks import level_ticks
+from jaxpipe.passes.program import Block, Column, Payload, Presence
+from jaxpipe.passes.program_time import Sync, cost_matrix, least_makespan, program_makespan
+from tests.golden import check_golden
+from tests.strategies import random_schedule, schedules
+from tests.symbolic import Wrong, run_symbolically
+
+C = Column
+MAKERS = {
+    "fewest": assign_ticks,
+    "turns": turn_ticks,
+    "shifted turns": lambda s: turn_ticks(s, shift=1),
+    "level": level_ticks,
+    "fused": lambda s: fuse_ticks(s, more_memory=False),
+    "fused, more memory": lambda s: fuse_ticks(s, more_memory=True),
+}
+KEEP_ORDER = ("fewest", "turns", "shifted turns", "level")
+
+
+def every_ticks(schedule):
+    """(name, ticks) of each way to assign ticks that this table has."""
+    names = KEEP_ORDER if schedule.forward_only else MAKERS
+    made = {name: MAKERS[name](schedule) for name in names}
+    return [(name, ticks) for name, ticks in made.items() if ticks is not None]
+
+
+def random_segments(rng, ticks):
+    """Segments cut anywhere, of any period: `assign_slots` must be right for all of them."""
+    stop = ticks.num_ticks
+    marks = sorted({0, stop, *(rng.randint(0, stop) for _ in range(rng.randint(0, 2)))})
+    return segments_of([Span(a, b, min(b - a, rng.randint(1, 5))) for a, b in pairwise(marks)], collect(ticks))
+
+
+def random_liveness(rng):
+    return Liveness(x=rng.choice(list(LastUse)), cotangent=rng.choice([LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD]))
+
+
+def places(ticks):
+    """Action -> (device, tick), read off the cells."""
+    return {a: (d, t) for d, row in enumerate(ticks.cells) for t, cell in enumerate(row) for a in parts(cell)}
+
+
+def inputs(schedule):
+    """Action -> [(what makes an input of it, what carries that between devices, or None)], from the meaning of F, B, I and W."""
+    every = {a for _, _, a in schedule.actions()}
+    found = {}
+    for action in every:
+        stage, kind, m = action
+        if kind is Kind.F:
+            makers = [(Action(stage - 1, Kind.F, m), Payload.ACTIVATION)]
+        elif kind is Kind.W:
+            makers = [(Action(stage, Kind.I, m), None)]
+        else:
+            makers = [(Action(stage, Kind.F, m), None), *((Action(stage + 1, k, m), Payload.COTANGENT) for k in (Kind.B, Kind.I))]
+        found[action] = [(maker, payload) for maker, payload in makers if maker in every]
+    return found
+
+
+# --- ticks -----------------------------------------------------------------------------------------------------------------------
+
+
+@given(schedules())
+def test_every_action_is_in_one_tick_behind_what_it_needs(schedule):
+    wanted = Counter(a for _, _, a in schedule.actions())
+    for name, ticks in every_ticks(schedule):
+        assert Counter(a for row in ticks.cells for cell in row for a in parts(cell)) == wanted
+        where = places(ticks)
+        for action, makers in inputs(schedule).items():
+            for maker, payload in makers:
+                # Where the forward of a tick runs first, its own backward may follow in the same tick.
+                at_once = payload is None and maker.kind is Kind.F and ticks.forward_first
+                assert where[maker][1] < where[action][1] + at_once, (name, maker, action)
+
+
+@given(schedules())
+def test_rows_keep_their_order(schedule):
+    for name, ticks in every_ticks(schedule):
+        for row, placed in zip(schedule.rows, ticks.cells, strict=True):
+            before, after = ([a for cell in cells for a in parts(cell)] for cells in (row, placed))
+            if name in KEEP_ORDER:
+                assert after == before
+            for forward in (True, False):
+                assert [a for a in after if (a.kind is Kind.F) is forward] == [a for a in before if (a.kind is Kind.F) is forward]
+
+
+@given(schedules())
+def test_the_fewest_ticks_are_the_longest_path(schedule):
+    makers = inputs(schedule)
+    rows = [[parts(cell) for cell in row if cell is not None] for row in schedule.rows]
+    depth = {}
+    while any(cell[0] not in depth for row in rows for cell in row):
+        for row in rows:
+            for before, cell in zip(((), *row), row, strict=False):
+                needs = [*before, *(maker for a in cell for maker, payload in makers[a] if payload is not None)]
+                if cell[0] not in depth and all(a in depth for a in needs):
+                    depth |= dict.fromkeys(cell, 1 + max((depth[a] for a in needs), default=0))
+    assert assign_ticks(schedule).num_ticks == max(depth.values(), default=0)
+
+
+def test_a_table_that_waits_for_itself_has_no_ticks():
+    broken = jp.Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")
+    with pytest.raises(jp.ScheduleError, match=r"deadlocks: (?=.*0B0 on device 0)(?=.*1F1 on device 1).*run jaxpipe.check"):
+        assign_ticks(broken)
+
+
+def test_turns_keep_kinds_apart():
+    ticks = turn_ticks(jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2))
+    kinds = [{a.kind for row in ticks.cells for a in parts(row[t])} for t in range(ticks.num_ticks)]
+    assert ticks.turns == 2
+    assert set().union(*kinds[::2]) == {Kind.F}
+    assert set().union(*kinds[1::2]) == {Kind.B}
+
+
+def test_shifted_turns_put_neighbours_in_opposite_turns():
+    ticks = turn_ticks(jp.schedules.build("1f1b", devices=4, microbatches=8), shift=1)
+    for device, row in enumerate(ticks.cells):
+        for tick, cell in enumerate(row):
+            assert cell is None or cell.kind is (Kind.F, Kind.B)[(tick - device) % 2]
+
+
+# --- segments --------------------------------------------------------------------------------------------------------------------
+
+
+@given(schedules())
+def test_each_transfer_leaves_in_one_permute_of_its_tick_and_is_there_in_time(schedule):
+    rng = random.Random(schedule.to_csv())
+    for _, ticks in every_ticks(schedule):
+        for segments in (find_segments(ticks), random_segments(rng, ticks)):
+            assert [s.start for s in segments] == [0, *(s.stop for s in segments[:-1])]
+            assert segments[-1].stop == ticks.num_ticks
+            positions = [p for s in segments for _ in range(s.repeats) for p in s.positions]
+            where = places(ticks)
+            for action, makers in inputs(schedule).items():
+                device, tick = where[action]
+                for maker, payload in makers:
+                    source, made = where[maker]
+                    if payload is None or source == device:
+                        continue
+                    carriers = [p for p in positions[made].permutes if p.payload is payload and (source, device) in p.pairs]
+                    assert len(carriers) == 1
+                    assert made + carriers[0].delay < tick
+
+
+@given(schedules())
+def test_permutes_have_distinct_ends_and_no_cycle(schedule):
+    rng = random.Random(schedule.to_csv())
+    for _, ticks in every_ticks(schedule):
+        for segment in random_segments(rng, ticks):
+            for j, position in enumerate(segment.positions):
+                for permute in position.permutes:
+                    sources, targets = zip(*permute.pairs, strict=True)
+                    assert len(set(sources)) == len(sources)
+                    assert len(set(targets)) == len(targets)
+                    # All pairs point one way, so no chain of them comes back to where it began.
+                    assert len({source < target for source, target in permute.pairs}) == 1
+                    assert j + permute.delay < segment.period
+
+
+def test_whole_turns_of_a_steady_state_are_left_out():
+    ramp, turn, end = [90, 91, 92], [1, 2, 1, 3, 4], [93, 94]
+    for count in (4, 40, 400):
+        codes = np.array([*ramp, *turn * count, *end])
+        short = codes[kept_ticks(codes)].tolist()
+        assert (len(codes) - len(short)) % 60 == 0  # whole turns of 5, and of all periods that are tried: 1, 2, 3, 4, 6 and 12
+        assert len(short) < 5 + 2 * 60 + 24
+        assert short == [*ramp, *turn * ((len(short) - 5) // 5), *end]
+
+
+def test_every_steady_state_is_found():
+    codes = np.array([0] * 500 + [1] * 500 + [2, 3] * 250)
+    short = codes[kept_ticks(codes)].tolist()
+    assert len(short) < 150
+    assert sorted(set(short)) == [0, 1, 2, 3]
+    assert short == sorted(short[: short.index(2)]) + [2, 3] * (short.count(2))
+
+
+# --- how long the program takes --------------------------------------------------------------------------------------------------
+
+
+def simulated(costs, segments, sync, transfer):
+    """`program_makespan` again, from its definition: tick by tick, device by device, no trip left out."""
+    time, tick = [0.0] * costs.shape[1], 0
+    for positions in (s.positions for s in segments for _ in range(s.repeats)):
+        due = {}
+        for j, position in enumerate(positions):
+            time = [t + took for t, took in zip(time, costs[tick], strict=True)]
+            tick += 1
+            met = {delay: [p for p in position.permutes if p.delay == delay] for delay in {p.delay for p in position.permutes}}
+            if sync is Sync.EVERYBODY and met:
+                longest = [max(sum(any(d in pair for pair in p.pairs) for p in ps) for d in range(len(time))) for ps in met.values()]
+                time = [max(time) + transfer * sum(longest)] * len(time)
+                continue
+            for delay, permutes in met.items():
+                ends = [(pair, p) for p in permutes for pair in p.pairs]
+                until = [max([t, *(time[e] for pair, _ in ends if d in pair for e in pair)]) for d, t in enumerate(time)]
+                lasts = [transfer * len({id(p) for pair, p in ends if d in pair}) for d in range(len(time))]
+                due.setdefault(j + delay, []).append([t + more for t, more in zip(until, lasts, strict=True)])
+            for done in due.pop(j, []):
+                time = [max(both) for both in zip(time, done, strict=True)]
+    return max(time, default=0.0)
+
+
+@pytest.mark.parametrize("sync", list(Sync))
+@given(schedule=schedules())
+def test_the_makespan_of_a_program(sync, schedule):
+    rng = random.Random(schedule.to_csv())
+    costs = jp.Costs(forward=rng.randint(1, 3), input_grad=2, weight_grad=rng.randint(1, 2))
+    for name, ticks in every_ticks(schedule):
+        matrix, facts = cost_matrix(ticks, costs), collect(ticks)
+        segments = random_segments(rng, ticks)
+        assert program_makespan(matrix, segments, sync=sync, transfer=0.25) == simulated(matrix, segments, sync, 0.25)
+        # Nothing can be shorter than the ticks unrolled, and what keeps the order of the rows than the table.
+        least = least_makespan(facts, matrix, sync=sync)
+        assert least == program_makespan(matrix, segments_of([Span(0, ticks.num_ticks, ticks.num_ticks)], facts), sync=sync)
+        assert least <= program_makespan(matrix, segments, sync=sync)
+        if name in KEEP_ORDER:
+            assert least >= jp.simulate(schedule, costs).makespan
+
+
+def test_equal_trips_are_simulated_once():
+    ticks = assign_ticks(jp.schedules.build("1f1b", devices=4, microbatches=100))
+    for segments in (find_segments(ticks), segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))):
+        for sync in Sync:
+            assert program_makespan(cost_matrix(ticks), segments, sync=sync) == simulated(cost_matrix(ticks), segments, sync, 0.0)
+
+
+# --- the whole program, run with symbols -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_tables_run_right(seed):
+    """Every read finds what it should, whatever the table, the ticks, the segments and the liveness; and no pool is too large."""
+    rng = random.Random(seed)
+    for _ in range(25):
+        schedule = random_schedule(rng)
+        for _, ticks in every_ticks(schedule):
+            liveness = random_liveness(rng)
+            program = assign_slots(ticks, random_segments(rng, ticks), liveness=liveness)
+            for name, most in run_symbolically(program, liveness).items():
+                spare = name in ("x", "cotangent")  # what a permute brings to a device without a message may need a slot of its own
+                assert getattr(program.slots, name) in (max(1, most), max(1, most) + spare), (name, most, program.slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_many_random_tables_run_right(seed):
+    test_random_tables_run_right(seed)
+
+
+@pytest.mark.parametrize("sync", list(Sync))
+@pytest.mark.parametrize("prefer_speed", [False, True], ids=["memory", "speed"])
+def test_what_is_chosen_for_random_tables_runs_right(sync, prefer_speed):
+    rng = random.Random(7)
+    for _ in range(12):
+        ticks, segments, *_ = choose_emission(random_schedule(rng), sync=sync, prefer_speed=prefer_speed)
+        run_symbolically(assign_slots(ticks, segments))
+
+
+@pytest.mark.parametrize("sync", list(Sync))
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", jp.schedules.names())
+def test_named_tables_run_right(name, devices, sync):
+    for microbatches in (1, 3, 8):
+        try:
+            schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+        except jp.ScheduleError:
+            continue  # not defined for so few microbatches
+        for prefer_speed in (False, True):
+            ticks, segments, *_ = choose_emission(schedule, sync=sync, prefer_speed=prefer_speed)
+            run_symbolically(assign_slots(ticks, segments))
+
+
+@given(schedules())
+def test_residual_slots_are_the_simulated_peak(schedule):
+    program = assign_slots(assign_ticks(schedule), find_segments(assign_ticks(schedule)))
+    if schedule.forward_only:
+        assert program.slots.residual_weight == program.slots.residual_input == 1  # the least that a pool can have
+        return
+    for found, release in ((program.slots.residual_weight, jp.Release.WEIGHT_GRAD), (program.slots.residual_input, jp.Release.INPUT_GRAD)):
+        peak = max(jp.simulate(schedule, jp.Costs(release=release)).peak_activations)
+        # The simulator lets both halves of a pair run at once; the program runs the backward first, and may reuse its slot.
+        assert found == peak or (schedule.encoded.pairs.size and found == peak - 1)
+
+
+# --- a broken program is found out -----------------------------------------------------------------------------------------------
+
+SLOTS = (C.F_X, C.F_RI, C.F_RW, C.B_X, C.B_RI, C.B_RW, C.B_DY, C.B_STASH)
+NUMBERS = (C.F_CHUNK, C.F_STAGE, C.F_MICROBATCH, C.B_CHUNK, C.B_KIND, C.B_STAGE, C.B_MICROBATCH)
+FLAGS = (C.F_FIRST, C.F_LAST, C.F_LOCAL, C.B_FIRST, C.B_LOCAL)
+
+
+def sound_program():
+    """A program with several slots in each pool, chunks, local hand-overs and I and W apart."""
+    schedule = jp.schedules.build("zbv", devices=2, microbatches=6)
+    ticks = assign_ticks(schedule)
+    return assign_slots(ticks, find_segments(ticks))
+
+
+def entries(program, column):
+    """(tick, device) whose entry in this column matters."""
+    table = program.table
+    active = table[:, :, C.F_CHUNK if column.name.startswith("F_") else C.B_CHUNK] >= 0
+    if column is C.B_STASH:
+        active = active & (table[:, :, C.B_KIND] != Kind.B)
+    if column in (C.B_DY, C.B_RI, C.B_LOCAL, C.B_FIRST):
+        active = active & (table[:, :, C.B_KIND] != Kind.W)
+    if column in FLAGS:
+        active = active & (table[:, :, column] == 1)  # a part that runs unwanted may do no harm
+    return np.argwhere(active)
+
+
+@pytest.mark.parametrize("column", [*SLOTS, *NUMBERS, *FLAGS], ids=lambda column: column.name)
+def test_a_wrong_table_entry_is_found(column):
+    program = sound_program()
+    run_symbolically(program)
+    rng = random.Random(int(column))
+    chosen = entries(program, column).tolist()
+    for tick, device in rng.sample(chosen, min(12, len(chosen))):
+        table = program.table.copy()
+        table[tick, device, column] = (table[tick, device, column] + 1) % (1 + table[:, :, column].max())
+        with pytest.raises(Wrong):
+            run_symbolically(replace(program, table=table))
+
+
+def test_a_message_in_the_wrong_slot_is_found():
+    program = sound_program()
+    positions = [p for s in program.segments for _ in range(s.repeats) for p in s.positions]
+    where = places(assign_ticks(program.schedule))
+    messages = [(m, a, payload) for a, makers in inputs(program.schedule).items() for m, payload in makers if payload is not None]
+    sent = [message for message in messages if where[message[0]][0] != where[message[1]][0]]
+    assert len(sent) == 6 * 2 * 2  # six microbatches, forward and back, over two of three stage boundaries
+    for maker, action, payload in sent:
+        (source, made), (target, _) = where[maker], where[action]
+        permutes = positions[made].permutes
+        index = next(i for i, p in enumerate(permutes) if p.payload is payload and (source, target) in p.pairs)
+        size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
+        table = program.table.copy()
+        table[made, target, C.ARRIVAL + index] = (table[made, target, C.ARRIVAL + index] + 1) % size
+        with pytest.raises(Wrong):
+            run_symbolically(replace(program, table=table))
+
+
+def first_block(change):
+    def broken(position):
+        first, *rest = position.blocks
+        return replace(position, blocks=(*change(first), *rest))
+
+    return broken
+
+
+def first_permute(change):
+    def broken(position):
+        if not position.permutes:
+            return position
+        first, *rest = position.permutes
+        return replace(position, permutes=(change(first), *rest))
+
+    return broken
+
+
+def unwanted_part(part, kinds):
+    """Only these kinds of blocks do something more where their stage is the first or last, or hand on to this device."""
+
+    def without(use):
+        return replace(use, **{part: Presence.NEVER}) if use.block.kind in kinds else use
+
+    return lambda position: replace(position, blocks=tuple(map(without, position.blocks)))
+
+
+def cyclic(permute):
+    (source, target), *_ = permute.pairs
+    return replace(permute, pairs=((source, target), (target, source)))
+
+
+BREAK = {
+    "a block is missing": first_block(lambda use: ()),
+    "a pair is missing": first_permute(lambda permute: replace(permute, pairs=permute.pairs[1:])),
+    "a permute of the other payload": first_permute(lambda permute: replace(permute, payload=Payload(1 - permute.payload))),
+    "a transfer is late": first_permute(lambda permute: replace(permute, delay=permute.delay + 1)),
+    "a block runs everywhere": first_block(lambda use: (replace(use, active=Presence.ALWAYS),)),
+    "first never runs": unwanted_part("first", (Kind.F, Kind.B, Kind.I)),
+    "last never runs": unwanted_part("last", (Kind.F,)),
+    "nothing is handed on": unwanted_part("local", (Kind.F, Kind.B, Kind.I)),
+    "a block of another chunk": first_block(lambda use: (replace(use, block=Block(use.block.kind, 1 - use.block.chunk)),)),
+    "a permute with a cycle": first_permute(cyclic),
+}
+
+
+def broken_segments(segments, broken):
+    """The segments with one position broken, for each position that the change touches."""
+    for i, segment in enumerate(segments):
+        for j, position in enumerate(segment.positions):
+            if broken(position) != position:
+                positions = (*segment.positions[:j], broken(position), *segment.positions[j + 1 :])
+                yield (*segments[:i], replace(segment, positions=positions), *segments[i + 1 :])
+
+
+@pytest.mark.parametrize("broken", BREAK.values(), ids=[*BREAK])
+def test_a_wrong_segment_is_found(broken):
+    ticks = assign_ticks(jp.schedules.build("zbv", devices=3, microbatches=6))
+    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 6)], collect(ticks)))
+    run_symbolically(program)
+    changed = list(broken_segments(program.segments, broken))
+    assert len(changed) > 1
+    for segments in changed:
+        with pytest.raises(Wrong):
+            run_symbolically(replace(program, segments=segments))
+
+
+def test_a_missing_tick_is_found():
+    program = sound_program()
+    last = program.segments[-1]
+    with pytest.raises(Wrong, match="the segments end at tick"):
+        run_symbolically(replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1))))
+
+
+# --- the catalogue: code that does not grow, and the table's own makespan --------------------------------------------------------
+
+FAMILIES = [
+    (name, chunks)
+    for name in jp.schedules.names()
+    for chunks in (1, 2, 3, 4)
+    if name != "no_pipelining" and jp.schedules.describe(name).chunks.nearest(chunks) == chunks
+]
+
+
+@cache
+def emitted(name, chunks, devices, microbatches, sync=Sync.PAIRS, **options):
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
+    return choose_emission(schedule, sync=sync, **options)
+
+
+def size_of(emission):
+    """Blocks of stage code and permutes: what compile time is made of."""
+    return sum(s.size + sum(len(p.permutes) for p in s.positions) for s in emission.segments)
+
+
+def slow_unless(run, *case):
+    return pytest.param(*case, marks=[] if run else [pytest.mark.slow])
+
+
+# By default the most devices, which have the longest ramps, and each table's natural number of chunks.
+GROWTH = [
+    slow_unless(
+        (devices, sync, chunks) == (8, Sync.PAIRS, jp.schedules.describe(name).chunks.natural), name, chunks, devices, sync, microbatches
+    )
+    for name, chunks in FAMILIES
+    for devices in (4, 8)
+    for sync in Sync
+    for microbatches in (64, 512)
+]
+
+
+@pytest.mark.parametrize(("name", "chunks", "devices", "sync", "microbatches"), GROWTH)
+def test_code_does_not_grow_with_microbatches(name, chunks, devices, sync, microbatches):
+    assert size_of(emitted(name, chunks, devices, microbatches, sync)) <= 1.2 * size_of(emitted(name, chunks, devices, 8, sync))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "sync"), [(d, sync) for d in (4, 8) for sync in Sync])
+@pytest.mark.parametrize(("name", "chunks"), FAMILIES)
+def test_code_for_speed_stops_growing(name, chunks, devices, sync):
+    """Code that saves transfers in the steady state is worth more the longer that lasts, up to a bound."""
+    sizes = [size_of(emitted(name, chunks, devices, m, sync, prefer_speed=True)) for m in (32, 128, 512)]
+    assert max(sizes[1:]) <= 1.25 * sizes[0]
+
+
+@pytest.mark.parametrize("microbatches", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "chunks"), FAMILIES)
+def test_code_grows_no_faster_than_chunks_and_slower_than_devices(name, chunks, microbatches):
+    few, many = (size_of(emitted(name, chunks, devices, microbatches)) for devices in (4, 8))
+    assert many < 2 * few
+    if chunks > 1 and (name, 2 * chunks) in FAMILIES:
+        assert size_of(emitted(name, 2 * chunks, 8, microbatches)) <= 2 * many
+
+
+# Where it is more than 1.00: in DualPipe's ramps some devices run an overlapped pair while their neighbours run a single action.  In
+# lock-step, 1F1B's neighbours do F and B in turn, so that every tick lasts as long as a B: 1F1B's memory allows nothing else.
+MOST = {("dualpipe", Sync.PAIRS): 1.011, ("dualpipev", Sync.PAIRS): 1.02, ("1f1b", Sync.EVERYBODY): 1.30} | {
+    (name, Sync.EVERYBODY): 1.02 for name in ("dualpipe", "dualpipev")
+}
+
+
+# `tests/lowering/test_program_time.py` has 32 microbatches and the natural number of chunks.
+CASES = [slow_unless(m == 8 and (sync is Sync.PAIRS or d == 4), d, sync, m) for d in (4, 8) for sync in Sync for m in (8, 32)]
+
+
+@pytest.mark.parametrize(("devices", "sync", "microbatches"), CASES)
+@pytest.mark.parametrize(("name", "chunks"), FAMILIES)
+def test_the_program_keeps_the_tables_makespan(name, chunks, devices, sync, microbatches):
+    emission = emitted(name, chunks, devices, microbatches, sync)
+    assert emission.makespan <= MOST.get((name, sync), 1.005) * jp.simulate(emission.ticks.schedule).makespan
+
+
+def test_with_more_memory_1f1b_keeps_its_makespan_in_lock_step():
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
+    assert choose_emission(schedule, sync=Sync.EVERYBODY, prefer_speed=True).makespan == jp.simulate(schedule).makespan
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("gpipe", 2), ("1f1b", 4), ("zb_h1", 3), ("interleaved_1f1b", 8), ("interleaved_zb", 12)])
+def test_each_kind_of_each_chunk_is_compiled_about_once(name, blocks):
+    chunks = 4 if name.startswith("interleaved") else 1
+    assert sum(s.size for s in emitted(name, chunks, 8, 64).segments) == blocks
+
+
+def test_equal_steady_states_move_what_the_table_moves():
+    """Where kinds take turns, a trip of the steady state has just the transfers of one F and one B (or I) of each device."""
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h2", 1)):
+        (segment,) = emitted(name, chunks, 4, 32).segments
+        moved = sum(len(permute.pairs) for position in segment.positions for permute in position.permutes)
+        assert moved == (6 if chunks == 1 else 8)  # without chunks nothing goes from the last device to the first
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "microbatches", "chunks"), [("1f1b", 4, 8, 1), ("interleaved_1f1b", 2, 4, 2), ("zb_h1", 3, 4, 1)]
+)
+def test_passes_print(name, devices, microbatches, chunks):
+    ticks, segments, *_ = emitted(name, chunks, devices, microbatches)
+    program = assign_slots(ticks, segments)
+    check_golden(f"passes_{name}_{devices}x{microbatches}.txt", f"{assign_ticks(program.schedule)}\n\n{ticks}\n\n{program}\n")
