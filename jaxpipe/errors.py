@@ -53,3 +53,13 @@ class PipelineError(JaxpipeError):
     def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.faults = faults or (message,)
+
+
+class CheckpointError(JaxpipeError):
+    """A checkpoint that is not there or is of another model, or a state that cannot be saved; `.faults` holds every one."""
+
+    faults: tuple[str, ...]
+
+    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults or (message,)
