@@ -1,0 +1,56 @@
+"""Every page runs as one program, as a reader would run it, and prints what it says it prints; every link leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .run_page import blocks
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("examples/**/README.md")])
+# As a reader runs it, but compiled without LLVM's optimisations, which halves the time.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")} | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[\w-]+)?\)")
+# Its snippets are fragments; tests/reference/test_ref_peer.py runs what they show.
+FRAGMENTS = ("torch_peer.md",)
+
+
+def runs(page: Path) -> bool:
+    return page.name not in FRAGMENTS and any(b.language in ("python", "console") and b.runs for b in blocks(page.read_text()))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=lambda p: p.stem)
+def test_a_page_runs_and_prints_what_it_says(page):
+    command = [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_wrong_output_and_a_wrong_command_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    text = "```python\nprint(1 + 1)\n```\n\n```text\n{}\n```\n\n```console\n$ echo one\n{}\n```\n"
+    for first, second, wrong in (("2", "one", 0), ("3", "one", 1), ("3", "two", 2)):
+        page.write_text(text.format(first, second))
+        command = [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert f"2 blocks ran, 1 outputs compared, {wrong} differ" in done.stdout, done.stdout + done.stderr
+        assert done.returncode == (1 if wrong else 0)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_links_lead_somewhere(page):
+    broken = [target for target, _ in LINK.findall(page.read_text()) if not (page.parent / target).exists()]
+    assert not broken
+
+
+def test_every_page_is_reached_from_the_index():
+    index = (DOCS / "README.md").read_text()
+    missing = [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name}" not in index]
+    assert not missing
