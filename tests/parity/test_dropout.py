@@ -1,0 +1,83 @@
+"""Dropout depends on the step's key, the stage and the microbatch: every schedule of as many stages gives the oracle's numbers."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from tests.parity import small
+from tests.parity.engines import worst_error
+from tests.parity.small import ROWS, batch, build, gradients_of, step, weights
+from tests.parity.tolerance import FLOAT64
+
+MICROBATCHES, KEEP = 4, 0.7
+# One of each sort; the others differ from these in their order of actions alone, and take part with -m slow.
+DEFAULT = ("1f1b", "interleaved_1f1b", "zb_h2", "zbv", "dualpipe")
+NAMES = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in jp.schedules.names()]
+
+
+def dropped(key, x):
+    return jnp.where(jax.random.bernoulli(key, KEEP, x.shape), x / KEEP, 0.0)
+
+
+def first(params, microbatch, *, ctx):
+    return dropped(jax.random.fold_in(ctx.rng, 1), microbatch["x"])
+
+
+def stage(params, x, *, ctx):
+    return dropped(ctx.rng, small.stage(params, x))
+
+
+def last(params, x, microbatch, *, ctx):
+    return small.last(params, dropped(jax.random.fold_in(ctx.rng, 2), x), microbatch)
+
+
+@lru_cache
+def right(stages, seed):
+    """A plain loop over microbatches and stages, with the keys that the documentation of `Context` promises."""
+    rows, key = batch(MICROBATCHES * ROWS), jax.random.key(seed)
+
+    def context(s, m):
+        return jp.Context(s, m, jax.random.fold_in(jax.random.fold_in(key, s), m))
+
+    def loss(params):
+        total = 0.0
+        for m in range(MICROBATCHES):
+            mine = jax.tree.map(lambda leaf, m=m: leaf[m * ROWS : (m + 1) * ROWS], rows)
+            x = first({}, mine, ctx=context(0, m))
+            for s in range(stages):
+                x = stage({"w": params["stages"]["w"][s]}, x, ctx=context(s, m))
+            total += last(params["last"], x, mine, ctx=context(stages - 1, m))
+        return total / MICROBATCHES
+
+    return gradients_of(loss, weights(stages))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_draws_the_oracles_numbers(name):
+    pipe = build(name, microbatches=MICROBATCHES, first=first, stage=stage, last=last)
+    stages, rows = pipe.schedule.num_stages, batch(MICROBATCHES * ROWS)
+    assert stages in (2, 4), "so that many schedules share one oracle"
+    for seed in (3, 4):
+        found = step(pipe, weights(stages), rows, rng=jax.random.key(seed))
+        assert worst_error(found, right(stages, seed)) <= FLOAT64
+    assert right(stages, 3).loss != right(stages, 4).loss
+
+
+def test_remat_draws_the_same_numbers_in_the_backward():
+    pipe = build("zb_h1", microbatches=MICROBATCHES, first=first, stage=stage, last=last, remat="full")
+    found = step(pipe, weights(2), batch(MICROBATCHES * ROWS), rng=jax.random.key(3))
+    assert worst_error(found, right(2, 3)) <= FLOAT64
+
+
+def test_microbatches_and_stages_draw_different_masks():
+    """Equal rows in every microbatch: without randomness all losses would be equal."""
+    rows = jax.tree.map(lambda leaf: np.tile(leaf, (MICROBATCHES, 1)), batch(ROWS))
+    pipe = build("1f1b", microbatches=MICROBATCHES, first=first, stage=stage, last=last)
+    losses = np.asarray(pipe.losses(pipe.place(weights(2)), rows, rng=jax.random.key(3)))
+    assert len(set(losses)) == MICROBATCHES
+    plain = build("1f1b", microbatches=MICROBATCHES)
+    assert len(set(np.asarray(plain.losses(plain.place(weights(2)), rows)))) == 1
