@@ -22,10 +22,10 @@ import numpy as np
 import optax
 
 import jaxpipe as jp
-from gpt.checkpoint import Checkpoints
 from gpt.devices import on_mesh
 from gpt.model import GPT
 from gpt.optimizer import adamw
+from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.distributed import Watchdog, crossings, global_batch, local_rows, make_mesh
 
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=200, help="steps in all (200)")
     p.add_argument("--text", type=Path, default=Path(pydoc_data.topics.__file__), help="what to learn: any file, read as bytes")
     p.add_argument("--checkpoints", type=Path, default=Path("out/pod"), help="a folder that all processes see (out/pod)")
-    p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints (50)")
+    p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints, and one at the end (50); 0 for none")
     return p
 
 
@@ -105,8 +105,8 @@ def main() -> None:
     # Under jit the parameters are made where they belong: no process ever holds the whole model.
     params = jax.jit(lambda key: pipe.place(model.init(key)))(jax.random.key(0))
     opt_state = on_mesh(optimizer.init(params), mesh)
-    checkpoints, done = Checkpoints(args.checkpoints, pipe), 0
-    if checkpoints.manager.latest_step() is not None:
+    checkpoints, done = Checkpoints(args.checkpoints, pipe, layer_axis=True), 0
+    if checkpoints.latest is not None:
         done, state = checkpoints.restore({"params": params, "opt_state": opt_state})
         params, opt_state = state["params"], state["opt_state"]
         say(f"resuming after step {done}")
@@ -121,7 +121,7 @@ def main() -> None:
             batch = global_batch(pipe, rows_of_text(text, i, mine, args), rows=args.batch)
             params, opt_state, loss = step(params, opt_state, batch)
             say(f"step {i + 1} loss {float(loss)!r}")
-        if (i + 1) % args.save_every == 0 or i + 1 == args.steps:
+        if args.save_every and ((i + 1) % args.save_every == 0 or i + 1 == args.steps):
             with watchdog.step(f"checkpoint {i + 1}", seconds=args.first_limit):
                 checkpoints.save(i + 1, {"params": params, "opt_state": opt_state})
     checkpoints.close()

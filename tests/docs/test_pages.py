@@ -54,3 +54,19 @@ def test_every_page_is_reached_from_the_index():
     index = (DOCS / "README.md").read_text()
     missing = [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name}" not in index]
     assert not missing
+
+
+def test_several_hosts_names_only_flags_that_jaxlib_knows():
+    """XLA ends the process for a flag that it does not know; a made-up one shows that this would be seen."""
+    text = (DOCS / "several_hosts.md").read_text()
+    named = sorted(set(re.findall(r"--xla_\w+", text)))
+    assert len(named) > 10
+    values = {"--xla_dump_to": "", "--xla_disable_hlo_passes": "", "--xla_gpu_enable_command_buffer": ""}
+    values |= dict(re.findall(r"(--xla_\w+)=([\w-]+)", text))
+    flags = [f"{flag}={values.get(flag, '1')}" for flag in named if flag != "--xla_dump_to"]
+    for more, status in (([], 0), (["--xla_gpu_no_such_flag=1"], 1)):
+        environment = ENVIRONMENT | {"XLA_FLAGS": " ".join([*flags, *more]), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", "import jax; jax.devices()"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        assert bool(done.returncode) == bool(status), done.stderr
+        assert ("no_such_flag" in done.stderr) == bool(status)

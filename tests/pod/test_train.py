@@ -34,7 +34,7 @@ def train(processes: int, devices: int, flags: str, folder, *, checkpoints="chec
 
 
 def test_two_processes_train_the_losses_of_one(tmp_path):
-    flags = "--pipe 2 --steps 3"
+    flags = "--pipe 2 --steps 3 --save-every 0"
     one, _, _ = train(1, 2, flags, tmp_path / "one")
     two, fed, log = train(2, 1, flags, tmp_path / "two")
     assert sorted(one) == [1, 2, 3]
@@ -47,7 +47,7 @@ def test_two_processes_train_the_losses_of_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipe", "data", "schedule"), [(2, 2, "1f1b"), (4, 1, "zb_h1"), (1, 4, "1f1b")])
 def test_four_processes_train_the_losses_of_one(tmp_path, pipe, data, schedule):
-    flags = f"--pipe {pipe} --data {data} --schedule {schedule} --layers 4 --steps 6"
+    flags = f"--pipe {pipe} --data {data} --schedule {schedule} --layers 4 --steps 6 --save-every 0"
     one, everything, _ = train(1, 4, flags, tmp_path / "one")
     four, fed, _ = train(4, 1, flags, tmp_path / "four")
     assert four == pytest.approx(one, rel=TOLERANCE)
@@ -60,7 +60,7 @@ def test_four_processes_train_the_losses_of_one(tmp_path, pipe, data, schedule):
 @pytest.mark.slow
 def test_two_processes_of_two_devices_train_the_losses_of_one(tmp_path):
     """One process a host: the data axis lies inside a process, so each feeds all rows."""
-    flags = "--pipe 2 --data 2 --steps 3"
+    flags = "--pipe 2 --data 2 --steps 3 --save-every 0"
     one, _, _ = train(1, 4, flags, tmp_path / "one")
     two, fed, log = train(2, 2, flags, tmp_path / "two")
     assert two == pytest.approx(one, rel=TOLERANCE)
@@ -97,7 +97,7 @@ def test_a_killed_process_ends_the_others_and_the_job_resumes(tmp_path, victim):
 @pytest.mark.slow
 def test_a_stuck_process_ends_the_others_at_the_step_limit(tmp_path):
     """Stopped, not dead, and the heartbeat is set far too long to notice: the watchdog has to."""
-    flags = f"{TINY} --pipe 2 --steps 100000 --save-every 100000 --heartbeat 300 --step-limit 5 --checkpoints {tmp_path / 'checkpoints'}"
+    flags = f"{TINY} --pipe 2 --steps 100000 --save-every 0 --heartbeat 300 --step-limit 5 --checkpoints {tmp_path / 'checkpoints'}"
     with start(train_commands(2, 1, flags), tmp_path / "logs") as job:
         job.wait_for("step 5 ", 0, 200)
         os.kill(job.processes[1].pid, signal.SIGSTOP)
