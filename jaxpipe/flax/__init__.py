@@ -1,0 +1,7 @@
+"""flax models in a pipeline: stages and canonical parameters from modules as they are, nnx or linen, and back."""
+
+from .common import End
+from .linen import LinenStages, from_linen, submodule, submodules
+from .nnx import NnxStages, from_nnx
+
+__all__ = ["End", "LinenStages", "NnxStages", "from_linen", "from_nnx", "submodule", "submodules"]

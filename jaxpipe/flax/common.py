@@ -1,0 +1,144 @@
+"""What nnx and linen have in common: blocks put into stages, a stage that scans over them, and functions with the right keywords."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import PipelineError
+
+PyTree: TypeAlias = Any
+OFFERED = ("ctx", "microbatch", "shared", "training")
+
+
+@dataclass(frozen=True)
+class End:
+    """What comes before the first block, or after the last one: modules, and a function of them.
+
+    Args:
+        modules: a module, or a tuple or dict of them.
+        call: `call(modules, microbatch) -> x` before the blocks, `call(modules, x, microbatch) -> loss` behind them; it may take
+            `shared`, `ctx` and `training` by keyword.
+        variables: linen only: the modules' variables, a tuple or dict of them likewise.
+    """
+
+    modules: Any
+    call: Callable[..., Any]
+    variables: Any = None
+
+
+def wanted(call: Callable[..., Any]) -> frozenset[str]:
+    """Which of the keywords that a pipeline offers a function takes."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)}
+    return frozenset(named & set(OFFERED))
+
+
+def with_keywords(function: Callable[..., Any], positional: Sequence[str], keywords: frozenset[str], name: str) -> Callable[..., Any]:
+    """The function, with a signature that says which keywords it takes."""
+    fixed = [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in positional]
+    named = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY) for k in sorted(keywords)]
+    function.__signature__ = inspect.Signature([*fixed, *named])  # type: ignore[attr-defined]
+    function.__name__ = name
+    return function
+
+
+def blocks_per_stage(count: int, num_stages: int) -> int:
+    """How many blocks a stage has; PipelineError where they do not divide."""
+    if count and num_stages > 0 and count % num_stages == 0:
+        return count // num_stages
+    fits = [s for s in range(1, count + 1) if count % s == 0]
+    raise PipelineError(f"{count} blocks do not divide into {num_stages} stages of equal size; num_stages may be one of {fits}")
+
+
+def period(kinds: Sequence[Any], per_stage: int, difference: Callable[[int, int], str]) -> int:
+    """The length of the shortest pattern of kinds that every stage repeats; PipelineError where stages are unlike.
+
+    Args:
+        kinds: of each block, what must be equal for two blocks to run the same code.
+        per_stage: blocks of a stage.
+        difference: says what differs between two blocks, given their numbers.
+    """
+    for length in range(1, per_stage + 1):
+        if per_stage % length == 0 and all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
+            return length
+    i, kind = next((i, k) for i, k in enumerate(kinds) if k != kinds[i % per_stage])
+    first = kinds.index(kind) if kind in kinds[:i] else i % per_stage
+    other = i % per_stage if first != i % per_stage else first
+    raise PipelineError(
+        f"blocks {other} and {i} are unlike: {difference(other, i)}; every stage must have the same sequence of blocks, and with "
+        f"{len(kinds) // per_stage} stages of {per_stage} block {i} stands where block {other} does"
+    )
+
+
+def stacked(trees: Sequence[PyTree], num_stages: int) -> PyTree:
+    """Trees of one structure -> leaves [S, groups of a stage, ...]; ShapeDtypeStructs likewise."""
+
+    def stack(*leaves: Any) -> Any:
+        shape = (num_stages, len(leaves) // num_stages, *leaves[0].shape)
+        if isinstance(leaves[0], jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, leaves[0].dtype)
+        return jnp.stack(leaves).reshape(shape)
+
+    return jax.tree.map(stack, *trees)
+
+
+def layered(tree: PyTree) -> PyTree:
+    """Leaves [S, groups of a stage, ...] -> [groups, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+
+def divided(tree: PyTree, num_stages: int) -> PyTree:
+    """Leaves [groups, ...] -> [S, groups of a stage, ...]; ShapeDtypeStructs likewise."""
+
+    def divide(leaf: Any) -> Any:
+        shape = (num_stages, leaf.shape[0] // num_stages, *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.reshape(shape)
+
+    return jax.tree.map(divide, tree)
+
+
+def key_of(ctx: Any, index: Any) -> Any:
+    """A key for the layer with this number in the whole model, or None; the same however the layers are put into stages."""
+    return None if ctx is None or ctx.microbatch_rng is None else jax.random.fold_in(ctx.microbatch_rng, index)
+
+
+def no_key(what: str, error: Exception) -> PipelineError:
+    """The error for random numbers without a key."""
+    return PipelineError(f"{what} draws random numbers, but the step got no key; pass rng=jax.random.key(...) ({error})")
+
+
+def scanned(
+    run: Callable[..., tuple[Any, PyTree]], *, groups: int, wants: frozenset[str], random: bool, stateful: bool
+) -> Callable[..., Any]:
+    """A stage that runs its groups of blocks in order.
+
+    Args:
+        run: `run(params, state, x, key, given) -> (x, new state)` of one group; `given` holds the keywords.
+        groups: of each stage.
+        wants: keywords that `run` takes.
+        random: whether it needs a key for each group.
+        stateful: whether the stage takes and returns state.
+    """
+
+    def stage(params: PyTree, x: PyTree, **given: Any) -> Any:
+        ctx = given.get("ctx")
+        start = ctx.stage * groups if random else 0
+
+        def group(x: PyTree, row: Any) -> tuple[PyTree, PyTree]:
+            index, own, state = row
+            return run(own, state, x, key_of(ctx, start + index) if random else None, given)
+
+        x, state = jax.lax.scan(group, x, (jnp.arange(groups), params, given.get("state", {})))
+        return (x, state) if stateful else x
+
+    more = {"ctx"} if random else set()
+    return with_keywords(stage, ("params", "x"), wants | more | ({"state"} if stateful else set()), "stage")

@@ -1,0 +1,278 @@
+"""linen modules in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import jax
+from flax import errors
+from flax import linen as nn
+
+from ..errors import PipelineError
+from .common import End, blocks_per_stage, divided, key_of, layered, no_key, period, scanned, stacked, wanted, with_keywords
+
+PyTree: TypeAlias = Any
+Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
+
+
+@dataclass(frozen=True)
+class LinenStages:
+    """A model of linen modules as a pipeline wants it; `Pipeline(**model.functions, schedule=..., mesh=...)`.
+
+    `params` are canonical, leaves of stages [S, blocks of a stage, ...]; `state` are the blocks' other collections
+    (batch_stats), for `Pipeline.place_state`, or {} where there are none.
+    """
+
+    stage: Callable[..., Any]
+    first: Callable[..., Any] | None
+    last: Callable[..., Any] | None
+    params: dict[str, PyTree]
+    state: PyTree
+    _pattern: int  # blocks of a group; 0 where variables came stacked
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that there are, by the name that `Pipeline` gives them."""
+        found = {"stage": self.stage, "first": self.first, "last": self.last}
+        return {name: function for name, function in found.items() if function is not None}
+
+    def to_linen(self, params: dict[str, PyTree], state: PyTree = None) -> Any:
+        """Canonical parameters, and state, as the blocks' variables, in the form in which they were given: a list, or stacked.
+
+        Parameters of first, last and shared are those of their modules already.
+        """
+        own, other = layered(params["stages"]), layered(self.state if state is None else state)
+        if not self._pattern:
+            return {"params": own, **other}
+        count = jax.tree.leaves((own, other))[0].shape[0]
+        found = []
+        for i in range(count):
+            group, rest = jax.tree.map(lambda leaf, i=i: leaf[i], (own, other))
+            found += [{"params": g, **r} for g, r in zip(_each(group, self._pattern), _each(rest, self._pattern), strict=True)]
+        return found
+
+
+def from_linen(
+    blocks: nn.Module | Sequence[nn.Module],
+    variables: Variables | Sequence[Variables],
+    *,
+    num_stages: int,
+    first: End | None = None,
+    last: End | None = None,
+    shared: tuple[Any, Any] | None = None,
+    call: Callable[..., Any] | None = None,
+    rngs: Sequence[str] = ("dropout",),
+) -> LinenStages:
+    """Make the functions and canonical parameters of a pipeline from linen modules and their variables, as they are.
+
+    Random numbers come from the step's key (`rng=`), a key for each layer and microbatch.  Blocks need not be alike: a pattern
+    that every stage repeats is enough.
+
+    Args:
+        blocks: the module of every block, or a list with each block's own.
+        variables: a list with each block's variables (see `submodules`), or variables with a leading axis of blocks (as `nn.scan`,
+            `nn.vmap` or a vmapped `init` make them).
+        num_stages: S; divides the number of blocks.
+        first, last: what stands before and behind the blocks; their functions are given bound modules.
+        shared: (modules, variables) that several of these functions use: given, bound, as `shared` by keyword.
+        call: `call(block, x) -> x`, where it is not `block(x)`; it may take training, microbatch, ctx and shared by keyword, as in
+            `lambda block, x, *, training: block(x, train=training)`.
+        rngs: the collections for which modules draw random numbers.
+
+    Raises:
+        PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
+    """
+    modules, given, stack = _blocks(blocks, variables)
+    if stack:
+        count, length = _stack_size(given[0]), 0
+        own, state = (divided(dict(tree), num_stages) for tree in _apart(given[0]))
+        per_stage = blocks_per_stage(count, num_stages)
+    else:
+        per_block = blocks_per_stage(len(given), num_stages)
+        kinds = [_kind(m, v) for m, v in zip(modules, given, strict=True)]
+        length = period(kinds, per_block, lambda i, j: _difference(kinds[i], kinds[j]))
+        per_stage = per_block // length
+        parts = [_apart(v) for v in given]
+        own, state = (
+            stacked([_group(tree, i, length) for i in range(0, len(given), length)], num_stages) for tree in zip(*parts, strict=True)
+        )
+    total = per_stage * num_stages
+    ends = {"first": first, "last": last}
+    params = {"stages": own, **{key: _params(end.modules, end.variables) for key, end in ends.items() if end is not None}}
+    if shared is not None:
+        params["shared"] = _params(*shared)
+    group = tuple(modules[: max(length, 1)])
+    return LinenStages(
+        stage=_stage(group, call, shared, rngs, per_stage=per_stage, pattern=max(length, 1), stateful=bool(jax.tree.leaves(state))),
+        first=None if first is None else _end(first, "first", shared, rngs, ("microbatch",), total),
+        last=None if last is None else _end(last, "last", shared, rngs, ("x", "microbatch"), total + 1),
+        params=params,
+        state=state,
+        _pattern=length,
+    )
+
+
+def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
+    """The variables of one submodule: {"params": {"embed": tree}} -> {"params": tree}; PipelineError if there is none."""
+    found = {collection: tree[name] for collection, tree in variables.items() if name in tree}
+    if not found:
+        raise PipelineError(f"no submodule is called {name!r}; the names are {sorted({n for tree in variables.values() for n in tree})}")
+    return found
+
+
+def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
+    """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, Block_1, ..."""
+    names = {name for tree in variables.values() for name in tree}
+    found: list[dict[str, PyTree]] = []
+    while pattern.format(len(found)) in names and "{" in pattern:
+        found.append(submodule(variables, pattern.format(len(found))))
+    if not found:
+        raise PipelineError(f"no submodule is called {pattern.format(0)!r}; the names are {sorted(names)}")
+    return found
+
+
+def _stage(
+    modules: tuple[nn.Module, ...],
+    call: Callable[..., Any] | None,
+    shared: tuple[Any, Any] | None,
+    rngs: Sequence[str],
+    *,
+    per_stage: int,
+    pattern: int,
+    stateful: bool,
+) -> Callable[..., Any]:
+    """The stage function: the blocks of a stage, scanned."""
+    wants = frozenset() if call is None else wanted(call)
+
+    def run(params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]) -> tuple[PyTree, PyTree]:
+        keywords = _keywords(shared, wants, given)
+        after = []
+        for i, (module, own, rest) in enumerate(zip(modules, _each(params, pattern), _each(state, pattern), strict=True)):
+            mutable = sorted(rest) if given["training"] else []
+            how = {"method": call, "rngs": _streams(rngs, key, i), "mutable": mutable}
+            x, new = _drawing("a block", lambda m=module, v={"params": own, **rest}, x=x, how=how: m.apply(v, x, **how, **keywords))
+            after.append({**rest, **new})
+        return x, (_join(after) if stateful else {})
+
+    return scanned(run, groups=per_stage, wants=wants | {"training"}, random=bool(rngs), stateful=stateful)
+
+
+def _end(
+    end: End, name: str, shared: tuple[Any, Any] | None, rngs: Sequence[str], positional: Sequence[str], index: int
+) -> Callable[..., Any]:
+    """`first` or `last`; its variables that are no parameters are constants."""
+    wants = wanted(end.call)
+
+    def function(params: PyTree, *arguments: Any, **given: Any) -> Any:
+        key = key_of(given.get("ctx"), index) if rngs else None
+        modules = _bound(end.modules, end.variables, params, _streams(rngs, key, 0))
+        try:
+            return _drawing(f"`{name}`", lambda: end.call(modules, *arguments, **_keywords(shared, wants, given)))
+        except errors.ModifyScopeVariableError as error:
+            raise PipelineError(f"`{name}` changes its variables; only blocks may keep state (batch statistics): {error}") from error
+
+    return with_keywords(function, ("params", *positional), (wants - {"microbatch"}) | ({"ctx"} if rngs else set()), name)
+
+
+def _keywords(shared: tuple[Any, Any] | None, wants: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
+    """What the user's function is given by keyword; shared parameters as bound modules."""
+    found = {name: given[name] for name in wants}
+    if "shared" in found and shared is not None:
+        found["shared"] = _bound(*shared, found["shared"], {})
+    return found
+
+
+def _drawing(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except errors.InvalidRngError as error:
+        raise no_key(what, error) from error
+
+
+def _streams(names: Sequence[str], key: Any, block: int) -> dict[str, Any]:
+    """A key for each collection of random numbers of a block."""
+    if key is None:
+        return {}
+    return {name: jax.random.fold_in(key, block * len(names) + i) for i, name in enumerate(names)}
+
+
+def _bound(modules: Any, variables: Any, params: PyTree, rngs: dict[str, Any]) -> Any:
+    """Modules, one or a tuple or dict of them, with parameters in them."""
+    if isinstance(modules, nn.Module):
+        return modules.bind({**(variables or {}), "params": params}, rngs=rngs)
+    if isinstance(modules, Mapping):
+        return {name: _bound(m, variables[name], params[name], rngs) for name, m in modules.items()}
+    if modules is None:
+        return None
+    return tuple(_bound(m, v, p, rngs) for m, v, p in zip(modules, variables, params, strict=True))
+
+
+def _params(modules: Any, variables: Any) -> PyTree:
+    """The parameters among the variables of modules."""
+    if modules is None:
+        return {}
+    if isinstance(modules, nn.Module):
+        return (variables or {}).get("params", {})
+    if isinstance(modules, Mapping):
+        return {name: _params(m, variables[name]) for name, m in modules.items()}
+    return tuple(_params(m, v) for m, v in zip(modules, variables, strict=True))
+
+
+def _apart(variables: Variables) -> tuple[PyTree, PyTree]:
+    """Parameters, and the other collections."""
+    return variables.get("params", {}), {name: tree for name, tree in variables.items() if name != "params"}
+
+
+def _group(trees: Sequence[PyTree], start: int, length: int) -> PyTree:
+    """The trees of a group: that of its only block, or one for each block by number."""
+    return trees[start] if length == 1 else {str(i): trees[start + i] for i in range(length)}
+
+
+def _each(tree: PyTree, length: int) -> list[PyTree]:
+    """The inverse of `_group`."""
+    return [tree] if length == 1 else [tree.get(str(i), {}) for i in range(length)]
+
+
+def _join(trees: Sequence[PyTree]) -> PyTree:
+    return _group(trees, 0, len(trees))
+
+
+def _blocks(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variables], bool]:
+    """Modules, variables, and whether these are of all blocks at once."""
+    many = not isinstance(blocks, nn.Module)
+    modules = list(blocks) if many else [blocks]
+    odd = sorted({type(m).__name__ for m in modules if not isinstance(m, nn.Module)})
+    if odd or not modules:
+        raise PipelineError(f"blocks must be a linen module or a list of them; got {', '.join(odd) or 'none'}")
+    if isinstance(variables, Mapping):
+        if many:
+            raise PipelineError("variables with a leading axis of blocks are of one module; give that module, or a list of variables")
+        return modules, [variables], True
+    found = list(variables)
+    if many and len(found) != len(modules):
+        raise PipelineError(f"there are {len(modules)} blocks but variables of {len(found)}; give each block's own, in order")
+    return (modules if many else modules * len(found)), found, False
+
+
+def _stack_size(variables: Variables) -> int:
+    """How many blocks stacked variables hold; PipelineError where they disagree."""
+    shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf.shape for p, leaf in jax.tree_util.tree_leaves_with_path(variables)}
+    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+        raise PipelineError(f"stacked variables must all have a leading axis of blocks, of one length; these have {shapes}")
+    return int(next(iter(shapes.values()))[0])
+
+
+def _kind(module: nn.Module, variables: Variables) -> dict[str, str]:
+    """What must be equal for two blocks to run the same code: class, settings, and the variables' shapes, by name."""
+    settings = {f.name: repr(getattr(module, f.name, None)) for f in fields(module) if f.name not in ("parent", "name")}
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    return {"the block": type(module).__name__, **settings, **shapes}
+
+
+def _difference(one: dict[str, str], other: dict[str, str]) -> str:
+    """The first setting or shape in which two blocks differ."""
+    name = next(n for n in [*one, *other] if one.get(n) != other.get(n))
+    return f"{name} is {one.get(name, 'not there')} in one and {other.get(name, 'not there')} in the other"
