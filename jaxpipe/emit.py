@@ -8,13 +8,16 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from .action import Kind
 from .blocks import Leaves, add, read, strengthen, when, when_flagged, write
 from .functions import Context
 from .jaxprs import Slot, run_threaded
-from .passes.program import BlockUse, Column, Payload, Position, Presence, Program
+from .operands import Operands, StageOperand, Unions
+from .passes.program import BlockUse, Column, Payload, Position, Presence, Program, Segment
 from .stage import LastCode, StageCode, run
 
 C = Column
@@ -23,42 +26,41 @@ State: TypeAlias = "dict[str, Any]"
 
 
 @dataclass(frozen=True)
-class Operands:
-    """Everything that the ticks read and none of them writes (leaves, on this device)."""
-
-    stages: tuple[Leaves, ...]  # per chunk: stage parameters, then shared ones
-    once: tuple[Leaves, ...]  # per chunk: what was hoisted
-    first: Leaves
-    first_once: Leaves
-    last: Leaves
-    last_once: Leaves
-    batch: PyTree  # leaves [M, ...]
-    rng: Any  # the step's key, or None
-    seed: Any  # cotangent of one microbatch's loss
-
-
-@dataclass(frozen=True)
 class Emitter:
-    """Turns positions into code.  State keys: order, x ri rw c st fr (pools), out_f out_b (what is sent), acc.*, loss, aux."""
+    """Turns positions into code.
+
+    State keys: order, x ri rw c st fr (pools), out_f out_b (what is sent), acc.* (gradients), bs.* (the stages' own state), loss, aux.
+    """
 
     program: Program
     axis: str
-    stage: StageCode
+    kinds: tuple[StageCode, ...]
+    kind_of: tuple[int, ...]  # per stage
+    wants: tuple[frozenset[str], ...]  # per kind, the keywords that its function takes
+    unions: Unions
     first: StageCode
     last: LastCode | None
     operands: Operands
-    stage_wants: frozenset[str]
     outer_wants: frozenset[str]
-    num_stage_params: int
     blocking: bool  # a permute holds its device until the partner has come (CPU); on GPUs it runs beside the blocks
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
 
-    def trip(self, positions: Sequence[Position], rows: Any, state: State) -> State:
-        """The ticks of one period.  `rows[j]` is this device's line of the table for the j-th of them."""
+    def kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
+        """For each position and each of its blocks, the kinds of the stages that run it."""
+        kind_of = np.array(self.kind_of)
+        found = []
+        for j, position in enumerate(segment.positions):
+            rows = self.program.table[segment.start + j : segment.stop : segment.period]
+            found.append([tuple(np.unique(kind_of[_stages(rows, use)]).tolist()) for use in position.blocks])
+        return found
+
+    def trip(self, positions: Sequence[Position], kinds: Sequence[Sequence[tuple[int, ...]]], rows: Any, state: State) -> State:
+        """The ticks of one period.  `rows[j]` is this device's line of the table for the j-th of them, `kinds` of `kinds_at`."""
         awaited: dict[int, list[tuple[str, Any, Leaves]]] = {}
         for j, position in enumerate(positions):
-            for use in position.blocks:
-                state = self._block(use, rows[j], state)
+            for use, those in zip(position.blocks, kinds[j], strict=True):
+                for kind in those:
+                    state = self._block(use, kind, rows[j], state, asks=len(those) > 1)
             for index, permute in enumerate(position.permutes):
                 pool, out = ("x", "out_f") if permute.payload is Payload.ACTIVATION else ("c", "out_b")
                 arrived = [lax.ppermute(self._ready(leaf, state["order"]), self.axis, permute.pairs) for leaf in state[out]]
@@ -80,64 +82,93 @@ class Emitter:
             return leaf
         return jnp.where(order, jnp.zeros_like(leaf), leaf)
 
-    def _block(self, use: BlockUse, row: Any, state: State) -> State:
-        """A block under its predicate, carrying only what it writes."""
-        kind, chunk = use.block
-        if kind is Kind.F:
-            predicate, body = row[C.F_CHUNK] == chunk, self._forward(use, row)
+    def _block(self, use: BlockUse, kind: int, row: Any, state: State, *, asks: bool) -> State:
+        """A block of one kind of stage under its predicate, carrying only what it writes; `asks`: other kinds may run it too."""
+        action, chunk = use.block
+        if action is Kind.F:
+            predicate, stage, body = row[C.F_CHUNK] == chunk, row[C.F_STAGE], self._forward(use, kind, row)
         else:
-            predicate = jnp.logical_and(row[C.B_CHUNK] == chunk, row[C.B_KIND] == int(kind))
-            body = {Kind.B: self._backward, Kind.I: self._input_grad, Kind.W: self._weight_grad}[kind](use, row)
+            predicate, stage = jnp.logical_and(row[C.B_CHUNK] == chunk, row[C.B_KIND] == int(action)), row[C.B_STAGE]
+            body = {Kind.B: self._backward, Kind.I: self._input_grad, Kind.W: self._weight_grad}[action](use, kind, row)
+        if asks:
+            predicate = jnp.logical_and(predicate, jnp.array(self.kind_of)[stage] == kind)
         keys = self._written(use)
         # `order` is False after every block, but XLA cannot know: a block that reads pools must be done before the next writes
         # them, and without this dependency XLA:GPU may run the writer first, on a copy of every pool.
         predicate = jnp.logical_and(predicate, jnp.logical_not(state["order"]))
-        flag, inner = when_flagged(use.active, predicate, lambda part: _pick(body({**state, **part}), keys), _pick(state, keys))
+        active = Presence.SOMETIMES if asks else use.active
+        flag, inner = when_flagged(active, predicate, lambda part: _pick(body({**state, **part}), keys), _pick(state, keys))
         return {**state, **inner, "order": flag}
 
     def _written(self, use: BlockUse) -> tuple[str, ...]:
         """The state that a block may change."""
-        kind, chunk = use.block
+        action, chunk = use.block
         first, last, local = (p is not Presence.NEVER for p in (use.first, use.last, use.local))
-        if kind is Kind.F:
-            keys = ["ri", "rw"] if self.training else []
+        if action is Kind.F:
+            keys = ["ri", "rw", f"bs.{chunk}"] if self.training else []
             keys += ["x"] if first or local else []
             keys += ["fr"] if first and self.training else []
             keys += self._last_keys() if last else []
+            keys += ["loss"] if any(code.loss is not None for code in self.kinds) else []
             keys += ["out_f"] if Presence.ALWAYS not in (use.last, use.local) else []
         else:
-            keys = [] if kind is Kind.I else [f"acc.{chunk}", "acc.shared"]
-            keys += ["st"] if kind is Kind.I else []
-            keys += ["acc.first", "acc.shared"] if first and kind is not Kind.W else []
+            keys = [] if action is Kind.I else [f"acc.{chunk}", "acc.shared"]
+            keys += ["st"] if action is Kind.I else []
+            keys += ["acc.first", "acc.shared"] if first and action is not Kind.W else []
             keys += ["c"] if local else []
-            keys += ["out_b"] if kind is not Kind.W and Presence.ALWAYS not in (use.first, use.local) else []
+            keys += ["out_b"] if action is not Kind.W and Presence.ALWAYS not in (use.first, use.local) else []
         return tuple(dict.fromkeys(keys))
 
-    def _forward(self, use: BlockUse, row: Any) -> Callable[[State], State]:
+    def _forward(self, use: BlockUse, kind: int, row: Any) -> Callable[[State], State]:
         """F: [first,] stage[, last and its gradient]; keeps residuals, hands y on."""
 
         def body(state: State) -> State:
-            extra = self._extra(row[C.F_STAGE], row[C.F_MICROBATCH], self.stage_wants)
+            code, chunk, unions = self.kinds[kind], use.block.chunk, self.unions
+            operand = self.operands.stages[chunk, kind]
             keys = ("x", "fr") if self.training else ("x",)
             state = self._when(use.first, row[C.F_FIRST], keys, self._run_first(row), state)
-            code, chunk = self.stage, use.block.chunk
-            x = read(state["x"], row[C.F_X])
-            arguments = [*code.consts, *self.operands.stages[chunk], *x, *extra, *self.operands.once[chunk]]
+            x = unions.x.read(state["x"], row[C.F_X], code.x_avals)
+            extra = self._stage_extra(kind, operand, row[C.F_STAGE], row[C.F_MICROBATCH], state[f"bs.{chunk}"])
+            arguments = [*code.consts, *operand.params(), *x, *extra, *operand.once]
             if self.training:
-                count = len(code.y_avals)
-                slots = [*_slots(state["ri"], row[C.F_RI]), *_slots(state["rw"], row[C.F_RW])]
-                outs = run_threaded(code.forward, arguments, writes={count + i: s for i, s in enumerate(slots)})
-                y, pools = outs[:count], outs[count:]
-                early = len(code.residual_input)
-                state = {**state, "ri": pools[:early], "rw": pools[early:]}
+                outs, state = self._keep(code, arguments, row, state)
             else:
-                y = run(code.evaluate, *arguments)
-            state = {**state, "out_f": strengthen(y)}
-            state = self._when(use.local, row[C.F_LOCAL], ("x",), lambda s: {"x": write(s["x"], row[C.F_OUT], y)}, state)
-            run_last = self._run_last(row, y) if self.training else self._evaluate_last(row, y)
-            return self._when(use.last, row[C.F_LAST], self._last_keys(), run_last, state)
+                outs = run(code.evaluate, *arguments)
+            y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
+            if code.loss is not None:
+                loss, *rest = rest
+                state = {**state, "loss": _add_at(state["loss"], row[C.F_MICROBATCH], loss)}
+            if code.state and self.training:
+                state = {**state, f"bs.{chunk}": operand.write_state(state[f"bs.{chunk}"], rest)}
+            # What only the last stage returns is never sent; then no other kind takes it.
+            if unions.x.has(code.y_avals):
+                state = {**state, "out_f": strengthen(unions.x.put(state["out_f"], code.y_avals, y))}
+                hand_over = lambda s: {"x": unions.x.write(s["x"], row[C.F_OUT], code.y_avals, y)}  # noqa: E731
+                state = self._when(use.local, row[C.F_LOCAL], ("x",), hand_over, state)
+            run_last = self._run_last(kind, row, y) if self.training else self._evaluate_last(row, y)
+            return self._when(use.last if self._fits_last(code) else Presence.NEVER, row[C.F_LAST], self._last_keys(), run_last, state)
 
         return body
+
+    def _fits_last(self, code: StageCode) -> bool:
+        """Whether the last stage may be of this kind: `last` takes what it returns."""
+        return self.kinds[self.kind_of[-1]].y_avals == code.y_avals
+
+    def _keep(self, code: StageCode, arguments: Leaves, row: Any, state: State) -> tuple[Leaves, State]:
+        """Run a forward whose residuals go into their slots: what it returns besides them, and the state after it."""
+        early, count = len(code.residual_input), code.num_outputs
+        pools = (
+            ("ri", self.unions.residual_input, code.residual_input, C.F_RI),
+            ("rw", self.unions.residual_weight, code.residual_weight, C.F_RW),
+        )
+        slots = [slot for key, union, avals, column in pools for slot in union.slots(state[key], row[column], avals)]
+        outs = run_threaded(code.forward, arguments, writes={count + i: s for i, s in enumerate(slots) if s is not None})
+        found = (outs[count : count + early], outs[count + early :])
+        new = {
+            key: union.stored(state[key], row[column], avals, values)
+            for (key, union, avals, column), values in zip(pools, found, strict=True)
+        }
+        return outs[:count], {**state, **new}
 
     def _run_first(self, row: Any) -> Callable[[State], State]:
         def body(state: State) -> State:
@@ -146,12 +177,12 @@ class Emitter:
             jaxpr = code.forward if self.training else code.evaluate
             outs = run(jaxpr, *code.consts, *self.operands.first, *extra, *self.operands.first_once)
             x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
-            after = {"x": write(state["x"], row[C.F_X], x)}
+            after = {"x": self.unions.x.write(state["x"], row[C.F_X], code.y_avals, x)}
             return {**after, "fr": write(state["fr"], row[C.F_FR], residuals)} if self.training else after
 
         return body
 
-    def _run_last(self, row: Any, y: Leaves) -> Callable[[State], State]:
+    def _run_last(self, kind: int, row: Any, y: Leaves) -> Callable[[State], State]:
         """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals of a head."""
 
         def body(state: State) -> State:
@@ -164,8 +195,8 @@ class Emitter:
             own = len(state["acc.last"])
             shared = len(state["acc.shared"])
             return {
-                "c": write(state["c"], row[C.F_OUT], rest[own + shared :]),
-                "loss": write([state["loss"]], row[C.F_MICROBATCH], [loss])[0],
+                "c": self.unions.cotangent.write(state["c"], row[C.F_OUT], self.kinds[kind].dy_avals, rest[own + shared :]),
+                "loss": _add_at(state["loss"], row[C.F_MICROBATCH], loss),
                 "aux": write(state["aux"], row[C.F_MICROBATCH], aux),
                 "acc.last": add(state["acc.last"], rest[:own]),
                 "acc.shared": add(state["acc.shared"], rest[own : own + shared]),
@@ -182,7 +213,7 @@ class Emitter:
             extra = self._extra(row[C.F_STAGE], row[C.F_MICROBATCH], self.outer_wants)
             loss, *aux = run(code.evaluate, *code.consts, *self.operands.last, *self.operands.last_once, *y, *extra)
             return {
-                "loss": write([state["loss"]], row[C.F_MICROBATCH], [loss])[0],
+                "loss": _add_at(state["loss"], row[C.F_MICROBATCH], loss),
                 "aux": write(state["aux"], row[C.F_MICROBATCH], aux),
             }
 
@@ -191,64 +222,78 @@ class Emitter:
     def _last_keys(self) -> list[str]:
         return ["c", "loss", "aux", "acc.last", "acc.shared"] if self.training else ["loss", "aux"]
 
-    def _gradient_inputs(self, chunk: int, row: Any, state: State) -> tuple[Leaves, dict[int, Slot]]:
-        """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are slots."""
-        code = self.stage
-        extra = self._extra(row[C.B_STAGE], row[C.B_MICROBATCH], self.stage_wants)
-        x = read(state["x"], row[C.B_X])
-        slots = [*_slots(state["ri"], row[C.B_RI]), *_slots(state["rw"], row[C.B_RW])]
-        operands = self.operands
-        before = [*code.consts, *operands.stages[chunk], *x, *extra, *operands.once[chunk]]
-        arguments = [*before, *(None for _ in slots), *read(state["c"], row[C.B_DY])]
-        return arguments, {len(before) + i: s for i, s in enumerate(slots)}
+    def _gradient_inputs(self, chunk: int, kind: int, row: Any, state: State) -> tuple[Leaves, dict[int, Slot]]:
+        """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are slots where they can be."""
+        code, unions, operand = self.kinds[kind], self.unions, self.operands.stages[chunk, kind]
+        extra = self._stage_extra(kind, operand, row[C.B_STAGE], row[C.B_MICROBATCH], state[f"bs.{chunk}"])
+        x = unions.x.read(state["x"], row[C.B_X], code.x_avals)
+        before = [*code.consts, *operand.params(), *x, *extra, *operand.once]
+        kept: Leaves = [
+            *unions.residual_input.lazily(state["ri"], row[C.B_RI], code.residual_input),
+            *unions.residual_weight.lazily(state["rw"], row[C.B_RW], code.residual_weight),
+        ]
+        dy = unions.cotangent.read(state["c"], row[C.B_DY], code.dy_avals)
+        dy += [] if code.loss is None else [self.operands.seed.astype(code.loss.dtype)]
+        return [*before, *kept, *dy], {len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)}
 
-    def _accumulate(self, chunk: int, dparams: Leaves, state: State) -> State:
-        """Add the gradients of a chunk's own and of the shared parameters."""
-        own, shared = dparams[: self.num_stage_params], dparams[self.num_stage_params :]
-        key = f"acc.{chunk}"
-        return {**state, key: add(state[key], own), "acc.shared": add(state["acc.shared"], shared)}
+    def _accumulate(self, chunk: int, kind: int, dparams: Leaves, state: State) -> State:
+        """Add the gradients of a stage's own and of the shared parameters."""
+        operand, key = self.operands.stages[chunk, kind], f"acc.{chunk}"
+        own = len(dparams) - len(operand.shared)
+        shared = add(state["acc.shared"], dparams[own:])
+        return {**state, key: operand.accumulate(state[key], dparams[:own]), "acc.shared": shared}
 
-    def _backward(self, use: BlockUse, row: Any) -> Callable[[State], State]:
+    def _backward(self, use: BlockUse, kind: int, row: Any) -> Callable[[State], State]:
         """B: both gradients at once."""
 
         def body(state: State) -> State:
-            chunk = use.block.chunk
-            arguments, slots = self._gradient_inputs(chunk, row, state)
-            outs = run_threaded(self.stage.backward, arguments, reads=slots)
-            params = len(self.operands.stages[chunk])
-            return self._hand_on(use, row, outs[params:], self._accumulate(chunk, outs[:params], state))
+            chunk, code = use.block.chunk, self.kinds[kind]
+            arguments, slots = self._gradient_inputs(chunk, kind, row, state)
+            outs = run_threaded(code.backward, arguments, reads=slots)
+            dparams, dx = outs[: code.num_params], outs[code.num_params :]
+            return self._hand_on(use, kind, row, dx, self._accumulate(chunk, kind, dparams, state))
 
         return body
 
-    def _input_grad(self, use: BlockUse, row: Any) -> Callable[[State], State]:
+    def _input_grad(self, use: BlockUse, kind: int, row: Any) -> Callable[[State], State]:
         """I: the input's gradient, and a stash for W."""
 
         def body(state: State) -> State:
-            arguments, slots = self._gradient_inputs(use.block.chunk, row, state)
-            count = sum(self.stage.x_wanted)
-            stash = {count + i: s for i, s in enumerate(_slots(state["st"], row[C.B_STASH]))}
-            outs = run_threaded(self.stage.input_grad, arguments, reads=slots, writes=stash)
-            return self._hand_on(use, row, outs[:count], {**state, "st": outs[count:]})
+            code, union = self.kinds[kind], self.unions.stash
+            arguments, slots = self._gradient_inputs(use.block.chunk, kind, row, state)
+            count = sum(code.x_wanted)
+            stash = union.slots(state["st"], row[C.B_STASH], code.stash)
+            outs = run_threaded(
+                code.input_grad, arguments, reads=slots, writes={count + i: s for i, s in enumerate(stash) if s is not None}
+            )
+            new = union.stored(state["st"], row[C.B_STASH], code.stash, outs[count:])
+            return self._hand_on(use, kind, row, outs[:count], {**state, "st": new})
 
         return body
 
-    def _weight_grad(self, use: BlockUse, row: Any) -> Callable[[State], State]:
+    def _weight_grad(self, use: BlockUse, kind: int, row: Any) -> Callable[[State], State]:
         """W: the parameters' gradients, from residuals and stash."""
 
         def body(state: State) -> State:
-            chunk = use.block.chunk
-            arguments, slots = self._gradient_inputs(chunk, row, state)
-            stash = {len(arguments) + i: s for i, s in enumerate(_slots(state["st"], row[C.B_STASH]))}
-            outs = run_threaded(self.stage.weight_grad, [*arguments, *(None for _ in stash)], reads={**slots, **stash})
-            return self._accumulate(chunk, outs, state)
+            chunk, code = use.block.chunk, self.kinds[kind]
+            arguments, slots = self._gradient_inputs(chunk, kind, row, state)
+            stash = self.unions.stash.lazily(state["st"], row[C.B_STASH], code.stash)
+            reads = slots | {len(arguments) + i: s for i, s in enumerate(stash) if isinstance(s, Slot)}
+            outs = run_threaded(code.weight_grad, [*arguments, *stash], reads=reads)
+            return self._accumulate(chunk, kind, outs, state)
 
         return body
 
-    def _hand_on(self, use: BlockUse, row: Any, dx: Leaves, state: State) -> State:
+    def _hand_on(self, use: BlockUse, kind: int, row: Any, dx: Leaves, state: State) -> State:
         """Send dx, keep it for the chunk before on this device, or give it to `first`."""
-        state = {**state, "out_b": strengthen(dx)}
-        state = self._when(use.local, row[C.B_LOCAL], ("c",), lambda s: {"c": write(s["c"], row[C.B_OUT], dx)}, state)
-        return self._when(use.first, row[C.B_FIRST], ("acc.first", "acc.shared"), self._first_gradient(row, dx, state["fr"]), state)
+        code, union = self.kinds[kind], self.unions.cotangent
+        # The first stage's goes nowhere; where no other stage has one like it, it has no place among them.
+        if union.has(code.dx_avals):
+            state = {**state, "out_b": strengthen(union.put(state["out_b"], code.dx_avals, dx))}
+            hand_over = lambda s: {"c": union.write(s["c"], row[C.B_OUT], code.dx_avals, dx)}  # noqa: E731
+            state = self._when(use.local, row[C.B_LOCAL], ("c",), hand_over, state)
+        at_first = use.first if self.kinds[self.kind_of[0]].x_avals == code.x_avals else Presence.NEVER
+        return self._when(at_first, row[C.B_FIRST], ("acc.first", "acc.shared"), self._first_gradient(row, dx, state["fr"]), state)
 
     def _first_gradient(self, row: Any, dx: Leaves, pool: Leaves) -> Callable[[State], State]:
         def body(state: State) -> State:
@@ -270,6 +315,19 @@ class Emitter:
         """Leaves of what a function is given besides parameters and x."""
         return jax.tree.leaves(make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants))
 
+    def _stage_extra(self, kind: int, operand: StageOperand, stage: Any, microbatch: Any, state: Leaves) -> Leaves:
+        """Leaves of what a stage is given besides parameters and x: "ctx", "microbatch", "state"."""
+        own = operand.read_state(state) if "state" in self.wants[kind] else []
+        return [*self._extra(stage, microbatch, self.wants[kind]), *own]
+
+
+def _stages(rows: NDArray[np.int32], use: BlockUse) -> NDArray[np.int32]:
+    """The stages that run a block in these ticks, `rows[tick, device]`."""
+    kind, chunk = use.block
+    if kind is Kind.F:
+        return rows[..., C.F_STAGE][rows[..., C.F_CHUNK] == chunk]
+    return rows[..., C.B_STAGE][(rows[..., C.B_CHUNK] == chunk) & (rows[..., C.B_KIND] == int(kind))]
+
 
 def make_extra(batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]) -> dict[str, PyTree]:
     """The microbatch's rows of the batch and the context, those of them that are wanted."""
@@ -278,13 +336,15 @@ def make_extra(batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: froz
         extra["microbatch"] = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch)
     if "ctx" in wants:
         key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
-        extra["ctx"] = Context(stage, microbatch, key)
+        common = None if rng is None else jax.random.fold_in(rng, microbatch)
+        extra["ctx"] = Context(stage, microbatch, key, common)
     return extra
 
 
-def _slots(pool: Leaves, index: Any) -> list[Slot]:
-    """One slot of every leaf of a pool."""
-    return [Slot(leaf, index) for leaf in pool]
+def _add_at(values: Any, index: Any, value: Any) -> Any:
+    """Add to one entry of a vector."""
+    now = lax.dynamic_index_in_dim(values, index, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(values, now + value.astype(values.dtype), index, 0)
 
 
 def _pick(state: State, keys: Sequence[str]) -> State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -13,18 +13,19 @@ import numpy as np
 from jax import lax
 
 from .blocks import Leaves, add, empty, empty_pool
-from .emit import Emitter, Operands, State, make_extra
+from .emit import Emitter, State, make_extra
 from .errors import PipelineError
 from .functions import Functions, Loss, Prefer
+from .operands import Operands, StageOperand, Unions
 from .params import ParamLayout
 from .partition import gather, leaf_plans, reduce_gradients
-from .passes.assign_slots import Liveness, assign_slots
+from .passes.assign_slots import Liveness, assign_slots, longest
 from .passes.assign_ticks import Ticks
 from .passes.emission import choose_emission
 from .passes.program import Program, Segment
 from .passes.program_time import Sync, cost_matrix, program_makespan
 from .schedule import Schedule
-from .stage import LastCode, StageCode, run, trace_last, trace_stage
+from .stage import LastCode, StageCode, reads, run, trace_last, trace_stage
 
 PyTree: TypeAlias = Any
 
@@ -68,6 +69,11 @@ class Lowering:
     observe: Callable[[Traced], None] | None = None  # is told what was traced, for reports
 
     @property
+    def results(self) -> tuple[str, ...]:
+        """What the body returns besides gradients."""
+        return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
+
+    @property
     def num_microbatches(self) -> int:
         """M."""
         return self.plan.ticks.schedule.num_microbatches
@@ -75,37 +81,54 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Traced:
-    """The stage's, first's and last's code and the program made for them."""
+    """The stages', first's and last's code and the program made for them."""
 
-    stage: StageCode
+    kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
+    kind_of: tuple[int, ...]  # per stage
+    wants: tuple[frozenset[str], ...]  # per kind, the keywords whose values differ by microbatch or stage
+    unions: Unions
     first: StageCode
     last: LastCode | None
     program: Program
-    stage_wants: frozenset[str]
     outer_wants: frozenset[str]
 
+    @property
+    def liveness(self) -> Liveness:
+        """Until when what is kept is needed by any stage."""
+        return longest([code.liveness for code in self.kinds])
 
-def body(lowering: Lowering, params: dict[str, PyTree], batch: PyTree, rng: Any) -> tuple[PyTree, dict[str, PyTree]]:
-    """What each device runs: returns ({"loss", "losses", "count", "metrics"}, gradients laid out like `params`).
 
-    Seen by `shard_map`: leaves of `params["stages"]` are [1, ...], leaves of the batch [rows, ...] of this data shard.
+def body(
+    lowering: Lowering, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...] = ()
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out like `params`).
+
+    Seen by `shard_map`: leaves of `params["stages"]` and of the stages' own state `kept` are [1, ...], leaves of the batch [rows, ...] of
+    this data shard.
     """
     batch = split_batch(batch, lowering.num_microbatches)
     rng = _shard_key(lowering, rng)
     plans = lowering.plans
-    mine = [jax.tree.map(lambda leaf: leaf[0], tree) for tree in params["stages"]]
-    chunks = _chunks(lowering, [gather(tree, plan) for tree, plan in zip(mine, plans["stages"], strict=True)])
+    mine = [_first_row(tree) for tree in params["stages"]]
+    owned = [gather(tree, plan) for tree, plan in zip(mine, plans["stages"], strict=True)]
+    kept = tuple(_first_row(tree) for tree in kept)
     first, last, shared = (gather(params[k], plans[k]) for k in ("first", "last", "shared"))
-    traced = trace(lowering, chunks[0], shared, first, last, batch, rng)
+    traced = trace(lowering, owned, kept, shared, first, last, batch, rng)
     if lowering.observe is not None:
         lowering.observe(traced)
-    state = _initial(lowering, traced, chunks, shared, first, last)
-    emitter = _emitter(lowering, traced, chunks, shared, first, last, batch, rng)
+    chunks = _chunks(lowering, owned)
+    state = _initial(lowering, traced, chunks, kept, shared, first, last)
+    emitter = _emitter(lowering, traced, chunks, kept, shared, first, last, batch, rng)
     table = jnp.asarray(_narrow(traced.program.table))
     rows = lax.dynamic_index_in_dim(table, lax.axis_index(lowering.axis), 1, keepdims=False)
     for segment in traced.program.segments:
         state = _run_segment(emitter, segment, rows, state)
-    return _finish(lowering, traced, state, params)
+    return _finish(lowering, traced, state, params, kept)
+
+
+def _first_row(tree: PyTree) -> PyTree:
+    """This device's part of leaves that are spread over the pipe axis."""
+    return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 def _shard_key(lowering: Lowering, rng: Any) -> Any:
@@ -120,28 +143,82 @@ def split_batch(batch: PyTree, count: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
 
 
-def trace(lowering: Lowering, stage_params: PyTree, shared: PyTree, first: PyTree, last: PyTree, batch: PyTree, rng: Any) -> Traced:
+def trace(
+    lowering: Lowering,
+    owned: Sequence[PyTree],
+    kept: Sequence[PyTree],
+    shared: PyTree,
+    first: PyTree,
+    last: PyTree,
+    batch: PyTree,
+    rng: Any,
+) -> Traced:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions = lowering.functions
-    stage_wants = functions.stage.wants - {"shared"}
+    functions = replace(lowering.functions, training=lowering.training)
     outer_wants = frozenset({"microbatch", "ctx"})
     index = jnp.int32(0)
-    inner = make_extra(batch, rng, index, index, stage_wants)
     outer = make_extra(batch, rng, index, index, outer_wants)
     first_code = trace_stage(functions.run_first, (first, shared), (), outer)
-    x = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
-    _check_chain(functions, stage_params, shared, x, inner)
-    stage_code = trace_stage(functions.run_stage, (stage_params, shared), x, inner)
+    x: PyTree = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
+    kinds: dict[tuple[Any, ...], StageCode] = {}
+    kind_of, wants = [], []
+    for stage, function in enumerate(functions.stages):
+        params, state = lowering.layout.avals_of(stage, owned), lowering.layout.avals_of(stage, kept)
+        key = (function, _form(params), _form(state), _form(x))
+        if key not in kinds:
+            extra = make_extra(batch, rng, index, index, function.wants_arrays)
+            if "state" in function.wants:
+                extra["state"] = state
+            kinds[key] = _trace_one(lowering, functions, stage, (params, shared), x, extra)
+            wants.append(function.wants_arrays)
+        kind_of.append(list(kinds).index(key))
+        x = jax.tree.unflatten(kinds[key].y_tree, kinds[key].y_avals)
+    codes = tuple(kinds.values())
     last_code = None
     if functions.last is not None:
         last_code = trace_last(functions.run_last, (last, shared), x, outer)
-    program = lowering.plan.program(stage_code.liveness)
-    return Traced(stage_code, first_code, last_code, program, stage_wants, outer_wants)
+    program = lowering.plan.program(longest([code.liveness for code in codes]))
+    return Traced(codes, tuple(kind_of), tuple(wants), Unions.of(codes), first_code, last_code, program, outer_wants)
 
 
-def _check_chain(functions: Functions, params: PyTree, shared: PyTree, x: PyTree, extra: PyTree) -> None:
+def _form(tree: PyTree) -> Any:
+    """A tree's structure, shapes and dtypes, which can be compared."""
+    return jax.tree.structure(tree), tuple((tuple(a.shape), a.dtype) for a in jax.tree.leaves(tree))
+
+
+def _trace_one(lowering: Lowering, functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree) -> StageCode:
+    """Trace one stage and check what it returns."""
+    call = partial(functions.run_stage, stage)
+    if not lowering.layout.unlike:
+        _check_chain(lambda p, h, e: call(p, h, e)[0], params, x, extra)
+        return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra), extra)
+    before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
+    try:
+        jax.eval_shape(call, params, x, extra)
+    except PipelineError:
+        raise
+    except (TypeError, ValueError) as error:
+        shapes = ", ".join(f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}" for p, a in jax.tree_util.tree_leaves_with_path(x))
+        raise PipelineError(f"stage {stage} cannot take what {before} returns ({shapes}): {error}") from error
+    return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra), extra)
+
+
+def _check_state(name: str, code: StageCode, extra: PyTree) -> StageCode:
+    """PipelineError where x depends on the state in a way that the backward would have to know: by then the state is another one."""
+    count = len(jax.tree.leaves(extra.get("state", ())))
+    before = len(code.consts) + code.num_params + len(code.x_avals) + len(jax.tree.leaves(extra))
+    for jaxpr in (code.backward, code.input_grad, code.weight_grad):
+        if any(reads(jaxpr)[before - count : before]):
+            raise PipelineError(
+                f"the gradient of `{name}` depends on its state, which later microbatches have changed by the time of the backward; let x "
+                "depend on the state only where training=False, or put jax.lax.stop_gradient around all that it is multiplied with"
+            )
+    return code
+
+
+def _check_chain(call: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> None:
     """A stage's output must fit the next stage's input: the same tree, shapes and dtypes."""
-    y = jax.eval_shape(functions.run_stage, (params, shared), x, extra)
+    y = jax.eval_shape(call, params, x, extra)
     x_tree: Any = jax.tree.structure(x)
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:
@@ -191,15 +268,18 @@ def _replica_moves(replicas: Sequence[tuple[int, int, int, int]]) -> list[tuple[
     return [(chunk, owner_chunk, pairs) for chunk, owner_chunk, _, pairs in moves]
 
 
-def _initial(lowering: Lowering, traced: Traced, chunks: Sequence[PyTree], shared: PyTree, first: PyTree, last: PyTree) -> State:
-    """Empty pools and accumulators."""
-    stage, slots = traced.stage, traced.program.slots
-    y = stage.y_avals
-    dy = [a for a, w in zip(y, stage.x_wanted, strict=True) if w]
-    state: State = {"order": jnp.zeros((), bool), "x": empty_pool(y, slots.x), "out_f": empty(y)}
+def _initial(
+    lowering: Lowering, traced: Traced, chunks: Sequence[PyTree], kept: Sequence[PyTree], shared: PyTree, first: PyTree, last: PyTree
+) -> State:
+    """Empty pools and accumulators, and the stages' state as it is."""
+    unions, slots = traced.unions, traced.program.slots
+    state: State = {"order": jnp.zeros((), bool), "x": empty_pool(unions.x.avals, slots.x), "out_f": empty(unions.x.avals)}
+    state |= {f"bs.{v}": jax.tree.leaves(kept[v]) if kept else [] for v in range(len(chunks))}
+    count = lowering.num_microbatches
+    losses = [code.loss.dtype for code in traced.kinds if code.loss is not None]
+    losses += [] if traced.last is None else [traced.last.loss_dtype]
+    state["loss"] = jnp.zeros(count, jnp.result_type(*losses) if losses else jnp.float32)
     if traced.last is not None:
-        count = lowering.num_microbatches
-        state["loss"] = jnp.zeros(count, traced.last.loss_dtype)
         state["aux"] = empty_pool(traced.last.aux_avals, count)
     if not lowering.training:
         return state
@@ -208,13 +288,14 @@ def _initial(lowering: Lowering, traced: Traced, chunks: Sequence[PyTree], share
         leaves = zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
         return [p.constrain(jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, lowering.accumulate))) for leaf, p in leaves]
 
-    state |= {f"acc.{v}": accumulators(chunk, lowering.plans["stages"][0]) for v, chunk in enumerate(chunks)}
+    plans = lowering.plans["stages"]
+    state |= {f"acc.{v}": accumulators(chunk, plans[min(v, len(plans) - 1)]) for v, chunk in enumerate(chunks)}
     for key, tree in (("first", first), ("last", last), ("shared", shared)):
         state[f"acc.{key}"] = accumulators(tree, lowering.plans[key])
-    state["c"], state["out_b"] = empty_pool(dy, slots.cotangent), empty(dy)
-    state["ri"] = empty_pool(stage.residual_input, slots.residual_input)
-    state["rw"] = empty_pool(stage.residual_weight, slots.residual_weight)
-    state["st"] = empty_pool(stage.stash, slots.stash)
+    state["c"], state["out_b"] = empty_pool(unions.cotangent.avals, slots.cotangent), empty(unions.cotangent.avals)
+    state["ri"] = empty_pool(unions.residual_input.avals, slots.residual_input)
+    state["rw"] = empty_pool(unions.residual_weight.avals, slots.residual_weight)
+    state["st"] = empty_pool(unions.stash.avals, slots.stash)
     state["fr"] = empty_pool((*traced.first.residual_input, *traced.first.residual_weight), slots.first)
     return state
 
@@ -228,6 +309,7 @@ def _emitter(
     lowering: Lowering,
     traced: Traced,
     chunks: Sequence[PyTree],
+    kept: Sequence[PyTree],
     shared: PyTree,
     first: PyTree,
     last: PyTree,
@@ -236,14 +318,12 @@ def _emitter(
 ) -> Emitter:
     """Compute what depends on parameters alone, once, and gather the operands of the ticks."""
     common = jax.tree.leaves(shared)
-    stages = tuple([*jax.tree.leaves(chunk), *common] for chunk in chunks)
     firsts, lasts = [*jax.tree.leaves(first), *common], [*jax.tree.leaves(last), *common]
-    code, last_code = traced.stage, traced.last
+    last_code = traced.last
     seed = 1.0 if lowering.functions.loss is Loss.SUM_OVER_COUNT else 1.0 / (lowering.num_microbatches * lowering.data_size)
     seed_dtype = jnp.float32 if last_code is None else jnp.promote_types(last_code.loss_dtype, jnp.float32)
     operands = Operands(
-        stages=stages,
-        once=tuple(run(code.hoist, *code.consts, *leaves) for leaves in stages),
+        stages=_stage_operands(lowering, traced, chunks, kept, common),
         first=firsts,
         first_once=run(traced.first.hoist, *traced.first.consts, *firsts),
         last=lasts,
@@ -255,24 +335,50 @@ def _emitter(
     return Emitter(
         program=traced.program,
         axis=lowering.axis,
-        stage=code,
+        kinds=traced.kinds,
+        kind_of=traced.kind_of,
+        wants=traced.wants,
+        unions=traced.unions,
         first=traced.first,
         last=last_code,
         operands=operands,
-        stage_wants=traced.stage_wants,
         outer_wants=traced.outer_wants,
-        num_stage_params=len(jax.tree.leaves(chunks[0])),
         blocking=lowering.blocking,
         training=lowering.training,
     )
+
+
+def _stage_operands(
+    lowering: Lowering, traced: Traced, chunks: Sequence[PyTree], kept: Sequence[PyTree], shared: Leaves
+) -> dict[tuple[int, int], StageOperand]:
+    """What each kind of stage reads on each chunk where it stands."""
+    found: dict[tuple[int, int], StageOperand] = {}
+    layout = lowering.layout
+    for stages in layout.placement.stages_of:
+        for chunk, stage in enumerate(stages):
+            key = (chunk, traced.kind_of[stage])
+            if key in found:
+                continue
+            code = traced.kinds[key[1]]
+            bare = StageOperand(
+                leaves=jax.tree.leaves(chunks[chunk]),
+                places=layout.places(stage, chunks, chunk),
+                shared=shared,
+                once=[],
+                state_places=layout.places(stage, kept, chunk) if kept else None,
+            )
+            found[key] = replace(bare, once=run(code.hoist, *code.consts, *bare.params()))
+    return found
 
 
 def _run_segment(emitter: Emitter, segment: Segment, table: Any, state: State) -> State:
     """Emit one period of ticks; scan it over the segment's rows of the table where it repeats."""
     rows = table[segment.start : segment.stop].reshape(segment.repeats, segment.period, table.shape[1])
 
+    kinds = emitter.kinds_at(segment)
+
     def trip(state: State, rows: Any) -> tuple[State, None]:
-        return emitter.trip(segment.positions, rows.astype(jnp.int32), state), None
+        return emitter.trip(segment.positions, kinds, rows.astype(jnp.int32), state), None
 
     if segment.repeats == 1:
         return trip(state, rows[0])[0]
@@ -287,10 +393,13 @@ def _narrow(table: Any) -> Any:
     return table
 
 
-def _finish(lowering: Lowering, traced: Traced, state: State, params: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+def _finish(
+    lowering: Lowering, traced: Traced, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
     """Sum once over devices what only some of them have: losses, gradients of first, last and shared, data shards."""
     everyone = (lowering.axis, *lowering.data_axes)
     results, scale = _losses(lowering, traced, state, everyone)
+    results["state"] = _new_state(lowering, state, kept)
     if not lowering.training:
         return results, {}
     leaves = {int(k[4:]): v for k, v in state.items() if k.startswith("acc.") and k[4:].isdigit()}
@@ -308,6 +417,21 @@ def _finish(lowering: Lowering, traced: Traced, state: State, params: dict[str, 
     for key in ("first", "last", "shared"):
         grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), finish(state[f"acc.{key}"], lowering.plans[key], everyone))
     return results, grads
+
+
+def _new_state(lowering: Lowering, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    """The stages' state after the step, leaves [1, ...]; what data shards disagree on is averaged."""
+
+    def merge(leaf: Any) -> Any:
+        if not lowering.data_axes:
+            return leaf
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return lax.pmax(leaf, lowering.data_axes)
+        return lax.psum(leaf, lowering.data_axes) / lowering.data_size
+
+    return tuple(
+        jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in state[f"bs.{v}"]]) for v, tree in enumerate(kept)
+    )
 
 
 def _losses(lowering: Lowering, traced: Traced, state: State, everyone: tuple[str, ...]) -> tuple[PyTree, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import PipelineError
+from .layers import LayerMap
+from .packed import Packed, pack
 from .placement import Placement
+from .unions import Places
 
 PyTree: TypeAlias = Any
 OUTER = ("first", "last", "shared")
@@ -27,6 +30,8 @@ class ParamLayout:
     """
 
     placement: Placement
+    unlike: bool = False  # stages have trees of their own: canonical is a list of S trees, placed a `Packed` a chunk
+    layers: LayerMap | None = None  # stages are made of layers: canonical is a dict of stacks by letter
 
     @cached_property
     def owned(self) -> tuple[tuple[int, ...], ...]:
@@ -57,6 +62,9 @@ class ParamLayout:
 
     def place_stages(self, stages: PyTree) -> tuple[PyTree, ...]:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that chunk are zero."""
+        if self.unlike:
+            trees = stages if self.layers is None else self.layers.split(stages)
+            return tuple(pack([None if s < 0 else trees[s] for s in self.stage_at(v)]) for v in range(self.num_owned))
 
         def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
             index = np.array([max(s, 0) for s in stage_of])
@@ -71,13 +79,54 @@ class ParamLayout:
 
     def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
         """The inverse of `place_stages`."""
+        if self.unlike:
+            where = {s: (v, d) for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
+            trees = [placed[v].stage(d) for v, d in (where[s] for s in range(self.placement.num_stages))]
+            return trees if self.layers is None else self.layers.join(trees)
         devices = self.placement.num_devices
-        where = {s: v * devices + d for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
-        order = np.array([where[s] for s in range(self.placement.num_stages)])
+        rows = {s: v * devices + d for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
+        order = np.array([rows[s] for s in range(self.placement.num_stages)])
         return jax.tree.map(lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed)
 
+    def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
+        """One stage's own tree of shapes, given each owned chunk on one device (leaves without the axis of devices)."""
+        if not owned:
+            return ()
+        device = self.placement.devices_of[stage][0]
+        chunk = owned[self.owned[device].index(stage)]
+        if not isinstance(chunk, Packed):
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
+        natural = chunk.natural[device]
+        assert natural is not None
+        leaves = [jax.ShapeDtypeStruct(s, chunk.leaves[p].dtype) for p, s in zip(natural.paths, natural.shapes, strict=True)]
+        return jax.tree.unflatten(natural.tree, leaves)
 
-def check_canonical(params: Mapping[str, PyTree], num_stages: int, *, has_first: bool, has_last: bool) -> None:
+    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
+        """Where a stage's leaves lie in those of a chunk; None where stages are alike."""
+        if not isinstance(chunks[chunk], Packed):
+            return None
+        device = self.placement.devices_of[stage][0]
+        natural = chunks[self.owned[device].index(stage)].natural[device]
+        return chunks[chunk].places(natural)
+
+    def faults(self, stages: PyTree) -> list[str]:
+        """What is wrong with the canonical parameters, or state, of the stages."""
+        count = self.placement.num_stages
+        if self.layers is not None:
+            return self.layers.faults(stages)
+        if self.unlike:
+            if isinstance(stages, list | tuple) and len(stages) == count:
+                return []
+            what = f"{len(stages)} of them" if isinstance(stages, list | tuple) else type(stages).__name__
+            return [f'"stages" must be a list with a tree for each of the {count} stages, since each has a function of its own; got {what}']
+        return [
+            f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the number of stages, {count}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
+            if np.shape(leaf)[:1] != (count,)
+        ]
+
+
+def check_canonical(params: Mapping[str, PyTree], layout: ParamLayout, *, has_first: bool, has_last: bool) -> None:
     """PipelineError listing every fault of a canonical parameter tree."""
     faults = []
     if not isinstance(params, Mapping):
@@ -91,12 +140,8 @@ def check_canonical(params: Mapping[str, PyTree], num_stages: int, *, has_first:
         faults.append('the pipeline has a `first` function, but parameters have no "first"; give its parameters ({} if none)')
     if has_last and "last" not in params:
         faults.append('the pipeline has a `last` function, but parameters have no "last"; give its parameters ({} if none)')
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params.get("stages", {})):
-        shape = np.shape(leaf)
-        if not shape or shape[0] != num_stages:
-            faults.append(
-                f"stages{jax.tree_util.keystr(path)} has shape {shape}; its leading axis must be the number of stages, {num_stages}"
-            )
+    if "stages" in params:
+        faults += layout.faults(params["stages"])
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             faults.append(

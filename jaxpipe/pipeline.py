@@ -15,25 +15,31 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 from .check import check
 from .errors import PipelineError
 from .functions import Function, Functions, Loss, Prefer
+from .layout import Layout
 from .lower import Lowering, Traced, body, forward_plan, plan_of
-from .params import OUTER, ParamLayout, check_canonical
+from .model import read_model
+from .params import OUTER, check_canonical
 from .partition import Partition
 from .passes.program_time import Sync
 from .schedule import Schedule
 
 PyTree: TypeAlias = Any
-OUTER_KEYWORDS = ("ctx", "shared")  # of `first` and `last`, which are given the microbatch anyway
 
 
 class Pipeline:
     """A model cut into stages, run on a mesh by a schedule's table.
 
     `first(first_params, microbatch) -> x`, `stage(stage_params, x) -> x` and `last(last_params, x, microbatch) -> scalar loss` are
-    the model; each may also take `ctx` (a `Context`: stage, microbatch, rng) and `shared` (the parameters under "shared", whose
-    gradients are summed over all uses) by keyword, and `stage` also `microbatch`.  Without `first`, x is the microbatch's "x".
+    the model.  Each may also take by keyword `ctx` (a `Context`: stage, microbatch, rng), `shared` (the parameters under "shared",
+    whose gradients are summed over all uses) and `training` (False in `evaluate`); a stage may also take `microbatch`, the rows of
+    the batch, and `state` (see `place_state`).  Without `first`, x is the microbatch's "x".
 
     Args:
-        stage: one stage; every stage has the same function and parameter shapes, and returns what it takes.
+        stage: one stage, where all have the same function and parameter shapes and return what they take; or a list of S functions,
+            whose parameters, and what they hand on, may be trees of any shapes.
+        layers: instead of stages, a function for each letter of `layout`: "E" is `first`, "L" is `last`, and others are layers,
+            `(layer_params, x) -> x`; canonical parameters of "stages" are then {letter: leaves [layers, ...] in model order}.
+        layout: the layers of each stage, "Et*3|(tt|)*29,m|L" (see `parse_layout`); no stage computes layers that it does not have.
         schedule: any valid table; its devices are the mesh's pipe axis.
         mesh: a `jax.sharding.Mesh`; axes that are neither `axis` nor in `data_axes` are left to the partitioner.
         axis: the name of the pipe axis.
@@ -41,6 +47,7 @@ class Pipeline:
         data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
         loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
         has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches.
+        stage_loss: stages (or layers) return (x, loss); the losses are added to that of the microbatch.
         remat: "full", or a `jax.checkpoint` policy: what the backward of a stage recomputes.
         fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
             gathered once a step.
@@ -68,16 +75,19 @@ class Pipeline:
 
     def __init__(
         self,
-        stage: Callable[..., PyTree],
+        stage: Callable[..., PyTree] | Sequence[Callable[..., PyTree]] | None = None,
         *,
         schedule: Schedule,
         mesh: Mesh,
         axis: str = "pipe",
         first: Callable[..., PyTree] | None = None,
         last: Callable[..., Any] | None = None,
+        layers: Mapping[str, Callable[..., Any]] | None = None,
+        layout: str | Layout | None = None,
         data_axes: Sequence[str] = (),
         loss: Loss = Loss.MEAN,
         has_metrics: bool = False,
+        stage_loss: bool = False,
         remat: str | Callable[..., bool] | None = None,
         fsdp: str | None = None,
         shard_outer: bool = False,
@@ -101,14 +111,16 @@ class Pipeline:
             outer=shard_outer,
             specs=specs,
         )
+        model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.functions = Functions(
-            stage=Function.of(_rematerialised(stage, remat), "stage").wanting(Function.of(stage, "stage").wants),
-            first=None if first is None else Function.of(first, "first", OUTER_KEYWORDS),
-            last=None if last is None else Function.of(last, "last", OUTER_KEYWORDS),
+            stages=tuple(_rematerialised(model.stages, remat)),
+            first=model.first,
+            last=model.last,
             loss=_loss(loss),
             has_metrics=has_metrics,
+            stage_loss=stage_loss,
         )
-        self.layout = ParamLayout(schedule.placement)
+        self.layout = model.layout
         self._jit_step = jax.jit(self._step)
         self._jit_evaluate = jax.jit(self._evaluate)
 
@@ -120,9 +132,7 @@ class Pipeline:
         Canonical: {"first", "stages" with leaves [S, ...] in model order, "last", "shared"}.  Placed: "stages" is a tuple with a tree
         a chunk, leaves [P, ...] sharded over the pipe axis; the others are on every device.  PipelineError lists all faults.
         """
-        check_canonical(
-            params, self.schedule.num_stages, has_first=self.functions.first is not None, has_last=self.functions.last is not None
-        )
+        check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
         full = {"stages": params["stages"], **{k: params.get(k, {}) for k in OUTER}}
 
         def arrange(tree: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -142,30 +152,54 @@ class Pipeline:
 
         return jax.jit(self._automatic(arrange))(dict(placed))
 
+    def place_state(self, state: PyTree) -> tuple[PyTree, ...]:
+        """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
+
+        A stage that takes `state` by keyword returns (x, new state); the next microbatch finds what the one before left, in the order
+        of the table.  State has no gradient; over data shards it is averaged at the end of a step (integers: the greatest).
+        """
+        faults = self.layout.faults(state)
+        if faults:
+            raise PipelineError("this state does not fit the pipeline:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+        like = jax.eval_shape(self.layout.place_stages, state)
+        to = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to), like)
+        return jax.jit(self.layout.place_stages, out_shardings=jax.tree.map(lambda _: to, like))(state)
+
+    def canonical_state(self, placed: tuple[PyTree, ...]) -> PyTree:
+        """The stages' own state back in the canonical layout."""
+        return jax.jit(self._automatic(self.layout.canonical_stages))(placed)
+
     # Steps
 
-    def value_and_grad(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> tuple[Any, dict[str, PyTree]]:
+    def value_and_grad(
+        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()
+    ) -> tuple[Any, dict[str, PyTree]]:
         """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`; may be jitted, donates nothing.
 
         `batch` is a tree whose leaves have a leading axis of rows, cut into M equal microbatches in order (each data shard cuts
-        its own rows).  `rng` is the step's key, from which `ctx.rng` is made.
+        its own rows).  `rng` is the step's key, from which `ctx.rng` is made.  With `state` (see `place_state`), the new state comes
+        after the loss: ((loss, state), grads), or ((loss, metrics, state), grads).
         """
-        results, grads = self._jit_step(params, batch, rng)
-        return self._answer(results), grads
+        results, grads = self._jit_step(params, batch, rng, state)
+        return self._answer(results, with_state=self.functions.has_state), grads
 
-    def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Any:
-        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process."""
-        return self._answer(self._jit_evaluate(params, batch, rng))
+    def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
+        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed."""
+        return self._answer(self._jit_evaluate(params, batch, rng, state))
 
-    def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Any:
+    def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`)."""
-        return self._jit_evaluate(params, batch, rng)["losses"]
+        return self._jit_evaluate(params, batch, rng, state)["losses"]
 
-    def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Any:
+    def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh."""
-        return self._lower(params, batch, rng)
+        return self._lower(params, batch, rng, state)
 
-    def compile_report(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> dict[str, Any]:
+    def compile_report(
+        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()
+    ) -> dict[str, Any]:
         """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals, XLA's memory, compile seconds.
 
         Takes what `lower` takes and runs nothing.  `jaxpipe.report` lists the keys; those most asked for are "ticks",
@@ -178,7 +212,7 @@ class Pipeline:
 
         traced: list[Traced] = []
         begin = time.perf_counter()
-        lowered = self._lower(params, batch, rng, traced.append)
+        lowered = self._lower(params, batch, rng, state, traced.append)
         middle = time.perf_counter()
         compiled = lowered.compile()
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
@@ -186,12 +220,12 @@ class Pipeline:
 
     # Inside
 
-    def _lower(self, params: dict[str, PyTree], batch: PyTree, rng: Any, observe: Callable[[Traced], None] | None = None) -> Any:
-        def step(params: dict[str, PyTree], batch: PyTree, rng: Any) -> tuple[Any, dict[str, PyTree]]:
-            results, grads = self._step(params, batch, rng, observe)
-            return self._answer(results), grads
+    def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Callable[[Traced], None] | None = None) -> Any:
+        def step(params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Any, dict[str, PyTree]]:
+            results, grads = self._step(params, batch, rng, state, observe)
+            return self._answer(results, with_state=self.functions.has_state), grads
 
-        return jax.jit(step).lower(params, batch, rng)
+        return jax.jit(step).lower(params, batch, rng, state)
 
     def _automatic(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Let the partitioner choose shardings inside, where the mesh's axes are explicit (as `jax.make_mesh` makes them)."""
@@ -210,25 +244,35 @@ class Pipeline:
         one_cpu_process = all(d.platform == "cpu" for d in devices) and len({d.process_index for d in devices}) == 1
         return Sync.EVERYBODY if one_cpu_process else Sync.PAIRS
 
-    def _answer(self, results: dict[str, Any]) -> Any:
-        return (results["loss"], results["metrics"]) if self.functions.has_metrics else results["loss"]
+    def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
+        found = [results["loss"]]
+        found += [results["metrics"]] if self.functions.has_metrics else []
+        found += [results["state"]] if with_state else []
+        return found[0] if len(found) == 1 else tuple(found)
 
     def _step(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, observe: Callable[[Traced], None] | None = None
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Callable[[Traced], None] | None = None
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         if self.functions.last is None:
             raise PipelineError("a training step needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
         if self.schedule.forward_only:
             raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
-        return self._shard_map(params, batch, rng, training=True, observe=observe)
+        return self._shard_map(params, batch, rng, state, training=True, observe=observe)
 
-    def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any) -> dict[str, Any]:
-        return self._shard_map(params, batch, rng, training=False)[0]
+    def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
+        return self._shard_map(params, batch, rng, state, training=False)[0]
 
     def _shard_map(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, *, training: bool, observe: Callable[[Traced], None] | None = None
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: Any,
+        *,
+        training: bool,
+        observe: Callable[[Traced], None] | None = None,
     ) -> Any:
-        self._check_step(params, batch)
+        self._check_step(params, batch, state)
         lowering = Lowering(
             plan=self._plan if training else forward_plan(self.schedule, self._sync),
             functions=self.functions,
@@ -247,14 +291,16 @@ class Pipeline:
         if any(dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[a] is AxisType.Explicit for a in self.data_axes):
             # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
             batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
+        kept = PartitionSpec(self.axis)
+        results = {key: kept if key == "state" else everywhere for key in lowering.results}
         return jax.shard_map(
-            lambda p, b, r: body(lowering, p, b, r),
+            lambda p, b, r, s: body(lowering, p, b, r, s),
             mesh=self.mesh,
-            in_specs=(placed, rows, everywhere),
-            out_specs=(everywhere, placed if training else everywhere),
+            in_specs=(placed, rows, everywhere, kept),
+            out_specs=(results, placed if training else everywhere),
             axis_names={self.axis, *self.data_axes},
             check_vma=False,
-        )(params, batch, rng)
+        )(params, batch, rng, state)
 
     @property
     def _data_size(self) -> int:
@@ -263,7 +309,7 @@ class Pipeline:
             size *= self.mesh.shape[name]
         return size
 
-    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree) -> None:
+    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree, state: Any) -> None:
         """PipelineError, before anything is traced, for parameters that are not placed for this schedule or rows that do not divide."""
         faults = []
         wanted = {"stages", *OUTER}
@@ -281,6 +327,11 @@ class Pipeline:
                         f"{self.schedule.num_devices} devices; call `place` again"
                     )
         faults += self._batch_faults(batch)
+        if bool(state) is not self.functions.has_state:
+            takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
+            faults.append(f"a stage {takes}" if self.functions.has_state else "no stage takes `state` by keyword; leave state= out")
+        elif state and (not isinstance(state, tuple) or len(state) != self.layout.num_owned):
+            faults.append("state must be what `place_state`, or the step before, returned")
         if faults:
             raise PipelineError("this step cannot be lowered:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
 
@@ -312,15 +363,15 @@ class Pipeline:
         return faults
 
 
-def _rematerialised(stage: Callable[..., PyTree], remat: str | Callable[..., bool] | None) -> Callable[..., PyTree]:
-    """The stage under `jax.checkpoint`."""
+def _rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] | None) -> list[Function]:
+    """The stages under `jax.checkpoint`; equal ones stay equal."""
     if remat is None:
-        return stage
-    if remat == "full":
-        return jax.checkpoint(stage)
-    if callable(remat):
-        return jax.checkpoint(stage, policy=remat)
-    raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
+        return list(stages)
+    if remat != "full" and not callable(remat):
+        raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
+    policy = None if isinstance(remat, str) else remat
+    changed = {function: function.under(lambda call: jax.checkpoint(call, policy=policy)) for function in stages}
+    return [changed[function] for function in stages]
 
 
 def _loss(value: Any) -> Loss:

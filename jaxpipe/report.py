@@ -26,6 +26,7 @@ What XLA says of the compiled program, for one device:
 
     temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
 
+    stage_kinds         different stages (by function, parameters, or what they take); pools hold the largest of each, transfers too
     fallbacks           equations that the cut of the backward into I and W could not cut, and so do W's work in I
 """
 
@@ -69,7 +70,8 @@ def report(plan: Plan, traced: Traced, compiled: Any, *, sync: Sync, prefer: Pre
         "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, sync, choice), traced) for choice in Prefer},
         **_memory(traced),
         **_xla(compiled),
-        "fallbacks": fallbacks(traced.stage.input_grad, sum(traced.stage.x_wanted)),
+        "stage_kinds": len(traced.kinds),
+        "fallbacks": list(dict.fromkeys(f for code in traced.kinds for f in fallbacks(code.input_grad, sum(code.x_wanted)))),
     }
 
 
@@ -101,7 +103,7 @@ def _choice(plan: Plan, traced: Traced) -> dict[str, Any]:
         "makespan_pairs": plan.makespan(Sync.PAIRS),
         "makespan_everybody": plan.makespan(Sync.EVERYBODY),
         "blocks": sum(segment.size for segment in plan.segments),
-        "slots": plan.program(traced.stage.liveness).slots,
+        "slots": plan.program(traced.liveness).slots,
     }
 
 
@@ -118,16 +120,14 @@ def _sent(program: Program) -> dict[tuple[Payload, int], int]:
 
 def _memory(traced: Traced) -> dict[str, Any]:
     """Pools, residuals and what is sent."""
-    stage, program = traced.stage, traced.program
+    unions, program = traced.unions, traced.program
     splits = any(use.block.kind is Kind.I for s in program.segments for p in s.positions for use in p.blocks)
-    y = stage.y_avals
-    dy = [aval for aval, wanted in zip(y, stage.x_wanted, strict=True) if wanted]
     kept: dict[str, Sequence[Any]] = {
-        "x": y,
-        "residual_input": stage.residual_input,
-        "residual_weight": stage.residual_weight,
-        "cotangent": dy,
-        "stash": stage.stash if splits else (),
+        "x": unions.x.avals,
+        "residual_input": unions.residual_input.avals,
+        "residual_weight": unions.residual_weight.avals,
+        "cotangent": unions.cotangent.avals,
+        "stash": unions.stash.avals if splits else (),
         "first": (*traced.first.residual_input, *traced.first.residual_weight),
     }
     assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
@@ -136,7 +136,7 @@ def _memory(traced: Traced) -> dict[str, Any]:
     sent: dict[int, int] = {}
     for (kind, device), count in _sent(program).items():
         sent[device] = sent.get(device, 0) + count * payload[kind]
-    chunks = len({use.block.chunk for s in program.segments for p in s.positions for use in p.blocks})
+    kinds = {(v, traced.kind_of[s]) for stages in program.schedule.placement.stages_of for v, s in enumerate(stages)}
     outer = (*traced.first.once_avals, *(traced.last.once_avals if traced.last else ()))
     return {
         "slot_bytes": slot_bytes,
@@ -146,7 +146,7 @@ def _memory(traced: Traced) -> dict[str, Any]:
             for pool in ("residual_input", "residual_weight", "stash", "first")
             for aval in kept[pool]
         ],
-        "hoisted_bytes": chunks * _total(stage.once_avals) + _total(outer),
+        "hoisted_bytes": sum(_total(traced.kinds[kind].once_avals) for _, kind in kinds) + _total(outer),
         "transfer_bytes": max(sent.values(), default=0),
     }
 

@@ -1,10 +1,12 @@
 """One stage's forward, full backward, input gradient and weight gradient as jaxprs, with minimal residuals between them.
 
     hoist(parameters)                                 -> once       what depends on parameters alone; once a step
-    forward(parameters, once, x, extra)               -> y, residuals
+    forward(parameters, once, x, extra)               -> y, loss, state, residuals
     backward(parameters, once, x, extra, residuals, dy)       -> dparameters, dx          (B)
     input_grad(parameters, once, x, extra, residuals, dy)     -> dx, stash                (I)
     weight_grad(parameters, once, x, extra, residuals, dy, stash) -> dparameters          (W)
+
+loss (an auxiliary one) and state are there where the stage returns them; dy then ends with the cotangent of the loss.
 
 Residuals hold no parameter, nothing made of parameters alone, no copy of the stage input, nothing twice, and nothing that
 a layout change of one of these gives.  Every matmul of B is done in exactly one of I and W.
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from .functions import Returned
 from .jaxprs import Cut, cut, drop_dead, flatten, known_from, needed_for, sink
 from .jaxprs.cut import keep_work
 from .jaxprs.flatten import Atom
@@ -49,7 +52,7 @@ class Inputs:
 class StageCode:
     """The pieces of one stage function.  `consts` are arrays that the function closes over.
 
-    `x_wanted` marks the leaves of x that have a gradient (the floating ones); dx and dy hold just those.
+    `x_wanted` and `y_wanted` mark the leaves of x and y that have a gradient (the floating ones); dx and dy hold just those.
     """
 
     consts: tuple[Any, ...]
@@ -61,13 +64,33 @@ class StageCode:
     weight_grad: core.Jaxpr
     y_tree: Any
     y_avals: tuple[Any, ...]
+    loss: Any  # aval of the auxiliary loss, or None
+    state: tuple[Any, ...]  # avals of the state after it
+    x_avals: tuple[Any, ...]
     once_avals: tuple[Any, ...]
     residual_input: tuple[Any, ...]  # avals of what only I (and B) needs
     residual_weight: tuple[Any, ...]  # avals of what W needs
     stash: tuple[Any, ...]
     x_wanted: tuple[bool, ...]
+    y_wanted: tuple[bool, ...]
+    num_params: int
     liveness: Liveness
     uncut: tuple[str, ...] = ()  # primitives whose weight gradients I computes along, since they cannot be cut
+
+    @property
+    def dx_avals(self) -> tuple[Any, ...]:
+        """Avals of the gradient of x."""
+        return tuple(a for a, w in zip(self.x_avals, self.x_wanted, strict=True) if w)
+
+    @property
+    def dy_avals(self) -> tuple[Any, ...]:
+        """Avals of the cotangent of y."""
+        return tuple(a for a, w in zip(self.y_avals, self.y_wanted, strict=True) if w)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the forward before its residuals."""
+        return len(self.y_avals) + (self.loss is not None) + len(self.state)
 
     def __str__(self) -> str:
         parts = ("hoist", "forward", "backward", "input_grad", "weight_grad")
@@ -85,7 +108,7 @@ def inexact(leaf: Any) -> bool:
 
 
 def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> StageCode:
-    """Cut `function(params, x, extra) -> y` into its pieces; arguments are arrays, tracers or ShapeDtypeStructs.
+    """Cut `function(params, x, extra) -> y`, or `(y, Returned)`, into its pieces; arguments are arrays, tracers or ShapeDtypeStructs.
 
     Parameters must be floating; leaves of x that are not (segment ids, masks) get no gradient.
     """
@@ -93,36 +116,68 @@ def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extr
     wanted = tuple(inexact(leaf) for leaf in x_leaves)
     params_tree = jax.tree.structure(params)
 
-    def split(diff: Leaves, params_leaves: Leaves, rest: Leaves, extra: PyTree) -> tuple[PyTree, PyTree]:
-        def call(p: Leaves, d: Leaves) -> PyTree:
+    def split(diff: Leaves, params_leaves: Leaves, rest: Leaves, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        def call(p: Leaves, d: Leaves) -> tuple[PyTree, PyTree]:
             floats, others = iter(d), iter(rest)
             merged = [next(floats) if w else next(others) for w in wanted]
-            return function(jax.tree.unflatten(params_tree, p), jax.tree.unflatten(x_tree, merged), extra)
+            out = function(jax.tree.unflatten(params_tree, p), jax.tree.unflatten(x_tree, merged), extra)
+            y, more = out if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Returned) else (out, Returned())
+            return (y, more.loss), more.state
 
-        return jax.vjp(call, params_leaves, diff)
+        y, vjp, state = jax.vjp(call, params_leaves, diff, has_aux=True)
+        return y, state, vjp
 
     params_leaves = jax.tree.leaves(params)
     diff = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if w]
     rest = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if not w]
     forward, shapes = jax.make_jaxpr(split, return_shape=True)(diff, params_leaves, rest, extra)
-    y, vjp = shapes
+    y, state, vjp = shapes
     vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
-    y_leaves, y_tree = jax.tree.flatten(y)
+    y_leaves, both_tree = jax.tree.flatten(y)
+    state_leaves = jax.tree.leaves(state)
     dy = [leaf for leaf in y_leaves if inexact(leaf)]
 
     def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
         cotangents = iter(dy)
         full = [next(cotangents) if inexact(leaf) else _no_gradient(leaf) for leaf in y_leaves]
-        return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(y_tree, full))
+        return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(both_tree, full))
 
     backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
-    joint = _join(flatten(forward), flatten(backward), len(y_leaves), len(dy))
+    outputs = [*y_leaves, *state_leaves]
+    joint = _join(flatten(forward), flatten(backward), len(outputs), len(dy))
     # Put the leaves of x back in their own order: the trace had the floating ones first and the others after params.
     consts = len(joint.consts)
     order = _input_order(consts, len(params_leaves), wanted, len(jax.tree.leaves(extra)), len(dy))
     joint = _Joint(joint.jaxpr.replace(invars=[joint.jaxpr.invars[i] for i in order]), joint.consts, joint.split)
     inputs = Inputs(consts, len(params_leaves), len(x_leaves), len(jax.tree.leaves(extra)))
-    return _pieces(joint, inputs, y_tree, tuple(y_leaves), wanted)
+    has_loss = not isinstance(y[1], tuple)
+    y_count = len(y_leaves) - has_loss
+    returns = _Returns(
+        y_tree=jax.tree.structure(y[0]),
+        y=tuple(y_leaves[:y_count]),
+        loss=y_leaves[-1] if has_loss else None,
+        state=tuple(state_leaves),
+        x=tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves),
+        x_wanted=wanted,
+    )
+    return _pieces(joint, inputs, returns)
+
+
+@dataclass(frozen=True)
+class _Returns:
+    """Avals of what a stage takes and returns."""
+
+    y_tree: Any
+    y: tuple[Any, ...]
+    loss: Any
+    state: tuple[Any, ...]
+    x: tuple[Any, ...]
+    x_wanted: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        """Leaves of y, loss and state."""
+        return len(self.y) + (self.loss is not None) + len(self.state)
 
 
 @dataclass(frozen=True)
@@ -170,17 +225,17 @@ def _join(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, d
     return _Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))
 
 
-def _pieces(joint: _Joint, inputs: Inputs, y_tree: Any, y: tuple[Any, ...], wanted: tuple[bool, ...]) -> StageCode:
+def _pieces(joint: _Joint, inputs: Inputs, returns: _Returns) -> StageCode:
     """Cut the joint jaxpr into the pieces."""
-    total = inputs.total
+    total, outputs = inputs.total, returns.count
     known = [True] * (inputs.consts + inputs.params) + [False] * (inputs.x + inputs.extra)
     dy = joint.jaxpr.invars[total:]
     jaxpr = sink(joint.jaxpr, joint.split, known=[*known, *(False for _ in dy)])
-    grads = len(jaxpr.outvars) - len(y)
+    grads = len(jaxpr.outvars) - outputs
 
     # Forward | backward, at the border that jax.vjp drew.
     border = tuple(i < joint.split for i in range(len(jaxpr.eqns)))
-    halves = cut(jaxpr, border, outputs=[True] * len(y) + [False] * grads, recompute=None)
+    halves = cut(jaxpr, border, outputs=[True] * outputs + [False] * grads, recompute=None)
     forward = halves.first.replace(invars=halves.first.invars[:total])
     # Backward inputs: (consts, params, x, extra | residuals | dy).
     base, crossing = halves.second.invars[:total], halves.second.invars[total + len(dy) :]
@@ -189,9 +244,9 @@ def _pieces(joint: _Joint, inputs: Inputs, y_tree: Any, y: tuple[Any, ...], want
     # What depends on parameters alone leaves both halves.
     once_f = _hoist(forward, known)
     forward = once_f.second
-    aliases = _aliases(forward, total, len(y))
+    aliases = _aliases(forward, total, outputs)
     kept = [i for i, alias in enumerate(aliases) if alias is None]
-    forward = forward.replace(outvars=[*forward.outvars[: len(y)], *(forward.outvars[len(y) + i] for i in kept)])
+    forward = forward.replace(outvars=[*forward.outvars[:outputs], *(forward.outvars[outputs + i] for i in kept)])
     backward = _rename_residuals(backward, total, aliases, forward, len(once_f.crossing))
     backward = _read_hoisted(backward, once_f, total)
     once_count = len(once_f.crossing)
@@ -208,7 +263,7 @@ def _pieces(joint: _Joint, inputs: Inputs, y_tree: Any, y: tuple[Any, ...], want
     # Input gradient | weight gradient, by what dx needs.
     mask = [False] * inputs.params + [True] * (grads - inputs.params)
     apart = cut(backward, needed_for(backward, mask), outputs=mask)
-    return _classify(inputs, once, hoist, forward, backward, apart, y_tree, y, wanted, len(kept), len(dy), joint.consts)
+    return _classify(inputs, once, hoist, forward, backward, apart, returns, len(kept), len(dy), joint.consts)
 
 
 def _classify(
@@ -218,9 +273,7 @@ def _classify(
     forward: core.Jaxpr,
     backward: core.Jaxpr,
     apart: Cut,
-    y_tree: Any,
-    y: tuple[Any, ...],
-    wanted: tuple[bool, ...],
+    returns: _Returns,
     residuals: int,
     dy: int,
     consts: tuple[Any, ...],
@@ -236,29 +289,35 @@ def _classify(
         rest = jaxpr.invars[len(order) :]
         return jaxpr.replace(invars=[*(jaxpr.invars[i] for i in order), *rest])
 
-    outs = forward.outvars[len(y) :]
+    outputs = returns.count
+    outs = forward.outvars[outputs:]
     x_slice = slice(inputs.consts + inputs.params, inputs.consts + inputs.params + inputs.x)
-    both_reads = _reads(backward)
+    both_reads = reads(backward)
     x_weight, x_any = any(apart.second_reads[x_slice]), any(both_reads[x_slice])
     dy_weight = any(apart.second_reads[start + residuals :])
-    evaluate, _ = drop_dead(forward.replace(outvars=forward.outvars[: len(y)]))
+    evaluate, _ = drop_dead(forward.replace(outvars=forward.outvars[:outputs]))
     x_use = LastUse.WEIGHT_GRAD if x_weight else LastUse.INPUT_GRAD if x_any else LastUse.FORWARD
     return StageCode(
         consts=consts,
         hoist=hoist,
-        forward=forward.replace(outvars=[*forward.outvars[: len(y)], *(outs[i] for i in early), *(outs[i] for i in late)]),
+        forward=forward.replace(outvars=[*forward.outvars[:outputs], *(outs[i] for i in early), *(outs[i] for i in late)]),
         evaluate=evaluate,
         backward=reorder(backward),
         input_grad=reorder(apart.first),
         weight_grad=reorder(apart.second),
-        y_tree=y_tree,
-        y_avals=y,
+        y_tree=returns.y_tree,
+        y_avals=returns.y,
+        loss=returns.loss,
+        state=returns.state,
+        x_avals=returns.x,
         once_avals=tuple(v.aval for v in hoist.outvars),
         residual_input=tuple(outs[i].aval for i in early),
         residual_weight=tuple(outs[i].aval for i in late),
         stash=apart.crossing,
-        x_wanted=wanted,
-        uncut=_uncut(backward, grads_of_x=sum(wanted)),
+        x_wanted=returns.x_wanted,
+        y_wanted=tuple(inexact(a) for a in returns.y),
+        num_params=inputs.params,
+        uncut=_uncut(backward, grads_of_x=sum(returns.x_wanted)),
         liveness=Liveness(x=x_use, cotangent=LastUse.WEIGHT_GRAD if dy_weight else LastUse.INPUT_GRAD),
     )
 
@@ -375,7 +434,7 @@ def _fresh(avals: Sequence[Any]) -> list[core.Var]:
     return [newvar(a) for a in avals]
 
 
-def _reads(jaxpr: core.Jaxpr) -> tuple[bool, ...]:
+def reads(jaxpr: core.Jaxpr) -> tuple[bool, ...]:
     """Which inputs a jaxpr reads."""
     used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
     used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}

@@ -69,7 +69,7 @@ def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | S
     reads = [*reads[:consts], *carry, *reads[consts + carries :]]
     # What the first part makes in each trip anyway it also stacks: the second would only copy it.
     made = _made_first(body, choice) | {v for v, c in zip(body.invars[consts : consts + carries], carry, strict=True) if c}
-    ys = [y or v in made for y, v in zip(ys, body.outvars[carries:], strict=True)]
+    ys = [y or (isinstance(v, core.Var) and v in made) for y, v in zip(ys, body.outvars[carries:], strict=True)]
     return Split(choice, tuple(carry), tuple(ys)), reads
 
 

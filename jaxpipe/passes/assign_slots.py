@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,12 @@ class Liveness:
     x: LastUse = LastUse.WEIGHT_GRAD
     cotangent: LastUse = LastUse.INPUT_GRAD
     first: LastUse = LastUse.INPUT_GRAD
+
+
+def longest(needs: Sequence[Liveness]) -> Liveness:
+    """Until when any of several kinds of stages needs what it keeps."""
+    order = list(LastUse)
+    return Liveness(*(max((getattr(n, f.name) for n in needs), key=order.index) for f in fields(Liveness)))
 
 
 class _Values(NamedTuple):

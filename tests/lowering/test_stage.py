@@ -332,3 +332,12 @@ def test_a_cast_parameter_is_hoisted_once_also_where_the_backward_would_cast_aga
     for jaxpr in (code.forward, code.backward):
         parameters = set(jaxpr.invars[len(code.consts) : len(code.consts) + 2])
         assert not any(eqn.primitive.name == "convert_element_type" and parameters & {*eqn.invars} for eqn in jaxpr.eqns)
+
+
+def test_a_scan_that_stacks_a_number_can_be_cut():
+    def scanned(params, x, extra):
+        x, numbers = jax.lax.scan(lambda h, p: (jnp.tanh(h @ p), 2.0), x, params["a"])
+        return x + jnp.sum(numbers)
+
+    code = trace_stage(scanned, draw({"a": (3, WIDTH, WIDTH)}), draw(X), {})
+    assert work(code.input_grad) + work(code.weight_grad) == work(code.backward)

@@ -1,0 +1,290 @@
+"""Stages that differ in function, parameters, number of layers and in what they hand on give the numbers of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.unions import Union
+from tests.parity.engines import mesh_of
+from tests.parity.tolerance import FLOAT64
+
+M, ROWS = 4, 2
+
+
+def draw(shapes, seed=0):
+    """Arrays of a tree of shapes."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: rng.standard_normal(shape) / 2, shapes, is_leaf=lambda s: isinstance(s, tuple) and all(isinstance(n, int) for n in s)
+    )
+
+
+def worst(found, wanted):
+    """Largest difference relative to the largest entry of each leaf; trees must agree."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(
+        float(jnp.max(jnp.abs(jnp.asarray(a) - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)) if jnp.size(b) else 0.0 for a, b in pairs
+    )
+
+
+def over_microbatches(loss_of):
+    """Value and gradient of the mean over microbatches of loss_of(params, microbatch, number)."""
+
+    def total(params, batch):
+        cut = jax.tree.map(lambda leaf: leaf.reshape(M, -1, *leaf.shape[1:]), batch)
+        return sum(loss_of(params, jax.tree.map(lambda leaf, m=m: leaf[m], cut), m) for m in range(M)) / M
+
+    return jax.value_and_grad(total)
+
+
+# Functions of their own for each stage: activations grow, shrink, and become trees
+
+
+def narrow(params, x):
+    return jnp.tanh(x @ params["in"]["w"])
+
+
+def widen(params, x):
+    return {"wide": jax.nn.gelu(x @ params["up"] + params["bias"]), "skip": x}
+
+
+def mix(params, x):
+    return x["wide"] @ params["down"] + jnp.sin(x["skip"]) * params["scale"]
+
+
+def widen_more(params, x):
+    return (jnp.tanh(x @ params["up"]), jnp.sum(x, axis=-1).astype(jnp.int32))
+
+
+def fold(params, x):
+    return jnp.where(x[1][:, None] > 0, x[0], -x[0]) @ params["down"]
+
+
+FUNCTIONS = {
+    2: [narrow, lambda p, x: mix(p, widen(p, x))],
+    4: [narrow, widen, mix, narrow],
+    8: [narrow, widen, mix, narrow, narrow, widen_more, fold, narrow],
+}
+SHAPES = {
+    narrow: {"in": {"w": (4, 4)}},
+    widen: {"up": (4, 10), "bias": (10,)},
+    mix: {"down": (10, 4), "scale": (4,)},
+    widen_more: {"up": (4, 6)},
+    fold: {"down": (6, 4)},
+}
+
+
+def unlike_model(stages):
+    functions = FUNCTIONS[stages]
+    shapes = [SHAPES.get(f, {**SHAPES[widen], **SHAPES[mix]}) for f in functions]
+    # The first stage of all takes rows of width 3 and no other is like it.
+    shapes[0] = {"in": {"w": (3, 4)}}
+    return functions, {"stages": [draw(s, seed=i) for i, s in enumerate(shapes)], "last": draw({"head": (4, 2)}, seed=99)}
+
+
+def head(params, x, microbatch):
+    return jnp.mean(jnp.square(x @ params["head"] - microbatch["y"]))
+
+
+def rows(width=3, seed=7):
+    x, y = draw([(M * ROWS, width), (M * ROWS, 2)], seed=seed)
+    return {"x": x, "y": y}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "stages"),
+    [("gpipe", 2, 2), ("1f1b", 4, 4), ("zb_h1", 4, 4), ("dualpipe", 4, 4), ("interleaved_1f1b", 4, 8), ("zbv", 2, 4), ("dualpipev", 4, 8)],
+)
+def test_a_function_for_each_stage(name, devices, stages):
+    functions, canonical = unlike_model(stages)
+    schedule = jp.schedules.build(name, devices=devices, microbatches=M)
+    assert schedule.num_stages == stages
+    pipe = jp.Pipeline(functions, schedule=schedule, mesh=mesh_of(devices), last=head)
+
+    def loss_of(params, microbatch, _):
+        x = microbatch["x"]
+        for function, own in zip(functions, params["stages"], strict=True):
+            x = function(own, x)
+        return head(params["last"], x, microbatch)
+
+    loss, grads = pipe.value_and_grad(pipe.place(canonical), rows())
+    wanted_loss, wanted = over_microbatches(loss_of)(canonical, rows())
+    assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+    found = pipe.canonical(grads)
+    assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
+    assert abs(float(pipe.evaluate(pipe.place(canonical), rows())) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+
+
+def test_canonical_is_the_inverse_of_place_and_shapes_go_both_ways():
+    functions, canonical = unlike_model(4)
+    pipe = jp.Pipeline(functions, schedule=jp.schedules.build("zbv", devices=2, microbatches=M), mesh=mesh_of(2), last=head)
+    placed = pipe.place(canonical)
+    back = pipe.canonical(placed)
+    assert worst(back["stages"], canonical["stages"]) == 0
+    shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), canonical))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), placed) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
+    assert pipe.lower(shapes, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows())) is not None
+
+
+def test_parameters_of_one_name_share_memory_and_keep_their_names():
+    """Stages 0 and 1 of a chunk: "in/w" of (3, 4) and of (4, 4) take 16 entries a device, not 28."""
+    functions, canonical = [narrow, narrow], {"stages": [draw({"in": {"w": (3, 4)}}), draw({"in": {"w": (4, 4)}})], "last": {}}
+    pipe = jp.Pipeline(
+        functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2), last=lambda p, x, mb: x.sum()
+    )
+    (chunk,) = pipe.place(canonical)["stages"]
+    ((path, leaf),) = jax.tree_util.tree_leaves_with_path(chunk)
+    assert jax.tree_util.keystr(path, simple=True, separator="/") == "in/w"
+    assert leaf.shape == (2, 16)
+    assert np.array_equal(leaf[0, 12:], np.zeros(4))
+
+
+def test_a_stage_that_does_not_fit_the_one_before_is_named_with_its_shapes():
+    functions, canonical = unlike_model(4)
+    pipe = jp.Pipeline(
+        [functions[0], mix, *functions[2:]], schedule=jp.schedules.build("1f1b", devices=4, microbatches=M), mesh=mesh_of(4), last=head
+    )
+    with pytest.raises(jp.PipelineError, match=r"stage 1 cannot take what stage 0 returns \(x float64\[2, 4\]\)"):
+        pipe.value_and_grad(pipe.place(canonical), rows())
+
+
+def test_wrong_lists_of_functions_and_parameters():
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
+    with pytest.raises(jp.PipelineError, match="a list of 3 functions, but the schedule has 2 stages"):
+        jp.Pipeline([narrow] * 3, schedule=schedule, mesh=mesh_of(2))
+    pipe = jp.Pipeline([narrow, narrow], schedule=schedule, mesh=mesh_of(2), last=head)
+    with pytest.raises(jp.PipelineError, match=r"a list with a tree for each of the 2 stages.*got dict"):
+        pipe.place({"stages": {"w": np.ones((2, 3))}, "last": {}})
+    mixed = [{"in": {"w": np.ones((3, 4), np.float32)}}, {"in": {"w": np.ones((4, 4), np.float64)}}]
+    with pytest.raises(jp.PipelineError, match="'in/w' of stages that share a chunk are float32 and float64"):
+        pipe.place({"stages": mixed, "last": {}})
+
+
+def test_a_union_takes_no_more_than_its_largest_kind_and_one_kind_is_itself():
+    small = [jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)]
+    large = [jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((5, 5), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)]
+    assert Union.of([large]).avals == tuple(large)
+    both = Union.of([small, large])
+    assert sorted(a.shape for a in both.avals) == [(), (2, 3), (25,)]
+    pool = [jnp.zeros((3, *a.shape), a.dtype) for a in both.avals]
+    for slot, kind in ((0, small), (2, large)):
+        values = [jnp.arange(a.size, dtype=a.dtype).reshape(a.shape) + 1 for a in kind]
+        pool = both.write(pool, jnp.int32(slot), kind, values)
+        assert all(np.array_equal(a, b) for a, b in zip(both.read(pool, jnp.int32(slot), kind), values, strict=True))
+
+
+# Layers by letter
+
+
+def embed(params, microbatch):
+    return params["table"][microbatch["tokens"]]
+
+
+def block(params, x, *, ctx):
+    return x + jnp.tanh(x @ params["w"]) * (1 + 0.1 * jax.random.normal(ctx.rng, x.shape))
+
+
+def extra_block(params, x):
+    return x * params["scale"] + x @ params["w"]
+
+
+def loss(params, x, microbatch):
+    return jnp.mean(jnp.square(x @ params["head"] - microbatch["y"]))
+
+
+LAYERS = {"E": embed, "t": block, "m": extra_block, "L": loss}
+
+
+def by_letter(layout):
+    shapes = {
+        "t": {"w": (layout.layers.count("t"), 4, 4)},
+        "m": {"w": (layout.layers.count("m"), 4, 4), "scale": (layout.layers.count("m"), 4)},
+    }
+    stages = {letter: draw(shapes[letter], seed=ord(letter)) for letter in "tm" if letter in layout.layers}
+    return {"first": draw({"table": (5, 4)}), "stages": stages, "last": draw({"head": (4, 2)})}
+
+
+def tokens():
+    return {"tokens": np.random.default_rng(3).integers(0, 5, M * ROWS), "y": draw((M * ROWS, 2), seed=5)}
+
+
+def layered_loss(layout, key):
+    """The model of a layout without stages: layer after layer."""
+    letters = layout.layers.replace("E", "").replace("L", "")
+
+    def loss_of(params, microbatch, number):
+        x = embed(params["first"], microbatch)
+        seen = {"t": 0, "m": 0}
+        for place, letter in enumerate(letters):
+            own = jax.tree.map(lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter])
+            seen[letter] += 1
+            rng = jax.random.fold_in(jax.random.fold_in(key, number), place)
+            x = block(own, x, ctx=jp.Context(0, number, rng)) if letter == "t" else extra_block(own, x)
+        return loss(params["last"], x, microbatch)
+
+    return loss_of
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "devices", "chunks"),
+    [
+        ("Ettt|tt|tt|tL", "1f1b", 4, 1),
+        ("E|ttmt||tL", "zb_h1", 4, 1),
+        ("Et|tt|t|ttt|mtt|t|t|mL", "interleaved_1f1b", 4, 2),
+        ("Etttt|mtt|tm|L", "dualpipe", 4, 1),
+        ("Ett|t|tt|tmL", "zbv", 2, 2),
+    ],
+)
+def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
+    layout = jp.parse_layout(text, devices=devices)
+    schedule = jp.schedules.build(name, devices=devices, microbatches=M, chunks=chunks if name.startswith("inter") else None)
+    layers = {letter: function for letter, function in LAYERS.items() if letter in text}
+    pipe = jp.Pipeline(layers=layers, layout=text, schedule=schedule, mesh=mesh_of(devices))
+    canonical, key = by_letter(layout), jax.random.key(1)
+    found_loss, grads = pipe.value_and_grad(pipe.place(canonical), tokens(), rng=key)
+    wanted_loss, wanted = over_microbatches(layered_loss(layout, key))(canonical, tokens())
+    assert abs(float(found_loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+    found = pipe.canonical(grads)
+    assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
+
+
+def test_no_stage_computes_layers_that_it_does_not_have():
+    """Matmuls of each kind of stage: its own layers', counted in the forwards that the program holds."""
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
+    pipe = jp.Pipeline(layers={"E": embed, "t": extra_block, "L": loss}, layout="Ettt|tL", schedule=schedule, mesh=mesh_of(2))
+    canonical = {"first": draw({"table": (5, 4)}), "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})}, "last": draw({"head": (4, 2)})}
+    report = pipe.compile_report(pipe.place(canonical), tokens())
+    assert report["stage_kinds"] == 2
+    # Residuals of "ttt" and "t" share pools: the larger has one stacked input for two layers more.
+    alone = jp.Pipeline(layers={"E": embed, "t": extra_block, "L": loss}, layout="Ettt|tttL", schedule=schedule, mesh=mesh_of(2))
+    both = {**canonical, "stages": {"t": draw({"w": (6, 4, 4), "scale": (6, 4)})}}
+    even = alone.compile_report(alone.place(both), tokens())
+    assert even["stage_kinds"] == 1
+    total = lambda r: sum(r["slot_bytes"].values())  # noqa: E731
+    assert total(report) <= total(even)
+
+
+def test_faults_of_layers_and_layout():
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
+    make = lambda **options: jp.Pipeline(schedule=schedule, mesh=mesh_of(2), **options)  # noqa: E731
+    with pytest.raises(jp.PipelineError, match="belong together"):
+        make(layers=LAYERS)
+    with pytest.raises(jp.PipelineError, match="leave stage, last out"):
+        make(stage=narrow, last=head, layers=LAYERS, layout="Et|tL")
+    with pytest.raises(jp.PipelineError, match=r"(?s)has layers 'q', but layers= has no function.*has a function for 'm', which"):
+        make(layers=LAYERS, layout=jp.parse_layout("Et|qL", devices=2, letters="EtqL"))
+    with pytest.raises(jp.PipelineError, match=r"has 4 stages but the schedule has 2.*chunks=2"):
+        make(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|t|t|tL")
+    with pytest.raises(jp.PipelineError, match="L can only be the last layer"):
+        make(layers={k: LAYERS[k] for k in "EtL"}, layout="EtL|t")
+    pipe = make(layers={k: LAYERS[k] for k in "EtL"}, layout="Ett|tL")
+    wrong = {"first": {}, "last": {}, "stages": {"t": {"w": np.ones((4, 2, 2))}}}
+    with pytest.raises(jp.PipelineError, match=r"stages\['t'\]\['w'\] has shape \(4, 2, 2\); its leading axis must be the 3 layers t"):
+        pipe.place(wrong)
+    with pytest.raises(jp.PipelineError, match=r"a dict with the letters \['t'\]"):
+        pipe.place({**wrong, "stages": {"x": {}}})
+    with pytest.raises(jp.PipelineError, match="give Pipeline a stage function, a list of them, or layers"):
+        make()
