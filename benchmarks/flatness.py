@@ -1,45 +1,152 @@
-"""Program size and compile time against the number of microbatches: python -m benchmarks.flatness [NAME ...].
+"""Program size and compile time against the number of microbatches, of devices and of chunks.
 
-Compiles the small model of tests/gpu for H100s that are only described; counts instructions of the optimised program.
+    JAX_PLATFORMS=cpu python -m benchmarks.flatness -o benchmarks/results/flatness.txt
+
+Blocks and permutes are counted in the plans of the whole catalogue, which takes no compiler.  Of some tables the small model of
+tests/gpu is compiled for H100s that are only described, and the instructions of the optimised program are counted.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import jaxpipe as jp
+from benchmarks.machine import describe
+from benchmarks.output import Result, add_output
+from jaxpipe.functions import Prefer
 from jaxpipe.lower import Plan
+from jaxpipe.passes.program_time import Sync
+from jaxpipe.schedules.registry import describe as describe_schedule
 from tests.gpu.programs import compile_step, gpu_fault, operations
 
-MICROBATCHES = (8, 64, 512)
-DEVICES = 4
+FEW, MORE, MANY = 8, 64, 512
+COMPILED = (
+    "gpipe:4:1",
+    "1f1b:4:1",
+    "1f1b:8:1",
+    "interleaved_1f1b:4:1",
+    "interleaved_1f1b:4:2",
+    "interleaved_1f1b:4:4",
+    "interleaved_1f1b:8:2",
+    "zb_h1:4:1",
+    "zb_h1:8:1",
+    "zbv:4:2",
+    "dualpipev:4:2",
+    "interleaved_zb:4:2",
+)
+COLUMNS = (
+    "schedule",
+    "P",
+    "V",
+    "M = 8",
+    "512",
+    "worst",
+    "speed: 8",
+    "512",
+    "worst",
+    "HLO: 8",
+    "512",
+    "ratio",
+    "CPU s: 8",
+    "512",
+    "ratio",
+)
+NOTES = (
+    "M = 8, 512: blocks of stage code + permutes that are compiled, where only the two ends of a transfer wait for each other;",
+    'speed: so too with prefer="speed" in place of "memory".',
+    "worst: the most of M = 64 and 512 over M = 8, of blocks or of blocks and permutes, where only pairs wait or everybody does.",
+    "speed spends code where that saves transfers in the steady state.  8 microbatches on 8 devices have none, so its code grows",
+    'until about M = 32 and no further; with "memory", the default, the code is the same for any M.',
+    "HLO: instructions of the program that XLA has optimised for H100s.  CPU s: to trace and compile it, of all threads.",
+)
 
 
-def main(names: list[str]) -> None:
-    fault = gpu_fault()
+@dataclass(frozen=True)
+class Table:
+    """A schedule of the catalogue at a size."""
+
+    name: str
+    devices: int
+    chunks: int
+
+    @classmethod
+    def parse(cls, text: str) -> Table:
+        """NAME:P:V."""
+        name, devices, chunks = text.split(":")
+        return cls(name, int(devices), int(chunks))
+
+    def build(self, microbatches: int) -> jp.Schedule:
+        """With so many microbatches."""
+        return jp.schedules.build(self.name, devices=self.devices, microbatches=microbatches, chunks=self.chunks)
+
+
+@cache
+def size(table: Table, microbatches: int, sync: Sync, prefer: Prefer) -> tuple[int, int]:
+    """Blocks of stage code and permutes of its program."""
+    plan = Plan.of(table.build(microbatches), sync, prefer)
+    return sum(s.size for s in plan.segments), sum(len(p.permutes) for s in plan.segments for p in s.positions)
+
+
+def worst(table: Table, prefer: Prefer) -> float:
+    """The most that 64 or 512 microbatches take over 8."""
+    found = []
+    for sync in Sync:
+        few = size(table, FEW, sync, prefer)
+        for microbatches in (MORE, MANY):
+            many = size(table, microbatches, sync, prefer)
+            found += [many[0] / few[0], sum(many) / sum(few)]
+    return max(found)
+
+
+def compiled(table: Table, microbatches: int) -> tuple[int, float]:
+    """Instructions, and CPU seconds to trace and compile."""
+    schedule = table.build(microbatches)
+    begin = time.process_time()
+    text = compile_step(schedule).as_text()
+    return len(operations(text)), time.process_time() - begin
+
+
+def tables(names: Sequence[str], devices: Sequence[int]) -> Iterator[Table]:
+    """Every schedule with each number of chunks up to four that it takes."""
+    for name in names:
+        for chunks in (1, 2, 3, 4):
+            if describe_schedule(name).chunks.nearest(chunks) == chunks:
+                yield from (Table(name, p, chunks) for p in devices)
+
+
+def line(table: Table, *, compile_it: bool) -> tuple[str, ...]:
+    """A line of the table of results."""
+    cells = [table.name, str(table.devices), str(table.chunks)]
+    for prefer in Prefer:
+        cells += ["{}+{}".format(*size(table, m, Sync.PAIRS, prefer)) for m in (FEW, MANY)]
+        cells.append(f"{worst(table, prefer):.2f}")
+    if not compile_it:
+        return (*cells, *[""] * 6)
+    (few, few_seconds), (many, many_seconds) = compiled(table, FEW), compiled(table, MANY)
+    cells += [str(few), str(many), f"{many / few:.2f}"]
+    return (*cells, f"{few_seconds:.1f}", f"{many_seconds:.1f}", f"{many_seconds / few_seconds:.2f}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    catalogue = [name for name in jp.schedules.names() if name != "no_pipelining"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=catalogue, metavar="NAME")
+    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
+    parser.add_argument("--compile", nargs="*", default=COMPILED, metavar="NAME:P:V", help="the tables whose programs are compiled too")
+    add_output(parser)
+    args = parser.parse_args(argv)
+    machine = describe()
+    chosen = {Table.parse(text) for text in args.compile}
+    fault = gpu_fault() if chosen else None
     if fault is not None:
-        sys.exit(f"GPU programs cannot be compiled here: {fault}")
-    print(f"P = {DEVICES}; blocks of stage code, HLO instructions, seconds to plan and to compile")
-    print(f"{'schedule':26}{'M':>5}{'blocks':>8}{'instructions':>14}{'ratio':>7}{'plan s':>8}{'compile s':>11}{'ratio':>7}")
-    for name in names or [n for n in jp.schedules.names() if n != "no_pipelining"]:
-        base: tuple[int, float] | None = None
-        for microbatches in MICROBATCHES:
-            schedule = jp.schedules.build(name, devices=DEVICES, microbatches=microbatches)
-            begin = time.perf_counter()
-            plan = Plan.of(schedule)
-            planned = time.perf_counter() - begin
-            begin = time.perf_counter()
-            compiled = compile_step(schedule)
-            seconds = time.perf_counter() - begin
-            count = len(operations(compiled.as_text()))
-            base = base or (count, seconds)
-            blocks = sum(s.size for s in plan.segments)
-            print(
-                f"{name:26}{microbatches:5}{blocks:8}{count:14}{count / base[0]:7.2f}{planned:8.2f}{seconds:11.1f}{seconds / base[1]:7.2f}",
-                flush=True,
-            )
+        parser.error(f"GPU programs cannot be compiled here ({fault}); --compile without a table leaves that out")
+    rows = [line(table, compile_it=table in chosen) for table in tables(args.schedules, args.devices)]
+    Result("Program size and compile time", machine, COLUMNS, rows, NOTES).write(args.output)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,0 +1,71 @@
+"""Every benchmark runs on a CPU at a size that takes no time, and writes its table."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def table_of(tmp_path, module, *arguments):
+    """The table that a benchmark writes, as text."""
+    out = tmp_path / "table.txt"
+    # Benchmarks choose their own devices and precision: what conftest.py sets for the tests is left out.
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+    environment["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "-o", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out.read_text()
+
+
+def rows_of(text, name):
+    return [line.split() for line in text.splitlines() if line.split()[:1] == [name]]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler")
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_emulated_devices_are_never_faster_than_their_table(tmp_path, processes):
+    arguments = ["--devices", "2", "--schedules", "1f1b:1", "zb_h1:1", "--microbatches", "4", "--processes", str(processes)]
+    text = table_of(tmp_path, "emulated", *arguments, "--prefer", "memory", "--repeats", "1", "--unit", "0.01")
+    for name in ("1f1b", "zb_h1"):
+        ((*_, least, _, _, _),) = rows_of(text, name)
+        assert float(least) >= 1, "sleeps only end late, so a step below its makespan has lost one"
+
+
+@pytest.mark.slow
+def test_step_time_compares_equal_work(tmp_path):
+    """The benchmark itself stops where a contender's loss or gradient differs from plain accumulation's."""
+    text = table_of(tmp_path, "step_time", "--tiny", "--microbatches", "4", "--repeats", "1")
+    for name in ("plain", "jaxpipe", "scan", "circular,"):
+        assert rows_of(text, name), f"no line for {name}"
+
+
+def test_one_device(tmp_path):
+    text = table_of(tmp_path, "gpu_single", "--size", "tiny", "--chunks", "1", "2", "--repeats", "1")
+    (predicated,) = (line for line in text.splitlines() if line.strip().startswith("1f1b, V = 1, predicated"))
+    # 4 microbatches, an F and a B each; the program without predicates asks nothing.
+    assert predicated.split()[-2] == "8"
+    assert len(rows_of(text, "interleaved_1f1b,")) == 1
+
+
+def test_program_makespan(tmp_path):
+    text = table_of(tmp_path, "program_makespan", "--devices", "4", "--microbatches", "8", "--costs", "2,1,1")
+    ((*_, pairs, everybody, speed, _, _, _, _),) = rows_of(text, "1f1b")
+    assert (pairs, speed) == ("1.000", "1.000")
+    assert float(everybody) > 1.2
+
+
+@pytest.mark.slow
+def test_stage_costs(tmp_path):
+    assert rows_of(table_of(tmp_path, "stage_costs", "--tiny", "--repeats", "2"), "W")
+
+
+def test_flatness(tmp_path):
+    text = table_of(tmp_path, "flatness", "--schedules", "zb_h1", "--devices", "4", "--compile")
+    ((_, _, _, few, many, worst, *_),) = rows_of(text, "zb_h1")
+    assert (few, many, worst) == ("3+2", "3+2", "1.00")
