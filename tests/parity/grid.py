@@ -36,8 +36,8 @@ def main() -> int:
     if options.fresh:
         GRID.unlink(missing_ok=True)
     have = load(GRID)
-    # Cases of one model and S stand together: a process computes the oracle's answer once for all of them.
-    left = sorted((c for c in cases if str(c) not in have and options.only in str(c)), key=lambda c: (c.model, c.build().num_stages))
+    # Cases of one S and model stand together: a process compiles the oracle once for all of them.  Small ones go first.
+    left = sorted((c for c in cases if str(c) not in have and options.only in str(c)), key=lambda c: (c.build().num_stages, c.model))
     _run(left[: options.most], options.workers)
     failed = {text: entry for text, entry in load(GRID).items() if not entry["passed"]}
     for text, entry in failed.items():

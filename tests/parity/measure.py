@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-import jaxpipe as jp
-from jaxpipe.action import parts
 from tests.models import to_tree
 
 from .cases import ROWS, Case
@@ -23,8 +21,7 @@ from .tolerance import FLOAT64, bound
 class Measured:
     """Largest relative errors: of loss and gradients in jaxpipe and in torch_ref, and of jaxpipe's losses by microbatch.
 
-    `bits` is a digest of jaxpipe's loss and gradients; `additions` says in which order gradients were added up: where it is equal
-    (and the model and the batch are), bits should be.
+    `bits` is a digest of jaxpipe's loss and gradients.
     """
 
     step: float
@@ -32,7 +29,6 @@ class Measured:
     torch: float
     limit: float
     bits: str
-    additions: str
 
     @property
     def passed(self) -> bool:
@@ -57,7 +53,6 @@ def measure(case: Case) -> Measured:
         torch=max(worst_error(in_torch, right), losses_error(in_torch.losses, right)),
         limit=limit,
         bits=_digest(str(found.loss), *(np.ascontiguousarray(g).tobytes() for g in found.grads.values())),
-        additions=_digest(*_additions(schedule)),
     )
 
 
@@ -68,18 +63,8 @@ def losses_error(losses: Any, right: Outcome) -> float:
     return float(np.max(np.abs(losses - right.losses)) / np.max(np.abs(right.losses)))
 
 
-def _additions(schedule: jp.Schedule) -> list[str]:
-    """For every device and stage, the microbatches in the order in which their weight gradients are added."""
-    orders = []
-    for row in schedule.rows:
-        weight = [a for cell in row for a in parts(cell) if a.kind in (jp.Kind.B, jp.Kind.W)]
-        orders += [f"{s}: {[a.microbatch for a in weight if a.stage == s]}" for s in sorted({a.stage for a in weight})]
-        orders.append("next device")
-    return orders
-
-
-def _digest(*texts: str | bytes) -> str:
+def _digest(*parts: str | bytes) -> str:
     total = hashlib.sha256()
-    for text in texts:
-        total.update(text.encode() if isinstance(text, str) else text)
+    for part in parts:
+        total.update(part.encode() if isinstance(part, str) else part)
     return total.hexdigest()[:16]

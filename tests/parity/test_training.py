@@ -35,7 +35,8 @@ def test_two_hundred_steps_equal_torch_optim(name, schedule, optimizer):
     schedule = jp.schedules.build(schedule, devices=2, microbatches=4)
     model = model_for(name, schedule)
     curve = agree(schedule, model, STEPS, adamw(STEPS, model) if optimizer == "adamw" else momentum(0.02), MANY)
-    assert curve.losses[-20:].mean() < curve.losses[:20].mean()
+    if name == "gpt":  # the conv net's labels are drawn at random, so it has nothing to learn
+        assert curve.losses[-20:].mean() < curve.losses[:20].mean()
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """Training: jaxpipe + optax against torch_ref + torch.optim, from the same weights, on the same batches.
 
-python -m tests.parity.training     200 steps of everything in `RUNS`, kept in out/ for the table of results
+python -m tests.parity.training     200 steps of everything in `RUNS`, and of the GPT under every schedule, kept in out/
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,13 @@ RUNS = (
     ("conv", "1f1b", "momentum"),
     ("conv", "zbv", "momentum"),
 )
+
+
+def curve_names() -> tuple[str, ...]:
+    """Schedules of which the GPT's curve is compared: all."""
+    import jaxpipe as jp
+
+    return jp.schedules.names()
 
 
 @dataclass(frozen=True)
@@ -148,25 +155,59 @@ def apart(one: Curve, other: Curve) -> Apart:
     return Apart(float(losses.max()), float(losses[-1]), float(np.max(np.abs(one.norms / other.norms - 1))), float(max(weights)))
 
 
+def run_case(name: str, schedule: str, optimizer: str) -> str:
+    """How a run of `RUNS` is kept."""
+    return f"{name} {schedule} {optimizer}"
+
+
+def curve_case(schedule: str) -> str:
+    """How the GPT's curve is kept."""
+    return f"curve {schedule}"
+
+
+def spread(curves: Iterable[Sequence[float]]) -> float:
+    """The largest relative difference of any two curves in any step."""
+    rows = np.array(list(curves))
+    return float(np.max((rows.max(0) - rows.min(0)) / np.abs(rows).min(0))) if len(rows) else 0.0
+
+
 def main() -> int:
     """Run what out/ does not have; 1 if anything is further apart than `MANY`."""
     virtual_devices()
+    for run in RUNS:
+        if run_case(*run) not in load(TRAINING):
+            _against_torch(*run)
+    for name in curve_names():
+        if curve_case(name) not in load(TRAINING):
+            _curve(name)
+    found = load(TRAINING)
+    curves = [found[curve_case(name)]["curve"] for name in curve_names()]
+    passed = spread(curves) <= MANY and all(found[run_case(*run)]["passed"] for run in RUNS)
+    return 0 if passed else 1
+
+
+def _against_torch(name: str, schedule_name: str, optimizer: str) -> None:
     import jaxpipe as jp
 
-    for name, schedule_name, optimizer in RUNS:
-        case = f"{name} {schedule_name} {optimizer}"
-        if case in load(TRAINING):
-            continue
-        schedule = jp.schedules.build(schedule_name, devices=2, microbatches=4)
-        model, begin = model_for(name, schedule), time.monotonic()
-        batches = batches_of(model, schedule.num_microbatches, STEPS)
-        chain, theirs = adamw(STEPS, model) if optimizer == "adamw" else momentum(0.02)
-        curve = in_jax(schedule, model, batches, chain)
-        found = apart(curve, in_torch(schedule, model, batches, theirs))
-        numbers = {**vars(found), "first": curve.losses[0], "final": curve.losses[-1], "curve": [float(x) for x in curve.losses]}
-        keep(TRAINING, case, steps=STEPS, passed=found.worst <= MANY, **numbers, seconds=round(time.monotonic() - begin, 1))
-        print(case, found)
-    return 0 if all(entry["passed"] for entry in load(TRAINING).values()) else 1
+    schedule = jp.schedules.build(schedule_name, devices=2, microbatches=4)
+    model, begin = model_for(name, schedule), time.monotonic()
+    batches = batches_of(model, schedule.num_microbatches, STEPS)
+    chain, theirs = adamw(STEPS, model) if optimizer == "adamw" else momentum(0.02)
+    curve = in_jax(schedule, model, batches, chain)
+    found = apart(curve, in_torch(schedule, model, batches, theirs))
+    numbers = {**vars(found), "first": curve.losses[0], "final": curve.losses[-1], "passed": found.worst <= MANY}
+    keep(TRAINING, run_case(name, schedule_name, optimizer), **numbers, steps=STEPS, seconds=round(time.monotonic() - begin, 1))
+    print(run_case(name, schedule_name, optimizer), found, flush=True)
+
+
+def _curve(schedule_name: str) -> None:
+    import jaxpipe as jp
+
+    schedule = jp.schedules.build(schedule_name, devices=2, microbatches=4)
+    model, begin = model_for("gpt", schedule), time.monotonic()
+    curve = in_jax(schedule, model, batches_of(model, schedule.num_microbatches, STEPS), adamw(STEPS, model)[0])
+    keep(TRAINING, curve_case(schedule_name), curve=[float(x) for x in curve.losses], seconds=round(time.monotonic() - begin, 1))
+    print(curve_case(schedule_name), flush=True)
 
 
 if __name__ == "__main__":
