@@ -1,0 +1,166 @@
+"""Stages that return a loss of their own, or keep state from microbatch to microbatch, give the numbers of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from tests.parity.engines import mesh_of
+from tests.parity.tolerance import FLOAT64
+from tests.unlike.test_unlike import draw, over_microbatches, worst
+
+M, ROWS, WIDTH = 4, 2, 4
+
+
+def rows(data=1):
+    x, y = draw([(M * ROWS * data, WIDTH), (M * ROWS * data, WIDTH)], seed=7)
+    return {"x": x, "y": y}
+
+
+def last(params, x, microbatch):
+    return jnp.mean(jnp.square(x - microbatch["y"]))
+
+
+def build(name, devices=2, microbatches=M, **options):
+    return jp.schedules.build(name, devices=devices, microbatches=microbatches, **options)
+
+
+# Losses of stages
+
+
+def balanced(params, x):
+    """A stage with a penalty on its own activations, as a router has."""
+    y = jnp.tanh(x @ params["w"])
+    return y, jnp.mean(jnp.square(y @ params["v"]))
+
+
+def with_penalties(params, microbatch, _):
+    x, total = microbatch["x"], 0.0
+    for s in range(len(params["stages"]["w"])):
+        x, penalty = balanced(jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"]), x)
+        total += penalty
+    return total + last({}, x, microbatch)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_losses_of_stages_are_added_to_that_of_their_microbatch(name):
+    schedule = build(name)
+    canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH), "v": (schedule.num_stages, WIDTH)}), "last": {}}
+    pipe = jp.Pipeline(balanced, schedule=schedule, mesh=mesh_of(2), last=last, stage_loss=True)
+    params = pipe.place(canonical)
+    loss, grads = pipe.value_and_grad(params, rows())
+    wanted_loss, wanted = over_microbatches(with_penalties)(canonical, rows())
+    assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+    assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
+    assert abs(float(pipe.evaluate(params, rows())) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+    each = [with_penalties(canonical, jax.tree.map(lambda a, m=m: a[m * ROWS : (m + 1) * ROWS], rows()), m) for m in range(M)]
+    assert worst(pipe.losses(params, rows()), jnp.stack(each)) <= FLOAT64
+
+
+def test_losses_of_layers():
+    layers = {"E": lambda p, mb: mb["x"], "t": balanced, "L": last}
+    canonical = {"first": {}, "stages": {"t": draw({"w": (3, WIDTH, WIDTH), "v": (3, WIDTH)})}, "last": {}}
+    pipe = jp.Pipeline(layers=layers, layout="Ett|tL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True)
+    loss, grads = pipe.value_and_grad(pipe.place(canonical), rows())
+    flat = {**canonical, "stages": canonical["stages"]["t"]}
+    wanted_loss, wanted = over_microbatches(with_penalties)(flat, rows())
+    assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+    assert worst(pipe.canonical(grads)["stages"]["t"], wanted["stages"]) <= FLOAT64
+
+
+def test_faults_of_losses():
+    canonical = {"stages": draw({"w": (2, WIDTH, WIDTH), "v": (2, WIDTH)}), "last": {}}
+    for stage, text in [
+        (lambda p, x: x @ p["w"], r"`stage` must return \(x, loss\), since stage_loss=True"),
+        (lambda p, x: (x @ p["w"], x), r"`stage` must return a floating scalar as its loss; it returns float64\[2, 4\]"),
+    ]:
+        pipe = jp.Pipeline(stage, schedule=build("1f1b"), mesh=mesh_of(2), last=last, stage_loss=True)
+        with pytest.raises(jp.PipelineError, match=text):
+            pipe.value_and_grad(pipe.place(canonical), rows())
+
+
+# State
+
+
+def normalised(params, x, *, state, training):
+    """A dense layer with batch normalisation: batch statistics in training, running ones in evaluation."""
+    h = x @ params["w"]
+    mean = jnp.mean(h, axis=0) if training else state["mean"]
+    new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(h, axis=0), "seen": state["seen"] + 1}
+    return jnp.tanh(h - mean), new
+
+
+def start(stages):
+    return {"mean": np.zeros((stages, WIDTH)), "seen": np.zeros(stages, np.int32)}
+
+
+def one_by_one(params, state, batch, *, training):
+    """Losses and the state after every stage has seen every microbatch in order."""
+    losses = []
+    for m in range(M):
+        x = batch["x"][m * ROWS : (m + 1) * ROWS]
+        for s in range(len(params["stages"]["w"])):
+            own = jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"])
+            x, new = normalised(own, x, state=jax.tree.map(lambda leaf, s=s: leaf[s], state), training=training)
+            if training:
+                state = jax.tree.map(lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new)
+        losses.append(last({}, x, {"y": batch["y"][m * ROWS : (m + 1) * ROWS]}))
+    return jnp.mean(jnp.stack(losses)), state
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])
+def test_state_goes_from_microbatch_to_microbatch_and_from_step_to_step(name):
+    schedule = build(name)
+    canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH)}), "last": {}}
+    pipe = jp.Pipeline(normalised, schedule=schedule, mesh=mesh_of(2), last=last)
+    params, state = pipe.place(canonical), pipe.place_state(start(schedule.num_stages))
+    expected = start(schedule.num_stages)
+    for _ in range(2):
+        (loss, state), grads = pipe.value_and_grad(params, rows(), state=state)
+        (wanted_loss, expected), wanted = jax.value_and_grad(
+            lambda p, expected=expected: one_by_one(p, expected, rows(), training=True), has_aux=True
+        )(canonical)
+        assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+        assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
+        assert worst(pipe.canonical_state(state), jax.tree.map(jnp.asarray, expected)) <= FLOAT64
+    evaluated = pipe.evaluate(params, rows(), state=state)
+    wanted_loss, _ = one_by_one(canonical, expected, rows(), training=False)
+    assert abs(float(evaluated) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+
+
+def test_state_of_data_shards_is_averaged():
+    canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
+    pipe = jp.Pipeline(normalised, schedule=build("1f1b"), mesh=mesh_of(2, data=2), last=last, data_axes=("data",))
+    (_, state), _ = pipe.value_and_grad(pipe.place(canonical), rows(2), state=pipe.place_state(start(2)))
+    halves = [one_by_one(canonical, start(2), jax.tree.map(lambda a, h=h: a[h * 8 : h * 8 + 8], rows(2)), training=True)[1] for h in (0, 1)]
+    found = pipe.canonical_state(state)
+    assert worst(found["mean"], (halves[0]["mean"] + halves[1]["mean"]) / 2) <= FLOAT64
+    assert found["seen"].tolist() == [M, M]
+
+
+def test_faults_of_state():
+    canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
+    pipe = jp.Pipeline(normalised, schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    params = pipe.place(canonical)
+    with pytest.raises(jp.PipelineError, match=r"takes `state`, but the step got none; give state=pipe.place_state"):
+        pipe.value_and_grad(params, rows())
+    with pytest.raises(jp.PipelineError, match=r"its leading axis must be the number of stages, 2"):
+        pipe.place_state(start(3))
+    with pytest.raises(jp.PipelineError, match="what `place_state`, or the step before, returned"):
+        pipe.value_and_grad(params, rows(), state=start(2))
+    stateless = jp.Pipeline(lambda p, x: x @ p["w"], schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    with pytest.raises(jp.PipelineError, match="no stage takes `state`"):
+        stateless.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
+    with pytest.raises(jp.PipelineError, match="cannot stand on two devices"):
+        jp.Pipeline(normalised, schedule=build("dualpipe"), mesh=mesh_of(2), last=last)
+
+    def scaled(params, x, *, state):
+        return x @ params["w"] * (1 + state["mean"]), {**state, "mean": state["mean"] + 1}
+
+    reads = jp.Pipeline(scaled, schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    with pytest.raises(jp.PipelineError, match="the gradient of `stage` depends on its state"):
+        reads.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
+    grown = jp.Pipeline(lambda p, x, *, state: (x @ p["w"], {"mean": state["mean"]}), schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    with pytest.raises(jp.PipelineError, match="return the same tree"):
+        grown.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
