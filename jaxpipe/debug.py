@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -14,8 +15,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .emit import make_extra
-from .functions import Loss
+from .errors import PipelineError
+from .functions import Functions, Loss
 from .lower import split_batch
+from .packed import Packed
 from .pipeline import Pipeline
 
 PyTree: TypeAlias = Any
@@ -74,7 +77,7 @@ def find_nonfinite(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, 
         if not jnp.isfinite(loss):
             raise FloatingPointError(find_nonfinite(pipe, params, batch, rng=key))
     """
-    jax.eval_shape(pipe._step, params, batch, rng)  # raises what a step would raise
+    jax.eval_shape(pipe._step, params, batch, rng, ())  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
     for microbatch in range(pipe.schedule.num_microbatches):
         found = search.microbatch(microbatch)
@@ -92,6 +95,11 @@ class _Call:
     wants: frozenset[str]
 
 
+def _x_of_stage(functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree) -> PyTree:
+    """What a stage hands on."""
+    return functions.run_stage(stage, params, x, extra)[0]
+
+
 class _Search:
     """The compiled pieces, each made once for all stages and microbatches."""
 
@@ -103,15 +111,22 @@ class _Search:
         self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch)
         functions = pipe.functions
         self.first = _Call("first", functions.run_first, OUTER_WANTS)
-        self.stage = _Call("stage", functions.run_stage, functions.stage.wants - {"shared"})
+        if functions.has_state:
+            raise PipelineError(
+                "find_nonfinite runs stages apart from each other, and so none that takes `state`; give that stage a constant one"
+            )
+        # Unlike stages are compiled apart, alike ones once.
+        self.stages = tuple(
+            _Call(f"stage {s}" if pipe.layout.unlike else "stage", partial(_x_of_stage, functions, s), function.wants_arrays)
+            for s, function in enumerate(functions.stages)
+        )
         self.last = _Call("last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS)
         self._compiled: dict[tuple[Phase, str], Callable[..., Any]] = {}
         self._pick = jax.jit(pipe._automatic(lambda tree, d: jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree)))
 
     def microbatch(self, microbatch: int) -> Nonfinite | None:
         """Forwards in order, keeping what enters each stage, then backwards in reverse."""
-        stages = self.pipe.schedule.num_stages
-        calls = [(self.first, 0), *((self.stage, s) for s in range(stages)), (self.last, stages - 1)]
+        calls = [(self.first, 0), *((call, s) for s, call in enumerate(self.stages)), (self.last, len(self.stages) - 1)]
         entered: list[PyTree] = []
         x: PyTree = ()
         for call, stage in calls:
@@ -136,11 +151,12 @@ class _Search:
 
     def _params(self, call: _Call, stage: int) -> PyTree:
         """(parameters of the call, shared ones)."""
-        if call is not self.stage:
+        if call in (self.first, self.last):
             own = self.params[call.name]
         else:
             device, chunk = next((d, row.index(stage)) for d, row in enumerate(self.pipe.layout.owned) if stage in row)
-            own = self._pick(self.params["stages"][chunk], jnp.int32(device))
+            placed = self.params["stages"][chunk]
+            own = placed.stage(device) if isinstance(placed, Packed) else self._pick(placed, jnp.int32(device))
         return jax.tree.map(self._on_mesh, (own, self.params["shared"]))
 
     def _on_mesh(self, leaf: Any) -> Any:
