@@ -1,0 +1,55 @@
+"""The blocks of a Llama, split over heads, hidden units, vocabulary and time, give the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from benchmarks.llama import Model, Shape, parameters, specs
+from tests.axes.model import build, like_truth, mesh, worst_error
+from tests.oracle import oracle_value_and_grad
+from tests.parity.tolerance import FLOAT64
+
+TINY = Shape(width=8, heads=4, kv_heads=2, head_dim=4, hidden=12, vocab=16, layers=2, rows=2, time=6)
+M = 4
+
+
+def arrays(shape: Shape, stages: int) -> Any:
+    rng = np.random.default_rng(0)
+    tree = parameters(shape, stages, jnp.float64)
+    return jax.tree.map(lambda a: rng.standard_normal(a.shape) / np.sqrt(shape.width), tree)
+
+
+def tokens(shape: Shape, microbatches: int) -> dict[str, Any]:
+    found = np.random.default_rng(1).integers(0, shape.vocab, (2, 2 * shape.rows * microbatches, shape.time))
+    return {"tokens": found[0], "targets": found[1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("1f1b", {"remat_layer": True, "sequence": True}),
+        pytest.param("zb_h1", {"remat_layer": True, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param("zb_h1", {}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {"sequence": True}, marks=pytest.mark.slow),
+        pytest.param("1f1b", {"remat_layer": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tensor_parallel_llama_equals_one_device(name: str, options: dict[str, Any]) -> None:
+    schedule = build(name, M)
+    model = Model(TINY, compute=jnp.float64, **options)
+    how = {"data_axes": ("data",), "fsdp": "data", "specs": specs()}
+    pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh(), first=model.first, last=model.last, **how)
+    params, rows = arrays(TINY, schedule.num_stages), tokens(TINY, M)
+    loss, grads = pipe.value_and_grad(pipe.place(params), rows)
+    plain = Model(TINY, tensor=False, compute=jnp.float64)
+    functions = {"first": plain.first, "stage": plain.stage, "last": plain.last}
+    wanted_loss, wanted = jax.jit(lambda p, b: oracle_value_and_grad(p, b, **functions, microbatches=1))(params, rows)
+    assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+    assert worst_error(like_truth(pipe.canonical(grads)), wanted) <= FLOAT64
