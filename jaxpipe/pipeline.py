@@ -216,7 +216,9 @@ class Pipeline:
         middle = time.perf_counter()
         compiled = lowered.compile()
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
-        return report(self._plan, traced[0], compiled, sync=self._sync, prefer=self.prefer) | seconds
+        to = self.partition.shardings(self.mesh, params)
+        held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
+        return report(self._plan, traced[0], compiled, params=held, sync=self._sync, prefer=self.prefer) | seconds
 
     # Inside
 

@@ -20,6 +20,7 @@ Memory, for one coordinate of the pipe and data axes, before the partitioner spl
     pool_bytes          slots times that
     residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the backward, or I for W
     hoisted_bytes       what is computed from parameters once a step and kept (casts), over all chunks of a device
+    parameter_bytes     of stages, first, last and shared, as one device holds them; gradients take as much, in their own dtype
     transfer_bytes      what one device sends at the most, a step
 
 What XLA says of the compiled program, for one device:
@@ -32,10 +33,12 @@ What XLA says of the compiled program, for one device:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 
@@ -50,13 +53,14 @@ from .schedule import Schedule
 from .simulate import simulate
 
 
-def report(plan: Plan, traced: Traced, compiled: Any, *, sync: Sync, prefer: Prefer) -> dict[str, Any]:
+def report(plan: Plan, traced: Traced, compiled: Any, *, params: Mapping[str, Any], sync: Sync, prefer: Prefer) -> dict[str, Any]:
     """Describe a compiled step; the module's docstring lists the keys.
 
     Args:
         plan: ticks and segments that the step was made of.
         traced: what the step's functions were cut into.
         compiled: the `jax.stages.Compiled` step.
+        params: shapes of the placed parameters, with shardings.
         sync: who waits at a transfer on the step's mesh.
         prefer: what `plan` was asked to keep.
     """
@@ -69,6 +73,7 @@ def report(plan: Plan, traced: Traced, compiled: Any, *, sync: Sync, prefer: Pre
         **_program(plan, traced.program),
         "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, sync, choice), traced) for choice in Prefer},
         **_memory(traced),
+        "parameter_bytes": {key: sum(map(_local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
         **_xla(compiled),
         "stage_kinds": len(traced.kinds),
         "fallbacks": list(dict.fromkeys(f for code in traced.kinds for f in fallbacks(code.input_grad, sum(code.x_wanted)))),
@@ -149,6 +154,11 @@ def _memory(traced: Traced) -> dict[str, Any]:
         "hoisted_bytes": sum(_total(traced.kinds[kind].once_avals) for _, kind in kinds) + _total(outer),
         "transfer_bytes": max(sent.values(), default=0),
     }
+
+
+def _local_bytes(leaf: Any) -> int:
+    """Bytes of one device's part."""
+    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 
 
 def _total(avals: Iterable[Any]) -> int:

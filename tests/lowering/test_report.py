@@ -129,3 +129,18 @@ def layered(params, x):
 def test_nor_inside_a_scan():
     _, found = report("zb_h1", stage=layered, devices=2, microbatches=2)
     assert [text.split(":")[0] for text in found["fallbacks"]] == ["cond"]
+
+
+def test_parameter_bytes_are_what_a_device_holds():
+    schedule = jp.schedules.build("1f1b", devices=P, microbatches=4)
+    pipes = [
+        jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(P), first=lambda p, mb: mb["x"] @ p["w"], last=last, shard_outer=split)
+        for split in (False, True)
+    ]
+    params = {"stages": {"w": jax.ShapeDtypeStruct((P, WIDTH, WIDTH), jnp.float32)}, "last": {}}
+    params["first"] = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+    rows = jax.ShapeDtypeStruct((ROWS * 4, WIDTH), jnp.float32)
+    whole, split = (pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"] for pipe in pipes)
+    one = WIDTH * WIDTH * 4
+    assert whole == {"first": one, "stages": one, "last": 0, "shared": 0}
+    assert split == {"first": one // P, "stages": one, "last": 0, "shared": 0}
