@@ -131,7 +131,7 @@ def scanned(
 
     def stage(params: PyTree, x: PyTree, **given: Any) -> Any:
         ctx = given.get("ctx")
-        start = ctx.stage * groups if random else 0
+        start = 0 if ctx is None else ctx.stage * groups
 
         def group(x: PyTree, row: Any) -> tuple[PyTree, PyTree]:
             index, own, state = row

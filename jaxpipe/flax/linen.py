@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -152,7 +153,7 @@ def _stage(
         for i, (module, own, rest) in enumerate(zip(modules, _each(params, pattern), _each(state, pattern), strict=True)):
             mutable = sorted(rest) if given["training"] else []
             how = {"method": call, "rngs": _streams(rngs, key, i), "mutable": mutable}
-            x, new = _drawing("a block", lambda m=module, v={"params": own, **rest}, x=x, how=how: m.apply(v, x, **how, **keywords))
+            x, new = _drawing("a block", partial(module.apply, {"params": own, **rest}, x, **how, **keywords))
             after.append({**rest, **new})
         return x, (_join(after) if stateful else {})
 
