@@ -26,6 +26,7 @@ def run(table, *, stages=2, batch=None, weights=None, **how):
         ("0F0,0b0\n", ["'0b0' is not an action"]),
         ("0F0 0B0\n", ["'0F0 0B0' is not an action"]),
         ("0F-1,0B0\n", ["'0F-1' is not an action"]),
+        ("0F0xyz,0B0\n", ["device 0, position 0", "'0F0xyz' is not an action"]),
         ("(0F0;0W1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
         ("(0B0;0F1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
         ("(0F0;0B1;0W1)OVERLAP_F_B\n", ["is not an action"]),

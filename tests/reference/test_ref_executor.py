@@ -130,6 +130,13 @@ def test_loss_scale_leaves_no_trace():
         np.testing.assert_array_equal(scaled.grads[name], gradient)
 
 
+def test_a_second_run_knows_nothing_of_the_first():
+    model, batch = MLP(num_stages=2), mlp_batch(6)
+    first, second = (torch_ref.run(ZERO_BUBBLE, model, batch, weights=model.init()) for _ in range(2))
+    for name, gradient in first.grads.items():
+        np.testing.assert_array_equal(second.grads[name], gradient)
+
+
 def test_forward_only_table_gives_the_training_loss():
     model, batch = small_gpt(2), gpt_batch(6)
     trained = torch_ref.run(ZERO_BUBBLE, model, batch, weights=model.init())
