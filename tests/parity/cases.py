@@ -51,6 +51,7 @@ def _twin(model: str, stages: int) -> Twin:
     return twin(model, stages)
 
 
+@lru_cache
 def full_grid() -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """(cases, those among the combinations for which there is no such table)."""
     cases, undefined = [], []
