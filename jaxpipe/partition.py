@@ -100,7 +100,8 @@ class Partition:
     data_axes: tuple[str, ...] = ()
     fsdp: str | None = None  # a data axis: parameters and their gradients are split over it
     outer: bool = False  # first, last and shared are split over the pipe axis
-    specs: Mapping[str, PyTree] | None = None  # canonical specs without the stage axis, of those parameters that are split
+    specs: Mapping[str, PyTree] | None = None  # canonical specs without the axis of stages or layers, of those parameters that are split
+    layered: bool = False  # stages are made of layers
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
@@ -112,28 +113,37 @@ class Partition:
         return found
 
     def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
-        if key != "stages":
-            return self._leaves(key, tree, spec, faults)
-        return tuple(self._leaves(key, chunk, spec, faults if v == 0 else []) for v, chunk in enumerate(tree))
-
-    def _leaves(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
         """Plans by path: a spec holds for the parameter that it names and for all below it; what no spec names is whole."""
         given = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec)}
-        used: set[str] = set()
+        chunks = tree if key == "stages" else (tree,)
+        found = []
+        for v, chunk in enumerate(chunks):
+            # Chunks whose stages are alike have the same faults: they are listed once.
+            own = faults if v == 0 else []
+            found.append(self._leaves(key, chunk, given, own))
+            faults += [fault for fault in own if fault not in faults]
+        names = [self._name(key, path) for chunk in chunks for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
+        unused = [prefix for prefix in given if prefix and not any(_holds(prefix, name) for name in names)]
+        faults += [f"{key}: specs name {prefix!r}, but the parameters are {list(dict.fromkeys(names))}" for prefix in unused]
+        return tuple(found) if key == "stages" else found[0]
 
+    def _leaves(self, key: str, tree: PyTree, given: Mapping[str, Any], faults: list[str]) -> PyTree:
         def leaf_plan(path: Any, leaf: Any) -> LeafPlan:
-            name = _path(path)
-            names = [prefix for prefix in given if prefix in ("", name) or name.startswith(prefix + "/")]
-            used.update(names)
-            own = given[names[0]] if names else None
+            name = self._name(key, path)
+            own = next((spec for prefix, spec in given.items() if _holds(prefix, name)), None)
+            if own is not None and self.layered and key == "stages" and isinstance(own, PartitionSpec):
+                own = PartitionSpec(None, *own)  # the layers of a stage are stacked
             return self._leaf(key, f"{key}/{name}" if name else key, leaf, own, faults)
 
-        plans = jax.tree_util.tree_map_with_path(leaf_plan, tree)
-        unused = [name for name in given if name not in used and name]
-        if unused:
-            have = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-            faults += [f"{key}: specs name {name!r}, but the parameters are {have}" for name in unused]
-        return plans
+        return jax.tree_util.tree_map_with_path(leaf_plan, tree)
+
+    def _name(self, key: str, path: Any) -> str:
+        """A parameter's path as the user knows it: a stage's stacks of a letter, "t/0/w" and "t/1/w", are one parameter, "t/w"."""
+        name = _path(path)
+        if not self.layered or key != "stages":
+            return name
+        letter, _, *rest = name.split("/")
+        return "/".join([letter, *rest])
 
     def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str]) -> LeafPlan:
         stage = key == "stages"
@@ -199,6 +209,11 @@ class Partition:
 def _is_spec(value: Any) -> bool:
     """A leaf of a tree of specs."""
     return value is None or isinstance(value, PartitionSpec)
+
+
+def _holds(prefix: str, name: str) -> bool:
+    """Whether a spec at the path `prefix` is meant for the parameter `name`."""
+    return prefix in ("", name) or name.startswith(prefix + "/")
 
 
 def _path(path: Any) -> str:

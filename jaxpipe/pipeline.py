@@ -52,8 +52,8 @@ class Pipeline:
         fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
             gathered once a step.
         shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis likewise.
-        specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the stage axis: a tree like the
-            canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
+        specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the axis of stages (or layers): a
+            tree like the canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" keeps the table's memory; "speed" lets devices hold more microbatches where that saves waiting, as it does
             for 1F1B where transfers make all devices wait for each other (virtual CPU devices of one process).
@@ -103,6 +103,7 @@ class Pipeline:
         self.accumulate_dtype = accumulate_dtype
         self.prefer = _prefer(prefer)
         _check_mesh(schedule, mesh, axis, self.data_axes, fsdp)
+        model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.partition = Partition(
             axis=axis,
             mesh=dict(mesh.shape),
@@ -110,8 +111,8 @@ class Pipeline:
             fsdp=fsdp,
             outer=shard_outer,
             specs=specs,
+            layered=model.layout.layers is not None,
         )
-        model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.functions = Functions(
             stages=tuple(_rematerialised(model.stages, remat)),
             first=model.first,

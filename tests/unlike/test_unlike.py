@@ -288,3 +288,28 @@ def test_faults_of_layers_and_layout():
         pipe.place({**wrong, "stages": {"x": {}}})
     with pytest.raises(jp.PipelineError, match="give Pipeline a stage function, a list of them, or layers"):
         make()
+
+
+def test_specs_of_layers_split_every_stack_of_theirs():
+    """Tensor and fsdp axes under a layout with uneven stages; specs have no axis of layers."""
+    names, shape = ("data", "pipe", "tensor"), (2, 2, 2)
+    mesh = jax.make_mesh(shape, names, devices=jax.devices()[:8], axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    spec = jax.sharding.PartitionSpec
+    layers = {"E": embed, "t": extra_block, "L": loss}
+    how = {"layers": layers, "layout": "Ettt|tL", "schedule": jp.schedules.build("1f1b", devices=2, microbatches=M), "mesh": mesh}
+    pipe = jp.Pipeline(**how, data_axes=("data",), fsdp="data", specs={"stages": {"t": {"w": spec(None, "tensor")}}})
+    canonical = {"first": draw({"table": (5, 4)}), "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})}, "last": draw({"head": (4, 2)})}
+    placed = pipe.place(canonical)
+    stacks = placed["stages"][0].leaves
+    assert {name: stacks[name].sharding.spec for name in stacks if name.endswith("w")} == {
+        "t/0/w": spec("pipe", None, "data", "tensor"),
+        "t/1/w": spec("pipe", None, "data", "tensor"),
+    }
+    cells = {"tokens": np.tile(tokens()["tokens"], 2), "y": np.tile(tokens()["y"], (2, 1))}
+    value, grads = pipe.value_and_grad(placed, cells)
+    plain = jp.Pipeline(**{**how, "mesh": mesh_of(2)})
+    wanted_value, wanted = plain.value_and_grad(plain.place(canonical), tokens())
+    assert abs(float(value) - float(wanted_value)) <= FLOAT64 * float(wanted_value)
+    assert worst(*(jax.device_get(p.canonical(g)["stages"]) for p, g in ((pipe, grads), (plain, wanted)))) <= FLOAT64
+    with pytest.raises(jp.PipelineError, match=r"specs name 't/q', but the parameters are \['t/scale', 't/w'\]"):
+        jp.Pipeline(**how, specs={"stages": {"t": {"q": spec("tensor")}}}).place(canonical)
