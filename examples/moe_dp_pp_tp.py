@@ -1,6 +1,6 @@
 """A mixture of experts over data x pipe x tensor parallelism, checked against the same model on one device.
 
-Experts are spread over the "tensor" axis (`specs`); a load-balancing loss travels with the activation from stage to stage.
+Experts are spread over the "tensor" axis (`specs`); each stage adds a load-balancing loss of its own (`stage_loss`).
 
 python examples/moe_dp_pp_tp.py        eight GPUs, or eight virtual devices of the CPU
 """
@@ -21,15 +21,12 @@ PIPE, DATA, TENSOR, MICROBATCHES, STEPS = 2, 2, 2, 4, 40
 VOCAB, CONTEXT, WIDTH, HIDDEN, EXPERTS, ROWS = 16, 8, 16, 32, 4, 16
 
 
-def first(params: Any, microbatch: Any) -> dict[str, jax.Array]:
-    """Activations between stages may be any pytree: here also the balance loss of each row so far."""
-    tokens = microbatch["tokens"]
-    return {"h": params["table"][tokens], "balance": jnp.zeros(tokens.shape[0])}
+def first(params: Any, microbatch: Any) -> jax.Array:
+    return params["table"][microbatch["tokens"]]
 
 
-def stage(params: Any, x: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Mix the tokens of a row causally, then send each token through one of the experts (Fedus et al. 2021)."""
-    h = x["h"]
+def stage(params: Any, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mix the tokens of a row causally, then send each token through one of the experts (Fedus et al. 2021): (h, balance loss)."""
     mask = jnp.tril(jnp.ones((CONTEXT, CONTEXT)))
     h = h + jnp.einsum("qk,nkd->nqd", jnp.where(mask > 0, params["mix"], 0.0), h)
     gate = jax.nn.softmax(h @ params["router"])  # [N, T, E]
@@ -37,13 +34,12 @@ def stage(params: Any, x: dict[str, jax.Array]) -> dict[str, jax.Array]:
     # The partitioner sees that experts are split: each tensor device computes its own, and one sum brings them together.
     up = jax.nn.gelu(jnp.einsum("ntd,edf->entf", h, params["up"]))
     out = jnp.einsum("entf,efd,nte->ntd", up, params["down"], gate * chosen)
-    balance = EXPERTS * jnp.sum(gate.mean(axis=1) * chosen.mean(axis=1), axis=-1)
-    return {"h": h + out, "balance": x["balance"] + balance}
+    balance = EXPERTS * jnp.sum(gate.mean(axis=1) * chosen.mean(axis=1), axis=-1)  # of each row
+    return h + out, 0.01 * balance.mean()
 
 
-def last(params: Any, x: dict[str, jax.Array], microbatch: Any) -> jax.Array:
-    logits = x["h"] @ params["head"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["targets"]).mean() + 0.01 * x["balance"].mean()
+def last(params: Any, h: jax.Array, microbatch: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(h @ params["head"], microbatch["targets"]).mean()
 
 
 # Without the stage axis; what is not named is whole.
@@ -78,10 +74,11 @@ def sequences(key: jax.Array) -> dict[str, jax.Array]:
 
 def plain_loss(params: Any, batch: Any) -> jax.Array:
     """The same model without a pipeline."""
-    x = first(params["first"], batch)
+    h, balance = first(params["first"], batch), 0.0
     for s in range(PIPE):
-        x = stage(jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"]), x)
-    return last(params["last"], x, batch)
+        h, of_stage = stage(jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"]), h)
+        balance += of_stage
+    return last(params["last"], h, batch) + balance
 
 
 def main() -> None:
@@ -90,7 +87,7 @@ def main() -> None:
     mesh = jax.make_mesh(
         (PIPE, DATA, TENSOR), ("pipe", "data", "tensor"), devices=find(PIPE * DATA * TENSOR), axis_types=(AxisType.Auto,) * 3
     )
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, data_axes=("data",), specs=SPECS)
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, stage_loss=True, data_axes=("data",), specs=SPECS)
     canonical = initial(jax.random.key(0), schedule.num_stages)
     params = pipe.place(canonical)
     print("experts' up kernels:", params["stages"][0]["up"].sharding.spec, "of", params["stages"][0]["up"].shape)
