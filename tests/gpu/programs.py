@@ -81,6 +81,22 @@ def compile_step(schedule: jp.Schedule, **options: Any) -> Any:
     return pipe.lower(params, batch).compile()
 
 
+def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
+    """The compiled GPU step of a model of the same layers, as many on each stage as the layout says."""
+    mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
+
+    def layer(params: dict[str, Any], x: Any) -> Any:
+        return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
+
+    pipe = jp.Pipeline(layers={"E": first, "t": layer, "L": last}, layout=layout, schedule=schedule, mesh=mesh)
+    count = jp.parse_layout(layout, devices=schedule.num_devices).layers.count("t")
+    canonical = shapes(1, layers=count)
+    canonical["stages"] = {"t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])}
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    return pipe.lower(pipe.place(canonical), batch).compile()
+
+
 class Op(NamedTuple):
     """One instruction of a compiled program."""
 

@@ -7,7 +7,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe import blocks, emit
-from tests.gpu.programs import HIDDEN, LAYERS, ROWS, TIME, WIDTH, compile_step, gpu_fault, large_copies, operations
+from tests.gpu.programs import HIDDEN, LAYERS, ROWS, TIME, WIDTH, compile_layered_step, compile_step, gpu_fault, large_copies, operations
 
 FAULT = gpu_fault()
 pytestmark = [
@@ -38,6 +38,15 @@ def test_no_buffer_is_copied(name: str) -> None:
     assert not large_copies(text, buffers(schedule))
     assert not [op for op in operations(text) if op.opcode == "conditional"]
     assert "collective-permute-start(" in text
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_no_buffer_is_copied_where_stages_have_different_layers(name: str) -> None:
+    """Pools and accumulators that kinds of stages share: those with a third layer hold its arrays apart."""
+    schedule = build(name)
+    text = compile_layered_step(schedule, "Ettt|tt|ttt|ttL").as_text()
+    assert not large_copies(text, buffers(schedule))
+    assert not [op for op in operations(text) if op.opcode == "conditional"]
 
 
 def test_a_conditional_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
