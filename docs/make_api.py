@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jaxpipe as jp
 
 HERE = Path(__file__).parent
+MODULES = ("jaxpipe.checkpoint", "jaxpipe.debug", "jaxpipe.distributed", "jaxpipe.flax")  # imported by name, each for what it needs
 
 
 def first_sentence(value: Any) -> str:
@@ -51,6 +53,13 @@ def page() -> str:
                 target = getattr(value, inner)
                 if inspect.isfunction(target) and target.__module__.startswith("jaxpipe"):
                     lines.append(f"  - `{signature(inner, target)}`: {first_sentence(target)}")
+    for module in map(import_module, MODULES):
+        lines += ["", f"## {module.__name__}", "", first_sentence(module), ""]
+        for name, value in vars(module).items():
+            own = getattr(value, "__module__", "").startswith(module.__name__) and callable(value)
+            if own and not name.startswith("_"):
+                lines.append(f"- `{signature(name, value)}`: {first_sentence(value)}")
+                lines += members(value) if inspect.isclass(value) else []
     return "\n".join(lines) + "\n"
 
 

@@ -38,8 +38,8 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
         PipelineError: sizes that are not positive, or whose product is not the number of devices.
 
     Example:
-        >>> make_mesh({"pipe": 1}, devices=jax.devices()[:1]).shape
-        OrderedDict({'pipe': 1})
+        >>> dict(make_mesh({"pipe": 1}, devices=jax.devices()[:1]).shape)
+        {'pipe': 1}
     """
     found = list(jax.devices() if devices is None else devices)
     sizes = tuple(axes.values())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxpipe as jp
-from jaxpipe import action, layout, pipeline, placement, schedule
+from jaxpipe import action, distributed, layout, pipeline, placement, schedule
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,7 +29,7 @@ def test_every_public_name_has_an_entry() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("module", [action, layout, placement, schedule, pipeline], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [action, layout, placement, schedule, pipeline, distributed], ids=lambda m: m.__name__)
 def test_docstring_examples_run(module) -> None:
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
