@@ -135,9 +135,11 @@ def scanned(
 
         def group(x: PyTree, row: Any) -> tuple[PyTree, PyTree]:
             index, own, state = row
-            return run(own, state, x, key_of(ctx, start + index) if random else None, given)
+            x, new = run(own, state, x, key_of(ctx, start + index) if random else None, given)
+            return x, jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)  # flax may widen statistics
 
-        x, state = jax.lax.scan(group, x, (jnp.arange(groups), params, given.get("state", {})))
+        rows = (jnp.arange(groups), params, given["state"] if stateful else {})
+        x, state = jax.lax.scan(group, x, rows)
         return (x, state) if stateful else x
 
     more = {"ctx"} if random else set()

@@ -1,0 +1,77 @@
+"""flax models in a pipeline: the numbers that the same functions give one after the other, whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jaxpipe as jp
+from jaxpipe.errors import PipelineError
+from tests.axes.model import worst_error
+from tests.flax.models import Net, rows
+from tests.flax.test_linen import LinenNet, initialised
+from tests.flax.test_linen import taken_apart as linen_apart
+from tests.flax.test_nnx import taken_apart
+from tests.flax.walk import through
+from tests.parity.tolerance import FLOAT64
+
+M, ROWS = 2, 3
+
+
+def pipeline(model: Any, name: str) -> jp.Pipeline:
+    schedule = jp.schedules.build(name, devices=2, microbatches=M)
+    return jp.Pipeline(**model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",)))
+
+
+def one_by_one(model: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+    """The mean loss of microbatches, each of which finds the state that the one before left; and the last one's."""
+    cut = jax.tree.map(lambda leaf: leaf.reshape(M, -1, *leaf.shape[1:]), batch)
+    state, losses = model.state, []
+    for m in range(M):
+        loss, state = through(model, params, jax.tree.map(lambda leaf, m=m: leaf[m], cut), state=state)
+        losses.append(loss)
+    return jnp.mean(jnp.stack(losses)), state
+
+
+def models(num_stages: int) -> dict[str, Any]:
+    net = LinenNet(norm=True)
+    return {"nnx": lambda: taken_apart(Net(norm=True), num_stages), "linen": lambda: linen_apart(net, initialised(net), num_stages)}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("nnx", "1f1b"), pytest.param("linen", "zb_h1", marks=pytest.mark.slow)])
+def test_batch_statistics_are_carried_from_microbatch_to_microbatch(kind: str, name: str) -> None:
+    model = models(2)[kind]()
+    pipe, batch = pipeline(model, name), rows(M * ROWS)
+    params, state = pipe.place(model.params), pipe.place_state(model.state)
+    (loss, state), grads = pipe.value_and_grad(params, batch, state=state)
+    (wanted, wanted_state), wanted_grads = jax.jit(jax.value_and_grad(lambda p: one_by_one(model, p, batch), has_aux=True))(model.params)
+    assert abs(loss - wanted) <= FLOAT64 * wanted
+    found = pipe.canonical(grads)
+    # A bias before a batch norm has no effect on the loss: its gradient is rounding alone, so arrays are compared as one.
+    assert worst_error(*(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (found, wanted_grads))) <= FLOAT64
+    # flax keeps statistics in float32: one rounding of 6e-8 a microbatch.
+    assert worst_error(pipe.canonical_state(state), wanted_state) <= M * 6e-8
+    evaluated = pipe.evaluate(params, batch, state=state)
+    assert evaluated == pytest.approx(float(through(model, model.params, batch, state=wanted_state, training=False)[0]), rel=1e-6)
+
+
+def test_dropout_does_not_depend_on_the_schedule() -> None:
+    """Two stages and six: the same keys for the same layers, so the same losses; another step, other losses."""
+    losses = {}
+    for name, num_stages in (("1f1b", 2), ("interleaved_1f1b", 6)):
+        model = taken_apart(Net(dropout=0.5), num_stages)
+        schedule = jp.schedules.build(name, devices=2, microbatches=M, chunks=num_stages // 2)
+        pipe = jp.Pipeline(**model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",)))
+        params, batch = pipe.place(model.params), rows(M * ROWS)
+        losses[name] = [float(pipe.value_and_grad(params, batch, rng=jax.random.key(step))[0]) for step in range(2)]
+        if name == "1f1b":
+            with pytest.raises(PipelineError, match="draws random numbers, but the step got no key; pass rng="):
+                pipe.value_and_grad(params, batch)
+    one, other = losses.values()
+    assert worst_error(one, other) <= FLOAT64
+    assert one[0] != one[1]
