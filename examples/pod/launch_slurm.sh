@@ -1,5 +1,6 @@
 #!/bin/bash
 # One process a GPU under SLURM:  sbatch --nodes 4 examples/pod/launch_slurm.sh --pipe 4 --data 8
+# Five minutes before its time is up SLURM sends SIGTERM, at which the program saves and stops; submit it again to go on.
 # JAX takes the processes' numbers, the address of process 0 and each process's GPU from SLURM's environment.
 #SBATCH --job-name=jaxpipe
 #SBATCH --nodes=2
@@ -8,6 +9,7 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --signal=TERM@300
 #SBATCH --output=jaxpipe-%j.log
 set -euo pipefail
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for gpt, which lies beside
 import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import jaxpipe as jp
 from gpt.devices import on_mesh
@@ -121,9 +122,14 @@ def main() -> None:
             batch = global_batch(pipe, rows_of_text(text, i, mine, args), rows=args.batch)
             params, opt_state, loss = step(params, opt_state, batch)
             say(f"step {i + 1} loss {float(loss)!r}")
-        if args.save_every and ((i + 1) % args.save_every == 0 or i + 1 == args.steps):
+        # A SIGTERM to any process, as clusters send before they take a job's hosts away, stops all of them behind the same step.
+        stop = jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(i)
+        if stop or (args.save_every and ((i + 1) % args.save_every == 0 or i + 1 == args.steps)):
             with watchdog.step(f"checkpoint {i + 1}", seconds=args.first_limit):
                 checkpoints.save(i + 1, {"params": params, "opt_state": opt_state})
+        if stop:
+            say(f"told to stop: saved after step {i + 1}")
+            break
     checkpoints.close()
 
 

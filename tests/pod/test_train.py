@@ -95,6 +95,18 @@ def test_a_killed_process_ends_the_others_and_the_job_resumes(tmp_path, victim):
 
 
 @pytest.mark.slow
+def test_a_process_that_is_told_to_stop_stops_all_behind_the_same_step_with_a_checkpoint(tmp_path):
+    flags = f"{TINY} --pipe 2 --steps 100000 --save-every 0 --checkpoints {tmp_path / 'checkpoints'}"
+    with start(train_commands(2, 1, flags), tmp_path / "logs") as job:
+        job.wait_for("step 5 ", 0, 200)
+        os.kill(job.processes[1].pid, signal.SIGTERM)
+        assert job.wait(60) == [0, 0], job.everything()
+        stopped = int(re.search(r"told to stop: saved after step (\d+)", job.log(0))[1])
+    assert stopped == max(losses(job.log(0))) >= 5
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(stopped)]
+
+
+@pytest.mark.slow
 def test_a_stuck_process_ends_the_others_at_the_step_limit(tmp_path):
     """Stopped, not dead, and the heartbeat is set far too long to notice: the watchdog has to."""
     flags = f"{TINY} --pipe 2 --steps 100000 --save-every 0 --heartbeat 300 --step-limit 5 --checkpoints {tmp_path / 'checkpoints'}"
