@@ -98,7 +98,7 @@ class Natural:
         for path, node in jax.tree_util.tree_leaves_with_path(dict(state), is_leaf=is_params):
             if not is_params(node):
                 continue
-            if self.pipe is not None and len({jax.tree.structure(chunk) for chunk in node["stages"]}) > 1:
+            if self.pipe is not None and not self._unlike and len({jax.tree.structure(chunk) for chunk in node["stages"]}) > 1:
                 faults.append(f"{_text(path)}: chunks of stages have unlike structures; a mask must treat every stage the same")
             for p, leaf in jax.tree_util.tree_leaves_with_path(node):
                 rule = self._rule(leaf, known.get(self._parameter(p)), stage=self._parameter(p)[0] == "stages")
@@ -122,15 +122,24 @@ class Natural:
         axes = 2 if self.layer_axis else 1  # a factored moment lacks some of the parameter's last axes
         return Rule(0, True, ()) if lead < 0 and leaf.shape[:axes] == shape[:axes] else None
 
+    @property
+    def _unlike(self) -> bool:
+        """Whether each stage has parameters of its own form, which move all together."""
+        return self.pipe is not None and self.pipe.layout.unlike
+
     def _parameter(self, path: Path) -> tuple[str, ...]:
-        """The parameter's name within its tree, the same for every chunk: ("stages", "w")."""
+        """The parameter's name within its tree, the same for every chunk of alike stages: ("stages", "w")."""
         names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        if self._unlike:
+            return names
         return (names[0], *names[2:]) if self.pipe is not None and names[0] == "stages" else names
 
     # Stages
 
     def _merged(self, path: Path, stages: PyTree, rules: Mapping[Path, Rule]) -> PyTree:
         """Placed stages -> leaves in model order."""
+        if self._unlike:
+            return self._merged_unlike(path, stages, rules)
         chunks = stages if self.pipe is not None else (stages,)
         mine = self._stage_rules(path, chunks, rules)
         leaves = [jax.tree.leaves(chunk) for chunk in chunks]
@@ -144,6 +153,8 @@ class Natural:
 
     def _divided(self, path: Path, stages: PyTree, like: PyTree, rules: Mapping[Path, Rule]) -> PyTree:
         """Leaves in model order -> placed stages."""
+        if self._unlike:
+            return self._divided_unlike(stages, like)
         chunks = like if self.pipe is not None else (like,)
         mine = self._stage_rules(path, chunks, rules)
         wanted = [leaf.shape for leaf in jax.tree.leaves(chunks[:1])]
@@ -158,6 +169,39 @@ class Natural:
         parts = self._run(("placed", *mine), arrange, jax.tree.leaves(stages), specs)
         found = tuple(jax.tree.unflatten(jax.tree.structure(chunk), part) for chunk, part in zip(chunks, parts, strict=True))
         return found if self.pipe is not None else found[0]
+
+    def _merged_unlike(self, path: Path, stages: PyTree, rules: Mapping[Path, Rule]) -> PyTree:
+        """Placed stages of unlike forms -> the canonical tree; every leaf must be as its parameter is."""
+        assert self.pipe is not None
+        layout, axis, count = self.pipe.layout, self.pipe.axis, self.pipe.schedule.num_devices
+        key = jax.tree_util.DictKey("stages")
+        odd = [p for p, _ in jax.tree_util.tree_leaves_with_path(stages) if rules[(*path, key, *p)][:2] != (0, True)]
+        names = {_text((*path, key, *p)) for p, _ in jax.tree_util.tree_leaves_with_path(self._whole(stages))}
+        here = {_text((*path, key, *p)) for p, _ in jax.tree_util.tree_leaves_with_path(stages)}
+        faults = [f"{_text((*path, key, *p))} does not have its parameter's shape" for p in odd]
+        faults += [f"{name} is left out" for name in sorted(names - here)]
+        if faults:
+            text = "\n".join(f"  {f}" for f in faults)
+            raise CheckpointError(f"with unlike stages a state must have a leaf like each parameter's, but:\n{text}", tuple(faults))
+
+        def spread(like: PyTree) -> PyTree:
+            return jax.tree.map(lambda a: PartitionSpec(axis if a.shape and a.shape[0] % count == 0 else None), like)
+
+        return self._run(("of unlike", jax.tree.structure(stages)), layout.canonical_stages, stages, spread)
+
+    @staticmethod
+    def _whole(stages: PyTree) -> PyTree:
+        """The chunks with a leaf wherever a parameter has one, also where a mask took it out."""
+        return tuple(type(chunk)(dict.fromkeys(chunk.leaves, 0), chunk.natural) for chunk in stages)
+
+    def _divided_unlike(self, stages: PyTree, like: PyTree) -> PyTree:
+        """The inverse."""
+        assert self.pipe is not None
+
+        def spread(_like: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: PartitionSpec(*_spec(leaf)), like)
+
+        return self._run(("placed unlike", jax.tree.structure(like)), self.pipe.layout.place_stages, stages, spread)
 
     def _stage_rules(self, path: Path, chunks: Sequence[PyTree], rules: Mapping[Path, Rule]) -> list[Rule]:
         stages = jax.tree_util.DictKey("stages")

@@ -145,13 +145,20 @@ class Pipeline:
             return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
         return jax.jit(arrange, out_shardings=to)(full)
 
-    def canonical(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Placed parameters, or gradients, back in the canonical layout."""
+    def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> dict[str, PyTree]:
+        """Placed parameters, or gradients, back in the canonical layout.
+
+        With `spread`, leaves stay spread over the mesh (stages over the pipe axis where they divide), so that no device needs room for the
+        whole model; otherwise they are where any computation finds them.
+        """
 
         def arrange(tree: dict[str, PyTree]) -> dict[str, PyTree]:
             return {**tree, "stages": self.layout.canonical_stages(tree["stages"])}
 
-        return jax.jit(self._automatic(arrange))(dict(placed))
+        if not spread:
+            return jax.jit(self._automatic(arrange))(dict(placed))
+        to = self._canonical_shardings(jax.eval_shape(arrange, dict(placed)), placed)
+        return jax.jit(self._automatic(arrange, to), out_shardings=to)(dict(placed))
 
     def place_state(self, state: PyTree) -> tuple[PyTree, ...]:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
@@ -230,11 +237,24 @@ class Pipeline:
 
         return jax.jit(step).lower(params, batch, rng, state)
 
-    def _automatic(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def _automatic(self, function: Callable[..., PyTree], to: PyTree = None) -> Callable[..., PyTree]:
         """Let the partitioner choose shardings inside, where the mesh's axes are explicit (as `jax.make_mesh` makes them)."""
         if AxisType.Explicit not in self.mesh.axis_types:
             return function
-        return auto_axes(function, axes=self.mesh.axis_names, out_sharding=NamedSharding(self.mesh, PartitionSpec()))
+        return auto_axes(function, axes=self.mesh.axis_names, out_sharding=to or NamedSharding(self.mesh, PartitionSpec()))
+
+    def _canonical_shardings(self, like: dict[str, PyTree], placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Stages over the pipe axis where they divide; over other axes everything as it was, where stages are alike."""
+        to = self.partition.shardings(self.mesh, placed)
+        found: dict[str, PyTree] = {key: to[key] for key in like if key != "stages"}
+
+        def over_pipe(leaf: Any, *was: Any) -> NamedSharding:
+            divides = bool(leaf.shape) and leaf.shape[0] % self.schedule.num_devices == 0
+            rest = was[0].spec[1:] if was else ()
+            return NamedSharding(self.mesh, PartitionSpec(self.axis if divides else None, *rest))
+
+        alike = () if self.layout.unlike else (to["stages"][0],)
+        return {**found, "stages": jax.tree.map(over_pipe, like["stages"], *alike)}
 
     @cached_property
     def _plan(self) -> Any:

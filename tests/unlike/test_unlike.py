@@ -313,3 +313,19 @@ def test_specs_of_layers_split_every_stack_of_theirs():
     assert worst(*(jax.device_get(p.canonical(g)["stages"]) for p, g in ((pipe, grads), (plain, wanted)))) <= FLOAT64
     with pytest.raises(jp.PipelineError, match=r"specs name 't/q', but the parameters are \['t/scale', 't/w'\]"):
         jp.Pipeline(**how, specs={"stages": {"t": {"q": spec("tensor")}}}).place(canonical)
+
+
+def test_canonical_may_stay_spread():
+    schedule = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
+    pipe = jp.Pipeline(lambda p, x: x @ p["w"], schedule=schedule, mesh=mesh_of(2), last=head)
+    canonical = {"stages": draw({"w": (4, 6, 6)}), "last": draw({"head": (4, 2)})}
+    found = pipe.canonical(pipe.place(canonical), spread=True)
+    assert found["stages"]["w"].sharding.shard_shape((4, 6, 6)) == (2, 6, 6)
+    assert worst(jax.device_get(found["stages"]), canonical["stages"]) == 0
+    layered = jp.Pipeline(layers=EXTRA, layout="Ett|tL", schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2))
+    stacks = {"t": draw({"w": (3, 4, 4), "scale": (3, 4)})}
+    back = layered.canonical(layered.place({"first": {}, "stages": stacks, "last": {}}), spread=True)
+    assert worst(jax.device_get(back["stages"]), stacks) == 0
+
+
+EXTRA = {"E": embed, "t": extra_block, "L": loss}
