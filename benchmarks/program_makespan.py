@@ -31,11 +31,12 @@ COLUMNS = (
     "M",
     "pairs",
     "everybody",
-    "everybody, speed",
+    "and speed",
     "measured: pairs",
     "everybody",
-    "everybody, speed",
+    "and speed",
     "blocks",
+    "why",
 )
 
 
@@ -80,13 +81,27 @@ def tables(devices: Sequence[int], microbatches: Sequence[int]) -> Iterator[jp.S
                     yield jp.schedules.build(name, devices=p, microbatches=m, chunks=v)
 
 
+def reasons(unit: tuple[float, float, float], measured: tuple[float, float, float]) -> str:
+    """Letters for why a ratio is above 1.00, as NOTES explains them."""
+    found = ""
+    if unit[0] >= SHOWN:
+        found += "r"
+    if max(unit[1:]) >= max(SHOWN, unit[0] + 1e-3):
+        found += "l"
+    if any(many >= max(SHOWN, one + 1e-3) for one, many in zip(unit, measured, strict=True)):
+        found += "u"
+    return found
+
+
+SHOWN = 1.0005  # prints as more than 1.000
 NOTES = (
     "pairs: only the two ends of a transfer wait for each other.  everybody: all devices wait at every transfer.  and speed: so too,",
-    'with prefer="speed" in place of "memory".  blocks: pieces of stage code that are compiled (pairs).  What is above 1.00, and why:',
-    "everybody, 1f1b: neighbours do F and B in turn, so in lock-step every tick lasts as long as a B, with the memory that 1F1B allows;",
-    "more microbatches in flight (speed) let a tick hold an F and a B.",
-    "dualpipe, dualpipev: in the ramps some devices run an overlapped pair while their neighbours run one action, and wait for it.",
-    "measured: B is not exactly 2 F, and the last stage has the loss besides, so devices that meet are not equally long at work.",
+    'with prefer="speed" in place of "memory".  blocks: pieces of stage code that are compiled (pairs).  why a ratio is above 1.00:',
+    "r: in the ramps some devices run an overlapped pair while their neighbours run one action, and wait for it (dualpipe, dualpipev);",
+    "l: in lock-step a tick lasts as long as the longest action in it.  1f1b's neighbours do F and B in turn, so every tick is a B where",
+    "memory is 1F1B's; more microbatches in flight (speed) let a tick hold an F and a B;",
+    "u: with these costs actions are not equally long (B is not 2 F, W is longer than F, the last stage has the loss besides), and devices",
+    "that meet in a tick wait for the longer one.  Most in the zero-bubble tables, where F, I and W of neighbours share each tick.",
 )
 
 
@@ -94,7 +109,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
-    parser.add_argument("--costs", metavar="B,I,W", help="in units of F, instead of measuring a stage")
+    parser.add_argument(
+        "--costs",
+        metavar="B,I,W[,F,B,L]",
+        help="in units of F, instead of measuring a stage; the last three: what first adds to F and to B, and last to F",
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
@@ -104,9 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         case = Case.of(schedule)
         shape = (schedule.num_devices, schedule.num_stages // schedule.num_devices, schedule.num_microbatches)
         blocks = sum(segment.size for segment in case.pairs.segments)
-        ratios = (*case.ratios(UNIT), *case.ratios(measured))
-        rows.append((schedule.name, *map(str, shape), *(f"{r:.3f}" for r in ratios), str(blocks)))
-    costs = f"measured, in units of F: {measured.describe()}"
+        unit, real = case.ratios(UNIT), case.ratios(measured)
+        rows.append((schedule.name, *map(str, shape), *(f"{r:.3f}" for r in (*unit, *real)), str(blocks), reasons(unit, real)))
+    costs = f"{'given' if args.costs else 'measured'}, in units of F: {measured.describe()}"
     Result("Makespan of the lowered program / makespan of its table", machine, COLUMNS, rows, (costs, *NOTES)).write(args.output)
 
 
