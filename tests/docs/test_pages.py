@@ -57,6 +57,12 @@ def test_every_page_is_reached_from_the_index():
     assert not missing
 
 
+def test_every_example_is_named_in_the_index():
+    index = (DOCS / "README.md").read_text()
+    missing = [path.name for path in (ROOT / "examples").glob("*.py") if f"`{path.name}`" not in index]
+    assert not missing
+
+
 def test_several_hosts_names_only_flags_that_jaxlib_knows():
     """XLA ends the process for a flag that it does not know; a made-up one shows that this would be seen."""
     text = (DOCS / "several_hosts.md").read_text()
