@@ -24,8 +24,9 @@ PyTree: TypeAlias = Any
 class Checkpoints:
     """The checkpoints of a run: a folder with one for each saved step, of which the newest `keep` stay.
 
-    A state is a dict with parameters under "params" and whatever else the run needs: optimizer state, averages, keys, numbers.
-    Every tree in it that is laid out like the parameters (an optimizer's moments) is written in model order, stages [S, ...].
+    A state is a dict with parameters under "params" and whatever else the run needs: optimizer state, averages, keys, numbers; under
+    "state" what stages keep (`Pipeline.place_state`).  Every tree in it that is laid out like the parameters (an optimizer's
+    moments) is written in model order, stages [S, ...].
 
     Each is written in the background under a temporary name and renamed when it is whole (orbax's atomic commit), so that a run
     that is killed in the middle of a save keeps the one before.  Every process of a run calls every method.

@@ -19,6 +19,9 @@ PyTree: TypeAlias = Any
 Path: TypeAlias = Any
 
 
+OWN_STATE = "state"
+
+
 def is_params(node: PyTree) -> bool:
     """True for a tree laid out like parameters: they themselves, a moment of an optimizer, an average, gradients."""
     return isinstance(node, dict) and "stages" in node and set(node) <= {"stages", *OUTER}
@@ -43,6 +46,8 @@ class Rule(NamedTuple):
 class Natural:
     """Placed <-> natural, for a state that holds parameters under "params" and, anywhere, trees laid out like them.
 
+    What stands under "state" is the stages' own (`Pipeline.place_state`), which is in model order too, as {"stages": ...}.
+
     Natural: leaves of stages are [S, ...] in model order; with `layer_axis` those of [S, layers, ...] become
     [S * layers, ...], so that another number of stages fits too.  With `pipe` None the state lies in model order already.
     Leaves are arrays, or ShapeDtypeStructs, which give ShapeDtypeStructs with shardings.
@@ -58,6 +63,7 @@ class Natural:
         Raises:
             CheckpointError: leaves belong to a parameter but cannot be laid out anew; all are listed.
         """
+        state = _wrapped(state)
         rules = self._rules(state)
 
         def outside(path: Path, node: PyTree) -> PyTree:
@@ -71,6 +77,7 @@ class Natural:
 
     def placed(self, natural: Mapping[str, PyTree], like: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The inverse: a state with the structure of `like`, parameters and what follows them spread as parameters are."""
+        like = _wrapped(like)
         rules = self._rules(like)
 
         def inside(path: Path, node: PyTree, found: PyTree) -> PyTree:
@@ -83,7 +90,8 @@ class Natural:
 
         nodes, tree = jax.tree_util.tree_flatten_with_path(dict(like), is_leaf=is_params)
         values = jax.tree.leaves(dict(natural), is_leaf=is_params)
-        return dict(jax.tree.unflatten(tree, [inside(path, node, v) for (path, node), v in zip(nodes, values, strict=True)]))
+        found = dict(jax.tree.unflatten(tree, [inside(path, node, v) for (path, node), v in zip(nodes, values, strict=True)]))
+        return {key: value["stages"] if key == OWN_STATE else value for key, value in found.items()}
 
     # Which leaf follows which parameter
 
@@ -101,7 +109,9 @@ class Natural:
             if self.pipe is not None and not self._unlike and len({jax.tree.structure(chunk) for chunk in node["stages"]}) > 1:
                 faults.append(f"{_text(path)}: chunks of stages have unlike structures; a mask must treat every stage the same")
             for p, leaf in jax.tree_util.tree_leaves_with_path(node):
-                rule = self._rule(leaf, known.get(self._parameter(p)), stage=self._parameter(p)[0] == "stages")
+                stage = self._parameter(p)[0] == "stages"
+                own = path == (jax.tree_util.DictKey(OWN_STATE),)
+                rule = Rule(0, True, ()) if own else self._rule(leaf, known.get(self._parameter(p)), stage=stage)
                 rules[(*path, *p)] = rule or Rule(0, False, ())
                 if rule is None:
                     faults.append(f"{_text((*path, *p))} of shape {leaf.shape} fits no axis of its parameter to the stages")
@@ -228,7 +238,7 @@ class Natural:
 
         def join(*group: Any) -> Any:
             whole = group[0] if self.pipe is None else self.pipe.layout.canonical_stages(group)
-            return whole.reshape(-1, *whole.shape[2:]) if self.layer_axis else whole
+            return whole.reshape(-1, *whole.shape[2:]) if self.layer_axis and whole.ndim > 1 else whole
 
         return _behind(rule.lead, join)(*group)
 
@@ -239,7 +249,7 @@ class Natural:
 
         def cut(leaf: Any) -> Any:
             count = shape[rule.lead] if self.pipe is None else self.pipe.schedule.num_stages
-            whole = leaf.reshape(count, -1, *leaf.shape[1:]) if self.layer_axis else leaf
+            whole = leaf.reshape(count, *shape[rule.lead + 1 :]) if self.layer_axis else leaf
             return (whole,) if self.pipe is None else self.pipe.layout.place_stages(whole)
 
         return tuple(_behind(rule.lead, cut)(leaf))
@@ -297,6 +307,11 @@ class Natural:
             jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)  # a ShapeDtypeStruct does not tell it by itself
             value = jax.random.wrap_key_data(value, impl=impl[0])
         return jax.device_put(value, _unplaced(like, like) if self.pipe is None else NamedSharding(self.pipe.mesh, PartitionSpec()))
+
+
+def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The stages' own state in the form of parameters."""
+    return {key: {"stages": value} if key == OWN_STATE else value for key, value in state.items()}
 
 
 def _host(leaf: Any) -> Any:

@@ -139,3 +139,24 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         checkpoints.restore(runs.start(four, tx))
     assert "params/stages/w: the state wants float64[4, 2, 6, 6], but float64[2, 4, 6, 6] was saved" in caught.value.faults
     assert "layer_axis=True" in str(caught.value)
+
+
+def test_what_stages_keep_comes_back_under_another_schedule(tmp_path: Path) -> None:
+    """Batch statistics, say: [S, layers, ...] and one number for each stage; for S = 2 on two devices and on one."""
+    kept = {"mean": np.arange(2.0 * 4 * 3).reshape(2, 4, 3), "count": np.arange(2)}
+    found = {}
+    for name, devices in (("1f1b", 2), ("interleaved_1f1b", 1)):
+        schedule = jp.schedules.build(name, devices=devices, microbatches=2, chunks=2 // devices)
+        pipe = runs.pipeline(name, devices, schedule=schedule)
+        params, placed = pipe.place(runs.canonical(2)), pipe.place_state(kept)
+        with Checkpoints(tmp_path, pipe, layer_axis=True) as checkpoints:
+            if checkpoints.latest is None:
+                checkpoints.save(1, {"params": params, "state": placed})
+            blank = {"params": params, "state": jax.tree.map(jnp.zeros_like, placed)}
+            checkpoints.wait()
+            _, state = checkpoints.restore(blank)
+        assert jax.tree.structure(state["state"]) == jax.tree.structure(placed)
+        found[name] = pipe.canonical_state(state["state"])
+    for tree in found.values():
+        assert np.array_equal(tree["mean"], kept["mean"])
+        assert np.array_equal(tree["count"], kept["count"])
