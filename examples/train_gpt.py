@@ -19,10 +19,11 @@ import optax
 
 import jaxpipe as jp
 from gpt import devices, report, verify
-from gpt.checkpoint import Checkpoints, RunFolder
+from gpt.checkpoint import RunFolder
 from gpt.data import Corpus, standard_library
 from gpt.model import GPT
 from gpt.optimizer import adamw
+from jaxpipe.checkpoint import Checkpoints
 
 PROMPT = "\n\ndef"
 FIXED = ("layers", "width", "heads", "context", "vocab", "tied", "dtype", "seed")  # what a resumed run cannot change
@@ -121,7 +122,7 @@ def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpu
     params = pipe.place(jax.jit(model.init)(jax.random.key(args.seed)))
     opt_state = devices.on_mesh(optimizer.init(params), pipe.mesh)
     folder = RunFolder(args.resume) if args.resume else RunFolder.create(args.out)
-    checkpoints, start = Checkpoints(folder.checkpoints, pipe), 0
+    checkpoints, start = Checkpoints(folder.checkpoints, pipe, layer_axis=True), 0
     if args.resume:
         folder.check_corpus(corpus.digest)
         start, state = checkpoints.restore({"params": params, "opt_state": opt_state})
@@ -174,7 +175,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.schedule} on {args.pipe} x {args.data} {'/'.join(kinds)} devices, {args.microbatches} microbatches; {corpus.summary}")
     if args.verify:
         return verify.main(args, model, pipe, corpus)
-    train(args, model, pipe, corpus)
+    try:
+        train(args, model, pipe, corpus)
+    except jp.JaxpipeError as error:  # a folder without a checkpoint
+        raise SystemExit(str(error)) from None
     return 0
 
 
