@@ -1,0 +1,47 @@
+"""Pipe x tensor meshes of described GPUs: the memory of a device is what the plan predicts, and grows with the schedule's slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.llama import Shape
+from benchmarks.scale import Case, Memory
+from tests.gpu.programs import gpu_fault
+
+FAULT = gpu_fault()
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
+]
+
+# A layer's input is large against the other arrays of a block, so that what the slots hold is most of the temporary memory.
+SHAPE = Shape(width=512, heads=4, kv_heads=2, head_dim=16, hidden=64, vocab=128, layers=8, rows=8, time=128)
+GPIPE = Case(SHAPE, pipe=2, tensor=2, schedule="gpipe", chunks=1, microbatches=16, remat=True, sequence=True)
+
+
+def memory(case: Case) -> Memory:
+    return Memory.of(case, case.report())
+
+
+def test_memory_is_what_the_plan_predicts() -> None:
+    gpipe, one = memory(GPIPE), memory(replace(GPIPE, schedule="1f1b"))
+    for found in (gpipe, one):
+        # Arguments besides parameters and the batch: nothing but what XLA aligns, some bytes an array.
+        assert 0 <= found.arguments - found.parameters - found.batch < 2**14
+        # Gradients, and the loss.
+        assert 0 <= found.outputs - found.gradients < 2**14
+    assert gpipe.pools > 4 * one.pools
+    # The work space of a block is the same, so the programs differ by what their slots hold, but for a permute's buffers.
+    activation = 2 * SHAPE.rows * SHAPE.time * SHAPE.width
+    assert abs((gpipe.temp - one.temp) - (gpipe.pools - one.pools)) <= 2 * activation
+
+
+@pytest.mark.slow
+def test_an_uneven_layout_has_the_layers_that_it_says() -> None:
+    """Seven layers on four stages of two devices: the device with more layers decides."""
+    even = memory(replace(GPIPE, schedule="interleaved_1f1b", chunks=2))
+    uneven = memory(replace(GPIPE, schedule="interleaved_1f1b", chunks=2, shape=replace(SHAPE, layers=7), layout="Et|tt|tt|ttL"))
+    assert uneven.parameters < even.parameters
+    assert uneven.total < 1.1 * even.total
