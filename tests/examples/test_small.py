@@ -22,6 +22,7 @@ QUICK = ENVIRONMENT | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         ("mlp", QUICK, "on new points: loss"),
         ("conv_net", ENVIRONMENT, "accuracy on new images"),
         ("custom_schedule", QUICK, "1B15 comes before 1F15"),
+        ("uneven_layout", QUICK, "with ZB-V on two devices and another layout"),
         ("moe_dp_pp_tp", QUICK, "P('pipe', 'tensor', None, None)"),
     ],
 )

@@ -96,7 +96,15 @@ def rows(width=3, seed=7):
 
 @pytest.mark.parametrize(
     ("name", "devices", "stages"),
-    [("gpipe", 2, 2), ("1f1b", 4, 4), ("zb_h1", 4, 4), ("dualpipe", 4, 4), ("interleaved_1f1b", 4, 8), ("zbv", 2, 4), ("dualpipev", 4, 8)],
+    [
+        ("gpipe", 2, 2),
+        ("dualpipe", 4, 4),
+        ("zbv", 2, 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("1f1b", 4, 4), ("zb_h1", 4, 4), ("interleaved_1f1b", 4, 8), ("dualpipev", 4, 8)]
+        ),
+    ],
 )
 def test_a_function_for_each_stage(name, devices, stages):
     functions, canonical = unlike_model(stages)
@@ -231,11 +239,11 @@ def layered_loss(layout, key):
 @pytest.mark.parametrize(
     ("text", "name", "devices", "chunks"),
     [
-        ("Ettt|tt|tt|tL", "1f1b", 4, 1),
         ("E|ttmt||tL", "zb_h1", 4, 1),
-        ("Et|tt|t|ttt|mtt|t|t|mL", "interleaved_1f1b", 4, 2),
-        ("Etttt|mtt|tm|L", "dualpipe", 4, 1),
         ("Ett|t|tt|tmL", "zbv", 2, 2),
+        pytest.param("Ettt|tt|tt|tL", "1f1b", 4, 1, marks=pytest.mark.slow),
+        pytest.param("Et|tt|t|ttt|mtt|t|t|mL", "interleaved_1f1b", 4, 2, marks=pytest.mark.slow),
+        pytest.param("Etttt|mtt|tm|L", "dualpipe", 4, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
