@@ -2,13 +2,14 @@
 # Each sets up what it needs in .venv on its first run, and starts at once afterwards.
 #
 #   make train ARGS="--schedule gpipe --steps 50"     flags of examples/train_gpt.py
-#   make test  ARGS="tests/table -x"                  arguments of pytest
+#   make test  ARGS="tests/table -x" WORKERS=0        arguments of pytest, and how many processes run tests
 #   make ... PYTHON=/path/to/python3.12               which Python makes .venv
 
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?=
 ARGS ?=
+WORKERS ?= 2
 TORCH := 2.13.0
 
 BIN := $(VENV)/bin
@@ -27,7 +28,7 @@ verify: $(VENV)/.ready-test
 	$(BIN)/python examples/train_gpt.py --verify $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
