@@ -17,6 +17,7 @@ from tests.flax.models import F64, LAYERS, ROWS, VOCAB, WIDTH, LinenBlock, Linen
 from tests.flax.walk import Key, through
 from tests.parity.tolerance import FLOAT64
 
+FLOAT32_ULP = 1.2e-7  # a value on the border of two float32 may be rounded either way
 EMBED, HEAD = nn.Embed(VOCAB, WIDTH, param_dtype=F64), nn.Dense(VOCAB, param_dtype=F64)
 
 
@@ -50,15 +51,16 @@ def test_numbered_blocks_give_the_model_s_loss_gradients_and_statistics() -> Non
         return net.apply({**variables, "params": params}, rows(), mutable=["batch_stats"])
 
     (wanted, after), wanted_grads = jax.value_and_grad(whole, has_aux=True)(variables["params"])
+    after = jax.tree.map(lambda a: a.astype(jnp.float32), after)  # the type that they had; flax widens them under float64
     assert abs(loss - wanted) <= FLOAT64 * wanted
     blocks = model.to_linen(grads, state)
     for i, block in enumerate(blocks):
         assert worst_error(block["params"], wanted_grads[f"block_{i}"]) <= FLOAT64
-        assert worst_error(block["batch_stats"], after["batch_stats"][f"block_{i}"]) <= FLOAT64
+        assert worst_error(block["batch_stats"], after["batch_stats"][f"block_{i}"]) <= FLOAT32_ULP
     assert worst_error((grads["first"], grads["last"]), (wanted_grads["embed"], wanted_grads["head"])) <= FLOAT64
     # Evaluation reads the statistics and leaves them.
     found, left = through(model, model.params, rows(), state=state, training=False)
-    assert found == pytest.approx(float(net.apply({**variables, **after}, rows(), train=False)), rel=1e-13)
+    assert found == pytest.approx(float(net.apply({**variables, **after}, rows(), train=False)), rel=1e-6)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(state), strict=True))
 
 
@@ -103,6 +105,7 @@ def test_a_pattern_of_unlike_blocks_that_stages_repeat() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(variables), strict=True))
 
 
+@pytest.mark.slow
 def test_dropout_draws_from_the_step_s_key() -> None:
     block, x = LinenBlock(dropout=0.5), jnp.ones((ROWS, WIDTH))
     variables = [block.init({"params": jax.random.key(i), "dropout": jax.random.key(0)}, x) for i in range(4)]
@@ -118,6 +121,7 @@ def test_dropout_draws_from_the_step_s_key() -> None:
         through(model, model.params, x)
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_is_shared() -> None:
     net = LinenNet()
     variables = initialised(net)
@@ -133,7 +137,7 @@ def test_a_tied_embedding_is_shared() -> None:
 
 def test_faults_are_told() -> None:
     net = LinenNet()
-    variables = initialised(net)
+    variables = jax.eval_shape(net.init, jax.random.key(0), rows())
     with pytest.raises(PipelineError, match=r"6 blocks do not divide into 4 stages"):
         taken_apart(net, variables, 4)
     with pytest.raises(PipelineError, match=r"no submodule is called 'layer_0'; the names are \['block_0', .*'embed', 'head'\]"):
@@ -149,5 +153,6 @@ def test_faults_are_told() -> None:
         from_linen(nn.Dense(3), nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2))), num_stages=1)
     norm = nn.BatchNorm(use_running_average=False)
     first = End(norm, lambda norm, microbatch: norm(microbatch["tokens"] * 1.0), norm.init(jax.random.key(0), jnp.ones((1, 5))))
+    model = taken_apart(net, variables, 2, first=first)
     with pytest.raises(PipelineError, match=r"`first` changes its variables; only blocks may keep state"):
-        through(taken_apart(net, variables, 2, first=first), taken_apart(net, variables, 2, first=first).params, rows())
+        model.first(model.params["first"], rows(), ctx=None)
