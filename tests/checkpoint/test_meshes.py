@@ -1,0 +1,50 @@
+"""Checkpoints of parameters that are spread over data and tensor axes too: read on any other mesh, and never whole on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpipe.checkpoint import Checkpoints
+from jaxpipe.natural import Natural
+from tests.axes.model import HIDDEN, SPECS, WIDTH, build, canonical, mesh, pipeline
+
+EVERYTHING: dict[str, Any] = {"data_axes": ("data",), "fsdp": "data", "shard_outer": True, "specs": SPECS}
+
+
+def state_of(pipe: Any, *, seed: int) -> dict[str, Any]:
+    """Parameters, and moments of other numbers, as a step leaves them."""
+    rng = np.random.default_rng(seed)
+    tree = jax.tree.map(lambda a: rng.standard_normal(a.shape), canonical(pipe.schedule.num_stages))
+    params = pipe.place(tree)
+    mu, nu = (jax.tree.map(lambda a, f=f: f * a, params) for f in (2, 3))
+    return {"params": params, "opt_state": optax.ScaleByAdamState(jnp.asarray(seed), mu, nu)}
+
+
+def test_parameters_spread_over_all_axes_are_read_on_any_mesh(tmp_path: Path) -> None:
+    wide, narrow = pipeline(build("interleaved_1f1b"), **EVERYTHING), pipeline(build("interleaved_1f1b"), mesh=mesh())
+    saved = state_of(wide, seed=1)
+    with Checkpoints(tmp_path, wide) as checkpoints:
+        checkpoints.save(1, saved)
+    for pipe in (narrow, wide):
+        like = state_of(pipe, seed=2)
+        with Checkpoints(tmp_path, pipe) as checkpoints:
+            _, found = checkpoints.restore(like)
+        for ours, theirs in zip(*(jax.tree.leaves((s["params"], s["opt_state"])) for s in (found, saved)), strict=True):
+            assert np.array_equal(ours, theirs)
+        # Moments lie where their parameters do, so that no step moves them.
+        for tree in (found["params"], found["opt_state"].mu, found["opt_state"].nu):
+            assert jax.tree.map(lambda a: a.sharding, tree) == jax.tree.map(lambda a: a.sharding, like["params"])
+
+
+def test_no_device_holds_the_whole_model_while_it_is_saved() -> None:
+    """In model order too stages are spread over the pipe axis, and the other dims as they were."""
+    pipe = pipeline(build("interleaved_1f1b"), **EVERYTHING)
+    natural = Natural(pipe).of(state_of(pipe, seed=1))
+    shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in (natural["params"]["stages"]["w"], natural["opt_state"].mu["stages"]["w"])}
+    assert shapes == {(4 // 2, WIDTH // 2, HIDDEN // 2)}
