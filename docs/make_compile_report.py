@@ -1,0 +1,160 @@
+"""Write docs/compile_report.md: what `compile_report` says of the whole catalogue.
+
+Run: JAX_PLATFORMS=cpu python -m docs.make_compile_report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpipe as jp
+from jaxpipe import report as report_module
+from jaxpipe.functions import Prefer
+from jaxpipe.lower import plan_of
+from jaxpipe.passes.program_time import Sync
+from jaxpipe.schedules.registry import describe
+from tests.gpu.programs import LAYERS, ROWS, TIME, WIDTH, first, gpu_mesh, last, shapes, stage
+
+PAGE = Path(__file__).with_name("compile_report.md")
+DEVICES, MICROBATCHES = 4, 16
+KIB = 1024
+
+
+def catalogue() -> list[jp.Schedule]:
+    """Every schedule at its natural number of chunks."""
+    return [
+        jp.schedules.build(name, devices=DEVICES, microbatches=MICROBATCHES, chunks=describe(name).chunks.natural)
+        for name in jp.schedules.names()
+        if name != "no_pipelining"
+    ]
+
+
+def compile_report(schedule: jp.Schedule) -> dict[str, Any]:
+    """Of the small model of tests/gpu on as many described H100s."""
+    mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), batch)
+
+
+PROGRAM = (
+    "schedule",
+    "V",
+    "ticks",
+    "segments",
+    "blocks",
+    "table_makespan",
+    "makespan_pairs",
+    "makespan_everybody",
+    "speed: pairs, everybody",
+)
+
+
+def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
+    """What the plan alone tells: the first table's columns, found without compiling."""
+    plan, speed = (plan_of(schedule, Sync.PAIRS, prefer) for prefer in (Prefer.MEMORY, Prefer.SPEED))
+    return (
+        schedule.name,
+        str(schedule.num_chunks),
+        str(plan.ticks.num_ticks),
+        str(len(plan.segments)),
+        str(sum(segment.size for segment in plan.segments)),
+        f"{report_module.table_makespan(schedule):g}",
+        f"{plan.makespan(Sync.PAIRS):g}",
+        f"{plan.makespan(Sync.EVERYBODY):g}",
+        f"{speed.makespan(Sync.PAIRS):g}, {speed.makespan(Sync.EVERYBODY):g}",
+    )
+
+
+def program_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]:
+    """The same of a report."""
+    speed = found["prefer"]["speed"]
+    return (
+        schedule.name,
+        str(schedule.num_chunks),
+        str(found["ticks"]),
+        str(found["num_segments"]),
+        str(found["blocks"]),
+        *(f"{found[key]:g}" for key in ("table_makespan", "makespan_pairs", "makespan_everybody")),
+        f"{speed['makespan_pairs']:g}, {speed['makespan_everybody']:g}",
+    )
+
+
+MEMORY = ("schedule", "V", "table_transfers", "transfers", "slots x/I/W/c/st", "pools", "transfer", "temp", "argument", "output")
+
+
+def memory_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]:
+    """Transfers, slots, and bytes in KiB."""
+    slots = found["slots"]
+    held = (slots.x, slots.residual_input, slots.residual_weight, slots.cotangent, slots.stash)
+    sizes = (sum(found["pool_bytes"].values()), *(found[f"{key}_bytes"] for key in ("transfer", "temp", "argument", "output")))
+    return (
+        schedule.name,
+        str(schedule.num_chunks),
+        str(found["table_transfers"]),
+        str(found["transfers"]),
+        "/".join(map(str, held)),
+        *(f"{size / KIB:.0f}" for size in sizes),
+    )
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table, numbers to the right."""
+    align = ["---", *["--:"] * (len(columns) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (columns, align, *rows)]
+
+
+def page() -> str:
+    """The whole page."""
+    schedules = catalogue()
+    reports = [compile_report(schedule) for schedule in schedules]
+    example = next(found for schedule, found in zip(schedules, reports, strict=True) if schedule.name == "1f1b")
+    lines = [
+        "# What compile_report says of each schedule",
+        "",
+        "Written by `docs/make_compile_report.py`. `Pipeline.compile_report(params, batch)` compiles the step, for shapes alone if you",
+        f"like, and runs nothing. Here: {DEVICES} H100s that are only described, {MICROBATCHES} microbatches, {LAYERS} layers a stage of",
+        f'width {WIDTH} in bfloat16, {ROWS} rows of {TIME} tokens a microbatch, and `prefer="memory"`.',
+        "",
+        "## The program",
+        "",
+        *table(PROGRAM, [program_row(s, r) for s, r in zip(schedules, reports, strict=True)]),
+        "",
+        "Makespans have F = I = W = 1 and B = 2. On GPUs only the two ends of a transfer wait for each other, so `makespan_pairs` is what",
+        "counts; the plans are those for such a mesh. Virtual CPU devices of one process all wait, and get other plans.",
+        "",
+        "## Memory and transfers of a device",
+        "",
+        *table(MEMORY, [memory_row(s, r) for s, r in zip(schedules, reports, strict=True)]),
+        "",
+        "Sizes are KiB. slots: stage inputs, residuals that only I needs, residuals that W needs, cotangents, what I leaves for W.",
+        "transfers: where one piece of code serves every tick, its permutes run in every tick; speed gives the steady state code of its",
+        "own where that saves some.",
+        "",
+        "## The segments of 1F1B",
+        "",
+        '`report["segments"]` prints each piece of code: blocks of stage code (kind and chunk; `^` first stage, `$` last stage, `~` handed',
+        "on to this device, `?` under a predicate), then the permutes.",
+        "",
+        "```text",
+        *"\n".join(example["segments"]).splitlines(),
+        "```",
+        "",
+        "## The keys",
+        "",
+        "```text",
+        *(report_module.__doc__ or "").strip().splitlines()[2:],
+        "```",
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
