@@ -1,5 +1,10 @@
 """flax models in a pipeline: stages and canonical parameters from modules as they are, nnx or linen, and back."""
 
+try:
+    import flax  # noqa: F401
+except ImportError as error:  # pragma: no cover
+    raise ImportError("jaxpipe.flax needs flax: pip install 'jaxpipe[flax]'") from error
+
 from .common import End
 from .linen import LinenStages, from_linen, submodule, submodules
 from .nnx import NnxStages, from_nnx

@@ -62,8 +62,8 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(3.0), optax.adamw(0.02, weight_decay=0.1, mask=matrices))
 
 
-def pipeline(name: str, devices: int, **options: Any) -> jp.Pipeline:
-    schedule = options.pop("schedule", None) or jp.schedules.build(name, devices=devices, microbatches=MICROBATCHES)
+def pipeline(name: str, devices: int, *, chunks: int | None = None, **options: Any) -> jp.Pipeline:
+    schedule = options.pop("schedule", None) or jp.schedules.build(name, devices=devices, microbatches=MICROBATCHES, chunks=chunks)
     mesh = options.pop("mesh", None) or Mesh(np.array(jax.devices()[:devices]), ("pipe",))
     return jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
 

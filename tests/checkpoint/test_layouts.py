@@ -21,8 +21,8 @@ TOLERANCE = STEPS * FLOAT64
 
 
 @cache
-def pipe_of(name: str, devices: int) -> jp.Pipeline | None:
-    return runs.pipeline(name, devices) if devices else None
+def pipe_of(name: str, devices: int, chunks: int | None = None) -> jp.Pipeline | None:
+    return runs.pipeline(name, devices, chunks=chunks) if devices else None
 
 
 @cache
@@ -67,12 +67,18 @@ def test_the_same_schedule_goes_on_bit_for_bit(folder: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"),
-    # 4, 4, 4, 8 and 4 stages, and one that is not cut at all.
-    [("interleaved_1f1b", 2), ("zbv", 2), ("dualpipe", 4), pytest.param("v_min", 4, marks=pytest.mark.slow), ("plain", 0)],
+    ("name", "devices", "chunks"),
+    # 8, 4, 4 and 8 stages, and one that is not cut at all.
+    [
+        ("interleaved_1f1b", 2, 4),
+        ("zbv", 2, None),
+        ("dualpipe", 4, None),
+        pytest.param("v_min", 4, None, marks=pytest.mark.slow),
+        ("plain", 0, None),
+    ],
 )
-def test_another_schedule_goes_on_with_the_same_losses(folder: Any, name: str, devices: int) -> None:
-    pipe = pipe_of(name, devices)
+def test_another_schedule_goes_on_with_the_same_losses(folder: Any, name: str, devices: int, chunks: int | None) -> None:
+    pipe = pipe_of(name, devices, chunks)
     state, losses = resumed(folder, pipe)
     _, end, wanted = whole_run()
     assert worst_error(losses, wanted[SAVED:]) <= TOLERANCE
