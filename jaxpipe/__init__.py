@@ -22,6 +22,7 @@ from .steps import Steps, simulate_steps
 from .timeline import Timeline
 
 if TYPE_CHECKING:
+    from .debug import Nonfinite, find_nonfinite
     from .functions import Context, Loss, Prefer
     from .pipeline import Pipeline
 
@@ -36,6 +37,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Loss",
+    "Nonfinite",
     "Overlap",
     "ParseError",
     "Pipeline",
@@ -54,6 +56,7 @@ __all__ = [
     "check",
     "check_layout",
     "even_layout",
+    "find_nonfinite",
     "megatron",
     "merge_backward",
     "parse_action",
@@ -69,7 +72,14 @@ __all__ = [
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
-_NEEDS_JAX = {"Context": ".functions", "Loss": ".functions", "Prefer": ".functions", "Pipeline": ".pipeline"}
+_NEEDS_JAX = {
+    "Context": ".functions",
+    "Loss": ".functions",
+    "Nonfinite": ".debug",
+    "Pipeline": ".pipeline",
+    "Prefer": ".functions",
+    "find_nonfinite": ".debug",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -226,7 +226,7 @@ class Pipeline:
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         to = self.partition.shardings(self.mesh, params)
         held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
-        return report(self._plan, traced[0], compiled, params=held, sync=self._sync, prefer=self.prefer) | seconds
+        return report(self.schedule, self._plan, traced[0], compiled, params=held, sync=self._sync, prefer=self.prefer) | seconds
 
     # Inside
 

@@ -53,10 +53,13 @@ from .schedule import Schedule
 from .simulate import simulate
 
 
-def report(plan: Plan, traced: Traced, compiled: Any, *, params: Mapping[str, Any], sync: Sync, prefer: Prefer) -> dict[str, Any]:
+def report(
+    schedule: Schedule, plan: Plan, traced: Traced, compiled: Any, *, params: Mapping[str, Any], sync: Sync, prefer: Prefer
+) -> dict[str, Any]:
     """Describe a compiled step; the module's docstring lists the keys.
 
     Args:
+        schedule: the step's; that of `plan` may be an equal one of another name.
         plan: ticks and segments that the step was made of.
         traced: what the step's functions were cut into.
         compiled: the `jax.stages.Compiled` step.
@@ -64,7 +67,6 @@ def report(plan: Plan, traced: Traced, compiled: Any, *, params: Mapping[str, An
         sync: who waits at a transfer on the step's mesh.
         prefer: what `plan` was asked to keep.
     """
-    schedule = plan.ticks.schedule
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,

@@ -48,6 +48,10 @@ class Place(NamedTuple):
 Places: TypeAlias = "tuple[Place, ...]"
 
 
+# Room that keeping shapes is worth, over that of the largest kind.
+KEEP_SHAPES = 1.1
+
+
 class _Leaf(NamedTuple):
     """A leaf of a kind that not all kinds have."""
 
@@ -67,9 +71,9 @@ class _Group(NamedTuple):
 class Union:
     """Leaves that hold any of several kinds of values, and their places by kind.
 
-    Leaves of one shape and dtype share a leaf of the union, as many as the kind has that has most of them.  Of what is left, the largest
-    of each kind share a leaf, then the next largest, and so on: raveled where they differ.  So a union of one kind is that kind, and the
-    bytes of a union are about those of its largest kind.
+    Leaves of one shape and dtype share a leaf of the union, as many as the kind has that has most of them: so values keep their shapes,
+    and with them how they are split over other mesh axes.  Where that takes much more room than the largest kind does, only leaves that all
+    kinds have are shared so; of the rest the largest of each kind share a leaf, then the next largest, raveled where they differ.
     """
 
     avals: tuple[Any, ...]
@@ -77,14 +81,21 @@ class Union:
 
     @classmethod
     def of(cls, kinds: Sequence[Avals]) -> Union:
-        """The union of these kinds."""
+        """The union of these kinds; of one kind, that kind."""
         keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
-        common = Counter(keyed[0]) if keyed else Counter()
-        for kind in keyed[1:]:
-            common &= Counter(kind)
-        counts = common.copy()
-        shared = [key for key in (keyed[0] if keyed else ()) if _take(counts, key)]
-        groups = _groups([_rest(kind, common) for kind in keyed])
+        most = Counter(key for kind in keyed for key in kind)
+        for key in most:
+            most[key] = max(kind.count(key) for kind in keyed)
+        if _bytes(most) <= KEEP_SHAPES * max((_bytes(Counter(kind)) for kind in keyed), default=0):
+            longest = max(keyed, key=len, default=())
+            shared = [*longest, *(most - Counter(longest)).elements()]
+            groups: list[_Group] = []
+        else:
+            common = Counter(keyed[0])
+            for kind in keyed[1:]:
+                common &= Counter(kind)
+            shared = list(common.elements())
+            groups = _groups([_rest(kind, common) for kind in keyed])
         places = {kind: _place(kind, number, shared, groups) for number, kind in enumerate(keyed)}
         return cls((*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups)), places)
 
@@ -142,6 +153,11 @@ class Union:
 
 def _keys(avals: Avals) -> tuple[_Key, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in avals)
+
+
+def _bytes(counts: Counter[_Key]) -> int:
+    """Bytes of so many leaves of each shape and dtype."""
+    return sum(count * math.prod(shape) * dtype.itemsize for (shape, dtype), count in counts.items())
 
 
 def _take(counts: Counter[_Key], key: _Key) -> bool:

@@ -144,3 +144,8 @@ def test_parameter_bytes_are_what_a_device_holds():
     one = WIDTH * WIDTH * 4
     assert whole == {"first": one, "stages": one, "last": 0, "shared": 0}
     assert split == {"first": one // P, "stages": one, "last": 0, "shared": 0}
+
+
+def test_the_name_is_the_step_s_own_where_another_schedule_is_equal():
+    """zb_1p and zb_h1 are one table at this size, and share a plan."""
+    assert [report(name, devices=2, microbatches=2)[1]["schedule"] for name in ("zb_1p", "zb_h1")] == ["zb_1p", "zb_h1"]

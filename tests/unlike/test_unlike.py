@@ -337,3 +337,11 @@ def test_canonical_may_stay_spread():
 
 
 EXTRA = {"E": embed, "t": extra_block, "L": loss}
+
+
+def test_a_union_of_as_many_or_fewer_layers_keeps_every_shape():
+    """One, two and three layers: as large as three, and nothing is raveled, which would undo how it is split over a tensor axis."""
+    layer = [jax.ShapeDtypeStruct((2, 8), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.float32)]
+    union = Union.of([layer * n for n in (1, 3, 2)])
+    assert union.avals == tuple(layer * 3)
+    assert not any(place.flat for places in union.places.values() for place in places)
