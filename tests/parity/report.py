@@ -39,7 +39,8 @@ def _head(commit: str) -> list[str]:
         "Errors are relative to an array's largest entry, the largest of all arrays and cases, against the un-pipelined oracle",
         "(plain JAX, float64).  step: loss and every gradient of jaxpipe's compiled program on virtual CPU devices; losses: its losses",
         "by microbatch, of the forward-only program; torch_ref: all of these in torch_ref, in the same precision.",
-        "Limits: float64 1e-12; float32 and bfloat16 as derived in tests/parity/tolerance.py (limit is the tightest of the row's cases).",
+        "Limits: float64 1e-12; float32 and bfloat16 as derived in tests/parity/tolerance.py.  They grow with the number of stages: limit",
+        "is the tightest of the row's cases, and of limit the largest error of any case by that case's own limit.",
         "",
     ]
 
@@ -84,7 +85,9 @@ def _grid(have: Mapping[str, Entry]) -> list[str]:
 def _row(name: str, group: Sequence[Entry]) -> list[str]:
     worst = [max(e.get(key, float("inf")) for e in group) for key in ("step", "losses", "torch")]
     limit = min(e.get("limit", float("inf")) for e in group)
-    return [name, str(len(group)), str(sum(not e["passed"] for e in group)), *(f"{w:.1e}" for w in worst), f"{limit:.1e}"]
+    share = max(max(e.get(key, float("inf")) for key in ("step", "losses", "torch")) / e.get("limit", 1.0) for e in group)
+    failed = str(sum(not e["passed"] for e in group))
+    return [name, str(len(group)), failed, *(f"{w:.1e}" for w in worst), f"{limit:.1e}", f"{share:.1%}"]
 
 
 def _left_out(undefined: Sequence[Any], missing: Sequence[Any]) -> list[str]:
