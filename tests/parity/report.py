@@ -69,10 +69,8 @@ def _grid(have: Mapping[str, Entry]) -> list[str]:
         groups: dict[str, list[Entry]] = defaultdict(list)
         for case in of:
             groups[key(case)].append(have[str(case)])
-        return [
-            *_table([name, "cases", "failed", "step", "losses", "torch_ref", "limit"], [_row(k, g) for k, g in sorted(groups.items())]),
-            "",
-        ]
+        head = [name, "cases", "failed", "step", "losses", "torch_ref", "limit", "of limit"]
+        return [*_table(head, [_row(k, group) for k, group in sorted(groups.items())]), ""]
 
     lines += rows("precision", lambda c: c.dtype, run)
     lines += rows("float64: schedule", lambda c: c.schedule, (c for c in run if c.dtype == "float64"))
