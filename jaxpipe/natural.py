@@ -71,7 +71,7 @@ class Natural:
                 return _host(node)
             found = {key: node[key] for key in node if key != "stages" and jax.tree.leaves(node[key])}
             found = jax.tree_util.tree_map_with_path(lambda p, leaf: self._spread(leaf, rules[(*path, *p)]), found)
-            return {**found, "stages": self._merged(path, node["stages"], rules)}
+            return {**found, "stages": self._merged(path, node["stages"], rules, _whole(state, path))}
 
         return dict(jax.tree_util.tree_map_with_path(outside, dict(state), is_leaf=is_params))
 
@@ -86,7 +86,7 @@ class Natural:
             whole = {key: found.get(key, node[key]) for key in node}
             if not jax.tree.leaves(node["stages"]):
                 return {**whole, "stages": node["stages"]}
-            return {**whole, "stages": self._divided(path, found["stages"], node["stages"], rules)}
+            return {**whole, "stages": self._divided(path, found["stages"], node["stages"], rules, _whole(like, path))}
 
         nodes, tree = jax.tree_util.tree_flatten_with_path(dict(like), is_leaf=is_params)
         values = jax.tree.leaves(dict(natural), is_leaf=is_params)
@@ -146,10 +146,10 @@ class Natural:
 
     # Stages
 
-    def _merged(self, path: Path, stages: PyTree, rules: Mapping[Path, Rule]) -> PyTree:
+    def _merged(self, path: Path, stages: PyTree, rules: Mapping[Path, Rule], whole: PyTree) -> PyTree:
         """Placed stages -> leaves in model order."""
         if self._unlike:
-            return self._merged_unlike(path, stages, rules)
+            return self._merged_unlike(path, stages, rules, whole)
         chunks = stages if self.pipe is not None else (stages,)
         mine = self._stage_rules(path, chunks, rules)
         leaves = [jax.tree.leaves(chunk) for chunk in chunks]
@@ -161,10 +161,10 @@ class Natural:
         joined = self._run(("of", *mine), arrange, leaves, lambda like: [self._natural_spec(r, a) for r, a in zip(mine, like, strict=True)])
         return jax.tree.unflatten(jax.tree.structure(chunks[0]), joined) if chunks else {}
 
-    def _divided(self, path: Path, stages: PyTree, like: PyTree, rules: Mapping[Path, Rule]) -> PyTree:
+    def _divided(self, path: Path, stages: PyTree, like: PyTree, rules: Mapping[Path, Rule], whole: PyTree) -> PyTree:
         """Leaves in model order -> placed stages."""
         if self._unlike:
-            return self._divided_unlike(stages, like)
+            return self._divided_unlike(stages, like, whole)
         chunks = like if self.pipe is not None else (like,)
         mine = self._stage_rules(path, chunks, rules)
         wanted = [leaf.shape for leaf in jax.tree.leaves(chunks[:1])]
@@ -180,38 +180,43 @@ class Natural:
         found = tuple(jax.tree.unflatten(jax.tree.structure(chunk), part) for chunk, part in zip(chunks, parts, strict=True))
         return found if self.pipe is not None else found[0]
 
-    def _merged_unlike(self, path: Path, stages: PyTree, rules: Mapping[Path, Rule]) -> PyTree:
-        """Placed stages of unlike forms -> the canonical tree; every leaf must be as its parameter is."""
+    def _merged_unlike(self, path: Path, stages: PyTree, rules: Mapping[Path, Rule], whole: PyTree) -> PyTree:
+        """Placed stages of unlike forms -> the canonical tree; `whole` are the shapes of all that the parameters have."""
         assert self.pipe is not None
         layout, axis, count = self.pipe.layout, self.pipe.axis, self.pipe.schedule.num_devices
         key = jax.tree_util.DictKey("stages")
-        odd = [p for p, _ in jax.tree_util.tree_leaves_with_path(stages) if rules[(*path, key, *p)][:2] != (0, True)]
-        names = {_text((*path, key, *p)) for p, _ in jax.tree_util.tree_leaves_with_path(self._whole(stages))}
-        here = {_text((*path, key, *p)) for p, _ in jax.tree_util.tree_leaves_with_path(stages)}
-        faults = [f"{_text((*path, key, *p))} does not have its parameter's shape" for p in odd]
-        faults += [f"{name} is left out" for name in sorted(names - here)]
-        if faults:
+        odd = [_text((*path, key, *p)) for p, _ in jax.tree_util.tree_leaves_with_path(stages) if rules[(*path, key, *p)][:2] != (0, True)]
+        if odd:
+            faults = tuple(f"{name} does not have its parameter's shape" for name in odd)
             text = "\n".join(f"  {f}" for f in faults)
-            raise CheckpointError(f"with unlike stages a state must have a leaf like each parameter's, but:\n{text}", tuple(faults))
+            raise CheckpointError(f"with unlike stages every leaf must be as its parameter is, but:\n{text}", faults)
 
         def spread(like: PyTree) -> PyTree:
             return jax.tree.map(lambda a: PartitionSpec(axis if a.shape and a.shape[0] % count == 0 else None), like)
 
-        return self._run(("of unlike", jax.tree.structure(stages)), layout.canonical_stages, stages, spread)
+        def arrange(stages: PyTree) -> PyTree:
+            return layout.canonical_stages(_filled(stages, whole))
 
-    @staticmethod
-    def _whole(stages: PyTree) -> PyTree:
-        """The chunks with a leaf wherever a parameter has one, also where a mask took it out."""
-        return tuple(type(chunk)(dict.fromkeys(chunk.leaves, 0), chunk.natural) for chunk in stages)
+        found = self._run(("of unlike", jax.tree.structure(stages)), arrange, stages, spread)
+        masked = _masked_node(stages)
+        if masked is None:
+            return found
+        out = jax.jit(lambda: jax.tree.map(jnp.max, layout.canonical_stages(_marked(stages, whole))))()
+        return jax.tree.map(lambda leaf, gone: masked if gone else leaf, found, out)
 
-    def _divided_unlike(self, stages: PyTree, like: PyTree) -> PyTree:
+    def _divided_unlike(self, stages: PyTree, like: PyTree, whole: PyTree) -> PyTree:
         """The inverse."""
         assert self.pipe is not None
+        layout = self.pipe.layout
+        natural = jax.eval_shape(layout.canonical_stages, whole)
 
         def spread(_like: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: PartitionSpec(*_spec(leaf)), like)
 
-        return self._run(("placed unlike", jax.tree.structure(like)), self.pipe.layout.place_stages, stages, spread)
+        def arrange(stages: PyTree) -> PyTree:
+            return _like_leaves(layout.place_stages(_filled(stages, natural)), like)
+
+        return self._run(("placed unlike", jax.tree.structure(like)), arrange, stages, spread)
 
     def _stage_rules(self, path: Path, chunks: Sequence[PyTree], rules: Mapping[Path, Rule]) -> list[Rule]:
         stages = jax.tree_util.DictKey("stages")
@@ -307,6 +312,35 @@ class Natural:
             jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)  # a ShapeDtypeStruct does not tell it by itself
             value = jax.random.wrap_key_data(value, impl=impl[0])
         return jax.device_put(value, _unplaced(like, like) if self.pipe is None else NamedSharding(self.pipe.mesh, PartitionSpec()))
+
+
+def _whole(state: Mapping[str, PyTree], path: Path) -> PyTree:
+    """The shapes of all leaves that stages have: the parameters', or those of the stages' own state."""
+    own = path == (jax.tree_util.DictKey(OWN_STATE),)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state[OWN_STATE if own else "params"]["stages"])
+
+
+def _filled(tree: PyTree, whole: PyTree) -> PyTree:
+    """The tree with zeros where a mask took leaves out of it."""
+    have = dict(jax.tree_util.tree_leaves_with_path(tree))
+    return jax.tree_util.tree_map_with_path(lambda p, a: have[p] if p in have else jnp.zeros(a.shape, a.dtype), whole)
+
+
+def _marked(tree: PyTree, whole: PyTree) -> PyTree:
+    """True wherever a mask took leaves out of the tree."""
+    have = {path for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+    return jax.tree_util.tree_map_with_path(lambda p, a: jnp.full(a.shape, p not in have), whole)
+
+
+def _like_leaves(tree: PyTree, wanted: PyTree) -> PyTree:
+    """The tree without the leaves that a mask took out of `wanted`."""
+    have = dict(jax.tree_util.tree_leaves_with_path(tree))
+    return jax.tree_util.tree_map_with_path(lambda path, _: have[path], wanted)
+
+
+def _masked_node(stages: PyTree) -> Any:
+    """What stands where a mask took a leaf out of packed stages (`optax.MaskedNode`), or None."""
+    return next((leaf for chunk in stages for leaf in chunk.leaves.values() if not jax.tree.leaves(leaf)), None)
 
 
 def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
