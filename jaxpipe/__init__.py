@@ -7,7 +7,7 @@ from . import megatron, render, schedules
 from .action import Action, Cell, Kind, Overlap, parse_action, parse_cell
 from .check import check
 from .costs import Costs
-from .errors import CostError, JaxpipeError, ParseError, PipelineError, ScheduleError, Violation
+from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, ScheduleError, Violation
 from .layout import Layout, LayoutError, check_layout, parse_layout
 from .memory import Release
 from .passes.add_transfers import add_transfers, remove_transfers
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Action",
     "Cell",
+    "CheckpointError",
     "Context",
     "CostError",
     "Costs",

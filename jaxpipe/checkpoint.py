@@ -16,7 +16,7 @@ from .pipeline import Pipeline
 try:
     import orbax.checkpoint as ocp
 except ImportError as error:  # pragma: no cover
-    raise ImportError("jaxpipe.checkpoint needs orbax: pip install 'jaxpipe[checkpoint]'") from error
+    raise ImportError("jaxpipe.checkpoint needs orbax: pip install orbax-checkpoint") from error
 
 PyTree: TypeAlias = Any
 

@@ -122,6 +122,7 @@ class Pipeline:
             stage_loss=stage_loss,
         )
         self.layout = model.layout
+        self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
         self._jit_step = jax.jit(self._step)
         self._jit_evaluate = jax.jit(self._evaluate)
 
@@ -135,15 +136,11 @@ class Pipeline:
         """
         check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
         full = {"stages": params["stages"], **{k: params.get(k, {}) for k in OUTER}}
-
-        def arrange(tree: dict[str, PyTree]) -> dict[str, PyTree]:
-            return {**tree, "stages": self.layout.place_stages(tree["stages"])}
-
-        like = jax.eval_shape(arrange, full)
+        like = jax.eval_shape(self._arranged, full)
         to = self.partition.shardings(self.mesh, like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
             return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
-        return jax.jit(arrange, out_shardings=to)(full)
+        return self._compiled(self._arranged, full, to)(full)
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> dict[str, PyTree]:
         """Placed parameters, or gradients, back in the canonical layout.
@@ -151,14 +148,11 @@ class Pipeline:
         With `spread`, leaves stay spread over the mesh (stages over the pipe axis where they divide), so that no device needs room for the
         whole model; otherwise they are where any computation finds them.
         """
-
-        def arrange(tree: dict[str, PyTree]) -> dict[str, PyTree]:
-            return {**tree, "stages": self.layout.canonical_stages(tree["stages"])}
-
+        tree = dict(placed)
         if not spread:
-            return jax.jit(self._automatic(arrange))(dict(placed))
-        to = self._canonical_shardings(jax.eval_shape(arrange, dict(placed)), placed)
-        return jax.jit(self._automatic(arrange, to), out_shardings=to)(dict(placed))
+            return self._compiled(self._rearranged, tree, None)(tree)
+        to = self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed)
+        return self._compiled(self._rearranged, tree, to)(tree)
 
     def place_state(self, state: PyTree) -> tuple[PyTree, ...]:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
@@ -173,11 +167,11 @@ class Pipeline:
         to = NamedSharding(self.mesh, PartitionSpec(self.axis))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to), like)
-        return jax.jit(self.layout.place_stages, out_shardings=jax.tree.map(lambda _: to, like))(state)
+        return self._compiled(self.layout.place_stages, state, jax.tree.map(lambda _: to, like))(state)
 
     def canonical_state(self, placed: tuple[PyTree, ...]) -> PyTree:
         """The stages' own state back in the canonical layout."""
-        return jax.jit(self._automatic(self.layout.canonical_stages))(placed)
+        return self._compiled(self.layout.canonical_stages, placed, None)(placed)
 
     # Steps
 
@@ -236,6 +230,21 @@ class Pipeline:
             return self._answer(results, with_state=self.functions.has_state), grads
 
         return jax.jit(step).lower(params, batch, rng, state)
+
+    def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+        return {**tree, "stages": self.layout.place_stages(tree["stages"])}
+
+    def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+        return {**tree, "stages": self.layout.canonical_stages(tree["stages"])}
+
+    def _compiled(self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree) -> Callable[[PyTree], PyTree]:
+        """The jitted function that lays such a tree out anew, made once; results lie at `to`, None: wherever."""
+        leaves, form = jax.tree.flatten(to)
+        key = (arrange.__name__, jax.tree.structure(tree), form, tuple(leaves))
+        if key not in self._jit_layouts:
+            moved = arrange if arrange == self._arranged else self._automatic(arrange, to)
+            self._jit_layouts[key] = jax.jit(moved) if to is None else jax.jit(moved, out_shardings=to)
+        return self._jit_layouts[key]
 
     def _automatic(self, function: Callable[..., PyTree], to: PyTree = None) -> Callable[..., PyTree]:
         """Let the partitioner choose shardings inside, where the mesh's axes are explicit (as `jax.make_mesh` makes them)."""

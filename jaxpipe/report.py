@@ -6,7 +6,7 @@ The table and the program made of it:
     table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
     makespan_pairs      the program's, where a transfer holds up only its two ends (GPUs, processes)
     makespan_everybody  the program's, where every transfer holds up all devices (virtual CPU devices of one process)
-    prefer              {"memory" | "speed": {makespan_pairs, makespan_everybody, blocks, slots}}: what each choice gives on this mesh
+    prefer              {"memory" | "speed": {makespan_pairs, makespan_everybody, blocks, transfers, slots}}: what each choice gives
     ticks               lock-step ticks of the program
     num_segments, segments   pieces of code that are compiled once, and their text: which blocks and permutes each tick has
     blocks              pieces of stage code that are compiled, over all segments
@@ -106,11 +106,13 @@ def table_makespan(schedule: Schedule) -> float:
 
 def _choice(plan: Plan, traced: Traced) -> dict[str, Any]:
     """What another choice of `prefer` would give."""
+    program = plan.program(traced.liveness)
     return {
         "makespan_pairs": plan.makespan(Sync.PAIRS),
         "makespan_everybody": plan.makespan(Sync.EVERYBODY),
         "blocks": sum(segment.size for segment in plan.segments),
-        "slots": plan.program(traced.liveness).slots,
+        "transfers": sum(_sent(program).values()),
+        "slots": program.slots,
     }
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend import core
 
 from .functions import Returned
-from .jaxprs import Cut, cut, drop_dead, flatten, known_from, needed_for, sink
+from .jaxprs import Cut, cut, drop_dead, equal_outputs, flatten, keep_first, known_from, needed_for, sink
 from .jaxprs.cut import keep_work
 from .jaxprs.flatten import Atom
 from .passes.assign_slots import LastUse, Liveness
@@ -248,7 +248,6 @@ def _pieces(joint: _Joint, inputs: Inputs, returns: _Returns) -> StageCode:
     kept = [i for i, alias in enumerate(aliases) if alias is None]
     forward = forward.replace(outvars=[*forward.outvars[:outputs], *(forward.outvars[outputs + i] for i in kept)])
     backward = _rename_residuals(backward, total, aliases, forward, len(once_f.crossing))
-    backward = _read_hoisted(backward, once_f, total)
     once_count = len(once_f.crossing)
     tail = len(kept) + len(dy)
     once_b = _hoist(backward, [*known, *[True] * once_count, *[False] * tail])
@@ -258,7 +257,11 @@ def _pieces(joint: _Joint, inputs: Inputs, returns: _Returns) -> StageCode:
     invars = once_b.second.invars
     head, middle, end = invars[: total + once_count], invars[total + once_count : len(invars) - late], invars[len(invars) - late :]
     backward = once_b.second.replace(invars=[*head, *end, *middle])
-    once = once_count + late
+    # Under remat the backward makes of parameters again what the forward made.
+    same = equal_outputs(hoist)
+    hoist, _ = drop_dead(hoist.replace(outvars=[v for i, v in enumerate(hoist.outvars) if same[i] == i]))
+    forward, backward = keep_first(forward, total, same), keep_first(backward, total, same)
+    once = len(hoist.outvars)
 
     # Input gradient | weight gradient, by what dx needs.
     mask = [False] * inputs.params + [True] * (grads - inputs.params)
@@ -380,38 +383,6 @@ def _rename_residuals(backward: core.Jaxpr, total: int, aliases: Sequence[Atom |
     eqns = [e.replace(invars=[read(a) for a in e.invars]) for e in backward.eqns]
     invars = [*backward.invars[:total], *hoisted, *kept, *backward.invars[total + len(aliases) :]]
     return backward.replace(invars=invars, outvars=[read(a) for a in backward.outvars], eqns=eqns)
-
-
-def _read_hoisted(backward: core.Jaxpr, once: Cut, total: int) -> core.Jaxpr:
-    """Read what the forward hoists where the backward would make the same of parameters again (a cast weight)."""
-    numbers: dict[object, int] = {}
-    number_of: dict[core.Var, int] = {}
-
-    def number(eqn: core.JaxprEqn) -> int | None:
-        """Equal numbers for equations that give the same; None where that is not known."""
-        inputs = [str(a) if isinstance(a, core.Literal) else number_of.get(a) for a in eqn.invars]
-        if None in inputs or len(eqn.outvars) != 1 or eqn.effects or any(True for _ in core.jaxprs_in_params(eqn.params)):
-            return None
-        return numbers.setdefault((eqn.primitive, str(eqn.params), *inputs), len(numbers))
-
-    for i, (ours, theirs) in enumerate(zip(backward.invars[:total], once.first.invars[:total], strict=True)):
-        number_of[ours] = number_of[theirs] = numbers.setdefault(i, len(numbers))
-    for eqn in once.first.eqns:
-        if (found := number(eqn)) is not None:
-            number_of[eqn.outvars[0]] = found
-    hoisted = zip(once.first.outvars, backward.invars[total : total + len(once.crossing)], strict=True)
-    at_hand = {number_of[v]: var for v, var in hoisted if isinstance(v, core.Var) and v in number_of}
-    env: dict[core.Var, core.Var] = {}
-    eqns = []
-    for eqn in backward.eqns:
-        found = number(eqn)
-        if found is not None:
-            number_of[eqn.outvars[0]] = found
-        if found is not None and found in at_hand:
-            env[eqn.outvars[0]] = at_hand[found]
-            continue
-        eqns.append(eqn.replace(invars=[env.get(a, a) if isinstance(a, core.Var) else a for a in eqn.invars]))
-    return backward.replace(eqns=eqns, outvars=[env.get(a, a) if isinstance(a, core.Var) else a for a in backward.outvars])
 
 
 def _join_hoists(early: Cut, late: Cut, inputs: Inputs, once: int) -> core.Jaxpr:

@@ -3,7 +3,7 @@
 try:
     import flax  # noqa: F401
 except ImportError as error:  # pragma: no cover
-    raise ImportError("jaxpipe.flax needs flax: pip install 'jaxpipe[flax]'") from error
+    raise ImportError("jaxpipe.flax needs flax: pip install flax") from error
 
 from .common import End
 from .linen import LinenStages, from_linen, submodule, submodules

@@ -92,8 +92,6 @@ def casts(schedule: jp.Schedule, function: Any, **options: Any) -> tuple[list[tu
     return sorted(found[False]), sorted(found[True])
 
 
-# With a scan over layers, what the forward hoists and what the recomputation in the backward hoists are two scans, and remain two.
-TWICE = pytest.mark.xfail(strict=True, reason="under remat of a scan over layers the cast is hoisted twice, and its result kept twice")
 CASES = {
     "1f1b": ("1f1b", stage, None),
     "zbv": ("zbv", stage, None),
@@ -111,7 +109,7 @@ def test_no_parameter_is_cast_in_the_loop_over_ticks(case: str) -> None:
     assert looped == []
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=TWICE if "remat" in case else ()) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_every_parameter_is_cast_once_a_step(case: str) -> None:
     name, function, remat = CASES[case]
     schedule = jp.schedules.build(name, devices=2, microbatches=MICROBATCHES)
