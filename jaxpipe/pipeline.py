@@ -196,7 +196,10 @@ class Pipeline:
         return self._jit_evaluate(params, batch, rng, state)["losses"]
 
     def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
-        """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh."""
+        """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh.
+
+        What it compiles to is called with the same arguments: `compiled(params, batch)`, or `compiled(params, batch, rng=key)`.
+        """
         return self._lower(params, batch, rng, state)
 
     def compile_report(
@@ -225,11 +228,12 @@ class Pipeline:
     # Inside
 
     def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Callable[[Traced], None] | None = None) -> Any:
-        def step(params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Any, dict[str, PyTree]]:
+        def step(params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()) -> tuple[Any, dict[str, PyTree]]:
             results, grads = self._step(params, batch, rng, state, observe)
             return self._answer(results, with_state=self.functions.has_state), grads
 
-        return jax.jit(step).lower(params, batch, rng, state)
+        given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+        return jax.jit(step).lower(params, batch, **given)
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return {**tree, "stages": self.layout.place_stages(tree["stages"])}

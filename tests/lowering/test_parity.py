@@ -172,7 +172,7 @@ def test_pipe_lower_compiles_from_shapes_alone_and_runs():
     pipe = pipeline(schedule, model)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (model.canonical(), model.batch(6)))
     compiled = pipe.lower(pipe.place(shapes[0]), shapes[1]).compile()
-    loss, grads = compiled(pipe.place(model.canonical()), jax.tree.map(jnp.asarray, model.batch(6)), None)
+    loss, grads = compiled(pipe.place(model.canonical()), jax.tree.map(jnp.asarray, model.batch(6)))
     flat = to_flat(pipe.canonical(grads))
     found = Outcome(float(loss), {k: flat[k] for k in model.weights()})
     assert worst_error(found, truth(model, 3, ROWS)) <= FLOAT64
