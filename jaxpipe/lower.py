@@ -66,11 +66,14 @@ class Lowering:
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
     blocking: bool  # see `Emitter`
+    outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
     observe: Callable[[Traced], None] | None = None  # is told what was traced, for reports
 
     @property
     def results(self) -> tuple[str, ...]:
         """What the body returns besides gradients."""
+        if self.outputs:
+            return ("outputs",)
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
 
     @property
@@ -397,6 +400,8 @@ def _finish(
     lowering: Lowering, traced: Traced, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Sum once over devices what only some of them have: losses, gradients of first, last and shared, data shards."""
+    if lowering.outputs:
+        return {"outputs": _outputs(lowering, traced, state)}, {}
     everyone = (lowering.axis, *lowering.data_axes)
     results, scale = _losses(lowering, traced, state, everyone)
     results["state"] = _new_state(lowering, state, kept)
@@ -417,6 +422,18 @@ def _finish(
     for key in ("first", "last", "shared"):
         grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), finish(state[f"acc.{key}"], lowering.plans[key], everyone))
     return results, grads
+
+
+def _outputs(lowering: Lowering, traced: Traced, state: State) -> PyTree:
+    """What the last stage returned for every row of this data shard, on every device of the pipe axis."""
+    assert traced.last is not None
+
+    def whole(leaf: Any) -> Any:
+        # Only the last stage's device wrote any of these; the others hold zeros, and False.
+        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+        return lax.psum(number, lowering.axis).astype(leaf.dtype).reshape(-1, *leaf.shape[2:])
+
+    return jax.tree.map(whole, jax.tree.unflatten(traced.last.aux_tree, state["aux"])["metrics"])
 
 
 def _new_state(lowering: Lowering, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:

@@ -125,6 +125,7 @@ class Pipeline:
         self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
         self._jit_step = jax.jit(self._step)
         self._jit_evaluate = jax.jit(self._evaluate)
+        self._jit_outputs = jax.jit(self._outputs)
 
     # Parameters
 
@@ -194,6 +195,10 @@ class Pipeline:
     def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`)."""
         return self._jit_evaluate(params, batch, rng, state)["losses"]
+
+    def outputs(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> PyTree:
+        """What the last stage returns, before `last`: leaves [rows, ...] in the order of the batch's rows, by forwards alone."""
+        return self._jit_outputs(params, batch, rng, state)
 
     def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh.
@@ -298,6 +303,9 @@ class Pipeline:
     def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
         return self._shard_map(params, batch, rng, state, training=False)[0]
 
+    def _outputs(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> PyTree:
+        return self._shard_map(params, batch, rng, state, training=False, outputs=True)[0]["outputs"]
+
     def _shard_map(
         self,
         params: dict[str, PyTree],
@@ -306,12 +314,13 @@ class Pipeline:
         state: Any,
         *,
         training: bool,
+        outputs: bool = False,
         observe: Callable[[Traced], None] | None = None,
     ) -> Any:
         self._check_step(params, batch, state)
         lowering = Lowering(
             plan=self._plan if training else forward_plan(self.schedule, self._sync),
-            functions=self.functions,
+            functions=self.functions.handing_over() if outputs else self.functions,
             layout=self.layout,
             axis=self.axis,
             data_axes=self.data_axes,
@@ -319,6 +328,7 @@ class Pipeline:
             accumulate=self.accumulate_dtype,
             plans=self.partition.plans(params),
             training=training,
+            outputs=outputs,
             blocking=any(d.platform == "cpu" for d in self.mesh.devices.flat),
             observe=observe,
         )
@@ -328,7 +338,8 @@ class Pipeline:
             # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
             batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
         kept = PartitionSpec(self.axis)
-        results = {key: kept if key == "state" else everywhere for key in lowering.results}
+        spread = {"state": kept, "outputs": rows}
+        results = {key: spread.get(key, everywhere) for key in lowering.results}
         return jax.shard_map(
             lambda p, b, r, s: body(lowering, p, b, r, s),
             mesh=self.mesh,

@@ -1,0 +1,38 @@
+"""`Pipeline.outputs`: what the last stage returns for every row, in the rows' order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from tests.parity.engines import mesh_of
+from tests.parity.tolerance import FLOAT64
+
+M, ROWS, WIDTH = 4, 2, 3
+
+
+def stage(params, x):
+    h = jnp.tanh(x["h"] @ params["w"])
+    return {"h": h, "large": jnp.max(h, axis=-1) > 0.3, "id": x["id"]}
+
+
+def first(params, microbatch):
+    return {"h": microbatch["x"] * params["scale"], "large": microbatch["x"][:, 0] > 0, "id": microbatch["id"]}
+
+
+@pytest.mark.parametrize(("name", "data"), [("1f1b", 1), ("zbv", 2), ("dualpipe", 1)])
+def test_outputs_are_those_of_the_model_row_by_row(name, data):
+    schedule = jp.schedules.build(name, devices=2, microbatches=M)
+    rng = np.random.default_rng(0)
+    rows = M * ROWS * data
+    batch = {"x": rng.standard_normal((rows, WIDTH)), "id": np.arange(rows)}
+    canonical = {"first": {"scale": np.ones(WIDTH)}, "stages": {"w": rng.standard_normal((schedule.num_stages, WIDTH, WIDTH))}}
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2, data=data), first=first, data_axes=("data",) if data > 1 else ())
+    found = pipe.outputs(pipe.place(canonical), batch)
+    wanted = first(canonical["first"], batch)
+    for s in range(schedule.num_stages):
+        wanted = stage({"w": canonical["stages"]["w"][s]}, wanted)
+    assert found["id"].tolist() == batch["id"].tolist()
+    assert found["large"].tolist() == np.asarray(wanted["large"]).tolist()
+    assert np.max(np.abs(jax.device_get(found["h"]) - wanted["h"])) <= FLOAT64
