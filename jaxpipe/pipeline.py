@@ -197,7 +197,10 @@ class Pipeline:
         return self._jit_evaluate(params, batch, rng, state)["losses"]
 
     def outputs(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> PyTree:
-        """What the last stage returns, before `last`: leaves [rows, ...] in the order of the batch's rows, by forwards alone."""
+        """What the last stage returns, before `last`: leaves [rows, ...] in the order of the batch's rows, by forwards alone.
+
+        A leaf that is a scalar of each microbatch gives one entry a microbatch.
+        """
         return self._jit_outputs(params, batch, rng, state)
 
     def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:

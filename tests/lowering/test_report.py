@@ -104,7 +104,7 @@ def test_both_choices_of_prefer_are_described():
     for found, own in ((memory, "memory"), (speed, "speed")):
         assert set(found["prefer"]) == {"memory", "speed"}
         chosen = found["prefer"][own]
-        assert chosen == {key: found[key] for key in ("makespan_pairs", "makespan_everybody", "blocks", "slots")}
+        assert chosen == {key: found[key] for key in ("makespan_pairs", "makespan_everybody", "blocks", "transfers", "slots")}
     assert memory["prefer"] == speed["prefer"]
     # These virtual devices of one process wait for each other at every transfer: there speed costs memory.
     assert speed["makespan_everybody"] < memory["makespan_everybody"]

@@ -16,7 +16,7 @@ import jaxpipe as jp
 import torch_ref
 from tests.models import Twin, to_flat, to_tree
 from tests.models.base import cast
-from tests.oracle import oracle_value_and_grad
+from tests.oracle import oracle_outputs, oracle_value_and_grad
 
 Flat: TypeAlias = Mapping[str, Any]
 
@@ -28,6 +28,7 @@ class Outcome:
     loss: float
     grads: dict[str, Any]
     losses: Any = None
+    outputs: Any = None  # what the last stage returns, leaves [rows, ...]
 
 
 def mesh_of(devices: int, **axes: int) -> Mesh:
@@ -60,18 +61,29 @@ def torch_step(schedule: jp.Schedule, twin: Twin, weights: Flat, batch: Flat, dt
 def oracle_step(twin: Twin, weights: Flat, batch: Flat, microbatches: int) -> Outcome:
     """No pipeline at all: the oracle on each microbatch, and the mean of what it gives (in float64)."""
     params, rows = to_tree(weights), len(next(iter(batch.values()))) // microbatches
-    losses, total = [], dict.fromkeys(weights, 0.0)
+    losses, outputs, total = [], [], dict.fromkeys(weights, 0.0)
     for m in range(microbatches):
-        loss, grads = _oracle_of(twin)(params, {k: v[m * rows : (m + 1) * rows] for k, v in batch.items()})
+        (loss, grads), out = _oracle_of(twin)(params, {k: v[m * rows : (m + 1) * rows] for k, v in batch.items()})
+        outputs.append(jax.tree.map(np.asarray, out))
         losses.append(float(loss))
         total = {name: total[name] + np.asarray(g, np.float64) / microbatches for name, g in to_flat(grads).items()}
-    return Outcome(float(np.mean(losses)), {name: total[name] for name in weights}, np.array(losses))
+    return Outcome(
+        float(np.mean(losses)),
+        {name: total[name] for name in weights},
+        np.array(losses),
+        jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(p) for p in parts]), *outputs),
+    )
 
 
 @lru_cache(maxsize=64)
 def _oracle_of(twin: Twin) -> Any:
     """One compilation a twin, whatever the number of microbatches."""
-    return jax.jit(lambda params, rows: oracle_value_and_grad(params, rows, **twin.oracle, microbatches=1))
+    ends = {k: v for k, v in twin.oracle.items() if k != "last"}
+
+    def run(params: Any, rows: Flat) -> Any:
+        return oracle_value_and_grad(params, rows, **twin.oracle, microbatches=1), oracle_outputs(params, rows, **ends)
+
+    return jax.jit(run)
 
 
 @lru_cache(maxsize=256)
@@ -94,6 +106,12 @@ def worst_error(found: Outcome, wanted: Outcome) -> float:
     """
     assert found.grads.keys() == wanted.grads.keys()
     pairs = [(np.asarray(found.loss), np.asarray(wanted.loss)), *((found.grads[k], wanted.grads[k]) for k in wanted.grads)]
+    return max(_relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+
+
+def outputs_error(found: Any, wanted: Outcome) -> float:
+    """The largest difference of any output, relative to the largest entry of its array."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted.outputs), strict=True)
     return max(_relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
 
 
