@@ -345,3 +345,17 @@ def test_a_union_of_as_many_or_fewer_layers_keeps_every_shape():
     union = Union.of([layer * n for n in (1, 3, 2)])
     assert union.avals == tuple(layer * 3)
     assert not any(place.flat for places in union.places.values() for place in places)
+
+
+def test_a_remat_policy_for_each_stage():
+    """Two kinds of one function: the first stage recomputes, the second keeps; both give what neither would change."""
+    plain = lambda p, x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"])  # noqa: E731
+    canonical = {"stages": [draw({"w": (4, 9), "v": (9, 4)}, seed=s) for s in (0, 1)], "last": draw({"head": (4, 2)})}
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
+    found = []
+    for functions in ([plain, plain], [jax.checkpoint(plain), plain]):
+        pipe = jp.Pipeline(functions, schedule=schedule, mesh=mesh_of(2), last=head)
+        found.append(pipe.value_and_grad(pipe.place(canonical), rows(width=4)))
+        assert pipe.compile_report(pipe.place(canonical), rows(width=4))["stage_kinds"] == len(set(functions))
+    assert abs(float(found[0][0]) - float(found[1][0])) <= FLOAT64
+    assert worst(found[1][1]["stages"], found[0][1]["stages"]) <= FLOAT64
