@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .emit import make_extra
 from .errors import PipelineError
 from .functions import Functions, Loss
-from .lower import split_batch
+from .lower import shard_key, split_batch
 from .packed import Packed
 from .pipeline import Pipeline
 
@@ -77,6 +77,10 @@ def find_nonfinite(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, 
         if not jnp.isfinite(loss):
             raise FloatingPointError(find_nonfinite(pipe, params, batch, rng=key))
     """
+    if pipe.functions.has_state:
+        raise PipelineError(
+            "find_nonfinite runs stages apart from each other, and so none that takes `state`; give that stage a constant one"
+        )
     jax.eval_shape(pipe._step, params, batch, rng, ())  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
     for microbatch in range(pipe.schedule.num_microbatches):
@@ -111,10 +115,6 @@ class _Search:
         self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch)
         functions = pipe.functions
         self.first = _Call("first", functions.run_first, OUTER_WANTS)
-        if functions.has_state:
-            raise PipelineError(
-                "find_nonfinite runs stages apart from each other, and so none that takes `state`; give that stage a constant one"
-            )
         # Unlike stages are compiled apart, alike ones once.
         self.stages = tuple(
             _Call(f"stage {s}" if pipe.layout.unlike else "stage", partial(_x_of_stage, functions, s), function.wants_arrays)
@@ -185,9 +185,8 @@ class _Search:
         return result, jax.tree.map(np.asarray, counts)
 
     def _extra(self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any) -> dict[str, PyTree]:
-        """What the step gives the function besides parameters and x (see `lower._shard_key` for the key)."""
-        if rng is not None and self.pipe._data_size > 1:
-            rng = jax.random.fold_in(rng, lax.axis_index(self.pipe.data_axes))
+        """What the step gives the function besides parameters and x."""
+        rng = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
         return make_extra(split_batch(batch, self.pipe.schedule.num_microbatches), rng, stage, microbatch, call.wants)
 
     def _forward(self, call: _Call) -> Callable[..., Any]:

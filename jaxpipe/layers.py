@@ -135,12 +135,13 @@ class LayerMap:
         if stateful:
             raise PipelineError(f"layers {stateful} take `state`, which only whole stages can; give Pipeline a stage function instead")
         made: dict[tuple[Any, ...], Function] = {}
+        found = []
         for s, letters in enumerate(self.stages):
             key = (letters, *(self.groups(s, letter) for letter in sorted(set(letters))))
             if key not in made:
                 made[key] = _stage_function(letters, tuple(self._runs(s)), given, self._offsets, has_loss=has_loss)
-        keys = [(letters, *(self.groups(s, letter) for letter in sorted(set(letters)))) for s, letters in enumerate(self.stages)]
-        return tuple(made[key] for key in keys)
+            found.append(made[key])
+        return tuple(found)
 
     def _runs(self, stage: int) -> Iterator[_Run]:
         """A stage's layers in order, as parts of its stacks; layers count from the stage's first of the letter."""

@@ -110,7 +110,7 @@ def body(
     this data shard.
     """
     batch = split_batch(batch, lowering.num_microbatches)
-    rng = _shard_key(lowering, rng)
+    rng = shard_key(rng, lowering.data_axes, lowering.data_size)
     plans = lowering.plans
     mine = [_first_row(tree) for tree in params["stages"]]
     owned = [gather(tree, plan) for tree, plan in zip(mine, plans["stages"], strict=True)]
@@ -134,11 +134,11 @@ def _first_row(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
-def _shard_key(lowering: Lowering, rng: Any) -> Any:
+def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
     """The step's key on this data shard: shards have different rows, so they draw different numbers."""
-    if rng is None or lowering.data_size == 1:
+    if rng is None or data_size == 1:
         return rng
-    return jax.random.fold_in(rng, lax.axis_index(lowering.data_axes))
+    return jax.random.fold_in(rng, lax.axis_index(data_axes))
 
 
 def split_batch(batch: PyTree, count: int) -> PyTree:

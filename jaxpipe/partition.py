@@ -117,11 +117,10 @@ class Partition:
         given = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec)}
         chunks = tree if key == "stages" else (tree,)
         found = []
-        for v, chunk in enumerate(chunks):
-            # Chunks whose stages are alike have the same faults: they are listed once.
-            own = faults if v == 0 else []
+        for chunk in chunks:
+            own: list[str] = []
             found.append(self._leaves(key, chunk, given, own))
-            faults += [fault for fault in own if fault not in faults]
+            faults += [fault for fault in own if fault not in faults]  # chunks whose stages are alike have the same ones
         names = [self._name(key, path) for chunk in chunks for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
         unused = [prefix for prefix in given if prefix and not any(_holds(prefix, name) for name in names)]
         faults += [f"{key}: specs name {prefix!r}, but the parameters are {list(dict.fromkeys(names))}" for prefix in unused]

@@ -109,7 +109,7 @@ class Union:
 
     def read(self, pool: Sequence[Any], slot: Any, avals: Avals) -> Leaves:
         """A kind's values out of one slot of a pool of unions."""
-        return [p.take(lax.dynamic_index_in_dim(pool[p.at], slot, 0, keepdims=False)) for p in self.of_kind(avals)]
+        return [p.take(Slot(pool[p.at], slot).load()) for p in self.of_kind(avals)]
 
     def write(self, pool: Sequence[Any], slot: Any, avals: Avals, values: Sequence[Any]) -> Leaves:
         """The pool with a kind's values in one slot."""
@@ -130,8 +130,8 @@ class Union:
 
     def lazily(self, pool: Sequence[Any], slot: Any, avals: Avals) -> Leaves:
         """A kind's values out of one slot, still as slots where they can be."""
-        slots = zip(self.of_kind(avals), self.slots(pool, slot, avals), strict=True)
-        return [p.take(lax.dynamic_index_in_dim(pool[p.at], slot, 0, keepdims=False)) if s is None else s for p, s in slots]
+        slots = [(p, Slot(pool[p.at], slot)) for p in self.of_kind(avals)]
+        return [p.take(s.load()) if p.flat else s for p, s in slots]
 
     def stored(self, pool: Sequence[Any], slot: Any, avals: Avals, values: Sequence[Any]) -> Leaves:
         """The pool after a kind's values went into a slot; for those that `slots` gave a slot, `values` holds their updated pool."""

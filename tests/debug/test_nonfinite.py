@@ -108,3 +108,12 @@ def test_a_step_that_cannot_run_raises_what_the_step_raises():
     pipe, canonical, batch = make()
     with pytest.raises(jp.PipelineError, match="which do not divide into 4 microbatches"):
         found(pipe, canonical, jax.tree.map(lambda leaf: leaf[:-1], batch))
+
+
+def test_stages_with_state_are_refused_by_name():
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    pipe = jp.Pipeline(lambda p, x, *, state: (x * p, state), schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x))
+    params = pipe.place({"stages": np.ones(2), "last": {}})
+    with pytest.raises(jp.PipelineError, match="none that takes `state`"):
+        find_nonfinite(pipe, params, {"x": np.ones((M, 3))})
