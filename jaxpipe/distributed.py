@@ -103,7 +103,7 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
         if np.shape(leaf)[:1] != (count,)
     ]
     if faults:
-        raise PipelineError("the rows of this process do not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+        raise PipelineError.listing("the rows of this process do not fit", faults)
     to = _rows_sharding(pipe)
 
     def join(leaf: Any) -> Any:

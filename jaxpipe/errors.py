@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 
 class JaxpipeError(ValueError):
@@ -45,21 +47,25 @@ class CostError(JaxpipeError):
     """Costs that do not fit: a list of another length than the stages, or a cost that is negative or not a number."""
 
 
-class PipelineError(JaxpipeError):
+class FaultsError(JaxpipeError):
+    """An error that lists every fault: `.faults` holds them."""
+
+    faults: tuple[str, ...]
+
+    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults or (message,)
+
+    @classmethod
+    def listing(cls, head: str, faults: Iterable[str]) -> Self:
+        """The error whose message has a line for each fault, below `head`."""
+        found = tuple(faults)
+        return cls(f"{head}:\n" + "\n".join(f"  {fault}" for fault in found), found)
+
+
+class PipelineError(FaultsError):
     """A mesh, parameter tree, batch or function that does not fit the schedule; `.faults` holds every one."""
 
-    faults: tuple[str, ...]
 
-    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.faults = faults or (message,)
-
-
-class CheckpointError(JaxpipeError):
+class CheckpointError(FaultsError):
     """A checkpoint that is not there or is of another model, or a state that cannot be saved; `.faults` holds every one."""
-
-    faults: tuple[str, ...]
-
-    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.faults = faults or (message,)

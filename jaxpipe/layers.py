@@ -64,7 +64,7 @@ class LayerMap:
         if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
             faults.append(f"{LOSS} must stand on the last stage of layout {str(layout)!r}")
         if faults:
-            raise PipelineError("the layout does not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+            raise PipelineError.listing("the layout does not fit", faults)
         chunks = max(map(len, owned))
         mates = [tuple(row[v] for row in owned if v < len(row)) for v in range(chunks)]
         found = {stage: group for group in mates for stage in group}

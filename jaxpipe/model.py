@@ -84,7 +84,7 @@ def _by_layers(
         f"layers= has a function for {letter!r}, which the layout {str(layout)!r} does not have" for letter in sorted(set(layers) - used)
     ]
     if faults:
-        raise PipelineError("layers and layout do not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+        raise PipelineError.listing("layers and layout do not fit", faults)
     bare = ParamLayout(placement)
     by_letter = LayerMap.of(layout, placement, bare.owned)
     return Model(

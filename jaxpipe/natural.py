@@ -116,7 +116,7 @@ class Natural:
                 if rule is None:
                     faults.append(f"{_text((*path, *p))} of shape {leaf.shape} fits no axis of its parameter to the stages")
         if faults:
-            raise CheckpointError("this state has no natural layout:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+            raise CheckpointError.listing("this state has no natural layout", faults)
         return rules
 
     def _rule(self, leaf: Any, parameter: Reference | None, *, stage: bool) -> Rule | None:

@@ -149,4 +149,4 @@ def check_canonical(params: Mapping[str, PyTree], layout: ParamLayout, *, has_fi
                 "put other arrays in the batch"
             )
     if faults:
-        raise PipelineError("these parameters do not fit the pipeline:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+        raise PipelineError.listing("these parameters do not fit the pipeline", faults)

@@ -109,7 +109,7 @@ class Partition:
         faults = [f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}" for key in specs if key not in params]
         found = {key: self._tree(key, tree, specs.get(key), faults) for key, tree in params.items()}
         if faults:
-            raise PipelineError("these specs do not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+            raise PipelineError.listing("these specs do not fit", faults)
         return found
 
     def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:

@@ -163,7 +163,7 @@ class Pipeline:
         """
         faults = self.layout.faults(state)
         if faults:
-            raise PipelineError("this state does not fit the pipeline:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+            raise PipelineError.listing("this state does not fit the pipeline", faults)
         like = jax.eval_shape(self.layout.place_stages, state)
         to = NamedSharding(self.mesh, PartitionSpec(self.axis))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
@@ -383,7 +383,7 @@ class Pipeline:
         elif state and (not isinstance(state, tuple) or len(state) != self.layout.num_owned):
             faults.append("state must be what `place_state`, or the step before, returned")
         if faults:
-            raise PipelineError("this step cannot be lowered:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+            raise PipelineError.listing("this step cannot be lowered", faults)
 
     def _batch_faults(self, batch: PyTree) -> list[str]:
         count, data = self.schedule.num_microbatches, self._data_size
@@ -476,4 +476,4 @@ def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str,
             f"jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)}, axis_types=(jax.sharding.AxisType.Auto,) * {len(sizes)})"
         )
     if faults:
-        raise PipelineError("the mesh does not fit:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+        raise PipelineError.listing("the mesh does not fit", faults)

@@ -324,4 +324,4 @@ def _check_apart(owners: dict[str, Any]) -> None:
             if before[0] != owner:
                 faults.append(f"{before[0]} and {owner} hold the same variable, {before[1]} and {name}; give its module as shared=")
     if faults:
-        raise PipelineError("parts share variables:\n" + "\n".join(f"  {f}" for f in faults), tuple(faults))
+        raise PipelineError.listing("parts share variables", faults)
