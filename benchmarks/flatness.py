@@ -88,7 +88,7 @@ class Table:
 def size(table: Table, microbatches: int, sync: Sync, prefer: Prefer) -> tuple[int, int]:
     """Blocks of stage code and permutes of its program."""
     plan = Plan.of(table.build(microbatches), sync, prefer)
-    return sum(s.size for s in plan.segments), sum(len(p.permutes) for s in plan.segments for p in s.positions)
+    return sum(s.size for s in plan.segments), sum(s.permutes for s in plan.segments)
 
 
 def worst(table: Table, prefer: Prefer) -> float:

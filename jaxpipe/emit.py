@@ -17,10 +17,13 @@ from .blocks import Leaves, add, read, strengthen, when, when_flagged, write
 from .functions import Context
 from .jaxprs import Slot, run_threaded
 from .operands import Operands, StageOperand, Unions
-from .passes.program import BlockUse, Column, Payload, Position, Presence, Program, Segment
+from .passes.program import BlockUse, Column, Payload, Permute, Position, Presence, Program, Segment
 from .stage import LastCode, StageCode, run
 
 C = Column
+# Where the state has what is sent, and where what arrives is kept.
+_OUT = {Payload.ACTIVATION: "out_f", Payload.COTANGENT: "out_b"}
+_POOL = {Payload.ACTIVATION: "x", Payload.COTANGENT: "c"}
 PyTree: TypeAlias = Any
 State: TypeAlias = "dict[str, Any]"
 
@@ -54,23 +57,57 @@ class Emitter:
             found.append([tuple(np.unique(kind_of[_stages(rows, use)]).tolist()) for use in position.blocks])
         return found
 
-    def trip(self, positions: Sequence[Position], kinds: Sequence[Sequence[tuple[int, ...]]], rows: Any, state: State) -> State:
-        """The ticks of one period.  `rows[j]` is this device's line of the table for the j-th of them, `kinds` of `kinds_at`."""
-        awaited: dict[int, list[tuple[str, Any, Leaves]]] = {}
-        for j, position in enumerate(positions):
+    def keeps_at(self, segment: Segment) -> list[list[bool]]:
+        """For each position and each of its lanes, whether a device that nothing comes to may have no free slot: it keeps what it has."""
+        rows = self.program.table[segment.start : segment.stop, :, C.ARRIVAL :]
+        return [[bool((rows[j :: segment.period, :, i] < 0).any()) for i in range(rows.shape[2])] for j in range(segment.period)]
+
+    def trip(self, segment: Segment, rows: Any, state: State) -> State:
+        """The ticks of one period.  `rows[j]` is this device's line of the table for the j-th of them."""
+        kinds, keeps = self.kinds_at(segment), self.keeps_at(segment)
+        awaited: dict[int, list[tuple[Payload, bool, Any, Leaves]]] = {}
+        for j, position in enumerate(segment.positions):
             for use, those in zip(position.blocks, kinds[j], strict=True):
                 for kind in those:
                     state = self._block(use, kind, rows[j], state, asks=len(those) > 1)
-            for index, permute in enumerate(position.permutes):
-                pool, out = ("x", "out_f") if permute.payload is Payload.ACTIVATION else ("c", "out_b")
-                arrived = [lax.ppermute(self._ready(leaf, state["order"]), self.axis, permute.pairs) for leaf in state[out]]
-                awaited.setdefault(j + permute.delay, []).append((pool, rows[j][C.ARRIVAL + index], arrived))
+            if len(position.exchanges) > 1:
+                for number in range(len(position.exchanges)):
+                    state = self._gate(position, number, keeps[j], rows[j], state)
+            else:
+                for lane, permute in zip(position.lanes_of(0), position.exchanges[0], strict=True):
+                    ready = [self._ready(leaf, state["order"]) for leaf in state[_OUT[permute.payload]]]
+                    arrival = permute.payload, keeps[j][lane], rows[j][C.ARRIVAL + lane], self._permute(permute, ready)
+                    awaited.setdefault(j + permute.delay, []).append(arrival)
             # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
             # between must be done by then (see `order` in `_block`), or XLA makes the write on a copy.
-            for pool, slot, arrived in awaited.pop(j, ()):
-                state = {**state, pool: write(state[pool], jnp.where(state["order"], 0, slot), arrived)}
+            for payload, keep, slot, arrived in awaited.pop(j, ()):
+                state = _arrive(state, payload, jnp.where(state["order"], 0, slot), arrived, keep=keep)
         assert not awaited, "a transfer is awaited after its trip"
         return state
+
+    def _gate(self, position: Position, number: int, keeps: Sequence[bool], row: Any, state: State) -> State:
+        """One of several exchanges, where the table names it for this tick.
+
+        All devices choose the same, or those that send would wait for others that do not receive.  One conditional could ask for all
+        exchanges at once, but XLA fixes the layouts of its results, and may copy a whole pool into that layout.
+        """
+        exchange = position.exchanges[number]
+        if not exchange:
+            return state
+
+        def body(pools: State) -> State:
+            arrived = [self._permute(permute, state[_OUT[permute.payload]]) for permute in exchange]
+            for lane, permute, leaves in zip(position.lanes_of(number), exchange, arrived, strict=True):
+                pools = _arrive(pools, permute.payload, row[C.ARRIVAL + lane], leaves, keep=keeps[lane])
+            return pools
+
+        predicate = jnp.logical_and(row[C.EXCHANGE] == number, jnp.logical_not(state["order"]))
+        written = _pick(state, [pool for payload, pool in _POOL.items() if any(p.payload is payload for p in exchange)])
+        flag, inner = when_flagged(Presence.SOMETIMES, predicate, body, written)
+        return {**state, **inner, "order": flag}
+
+    def _permute(self, permute: Permute, leaves: Leaves) -> Leaves:
+        return [lax.ppermute(leaf, self.axis, permute.pairs) for leaf in leaves]
 
     def _ready(self, leaf: Any, order: Any) -> Any:
         """A payload that cannot be sent before the tick's blocks are done, where a permute blocks its device.
@@ -319,6 +356,16 @@ class Emitter:
         """Leaves of what a stage is given besides parameters and x: "ctx", "microbatch", "state"."""
         own = operand.read_state(state) if "state" in self.wants[kind] else []
         return [*self._extra(stage, microbatch, self.wants[kind]), *own]
+
+
+def _arrive(state: State, payload: Payload, slot: Any, arrived: Leaves, *, keep: bool) -> State:
+    """Write what has arrived; `keep`: a slot may be negative, for ~slot, which nothing comes to and which stays as it is."""
+    pool = _POOL[payload]
+    if not keep:
+        return {**state, pool: write(state[pool], slot, arrived)}
+    at = jnp.where(slot < 0, ~slot, slot)
+    chosen = [jnp.where(slot < 0, old, new) for old, new in zip(read(state[pool], at), arrived, strict=True)]
+    return {**state, pool: write(state[pool], at, chosen)}
 
 
 def _stages(rows: NDArray[np.int32], use: BlockUse) -> NDArray[np.int32]:

@@ -49,7 +49,7 @@ class Prefer(enum.Enum):
     """What the lowering gives up where a table cannot keep its makespan, its memory and little code at once on a mesh."""
 
     MEMORY = "memory"  # keep the table's memory and compile little code
-    SPEED = "speed"  # keep its makespan, with up to twice the activations, and its transfers, with code for each kind of tick
+    SPEED = "speed"  # keep its makespan, with up to twice the activations, and let transfers run beside compute, with more code
 
 
 STAGE_KEYWORDS = ("ctx", "microbatch", "shared", "state", "training")

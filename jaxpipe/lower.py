@@ -378,10 +378,8 @@ def _run_segment(emitter: Emitter, segment: Segment, table: Any, state: State) -
     """Emit one period of ticks; scan it over the segment's rows of the table where it repeats."""
     rows = table[segment.start : segment.stop].reshape(segment.repeats, segment.period, table.shape[1])
 
-    kinds = emitter.kinds_at(segment)
-
     def trip(state: State, rows: Any) -> tuple[State, None]:
-        return emitter.trip(segment.positions, kinds, rows.astype(jnp.int32), state), None
+        return emitter.trip(segment, rows.astype(jnp.int32), state), None
 
     if segment.repeats == 1:
         return trip(state, rows[0])[0]

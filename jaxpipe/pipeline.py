@@ -55,8 +55,9 @@ class Pipeline:
         specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the axis of stages (or layers): a
             tree like the canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
-        prefer: "memory" keeps the table's memory; "speed" lets devices hold more microbatches where that saves waiting, as it does
-            for 1F1B where transfers make all devices wait for each other (virtual CPU devices of one process).
+        prefer: "memory" keeps the table's memory and compiles little code; "speed" lets devices hold more microbatches where that
+            saves waiting, as it does for 1F1B where transfers make all devices wait for each other (virtual CPU devices of one
+            process), and compiles more code where transfers can then run beside compute.
 
     Raises:
         ScheduleError: the table breaks a rule.

@@ -11,7 +11,7 @@ The table and the program made of it:
     num_segments, segments   pieces of code that are compiled once, and their text: which blocks and permutes each tick has
     blocks              pieces of stage code that are compiled, over all segments
     table_transfers     values that cross devices in the table, a step
-    transfers           pairs of devices that the program's permutes send between, a step; more than the table's where ramps share code
+    transfers           pairs of devices that the program's permutes send between, a step; more than the table's where ticks share them
 
 Memory, for one coordinate of the pipe and data axes, before the partitioner splits anything over other axes:
 
@@ -120,10 +120,10 @@ def _sent(program: Program) -> dict[tuple[Payload, int], int]:
     """How many times each device sends each payload, a step."""
     found: dict[tuple[Payload, int], int] = {}
     for segment in program.segments:
-        for permute in (permute for position in segment.positions for permute in position.permutes):
+        for permute in (permute for tick in range(segment.start, segment.stop) for permute in segment.exchange(tick)):
             for source, _ in permute.pairs:
                 key = (permute.payload, source)
-                found[key] = found.get(key, 0) + segment.repeats
+                found[key] = found.get(key, 0) + 1
     return found
 
 

@@ -97,22 +97,43 @@ class _Run:
                     self.moment += 1
                 for device in range(len(self.devices)):
                     self._block(use, device, start + j)
-            for index, permute in enumerate(position.permutes):
+            for lane, permute in self._exchange(position, start + j):
                 _check_permute(permute)
                 arrived = [ZEROS] * len(self.devices)
                 for source, target in permute.pairs:
                     arrived[target] = self.devices[source].out[permute.payload]
-                awaited.setdefault(j + permute.delay, []).append((permute, index, start + j, arrived))
+                awaited.setdefault(j + permute.delay, []).append((permute, lane, start + j, arrived))
             # A program may send only what the tick has made: what is sent again later counts as nothing.
             for device_state in self.devices:
                 device_state.out = dict.fromkeys(Payload, ZEROS)
             self.moment = 3 * (start + j) + 2
-            for permute, index, tick, arrived in awaited.pop(j, []):
+            for permute, lane, tick, arrived in awaited.pop(j, []):
                 pool = "x" if permute.payload is Payload.ACTIVATION else "c"
                 for device, value in enumerate(arrived):
-                    self._write(device, tick, pool, C.ARRIVAL + index, value)
+                    self._arrive(device, tick, pool, C.ARRIVAL + lane, value)
         if awaited:
             raise Wrong(f"a transfer of the trip from tick {start} is awaited after the trip")
+
+    def _exchange(self, position: Position, tick: int) -> list[tuple[int, Permute]]:
+        """The permutes that the table names, each with its lane: its place among those of its payload, activations first."""
+        (number,) = set(self.program.table[tick, :, C.EXCHANGE].tolist())
+        exchange = position.exchanges[number]
+        if len(position.exchanges) > 1 and any(p.delay for p in exchange):
+            raise Wrong(f"tick {tick}: what is under a predicate must be over when that is")
+        most = max(sum(p.payload is Payload.ACTIVATION for p in other) for other in position.exchanges)
+        found, nexts = [], {Payload.ACTIVATION: 0, Payload.COTANGENT: most}
+        for permute in exchange:
+            found.append((nexts[permute.payload], permute))
+            nexts[permute.payload] += 1
+        return found
+
+    def _arrive(self, device: int, tick: int, pool: str, column: int, value: Value) -> None:
+        """Write what arrives; where the table has ~slot, the slot stays as it is."""
+        slot = int(self.program.table[tick, device, column])
+        if slot >= 0:
+            self._write(device, tick, pool, column, value)
+        elif ~slot >= len(self.devices[device].pools[pool]):
+            raise Wrong(f"tick {tick}, device {device}: keeps {pool}[{~slot}], which is not there")
 
     def _block(self, use: BlockUse, device: int, tick: int) -> None:
         kind, chunk = use.block

@@ -77,8 +77,8 @@ def assign_slots(ticks: Ticks, segments: Sequence[Segment], *, liveness: Livenes
     """Allocate slots by linear scan over live intervals, so that a pool has exactly as many slots as its peak.
 
     Poletto and Sarkar 1999 (linear scan register allocation); intervals of one device form an interval graph, for which
-    the greedy choice is optimal.  A device that a permute reaches without a message for it writes what it gets to a
-    free slot; where none is free the pool has one more.
+    the greedy choice is optimal.  A device that takes part in an exchange without a message for it writes what it gets
+    to a free slot; where none is free it keeps what a slot has, which the table says as ~slot.
     """
     writer = _Writer(ticks, segments, liveness or Liveness())
     return writer.program()
@@ -100,12 +100,13 @@ class _Writer:
         shape = (ticks.num_ticks, table.num_devices, C.ARRIVAL + max(self._arrivals.widest, 1))
         self._table: NDArray[np.int32] = np.zeros(shape, np.int32)
         self._table[:, :, [C.F_CHUNK, C.B_CHUNK]] = NOBODY
+        self._table[:, :, C.EXCHANGE] = self._arrivals.choice[:, None]
 
     def program(self) -> Program:
         """Write the actions, then for each pool the slots of its values."""
         self._write_actions()
         sizes = [self._allocate(pool, values) for pool, values in self._values().items()]
-        return Program(self._schedule, self._segments, self._table, Slots(*(max(1, size) for size in sizes)))
+        return Program(self._schedule, self._segments, self._table, Slots(*sizes))
 
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
@@ -201,25 +202,23 @@ class _Writer:
         crosses = (source >= 0) & ~self._local[source]
         column, begin = np.zeros_like(source), np.zeros_like(source)
         sent = source[crosses]
-        index, arrives = self._arrivals.find(self._when[sent], payload, self._actions.device[sent], target[crosses])
-        column[crosses], begin[crosses] = C.ARRIVAL + index, _moment(arrives, _ARRIVE)
+        lane, arrives = self._arrivals.find(self._when[sent], payload, self._actions.device[sent], target[crosses])
+        column[crosses], begin[crosses] = C.ARRIVAL + lane, _moment(arrives, _ARRIVE)
         return column, begin
 
     def _allocate(self, pool: _Pool, values: _Values) -> int:
         """Linear scan on every device; returns the pool's size."""
         devices = range(self._actions.num_devices)
         mine = [np.flatnonzero(values.device == d) for d in devices]
-        size = max(_peak(values.begin[chosen], values.end[chosen]) for chosen in mine)
-        grown = size
+        size = max(1, *(_peak(values.begin[chosen], values.end[chosen]) for chosen in mine))
         slots = np.zeros(len(values.device), np.int64)
         for device, chosen in zip(devices, mine, strict=True):
             tick, column, arrives = self._strays(pool, device, values.ticks[:, chosen], values.columns[:, chosen])
             moments, back = np.unique(_moment(arrives, _ARRIVE), return_inverse=True)
             slots[chosen], free = _scan(values.begin[chosen], values.end[chosen], moments, size)
             self._table[tick, device, column] = free[back]
-            grown = max(grown, 1 + int(free.max(initial=-1)))
         self._table[values.ticks, values.device, values.columns] = slots
-        return grown
+        return size
 
     def _strays(self, pool: _Pool, device: int, ticks: IntArray, columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """(tick, column, tick of arrival) of what permutes bring to a device that has no message in them."""
@@ -227,39 +226,45 @@ class _Writer:
         strays = self._arrivals.payload == (NOBODY - 1 if payload is None else payload)
         arrival = columns >= C.ARRIVAL
         strays[ticks[arrival], columns[arrival] - C.ARRIVAL] = False
-        tick, index = np.nonzero(strays)
-        return tick, C.ARRIVAL + index, tick + self._arrivals.delay[tick, index]
+        tick, lane = np.nonzero(strays)
+        return tick, C.ARRIVAL + lane, tick + self._arrivals.delay[tick, lane]
 
 
 class _Arrivals:
-    """The permutes of every tick: `payload[tick, index]` (NOBODY where there are not so many) and `delay[tick, index]`."""
+    """What arrives in every tick: `payload[tick, lane]` (NOBODY where nothing does) and `delay[tick, lane]`."""
 
     def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int) -> None:
         positions = [p for segment in segments for p in segment.positions]
-        self.widest = max((len(p.permutes) for p in positions), default=0)
-        self._position = np.zeros(num_ticks, np.int64)
+        self.widest = max((len(p.lanes) for p in positions), default=0)
+        self.choice = np.zeros(num_ticks, np.int64)
+        self._exchange = np.zeros(num_ticks, np.int64)
+        count = sum(len(p.exchanges) for p in positions)
+        payload, delay = np.full((count, self.widest), NOBODY), np.zeros((count, self.widest), np.int64)
+        self._lane = np.full((count, len(Payload), num_devices, num_devices), -1)
         at = 0
         for segment in segments:
-            self._position[segment.start : segment.stop] = np.tile(np.arange(at, at + segment.period), segment.repeats)
-            at += segment.period
-        payload, delay = np.full((len(positions), self.widest), NOBODY), np.zeros((len(positions), self.widest), np.int64)
-        self._index = np.full((len(positions), len(Payload), num_devices, num_devices), -1)
-        for number, position in enumerate(positions):
-            for index, permute in enumerate(position.permutes):
-                payload[number, index], delay[number, index] = permute.payload, permute.delay
-                for source, target in permute.pairs:
-                    self._index[number, permute.payload, source, target] = index
-        self.payload, self.delay = payload[self._position], delay[self._position]
+            ticks = slice(segment.start, segment.stop)
+            self.choice[ticks] = segment.choices or 0
+            starts = at + np.cumsum([0, *(len(p.exchanges) for p in segment.positions)])[:-1]
+            self._exchange[ticks] = np.tile(starts, segment.repeats) + self.choice[ticks]
+            for position in segment.positions:
+                for number, exchange in enumerate(position.exchanges):
+                    for lane, permute in zip(position.lanes_of(number), exchange, strict=True):
+                        payload[at, lane], delay[at, lane] = permute.payload, permute.delay
+                        for source, target in permute.pairs:
+                            self._lane[at, permute.payload, source, target] = lane
+                    at += 1
+        self.payload, self.delay = payload[self._exchange], delay[self._exchange]
 
     def find(self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray) -> tuple[IntArray, IntArray]:
-        """The index of the permute that carries each transfer, and the tick at whose end it writes."""
-        index = self._index[self._position[tick], payload, source, target]
-        assert (index >= 0).all(), "no permute carries a transfer"
-        return index, tick + self.delay[tick, index]
+        """The lane of the permute that carries each transfer, and the tick at whose end it writes."""
+        lane = self._lane[self._exchange[tick], payload, source, target]
+        assert (lane >= 0).all(), "no permute carries a transfer"
+        return lane, tick + self.delay[tick, lane]
 
 
 def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """The lowest free slot for each life; and for each stray moment one that is free then, or slot `size` where all are taken."""
+    """The lowest free slot for each life, and for each stray moment one that is free then, or ~0 where none is."""
     free = list(range(size))
     live: list[tuple[int, int]] = []
     slots, spare = [0] * len(begin), [0] * len(strays)
@@ -272,7 +277,7 @@ def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[
         while live and live[0][0] < now[i]:
             heapq.heappush(free, heapq.heappop(live)[1])
         if i >= len(begin):
-            spare[i - len(begin)] = free[0] if free else size
+            spare[i - len(begin)] = free[0] if free else ~0
             continue
         slots[i] = heapq.heappop(free)
         heapq.heappush(live, (stops[i], slots[i]))

@@ -13,7 +13,7 @@ from .find_segments import find_segments
 from .fuse_ticks import fuse_ticks
 from .level_ticks import level_ticks
 from .program import Segment
-from .program_time import FEW_TRANSFERS, LITTLE_CODE, Prices, Sync, cost_matrix, least_makespan, program_makespan, program_price
+from .program_time import EARLY_TRANSFERS, LITTLE_CODE, Prices, Sync, cost_matrix, least_makespan, program_makespan, program_price
 
 # A program this much longer than its table keeps the table's makespan; if none does, more costly ways are tried.
 KEEPS_MAKESPAN = 1.005
@@ -38,7 +38,7 @@ def choose_emission(schedule: Schedule, *, sync: Sync = Sync.PAIRS, prefer_speed
     `prefer_speed` pays for speed with memory and with code: fused ticks may hold up to twice the table's activations, and the
     steady state gets code of its own wherever that saves transfers.
     """
-    prices = FEW_TRANSFERS if prefer_speed else LITTLE_CODE
+    prices = EARLY_TRANSFERS if prefer_speed else LITTLE_CODE
     enough = KEEPS_MAKESPAN * simulate(schedule).makespan
     found: list[Emission] = []
     for candidates in _more_and_more(schedule, more_memory=prefer_speed):
@@ -64,4 +64,4 @@ def _emission(ticks: Ticks, sync: Sync, prices: Prices) -> Emission:
     costs = cost_matrix(ticks)
     makespan = program_makespan(costs, segments, sync=sync)
     priced = program_makespan(costs, segments, sync=sync, transfer=prices.transfer)
-    return Emission(ticks, segments, makespan, program_price(priced + prices.tick * ticks.num_ticks, segments, prices))
+    return Emission(ticks, segments, makespan, program_price(priced, segments, costs.shape[1], prices))

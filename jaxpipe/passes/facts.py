@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from ..action import Kind
 from ..encode import Encoded, IntArray
 from ..schedule import Schedule
 from .assign_ticks import Ticks
-from .program import Block, BlockUse, Payload, Permute, Position, Presence
+from .program import Block, Payload
 
 
 class Edge(NamedTuple):
@@ -114,53 +113,3 @@ def _tick_facts(line: IntArray) -> TickFacts:
                 payload = Payload.ACTIVATION if kind == Kind.F else Payload.COTANGENT
                 slack[Edge(payload, device, target)] = room
     return TickFacts(blocks, slack)
-
-
-def position_of(facts: Facts, group: slice, *, room: int = 0) -> Position:
-    """One position that serves every tick in the group: the union of their blocks and of their transfers.
-
-    `room` is the number of ticks that follow in the same trip: a transfer with slack is awaited up to that much later.
-    """
-    codes = facts.codes[group]
-    times = np.bincount(codes)
-    total: dict[Block, list[int]] = {}
-    delays: dict[Edge, int] = {}
-    for code in np.flatnonzero(times).tolist():
-        for block, count in facts.kinds[code].blocks.items():
-            sums = total.setdefault(block, [0] * len(count))
-            for i, number in enumerate(count):
-                sums[i] += number * int(times[code])
-        for edge, slack in facts.kinds[code].slack.items():
-            delays[edge] = min(delays.get(edge, room), slack)
-    everyone = facts.num_devices * len(codes)
-    uses = tuple(
-        BlockUse(
-            block,
-            Presence.of(active, everyone),
-            Presence.of(first, active),
-            Presence.of(last, active),
-            Presence.of(local, active),
-        )
-        # Backward blocks go first, so that the forward of the same tick may write what they free; in fused ticks last.
-        for block, (active, first, last, local) in sorted(
-            total.items(), key=lambda item: ((item[0].kind is Kind.F) is not facts.forward_first, item[0])
-        )
-    )
-    return Position(uses, permutes_of(delays))
-
-
-def permutes_of(delays: Mapping[Edge, int]) -> tuple[Permute, ...]:
-    """Colour edges into permutes: by payload, delay and direction, then greedily so that sources and targets are distinct.
-
-    Wrap-around edges of a ring point against their payload's direction, so they come out as a permute of their own.
-    """
-    groups: dict[tuple[Payload, int, bool], list[list[tuple[int, int]]]] = {}
-    for (payload, source, target), delay in sorted(delays.items()):
-        colours = groups.setdefault((payload, delay, source > target), [])
-        for colour in colours:
-            if all(source != s and target != t for s, t in colour):
-                colour.append((source, target))
-                break
-        else:
-            colours.append([(source, target)])
-    return tuple(Permute(payload, tuple(c), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)

@@ -14,9 +14,10 @@ from ..action import Kind
 from ..costs import Costs
 from ..encode import BoolArray, IntArray
 from .assign_ticks import Ticks
-from .facts import Facts, collect, position_of
+from .facts import Facts, collect
+from .positions import position_of
 from .program import Segment
-from .program_time import LITTLE_CODE, Prices, Sync, advance, cost_matrix, program_price
+from .program_time import LITTLE_CODE, Prices, Sync, advance, cost_matrix, program_makespan, program_price
 
 LONGEST_PERIOD = 12
 # Of the first guesses, so many are improved on.
@@ -33,6 +34,7 @@ class Span(NamedTuple):
     start: int
     stop: int
     period: int
+    gated: bool = False  # ticks that transfer different things choose among exchanges (`position_of`)
 
 
 def find_segments(
@@ -49,14 +51,17 @@ def find_segments(
     if not len(facts):
         return ()
     if ticks.turns > 1:
-        return segments_of([Span(0, len(facts), ticks.turns)], facts)
+        both = [segments_of([Span(0, len(facts), ticks.turns, gated)], facts) for gated in (False, True)]
+        matrix = cost_matrix(ticks, costs)
+        times = {s: program_makespan(matrix, s, sync=sync, transfer=prices.transfer) for s in both}
+        return min(both, key=lambda s: program_price(times[s], s, facts.num_devices, prices))
     kept = kept_ticks(facts.codes)
     short = Facts(facts.kinds, facts.codes[kept], facts.num_devices, facts.forward_first)
     chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], sync, prices)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
-    best = chooser.best(starts)
+    best = chooser.best([*starts, *([span._replace(gated=True) for span in start] for start in starts)])
     whole = np.append(kept, len(facts))
-    return segments_of([Span(int(whole[start]), int(whole[stop]), period) for start, stop, period in best], facts)
+    return segments_of([span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best], facts)
 
 
 def segments_of(spans: Sequence[Span], facts: Facts) -> tuple[Segment, ...]:
@@ -144,7 +149,7 @@ class _Chooser:
         key = tuple(spans)
         if key not in self._scores:
             segments = [segment for span in spans for segment in self._segments_of(span)]
-            self._scores[key] = program_price(self._makespan(spans), segments, self._prices)
+            self._scores[key] = program_price(self._makespan(spans), segments, self._costs.shape[1], self._prices)
         return self._scores[key]
 
     def _makespan(self, spans: Sequence[Span]) -> float:
@@ -179,11 +184,12 @@ class _Chooser:
         for i, (left, right) in enumerate(pairwise(spans)):
             for period in periods:
                 if period <= right.stop - left.start:
-                    found.append([*spans[:i], Span(left.start, right.stop, period), *spans[i + 2 :]])
+                    both = Span(left.start, right.stop, period, left.gated or right.gated)
+                    found.append([*spans[:i], both, *spans[i + 2 :]])
         for i, span in enumerate(spans):
-            for period in periods:
-                if period != span.period and period <= span.stop - span.start:
-                    found.append([*spans[:i], Span(span.start, span.stop, period), *spans[i + 1 :]])
+            others = [span._replace(period=p) for p in periods if p != span.period and p <= span.stop - span.start]
+            for other in [*others, span._replace(gated=not span.gated)]:
+                found.append([*spans[:i], other, *spans[i + 1 :]])
         return found
 
     def _segments_of(self, span: Span) -> tuple[Segment, ...]:
@@ -194,18 +200,20 @@ class _Chooser:
 
 def _segments(span: Span, facts: Facts) -> list[Segment]:
     """The segment of a span, and one more for ticks left over at its end."""
-    repeats, left_over = divmod(span.stop - span.start, span.period)
+    left_over = (span.stop - span.start) % span.period
     middle = span.stop - left_over
-    found = []
-    if repeats:
-        groups = [slice(span.start + j, middle, span.period) for j in range(span.period)]
-        positions = tuple(position_of(facts, group, room=span.period - 1 - j) for j, group in enumerate(groups))
-        found.append(Segment(span.start, repeats, positions))
-    if left_over:
-        groups = [slice(t, t + 1) for t in range(middle, span.stop)]
-        positions = tuple(position_of(facts, group, room=left_over - 1 - j) for j, group in enumerate(groups))
-        found.append(Segment(middle, 1, positions))
-    return found
+    parts = [(span.start, middle, span.period), (middle, span.stop, left_over)]
+    return [_segment(Span(*part, gated=span.gated), facts) for part in parts if part[0] < part[1]]
+
+
+def _segment(span: Span, facts: Facts) -> Segment:
+    """The segment of a span whose length is a multiple of its period."""
+    groups = [slice(span.start + j, span.stop, span.period) for j in range(span.period)]
+    found = [position_of(facts, group, room=span.period - 1 - j, gated=span.gated) for j, group in enumerate(groups)]
+    positions = tuple(position for position, _ in found)
+    choices = np.stack([choice for _, choice in found], axis=1)
+    chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
+    return Segment(span.start, len(choices), positions, chosen)
 
 
 def _exact_spans(facts: Facts, start: int, stop: int) -> list[Span]:

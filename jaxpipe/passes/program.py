@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,15 +79,45 @@ class Permute:
         return f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:" + " ".join(f"{s}>{t}" for s, t in self.pairs) + late
 
 
+# The permutes that a tick makes at its end.
+Exchange: TypeAlias = tuple[Permute, ...]
+
+
 @dataclass(frozen=True)
 class Position:
-    """The static structure of one tick of a segment's period: backward blocks, forward blocks, then transfers."""
+    """The static structure of one tick of a segment's period: backward blocks, forward blocks, then one of the exchanges.
+
+    With several exchanges the tick's number of one is data, the same on all devices, and the permutes have no delay.
+    """
 
     blocks: tuple[BlockUse, ...]
-    permutes: tuple[Permute, ...]
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def permutes(self) -> tuple[Permute, ...]:
+        """Those of all exchanges."""
+        return tuple(permute for exchange in self.exchanges for permute in exchange)
+
+    @property
+    def questions(self) -> int:
+        """How many predicates a tick asks: of blocks that not every device runs, and of exchanges."""
+        gates = sum(bool(exchange) for exchange in self.exchanges) if len(self.exchanges) > 1 else 0
+        return gates + sum(use.active is not Presence.ALWAYS for use in self.blocks)
+
+    @property
+    def lanes(self) -> tuple[Payload, ...]:
+        """What may arrive at the end of the tick, whichever exchange it makes: activations, then cotangents."""
+        return tuple(p for p in Payload for _ in range(max(sum(q.payload is p for q in exchange) for exchange in self.exchanges)))
+
+    def lanes_of(self, number: int) -> tuple[int, ...]:
+        """The lane of each permute of an exchange."""
+        exchange, first = self.exchanges[number], self.lanes.index
+        return tuple(first(p.payload) + sum(q.payload is p.payload for q in exchange[:i]) for i, p in enumerate(exchange))
 
     def __str__(self) -> str:
-        return f"[{' '.join(map(str, self.blocks))}]" + "".join(f" ({p})" for p in self.permutes)
+        exchanges = [" ".join(f"({p})" for p in exchange) for exchange in self.exchanges]
+        text = exchanges[0] if len(exchanges) == 1 else "{" + " | ".join(text or "-" for text in exchanges) + "}"
+        return f"[{' '.join(map(str, self.blocks))}] {text}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -96,6 +127,7 @@ class Segment:
     start: int
     repeats: int
     positions: tuple[Position, ...]
+    choices: tuple[int, ...] = ()  # per tick, the exchange that it makes; empty where every position has just one
 
     @property
     def period(self) -> int:
@@ -111,6 +143,31 @@ class Segment:
     def size(self) -> int:
         """Blocks of stage code that are compiled for it."""
         return sum(len(p.blocks) for p in self.positions)
+
+    @property
+    def permutes(self) -> int:
+        """Permutes that are compiled for it."""
+        return sum(len(p.permutes) for p in self.positions)
+
+    @property
+    def questions(self) -> int:
+        """How many predicates all its ticks ask."""
+        return self.repeats * sum(p.questions for p in self.positions)
+
+    @cached_property
+    def moved(self) -> int:
+        """How many values it sends from one device to another, needed or not."""
+        choices = np.array(self.choices or np.zeros(self.repeats * self.period), np.int64).reshape(-1, self.period)
+        pairs = [[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.positions]
+        return sum(int(np.take(counts, choices[:, j]).sum()) for j, counts in enumerate(pairs))
+
+    def choice(self, tick: int) -> int:
+        """The number of the exchange that a tick makes, among those of its position."""
+        return self.choices[tick - self.start] if self.choices else 0
+
+    def exchange(self, tick: int) -> Exchange:
+        """The permutes that a tick makes."""
+        return self.positions[(tick - self.start) % self.period].exchanges[self.choice(tick)]
 
     def __str__(self) -> str:
         head = f"ticks {self.start}..{self.stop - 1}: {self.repeats} x {self.period}"
@@ -144,7 +201,8 @@ class Column(enum.IntEnum):
     B_OUT = 21  # slot of the cotangent handed to the chunk before on this device (B_LOCAL)
     F_FR = 22  # slot of the residuals of `first`
     B_FR = 23
-    ARRIVAL = 24  # slot that the first permute of the position writes; one more column for each further permute
+    EXCHANGE = 24  # number of the exchange that the tick makes, among those of its position; the same on all devices
+    ARRIVAL = 25  # slot that the first lane of the position writes; one more column for each further lane
 
 
 @dataclass(frozen=True)

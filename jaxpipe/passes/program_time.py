@@ -13,7 +13,7 @@ from ..costs import Costs
 from ..simulate import action_durations
 from .assign_ticks import Ticks
 from .facts import Facts
-from .program import Permute, Position, Segment
+from .program import Exchange, Permute, Segment
 
 
 class Sync(enum.Enum):
@@ -30,15 +30,17 @@ _Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
 class Prices(NamedTuple):
     """What emissions are compared by, besides the makespan with F = I = W = 1 and B = 2."""
 
-    tick: float  # time of a tick, for asking who runs what in it
-    transfer: float  # time of a permute, for each device in it
+    question: float  # time of a predicate
+    transfer: float  # time of a permute, for each device in it, while it waits
+    traffic: float  # time of what a device sends, whether it waits or not
     block: float  # share of the makespan that one compiled block of stage code is worth
+    permute: float = 5e-5  # the same for a compiled permute
 
 
 # Little code: no transfer is made for nothing, but a ramp of a few ticks must not cost a second of compile time.
-LITTLE_CODE = Prices(tick=0.002, transfer=0.01, block=4e-3)
-# Few transfers: code for each kind of tick in the steady state, so that no more is moved than the table says.
-FEW_TRANSFERS = Prices(tick=0.002, transfer=0.05, block=2e-3)
+LITTLE_CODE = Prices(question=0.003, transfer=0.01, traffic=0.035, block=4e-3)
+# Early transfers: code for each kind of tick in the steady state, so that what has slack moves while blocks run.
+EARLY_TRANSFERS = Prices(question=0.003, transfer=0.1, traffic=0.03, block=2e-3)
 
 
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
@@ -49,9 +51,13 @@ def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]
     return found
 
 
-def program_price(makespan: float, segments: Sequence[Segment], prices: Prices) -> float:
-    """A makespan, in which transfers have their price, with the surcharge for the code to compile."""
-    return makespan * (1 + prices.block * sum(segment.size for segment in segments))
+def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, prices: Prices) -> float:
+    """A makespan in which waiting for transfers has its price, with that of traffic, of predicates, and of the code to compile."""
+    traffic = prices.traffic * sum(segment.moved for segment in segments) / num_devices
+    questions = prices.question * sum(segment.questions for segment in segments)
+    return (makespan + traffic + questions) * (
+        1 + sum(prices.block * segment.size + prices.permute * segment.permutes for segment in segments)
+    )
 
 
 def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, sync: Sync = Sync.PAIRS, transfer: float = 0.0) -> float:
@@ -70,13 +76,16 @@ def advance(
 ) -> NDArray[np.float64]:
     """Device times after a segment, from device times before it."""
     num_devices = costs.shape[1]
-    meetings = [_meetings(p, num_devices, transfer) for p in segment.positions]
-    rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
-    same = _equal_ahead(rows)
+    meetings = [[_meetings(e, num_devices, transfer) for e in p.exchanges] for p in segment.positions]
+    shape = (segment.repeats, segment.period)
+    rows = costs[segment.start : segment.stop].reshape(*shape, num_devices)
+    choices = np.array(segment.choices or np.zeros(shape), np.int64).reshape(shape)
+    same = _equal_ahead(np.concatenate([rows, choices[..., None]], axis=2))
     trip, growth = 0, None
     while trip < segment.repeats:
         before = time
-        time = _one_trip(time, rows[trip], meetings, sync)
+        made = [options[c] for options, c in zip(meetings, choices[trip].tolist(), strict=True)]
+        time = _one_trip(time, rows[trip], made, sync)
         # Trips of equal costs that moved every device by the same time will go on doing so.
         settled = growth is not None and np.array_equal(time - before, growth) and np.ptp(growth) == 0
         growth = time - before
@@ -103,18 +112,18 @@ def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Se
 
 
 def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:
-    """For each trip, how many trips after it have the same costs as it, without a gap."""
+    """For each trip, how many trips after it have the same costs and exchanges as it, without a gap."""
     breaks = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=(1, 2)))
     last = np.append(breaks, len(rows) - 1)  # the last trip of each run of equal ones
     trips = np.arange(len(rows))
     return last[np.searchsorted(last, trips)] - trips
 
 
-def _meetings(position: Position, num_devices: int, transfer: float) -> _Meetings:
-    """One entry for each delay that a position's permutes have."""
+def _meetings(exchange: Exchange, num_devices: int, transfer: float) -> _Meetings:
+    """One entry for each delay that an exchange's permutes have."""
     found = []
-    for delay in sorted({p.delay for p in position.permutes}):
-        permutes = [p for p in position.permutes if p.delay == delay]
+    for delay in sorted({p.delay for p in exchange}):
+        permutes = [p for p in exchange if p.delay == delay]
         lasts = np.zeros(num_devices)
         for permute in permutes:
             lasts[sorted({d for pair in permute.pairs for d in pair})] += transfer

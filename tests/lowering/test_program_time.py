@@ -18,7 +18,7 @@ KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT
 
 def tick(*pairs, delay=0):
     """A position whose only content is a permute of these pairs."""
-    return Position((), (Permute(Payload.ACTIVATION, pairs, delay),) if pairs else ())
+    return Position((), ((Permute(Payload.ACTIVATION, pairs, delay),) if pairs else (),))
 
 
 def once(*positions):
@@ -27,7 +27,7 @@ def once(*positions):
 
 def by_definition(costs, segments, sync, transfer):
     """The same makespan from its definition, by recursion over (device, tick): no vectors, no trips that are skipped."""
-    ticks = [position.permutes for s in segments for _ in range(s.repeats) for position in s.positions]
+    ticks = [s.exchange(t) for s in segments for t in range(s.start, s.stop)]
     starts = np.cumsum([0, *(s.period * s.repeats for s in segments)]).tolist()
     assert [s.start for s in segments] == starts[:-1]
     devices = range(costs.shape[1])
@@ -97,7 +97,7 @@ def test_a_late_transfer_is_awaited_late():
 
 def test_each_permute_of_a_device_lasts():
     costs = np.array([[1.0, 1, 1]])
-    two = Position((), (Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))))
+    two = Position((), ((Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))),))
     assert program_makespan(costs, once(two), transfer=0.25) == 1.5
     assert program_makespan(costs, once(tick((0, 1))), transfer=0.25) == 1.25
     assert program_makespan(costs, once(tick()), transfer=0.25) == 1
@@ -114,7 +114,9 @@ def test_a_second_simulator_agrees_on_random_programs(seed, sync):
     devices, segments, start = rng.randint(1, 5), [], 0
     for _ in range(rng.randint(1, 3)):
         positions = tuple(_random_position(rng, devices, room) for room in reversed(range(rng.randint(1, 3))))
-        segments.append(Segment(start, rng.randint(1, 12), positions))
+        repeats = rng.randint(1, 12)
+        choices = tuple(rng.randrange(len(p.exchanges)) for _ in range(repeats) for p in positions)
+        segments.append(Segment(start, repeats, positions, choices))
         start = segments[-1].stop
     # Whole costs are exact in floating point; half of the programs have equal trips, which are the ones that get skipped.
     costs = np.array([[rng.randint(0, 4) for _ in range(devices)] for _ in range(start)], float)
@@ -126,6 +128,11 @@ def test_a_second_simulator_agrees_on_random_programs(seed, sync):
 
 
 def _random_position(rng, devices, room):
+    count = rng.choice([1, 1, 2, 3])
+    return Position((), tuple(_random_exchange(rng, devices, room if count == 1 else 0) for _ in range(count)))
+
+
+def _random_exchange(rng, devices, room):
     permutes = []
     for payload in Payload:
         ends = list(range(devices))
@@ -133,7 +140,7 @@ def _random_position(rng, devices, room):
         pairs = tuple(zip(ends[: len(ends) // 2], ends[len(ends) // 2 :], strict=False))
         if pairs and rng.random() < 0.7:
             permutes.append(Permute(payload, pairs, rng.randint(0, room)))
-    return Position((), tuple(permutes))
+    return tuple(permutes)
 
 
 @pytest.mark.parametrize("sync", Sync)
