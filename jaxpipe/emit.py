@@ -78,6 +78,7 @@ class Emitter:
                     ready = [self._ready(leaf, state["order"]) for leaf in state[_OUT[permute.payload]]]
                     arrival = permute.payload, keeps[j][lane], rows[j][C.ARRIVAL + lane], self._permute(permute, ready)
                     awaited.setdefault(j + permute.delay, []).append(arrival)
+                    state = {**state, "order": self._settled(state["order"], arrival[-1])}
             # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
             # between must be done by then (see `order` in `_block`), or XLA makes the write on a copy.
             for payload, keep, slot, arrived in awaited.pop(j, ()):
@@ -118,6 +119,16 @@ class Emitter:
         if not self.blocking or not jnp.issubdtype(leaf.dtype, jnp.number):
             return leaf
         return jnp.where(order, jnp.zeros_like(leaf), leaf)
+
+    def _settled(self, order: Any, arrived: Leaves) -> Any:
+        """False as before, but where a permute blocks its device, not before it is over.
+
+        It holds one of the device's few threads, and two of them would keep the next block from beginning.
+        """
+        for leaf in arrived if self.blocking else ():
+            if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number):
+                order = jnp.logical_and(order, leaf.ravel()[0] == 0)
+        return order
 
     def _block(self, use: BlockUse, kind: int, row: Any, state: State, *, asks: bool) -> State:
         """A block of one kind of stage under its predicate, carrying only what it writes; `asks`: other kinds may run it too."""
