@@ -1,6 +1,5 @@
 """What users may write and what they get: losses, metrics, shared parameters, randomness, trees of activations, data shards."""
 
-
 import jax
 import jax.extend.core
 import jax.numpy as jnp
