@@ -28,7 +28,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     entries = [json.loads(line) for line in path.read_text().splitlines()]
-    return {entry["case"]: entry for entry in entries if entry["sources"] == sources()}
+    return {entry["case"]: entry for entry in entries if entry.get("sources") == sources()}
 
 
 def keep(path: Path, case: str, **found: Any) -> None:
