@@ -49,6 +49,16 @@ def test_no_buffer_is_copied_where_stages_have_different_layers(name: str) -> No
     assert not [op for op in operations(text) if op.opcode == "conditional"]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_pools_of_inputs_are_written_in_place(name: str) -> None:
+    """What arrives goes into a slot, also where that depends on what the slot had: nothing else makes an array of the pool's shape."""
+    text = compile_step(build(name), remat="full").as_text()
+    made = [op for op in operations(text) if len(op.shape) == 4 and op.shape[0] > 1 and op.shape[1:] == (ROWS, TIME, WIDTH)]
+    outside = [op for op in made if "fused" not in op.computation and op.opcode not in ("get-tuple-element", "parameter", "bitcast")]
+    assert any("dynamic_update_slice" in op.name for op in outside)
+    assert [op.name for op in outside if "dynamic_update_slice" not in op.name and "broadcast" not in op.name] == []
+
+
 def test_a_conditional_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above has teeth: with `lax.cond` for the predicate it finds copies of pools and accumulators."""
 
