@@ -38,7 +38,7 @@ def _head(commit: str) -> list[str]:
         "",
         "Errors are relative to an array's largest entry, the largest of all arrays and cases, against the un-pipelined oracle",
         "(plain JAX, float64).  step: loss and every gradient of jaxpipe's compiled program on virtual CPU devices; losses: its losses",
-        "by microbatch, of the forward-only program; torch_ref: all of these in torch_ref, in the same precision.",
+        "by microbatch and outputs by row, of forward-only programs; torch_ref: all of these in torch_ref, in the same precision.",
         "Limits: float64 1e-12; float32 and bfloat16 as derived in tests/parity/tolerance.py.  They grow with the number of stages: limit",
         "is the tightest of the row's cases, and of limit the largest error of any case by that case's own limit.",
         "",
