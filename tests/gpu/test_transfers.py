@@ -45,7 +45,7 @@ def pairs_of(text: str) -> list[list[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zbv"])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
 def test_slack_is_used(name: str) -> None:
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
     plan = plan_of(schedule, Sync.PAIRS, Prefer.SPEED)
