@@ -94,7 +94,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
         "segments": [str(segment) for segment in plan.segments],
         "blocks": sum(segment.size for segment in plan.segments),
         "table_transfers": int(np.sum(schedule.encoded.crosses)),
-        "transfers": sum(_sent(program).values()),
+        "transfers": sum(segment.moved for segment in plan.segments),
         "slots": program.slots,
     }
 
@@ -111,7 +111,7 @@ def _choice(plan: Plan, traced: Traced) -> dict[str, Any]:
         "makespan_pairs": plan.makespan(Sync.PAIRS),
         "makespan_everybody": plan.makespan(Sync.EVERYBODY),
         "blocks": sum(segment.size for segment in plan.segments),
-        "transfers": sum(_sent(program).values()),
+        "transfers": sum(segment.moved for segment in plan.segments),
         "slots": program.slots,
     }
 

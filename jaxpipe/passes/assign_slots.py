@@ -244,7 +244,7 @@ class _Arrivals:
         at = 0
         for segment in segments:
             ticks = slice(segment.start, segment.stop)
-            self.choice[ticks] = segment.choices or 0
+            self.choice[ticks] = segment.chosen.ravel()
             starts = at + np.cumsum([0, *(len(p.exchanges) for p in segment.positions)])[:-1]
             self._exchange[ticks] = np.tile(starts, segment.repeats) + self.choice[ticks]
             for position in segment.positions:

@@ -36,7 +36,7 @@ def choose_emission(schedule: Schedule, *, sync: Sync = Sync.PAIRS, prefer_speed
     within the table's memory.  Where nothing keeps the makespan, the shortest is taken.
 
     `prefer_speed` pays for speed with memory and with code: fused ticks may hold up to twice the table's activations, and the
-    steady state gets code of its own wherever that saves transfers.
+    steady state gets code of its own where transfers can then run beside blocks.
     """
     prices = EARLY_TRANSFERS if prefer_speed else LITTLE_CODE
     enough = KEEPS_MAKESPAN * simulate(schedule).makespan

@@ -45,7 +45,7 @@ def find_segments(
     A ramp's ticks share code by taking the union of their blocks and transfers.  Additional pairs make devices wait for each
     other, so each choice is priced by simulating the program with it (`program_price`), for a mesh that waits as `sync` says.
     The search sees only a few turns of each steady state, so neither its time nor what it chooses depends on M.
-    Ticks that take turns are one segment, and nothing is searched.
+    Ticks that take turns are one segment, and only whether they choose among exchanges is left to find.
     """
     facts = collect(ticks)
     if not len(facts):
@@ -53,8 +53,12 @@ def find_segments(
     if ticks.turns > 1:
         both = [segments_of([Span(0, len(facts), ticks.turns, gated)], facts) for gated in (False, True)]
         matrix = cost_matrix(ticks, costs)
-        times = {s: program_makespan(matrix, s, sync=sync, transfer=prices.transfer) for s in both}
-        return min(both, key=lambda s: program_price(times[s], s, facts.num_devices, prices))
+
+        def price(segments: tuple[Segment, ...]) -> float:
+            makespan = program_makespan(matrix, segments, sync=sync, transfer=prices.transfer)
+            return program_price(makespan, segments, facts.num_devices, prices)
+
+        return min(both, key=price)
     kept = kept_ticks(facts.codes)
     short = Facts(facts.kinds, facts.codes[kept], facts.num_devices, facts.forward_first)
     chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], sync, prices)

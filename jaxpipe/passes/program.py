@@ -155,11 +155,16 @@ class Segment:
         return self.repeats * sum(p.questions for p in self.positions)
 
     @cached_property
+    def chosen(self) -> NDArray[np.int64]:
+        """`[trip, position]`: the choices, 0 where there are none."""
+        shape = (self.repeats, self.period)
+        return np.array(self.choices or np.zeros(shape), np.int64).reshape(shape)
+
+    @cached_property
     def moved(self) -> int:
         """How many values it sends from one device to another, needed or not."""
-        choices = np.array(self.choices or np.zeros(self.repeats * self.period), np.int64).reshape(-1, self.period)
         pairs = [[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.positions]
-        return sum(int(np.take(counts, choices[:, j]).sum()) for j, counts in enumerate(pairs))
+        return sum(int(np.take(counts, self.chosen[:, j]).sum()) for j, counts in enumerate(pairs))
 
     def choice(self, tick: int) -> int:
         """The number of the exchange that a tick makes, among those of its position."""

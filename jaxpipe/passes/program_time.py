@@ -77,14 +77,12 @@ def advance(
     """Device times after a segment, from device times before it."""
     num_devices = costs.shape[1]
     meetings = [[_meetings(e, num_devices, transfer) for e in p.exchanges] for p in segment.positions]
-    shape = (segment.repeats, segment.period)
-    rows = costs[segment.start : segment.stop].reshape(*shape, num_devices)
-    choices = np.array(segment.choices or np.zeros(shape), np.int64).reshape(shape)
-    same = _equal_ahead(np.concatenate([rows, choices[..., None]], axis=2))
+    rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
+    same = _equal_ahead(np.concatenate([rows, segment.chosen[..., None]], axis=2))
     trip, growth = 0, None
     while trip < segment.repeats:
         before = time
-        made = [options[c] for options, c in zip(meetings, choices[trip].tolist(), strict=True)]
+        made = [options[c] for options, c in zip(meetings, segment.chosen[trip].tolist(), strict=True)]
         time = _one_trip(time, rows[trip], made, sync)
         # Trips of equal costs that moved every device by the same time will go on doing so.
         settled = growth is not None and np.array_equal(time - before, growth) and np.ptp(growth) == 0

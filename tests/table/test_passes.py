@@ -362,7 +362,7 @@ def test_a_message_in_the_wrong_slot_is_found():
         (source, made), (target, _) = where[maker], where[action]
         segment = next(s for s in program.segments if s.start <= made < s.stop)
         lanes = segment.positions[(made - segment.start) % segment.period].lanes_of(segment.choice(made))
-        ((lane,),) = ([n for n, p in zip(lanes, made_in[made], strict=True) if p.payload is payload and (source, target) in p.pairs],)
+        (lane,) = (n for n, p in zip(lanes, made_in[made], strict=True) if p.payload is payload and (source, target) in p.pairs)
         size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
         table = program.table.copy()
         table[made, target, C.ARRIVAL + lane] = (table[made, target, C.ARRIVAL + lane] + 1) % size
@@ -536,6 +536,14 @@ def test_with_more_memory_1f1b_keeps_its_makespan_in_lock_step():
 def test_each_kind_of_each_chunk_is_compiled_about_once(name, blocks):
     chunks = 4 if name.startswith("interleaved") else 1
     assert sum(s.size for s in emitted(name, chunks, 8, 64).segments) == blocks
+
+
+def test_equal_steady_states_move_what_the_table_moves():
+    """Where kinds take turns, a trip of the steady state has just the transfers of one F and one B (or I) of each device."""
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h2", 1)):
+        (segment,) = emitted(name, chunks, 4, 32).segments
+        moved = sum(len(permute.pairs) for position in segment.positions for permute in position.permutes)
+        assert moved == (6 if chunks == 1 else 8)  # without chunks nothing goes from the last device to the first
 
 
 def moved(emission):
