@@ -26,9 +26,8 @@ import jaxpipe as jp
 from benchmarks.emulated_worker import MARK, Case, Group
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.functions import Prefer
-from jaxpipe.lower import Plan, plan_of
-from jaxpipe.passes.program_time import Sync
+from jaxpipe.lowering.cost_model import Sync
+from jaxpipe.lowering.plan import Plan, Prefer, plan_of
 
 SCHEDULES = ("gpipe:1", "1f1b:1", "1f1b_overlap:1", "interleaved_1f1b:2", "interleaved_1f1b_overlap:2", "zb_h1:1", "zb_h2:1")
 

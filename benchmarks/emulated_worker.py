@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 import jaxpipe as jp
 from benchmarks.hold import counts, hold
-from jaxpipe.action import Kind, parts
+from jaxpipe.table.action import Kind, parts
 
 MARK = "result "
 ROW = 1024  # floats in a row: little to move, but more than the 512 bytes under which XLA:CPU runs a whole loop body in sequence

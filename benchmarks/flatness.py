@@ -19,9 +19,8 @@ import numpy as np
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.functions import Prefer
-from jaxpipe.lower import Plan
-from jaxpipe.passes.program_time import Sync
+from jaxpipe.lowering.cost_model import Sync
+from jaxpipe.lowering.plan import Plan, Prefer
 from jaxpipe.schedules.registry import describe as describe_schedule
 from tests.gpu.programs import compile_step, gpu_fault, operations
 
@@ -99,7 +98,7 @@ def worst(table: Table, prefer: Prefer) -> float:
 def sent(table: Table, prefer: Prefer) -> float:
     """What is sent in the steady state over what the table sends there."""
     plans = [Plan.of(table.build(m), Sync.PAIRS, prefer) for m in (SHORT, LONG)]
-    program = [sum(s.moved for s in plan.segments) for plan in plans]
+    program = [sum(s.num_sends for s in plan.segments) for plan in plans]
     own = [int(np.sum(plan.ticks.schedule.encoded.crosses)) for plan in plans]
     return (program[1] - program[0]) / (own[1] - own[0])
 

@@ -32,10 +32,9 @@ from benchmarks.baselines.model import Model
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
-from jaxpipe.functions import Prefer
-from jaxpipe.lower import Plan, plan_of
-from jaxpipe.passes.program import Presence, Segment
-from jaxpipe.passes.program_time import Sync
+from jaxpipe.lowering.cost_model import Sync
+from jaxpipe.lowering.plan import Plan, Prefer, plan_of
+from jaxpipe.program.ir import Presence, Segment
 
 MARK = "result "
 LAYERS = 8
@@ -193,14 +192,14 @@ def _executor(sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batc
 def _predicated(segment: Segment) -> Segment:
     """The same segment with a predicate around every block."""
     positions = []
-    for position in segment.positions:
+    for position in segment.templates:
         blocks = tuple(dataclasses.replace(use, active=Presence.SOMETIMES) for use in position.blocks)
         positions.append(dataclasses.replace(position, blocks=blocks))
-    return dataclasses.replace(segment, positions=tuple(positions))
+    return dataclasses.replace(segment, templates=tuple(positions))
 
 
 def _count_predicates(plan: Plan) -> int:
-    uses = [(segment.repeats, use) for segment in plan.segments for position in segment.positions for use in position.blocks]
+    uses = [(segment.repeats, use) for segment in plan.segments for position in segment.templates for use in position.blocks]
     return sum(repeats for repeats, use in uses if use.active is Presence.SOMETIMES)
 
 

@@ -18,9 +18,8 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from benchmarks.stage_costs import Sizes, StageCosts, measure
-from jaxpipe.functions import Prefer
-from jaxpipe.lower import Plan, plan_of
-from jaxpipe.passes.program_time import Sync, cost_matrix, program_makespan
+from jaxpipe.lowering.cost_model import Sync, cost_matrix, program_makespan
+from jaxpipe.lowering.plan import Plan, Prefer, plan_of
 from jaxpipe.schedules.registry import describe as describe_schedule
 
 UNIT = StageCosts(backward=2, input_grad=1, weight_grad=1)

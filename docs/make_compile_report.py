@@ -15,9 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe import report as report_module
-from jaxpipe.functions import Prefer
-from jaxpipe.lower import plan_of
-from jaxpipe.passes.program_time import Sync
+from jaxpipe.lowering.cost_model import Sync
+from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.schedules.registry import describe
 from tests.gpu.programs import LAYERS, ROWS, TIME, WIDTH, first, gpu_mesh, last, shapes, stage
 

@@ -4,26 +4,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import megatron, render, schedules
-from .action import Action, Cell, Kind, Overlap, parse_action, parse_cell
-from .check import check
-from .costs import Costs
 from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, ScheduleError, Violation
-from .layout import Layout, LayoutError, check_layout, parse_layout
-from .memory import Release
-from .passes.add_transfers import add_transfers, remove_transfers
-from .passes.merge_backward import merge_backward
-from .passes.split_backward import split_backward
-from .placement import Placement
-from .runorder import Transfers
-from .schedule import Schedule
-from .simulate import simulate
-from .splits import balanced_layout, even_layout, split_layers
-from .steps import Steps, simulate_steps
-from .timeline import Timeline
+from .layouts.balance import balanced_layout, even_layout, split_layers
+from .layouts.layout import Layout, LayoutError, check_layout, parse_layout
+from .lowering.plan import Prefer
+from .simulation.costs import Costs
+from .simulation.lockstep import Steps, simulate_steps
+from .simulation.simulate import simulate
+from .simulation.timeline import Timeline
+from .table.action import Action, Cell, Kind, Overlap, parse_action, parse_cell
+from .table.activations import Release
+from .table.check import check
+from .table.placement import Placement
+from .table.run_order import Transfers
+from .table.schedule import Schedule
+from .transforms.add_transfers import add_transfers, remove_transfers
+from .transforms.merge_backward import merge_backward
+from .transforms.split_backward import split_backward
 
 if TYPE_CHECKING:
     from .debug import Nonfinite, find_nonfinite
-    from .functions import Context, Loss, Prefer
+    from .model.functions import Context, Loss
     from .pipeline import Pipeline
 
 __all__ = [
@@ -74,11 +75,10 @@ __all__ = [
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
 _NEEDS_JAX = {
-    "Context": ".functions",
-    "Loss": ".functions",
+    "Context": ".model.functions",
+    "Loss": ".model.functions",
     "Nonfinite": ".debug",
     "Pipeline": ".pipeline",
-    "Prefer": ".functions",
     "find_nonfinite": ".debug",
 }
 

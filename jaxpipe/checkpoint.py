@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import jax
 
 from .errors import CheckpointError
-from .natural import Natural
 from .pipeline import Pipeline
+from .portable import Natural
 
 try:
     import orbax.checkpoint as ocp

@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .emit import make_extra
 from .errors import PipelineError
-from .functions import Functions, Loss
-from .lower import shard_key, split_batch
-from .packed import Packed
+from .model.functions import Functions, Loss
+from .model.packed import Packed
 from .pipeline import Pipeline
+from .spmd.body import shard_key, split_batch
+from .spmd.tick import make_extra
 
 PyTree: TypeAlias = Any
 OUTER_WANTS = frozenset({"microbatch", "ctx"})

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .action import Action, Kind
 from .errors import ScheduleError
+from .table.action import Action, Kind
 
 
 class VirtualMicrobatch(NamedTuple):

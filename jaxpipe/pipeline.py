@@ -12,16 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
-from .check import check
 from .errors import PipelineError
-from .functions import Function, Functions, Loss, Prefer
-from .layout import Layout
-from .lower import Lowering, Traced, body, forward_plan, plan_of
-from .model import read_model
-from .params import OUTER, check_canonical
-from .partition import Partition
-from .passes.program_time import Sync
-from .schedule import Schedule
+from .layouts.layout import Layout
+from .lowering.cost_model import Sync
+from .lowering.plan import Prefer, forward_plan, plan_of
+from .model.functions import Function, Functions, Loss
+from .model.param_layout import OUTER, check_canonical
+from .model.partition import Partition
+from .model.read import read_model
+from .spmd.body import Lowering, Traced, body
+from .table.check import check
+from .table.schedule import Schedule
 
 PyTree: TypeAlias = Any
 

@@ -42,15 +42,15 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .action import Kind
-from .costs import Costs
-from .functions import Prefer
 from .jaxprs.sizes import nbytes
-from .lower import Plan, Traced, plan_of
-from .passes.program import Payload, Program, Slots
-from .passes.program_time import Sync
-from .schedule import Schedule
-from .simulate import simulate
+from .lowering.cost_model import Sync
+from .lowering.plan import Plan, Prefer, plan_of
+from .program.ir import Payload, Program, Slots
+from .simulation.costs import Costs
+from .simulation.simulate import simulate
+from .spmd.body import Traced
+from .table.action import Kind
+from .table.schedule import Schedule
 
 
 def report(
@@ -94,7 +94,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
         "segments": [str(segment) for segment in plan.segments],
         "blocks": sum(segment.size for segment in plan.segments),
         "table_transfers": int(np.sum(schedule.encoded.crosses)),
-        "transfers": sum(segment.moved for segment in plan.segments),
+        "transfers": sum(segment.num_sends for segment in plan.segments),
         "slots": program.slots,
     }
 
@@ -111,7 +111,7 @@ def _choice(plan: Plan, traced: Traced) -> dict[str, Any]:
         "makespan_pairs": plan.makespan(Sync.PAIRS),
         "makespan_everybody": plan.makespan(Sync.EVERYBODY),
         "blocks": sum(segment.size for segment in plan.segments),
-        "transfers": sum(segment.moved for segment in plan.segments),
+        "transfers": sum(segment.num_sends for segment in plan.segments),
         "slots": program.slots,
     }
 
@@ -129,14 +129,14 @@ def _sent(program: Program) -> dict[tuple[Payload, int], int]:
 
 def _memory(traced: Traced) -> dict[str, Any]:
     """Pools, residuals and what is sent."""
-    unions, program = traced.unions, traced.program
-    splits = any(use.block.kind is Kind.I for s in program.segments for p in s.positions for use in p.blocks)
+    buffers, program = traced.buffers, traced.program
+    splits = any(use.block.kind is Kind.I for s in program.segments for p in s.templates for use in p.blocks)
     kept: dict[str, Sequence[Any]] = {
-        "x": unions.x.avals,
-        "residual_input": unions.residual_input.avals,
-        "residual_weight": unions.residual_weight.avals,
-        "cotangent": unions.cotangent.avals,
-        "stash": unions.stash.avals if splits else (),
+        "x": buffers.x.avals,
+        "residual_input": buffers.residual_input.avals,
+        "residual_weight": buffers.residual_weight.avals,
+        "cotangent": buffers.cotangent.avals,
+        "stash": buffers.stash.avals if splits else (),
         "first": (*traced.first.residual_input, *traced.first.residual_weight),
     }
     assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"

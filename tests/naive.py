@@ -5,8 +5,8 @@ Everything here works on sets of actions and tries again until nothing moves; no
 
 from __future__ import annotations
 
-from jaxpipe.action import Action, Kind, Overlap, parts
-from jaxpipe.schedule import Schedule
+from jaxpipe.table.action import Action, Kind, Overlap, parts
+from jaxpipe.table.schedule import Schedule
 
 SENDS = {Kind.SEND_F, Kind.SEND_B}
 RECVS = {Kind.RECV_F, Kind.RECV_B}

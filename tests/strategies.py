@@ -6,9 +6,9 @@ import random
 
 from hypothesis import strategies as st
 
-from jaxpipe.action import Action, Cell, Kind, Overlap
-from jaxpipe.placement import Placement
-from jaxpipe.schedule import Schedule
+from jaxpipe.table.action import Action, Cell, Kind, Overlap
+from jaxpipe.table.placement import Placement
+from jaxpipe.table.schedule import Schedule
 
 
 def random_schedule(rng: random.Random) -> Schedule:

@@ -10,9 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxpipe.action import Action, Kind
-from jaxpipe.passes.assign_slots import LastUse, Liveness
-from jaxpipe.passes.program import NOBODY, BlockUse, Column, Payload, Permute, Position, Presence, Program
+from jaxpipe.program.ir import NOBODY, BlockUse, Column, Payload, Permute, Presence, Program, TickTemplate
+from jaxpipe.program.liveness import LastUse, Liveness
+from jaxpipe.table.action import Action, Kind
 
 C = Column
 
@@ -81,13 +81,13 @@ class _Run:
             if segment.start != tick:
                 raise Wrong(f"ticks {tick}..{segment.start} are in no segment")
             for _ in range(segment.repeats):
-                self._trip(segment.positions, tick)
+                self._trip(segment.templates, tick)
                 tick += segment.period
         if tick != self.program.num_ticks:
             raise Wrong(f"the segments end at tick {tick} of {self.program.num_ticks}")
         self._check_done()
 
-    def _trip(self, positions: tuple[Position, ...], start: int) -> None:
+    def _trip(self, positions: tuple[TickTemplate, ...], start: int) -> None:
         awaited: dict[int, list[tuple[Permute, int, int, list[Value]]]] = {}
         for j, position in enumerate(positions):
             # Blocks of one direction, of the other, arrivals: what is read in one of these is overwritten in the next at the soonest.
@@ -114,7 +114,7 @@ class _Run:
         if awaited:
             raise Wrong(f"a transfer of the trip from tick {start} is awaited after the trip")
 
-    def _exchange(self, position: Position, tick: int) -> list[tuple[int, Permute]]:
+    def _exchange(self, position: TickTemplate, tick: int) -> list[tuple[int, Permute]]:
         """The permutes that the table names, each with its lane: its place among those of its payload, activations first."""
         (number,) = set(self.program.table[tick, :, C.EXCHANGE].tolist())
         exchange = position.exchanges[number]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from jax.extend import core
 
 from .flatten import Atom, NewVar
-from .rematerialise import cheapest
+from .min_cut import cheapest
 from .sizes import is_layout, nbytes
 from .sizes import stacked as stacked_aval
 from .slices import Assignment, Split, needed_for, scan_counts

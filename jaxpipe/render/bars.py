@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..action import Action, Kind, parts
-from ..timeline import Timeline
+from ..simulation.timeline import Timeline
+from ..table.action import Action, Kind, parts
 
 
 class Part(enum.Enum):

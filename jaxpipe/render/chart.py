@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..action import Kind
 from ..errors import JaxpipeError
-from ..timeline import Timeline
+from ..simulation.timeline import Timeline
+from ..table.action import Kind
 from .bars import Bar, Part, bars_of
 
 KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}

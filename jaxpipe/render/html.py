@@ -8,8 +8,8 @@ from html import escape
 from string import Template
 from xml.etree import ElementTree
 
-from ..action import KIND_NAMES
-from ..timeline import Timeline
+from ..simulation.timeline import Timeline
+from ..table.action import KIND_NAMES
 from .bars import costs_of, number, title_of
 from .chart import KIND_WORDS, Chart
 from .page import PAGE

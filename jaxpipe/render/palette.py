@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..action import Kind
+from ..table.action import Kind
 
 RGB = tuple[float, float, float]
 

@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from xml.etree import ElementTree
 
-from ..action import parse_cell, parts
-from ..timeline import Timeline
+from ..simulation.timeline import Timeline
+from ..table.action import parse_cell, parts
 from .bars import Bar, Part, costs_of, number, title_of
 from .chart import COLUMNS, KIND_WORDS, PAD, Chart
 from .palette import DARK, LIGHT, Theme, style

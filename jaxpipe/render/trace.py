@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from ..action import KIND_NAMES
 from ..errors import JaxpipeError
-from ..timeline import Timeline
+from ..simulation.timeline import Timeline
+from ..table.action import KIND_NAMES
 from .bars import Bar, Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]

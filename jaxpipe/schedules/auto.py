@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from itertools import product
 
-from ..costs import Costs
 from ..errors import ScheduleError
-from ..orders import turn_order, zbv_order
-from ..placement import Placement
-from ..schedule import Schedule
-from ..squeeze import Squeezed
-from ..waves import OrderMaker, best_of, cost_waves, least_makespan, v_blocks
+from ..simulation.costs import Costs
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._list_scheduling import ListSchedule
+from ._orders import turn_order, zbv_order
+from ._waves import OrderMaker, best_of, cost_waves, least_makespan, v_blocks
 
 
 def auto(
@@ -36,7 +36,7 @@ def auto(
     _check_fit(places[0], devices, chunks, max_activations)
     costs = costs or Costs()
     caps = (chunks * devices, 2 * chunks * devices) if max_activations is None else (max_activations,)
-    found: list[tuple[Squeezed, Placement]] = []
+    found: list[tuple[ListSchedule, Placement]] = []
     for cap, place in product(caps, places):
         stages = costs.for_stages(place.num_stages)
         makers = [*_known_orders(place, microbatches), *cost_waves(place, stages, cap)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from ..action import Action, Cell, Kind, Overlap
-from ..listing import actions
-from ..placement import Placement
-from ..schedule import Schedule
+from ..table.action import Action, Cell, Kind, Overlap
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._rows import actions
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 Slot: TypeAlias = Action | None  # None stands for a microbatch beyond M, of a table that is built for a rounder number

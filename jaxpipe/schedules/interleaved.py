@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..action import Action, Kind
-from ..listing import drop_phantoms, groups_of, in_groups, in_turns
-from ..placement import Placement
-from ..schedule import Schedule
+from ..table.action import Action, Kind
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._rows import drop_phantoms, groups_of, in_groups, in_turns
 
 
 def interleaved_1f1b(*, devices: int, microbatches: int, chunks: int, group_size: int | None = None, lean: bool = False) -> Schedule:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..action import Kind
-from ..listing import in_groups
-from ..placement import Placement
-from ..schedule import Schedule
+from ..table.action import Kind
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._rows import in_groups
 
 
 def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..action import Cell, Kind, Overlap
-from ..listing import drop_phantoms, groups_of, in_groups
-from ..placement import Placement
-from ..schedule import Schedule
+from ..table.action import Cell, Kind, Overlap
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._rows import drop_phantoms, groups_of, in_groups
 
 
 def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Schedule:

@@ -9,13 +9,13 @@ from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from ..costs import Costs
 from ..errors import ScheduleError
-from ..listing import forwards
-from ..orders import forward_order
-from ..placement import Placement
-from ..quiet import paused_collector
-from ..schedule import Schedule
+from ..simulation.costs import Costs
+from ..table.garbage_collection import paused_collector
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ..transforms.forward_only import forward_only as only_forwards
+from ._orders import forward_order
 from .auto import auto
 from .basic import gpipe, no_pipelining, one_f_one_b
 from .dualpipe import dualpipe, dualpipev
@@ -214,7 +214,7 @@ def build(
         schedule = entry.generator(devices=int(devices), microbatches=int(microbatches), chunks=int(chunks), **given)
     if not forward_only:
         return schedule
-    return schedule.with_rows(forward_order(schedule.placement, microbatches)) if entry.memory_bound else forwards(schedule)
+    return schedule.with_rows(forward_order(schedule.placement, microbatches)) if entry.memory_bound else only_forwards(schedule)
 
 
 def _faults(entry: Entry, devices: object, microbatches: object, chunks: object, options: Mapping[str, object]) -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..costs import Costs
-from ..orders import zbv_order, zbv_row
-from ..placement import Placement
-from ..schedule import Schedule
-from ..simulate import simulate
-from ..squeeze import Rule, least_peak, squeeze
-from ..waves import Wave, fitted, wave_order
+from ..simulation.costs import Costs
+from ..simulation.simulate import simulate
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._list_scheduling import Rule, least_peak, list_schedule
+from ._orders import zbv_order, zbv_row
+from ._waves import Wave, fitted, wave_order
 
 
 def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -40,7 +40,7 @@ def _shorter(figure: Schedule) -> Schedule:
     if any(least_peak(row) > cap for row, cap in zip(order, caps, strict=True)):
         return figure
     rule = Rule(reserve=True, patience=0)
-    squeezed = figure.with_rows(squeeze(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule).rows)
+    squeezed = figure.with_rows(list_schedule(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule).rows)
     # It must not buy its gain at equal costs with a loss where one kind of action is the long one.
     times = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3))
     panel = [Costs(forward=f, input_grad=i, weight_grad=w) for f, i, w in times]

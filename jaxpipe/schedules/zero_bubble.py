@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..action import Action, Kind
-from ..costs import Costs
-from ..listing import alternate, even_groups, in_groups
-from ..orders import turn_order
-from ..placement import Placement
-from ..schedule import Schedule
-from ..waves import fitted
+from ..simulation.costs import Costs
+from ..table.action import Action, Kind
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._orders import turn_order
+from ._rows import alternate, even_groups, in_groups
+from ._waves import fitted
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxpipe.checkpoint import Checkpoints
-from jaxpipe.natural import Natural
+from jaxpipe.portable import Natural
 from tests.axes.model import HIDDEN, SPECS, WIDTH, build, canonical, mesh, pipeline
 
 EVERYTHING: dict[str, Any] = {"data_axes": ("data",), "fsdp": "data", "shard_outer": True, "specs": SPECS}

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.errors import CheckpointError
-from jaxpipe.natural import Natural
+from jaxpipe.portable import Natural
 from tests.axes.model import worst_error
 from tests.checkpoint import runs
 from tests.checkpoint.placements import pipelines

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import jaxpipe as jp
-from jaxpipe import action, distributed, layout, pipeline, placement, schedule
+from jaxpipe import distributed, pipeline
+from jaxpipe.layouts import layout
+from jaxpipe.table import action, placement, schedule
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jaxpipe as jp
-from jaxpipe import blocks, emit
+from jaxpipe.spmd import pools, tick
 from tests.gpu.programs import HIDDEN, LAYERS, ROWS, TIME, WIDTH, compile_layered_step, compile_step, gpu_fault, large_copies, operations
 
 FAULT = gpu_fault()
@@ -63,21 +63,21 @@ def test_a_conditional_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above has teeth: with `lax.cond` for the predicate it finds copies of pools and accumulators."""
 
     def conditional(presence, predicate, body, state):
-        if presence is blocks.Presence.NEVER:
+        if presence is pools.Presence.NEVER:
             return jax.numpy.zeros((), bool), state
-        if presence is blocks.Presence.ALWAYS:
+        if presence is pools.Presence.ALWAYS:
             return jax.numpy.zeros((), bool), body(state)
         return jax.numpy.zeros((), bool), jax.lax.cond(predicate, body, lambda s: s, state)
 
-    monkeypatch.setattr(emit, "when_flagged", conditional)
+    monkeypatch.setattr(tick, "when_flagged", conditional)
     schedule = build("1f1b")
     assert large_copies(compile_step(schedule).as_text(), buffers(schedule))
 
 
 def test_unordered_blocks_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the flag that orders blocks XLA may run a writer of a pool before its reader, on a copy."""
-    original = emit.when_flagged
-    monkeypatch.setattr(emit, "when_flagged", lambda *a: (jax.numpy.zeros((), bool), original(*a)[1]))
+    original = tick.when_flagged
+    monkeypatch.setattr(tick, "when_flagged", lambda *a: (jax.numpy.zeros((), bool), original(*a)[1]))
     schedule = build("1f1b")
     copied = large_copies(compile_step(schedule).as_text(), buffers(schedule))
     if not copied:

@@ -7,9 +7,8 @@ import re
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.functions import Prefer
-from jaxpipe.lower import plan_of
-from jaxpipe.passes.program_time import Sync
+from jaxpipe.lowering.cost_model import Sync
+from jaxpipe.lowering.plan import Prefer, plan_of
 from tests.gpu.programs import compile_step, gpu_fault
 
 FAULT = gpu_fault()
@@ -49,7 +48,7 @@ def pairs_of(text: str) -> list[list[tuple[int, int]]]:
 def test_slack_is_used(name: str) -> None:
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
     plan = plan_of(schedule, Sync.PAIRS, Prefer.SPEED)
-    delayed = sum(p.delay > 0 for s in plan.segments for position in s.positions for p in position.permutes)
+    delayed = sum(p.delay > 0 for s in plan.segments for position in s.templates for p in position.permutes)
     assert delayed > 0
     assert overlapped_transfers(compile_step(schedule, prefer="speed").as_text()) >= delayed
 
@@ -57,7 +56,7 @@ def test_slack_is_used(name: str) -> None:
 def test_transfers_are_those_of_the_plan_and_hold_no_cycle() -> None:
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
     plan = plan_of(schedule, Sync.PAIRS)
-    planned = [sorted(p.pairs) for s in plan.segments for position in s.positions for p in position.permutes]
+    planned = [sorted(p.pairs) for s in plan.segments for position in s.templates for p in position.permutes]
     compiled = [sorted(pairs) for pairs in pairs_of(compile_step(schedule).as_text())]
     assert sorted(compiled) == sorted(planned)
     for pairs in compiled:

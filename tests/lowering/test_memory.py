@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lower import Plan
-from jaxpipe.passes.assign_slots import LastUse, Liveness, assign_slots
-from jaxpipe.passes.assign_ticks import assign_ticks
-from jaxpipe.passes.find_segments import find_segments
-from jaxpipe.passes.program_time import Sync
+from jaxpipe.lowering.assign_ticks import assign_ticks
+from jaxpipe.lowering.cost_model import Sync
+from jaxpipe.lowering.plan import Plan
+from jaxpipe.lowering.segments import find_segments
+from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.program.liveness import LastUse, Liveness
 from tests.parity.engines import mesh_of
 
 WIDTH, ROWS, LAYERS = 32, 64, 3

@@ -7,21 +7,21 @@ import pytest
 from strategies import random_schedule
 
 import jaxpipe as jp
-from jaxpipe.lower import Plan
-from jaxpipe.passes.assign_ticks import assign_ticks, turn_ticks
-from jaxpipe.passes.find_segments import find_segments
-from jaxpipe.passes.fuse_ticks import fuse_ticks
-from jaxpipe.passes.level_ticks import level_ticks
-from jaxpipe.passes.program_time import Sync
+from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
+from jaxpipe.lowering.balanced_ticks import balanced_ticks
+from jaxpipe.lowering.cost_model import Sync
+from jaxpipe.lowering.fuse_ticks import fuse_ticks
+from jaxpipe.lowering.plan import Plan
+from jaxpipe.lowering.segments import find_segments
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
 from tests.parity.tolerance import FLOAT64
 
 TICKS = {
     "lock-step": assign_ticks,
-    "turns": turn_ticks,
-    "shifted turns": lambda schedule: turn_ticks(schedule, shift=1),
-    "level": level_ticks,
+    "turns": modulo_ticks,
+    "shifted turns": lambda schedule: modulo_ticks(schedule, shift=1),
+    "level": balanced_ticks,
     "fused": lambda schedule: fuse_ticks(schedule, more_memory=False),
     "fused, more memory": lambda schedule: fuse_ticks(schedule, more_memory=True),
 }

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.functions import Prefer
-from jaxpipe.lower import Plan, plan_of
-from jaxpipe.passes.program import Payload, Permute, Position, Segment
-from jaxpipe.passes.program_time import Sync, cost_matrix, program_makespan
+from jaxpipe.lowering.cost_model import Sync, cost_matrix, program_makespan
+from jaxpipe.lowering.plan import Plan, Prefer, plan_of
+from jaxpipe.program.ir import Payload, Permute, Segment, TickTemplate
 
 SPLIT_OR_OVERLAPPED = ["1f1b_overlap", "interleaved_1f1b_overlap", "zb_1p", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "interleaved_zb"]
 KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_OR_OVERLAPPED]
@@ -18,11 +17,11 @@ KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT
 
 def tick(*pairs, delay=0):
     """A position whose only content is a permute of these pairs."""
-    return Position((), ((Permute(Payload.ACTIVATION, pairs, delay),) if pairs else (),))
+    return TickTemplate((), ((Permute(Payload.ACTIVATION, pairs, delay),) if pairs else (),))
 
 
-def once(*positions):
-    return (Segment(0, 1, positions),)
+def once(*templates):
+    return (Segment(0, 1, templates),)
 
 
 def by_definition(costs, segments, sync, transfer):
@@ -97,7 +96,7 @@ def test_a_late_transfer_is_awaited_late():
 
 def test_each_permute_of_a_device_lasts():
     costs = np.array([[1.0, 1, 1]])
-    two = Position((), ((Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))),))
+    two = TickTemplate((), ((Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))),))
     assert program_makespan(costs, once(two), transfer=0.25) == 1.5
     assert program_makespan(costs, once(tick((0, 1))), transfer=0.25) == 1.25
     assert program_makespan(costs, once(tick()), transfer=0.25) == 1
@@ -113,10 +112,10 @@ def test_a_second_simulator_agrees_on_random_programs(seed, sync):
     rng = random.Random(seed)
     devices, segments, start = rng.randint(1, 5), [], 0
     for _ in range(rng.randint(1, 3)):
-        positions = tuple(_random_position(rng, devices, room) for room in reversed(range(rng.randint(1, 3))))
+        templates = tuple(_random_position(rng, devices, room) for room in reversed(range(rng.randint(1, 3))))
         repeats = rng.randint(1, 12)
-        choices = tuple(rng.randrange(len(p.exchanges)) for _ in range(repeats) for p in positions)
-        segments.append(Segment(start, repeats, positions, choices))
+        choices = tuple(rng.randrange(len(p.exchanges)) for _ in range(repeats) for p in templates)
+        segments.append(Segment(start, repeats, templates, choices))
         start = segments[-1].stop
     # Whole costs are exact in floating point; half of the programs have equal trips, which are the ones that get skipped.
     costs = np.array([[rng.randint(0, 4) for _ in range(devices)] for _ in range(start)], float)
@@ -129,7 +128,7 @@ def test_a_second_simulator_agrees_on_random_programs(seed, sync):
 
 def _random_position(rng, devices, room):
     count = rng.choice([1, 1, 2, 3])
-    return Position((), tuple(_random_exchange(rng, devices, room if count == 1 else 0) for _ in range(count)))
+    return TickTemplate((), tuple(_random_exchange(rng, devices, room if count == 1 else 0) for _ in range(count)))
 
 
 def _random_exchange(rng, devices, room):

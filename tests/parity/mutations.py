@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import jaxpipe as jp
-from jaxpipe.action import parts
+from jaxpipe.table.action import parts
 
 Rows: TypeAlias = list[list[jp.Cell]]
 

@@ -136,8 +136,8 @@ def _bits(have: Mapping[str, Entry]) -> list[str]:
 def _additions(case: Any) -> tuple[Any, ...]:
     """For every device, the actions that add to a stage's weight gradients, in order; to a tied embedding's, all of the device's."""
     import jaxpipe as jp
-    from jaxpipe.action import parts
-    from jaxpipe.passes.merge_backward import merge_backward
+    from jaxpipe.table.action import parts
+    from jaxpipe.transforms.merge_backward import merge_backward
 
     orders = []
     for row in merge_backward(case.build()).rows:  # as the lowering does: an I with its W behind it is a B

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.memory import Release
+from jaxpipe.table.activations import Release
 
 pytest.importorskip("torch.distributed.pipelining.schedules")
 from benchmarks.torch_tables import CLASSES, torch_table

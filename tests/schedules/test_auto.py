@@ -8,9 +8,9 @@ import random
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.memory import Release
-from jaxpipe.squeeze import Rule, least_peak, squeeze
-from jaxpipe.waves import Wave, wave_order
+from jaxpipe.schedules._list_scheduling import Rule, least_peak, list_schedule
+from jaxpipe.schedules._waves import Wave, wave_order
+from jaxpipe.table.activations import Release
 
 
 def auto(devices, microbatches, chunks=1, **options):
@@ -94,7 +94,7 @@ def test_squeeze_says_what_simulate_finds(seed):
     order = wave_order(placement, stages, wave, microbatches)
     caps = [least_peak(row) + rng.randint(0, 3) for row in order]
     for rule in (Rule(True, 0), Rule(False, 0), Rule(True, 0.5), Rule(False, 0.5)):
-        found = squeeze(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule)
+        found = list_schedule(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule)
         schedule = jp.Schedule.from_rows(found.rows, placement=placement, num_microbatches=microbatches)
         timeline = jp.simulate(jp.check(schedule, max_activations=caps), costs)
         # A device that waited for a better action may run the rows a little sooner than it was planned.
@@ -117,5 +117,5 @@ def test_squeezing_never_lengthens_a_figure_at_equal_costs():
         order = wave_order(placement, stages, Wave(1, 1, 2 if devices % 3 == 0 else 0, 6), 12)
         plain = jp.Schedule.from_rows([list(with_weights(row)) for row in order], placement=placement)
         caps = [2 * ((devices + 4) // 3)] * devices
-        found = squeeze(order, placement, stages, microbatches=12, caps=caps, rule=Rule(True, 0))
+        found = list_schedule(order, placement, stages, microbatches=12, caps=caps, rule=Rule(True, 0))
         assert found.makespan <= jp.simulate(plain).makespan

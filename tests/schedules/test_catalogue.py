@@ -8,7 +8,7 @@ import random
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.listing import even_groups
+from jaxpipe.schedules._rows import even_groups
 from jaxpipe.schedules.registry import describe
 
 DEVICES = (1, 2, 3, 4, 5, 8)

@@ -14,7 +14,7 @@ from strategies import random_schedule, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Kind, Overlap, Placement, Schedule, ScheduleError
-from jaxpipe.grid import MARK
+from jaxpipe.table.grid import MARK
 
 Rows = list[list[object]]
 

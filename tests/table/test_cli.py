@@ -12,7 +12,7 @@ import pytest
 from golden import check_golden
 
 import jaxpipe as jp
-from jaxpipe.cli import main
+from jaxpipe.cli.main import main
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 DUPLICATE = GOOD.replace("0B1", "0B0")

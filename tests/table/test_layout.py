@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpipe.errors import ParseError
-from jaxpipe.layout import Layout, LayoutError, check_layout, parse_layout
-from jaxpipe.splits import balanced_layout, even_layout, split_layers
+from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
+from jaxpipe.layouts.layout import Layout, LayoutError, check_layout, parse_layout
 
 
 def megatron_expansion(text: str) -> list[str]:

@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe.action import Action, Kind, parts
-from jaxpipe.passes.assign_slots import LastUse, Liveness, assign_slots
-from jaxpipe.passes.assign_ticks import assign_ticks, turn_ticks
-from jaxpipe.passes.emission import choose_emission
-from jaxpipe.passes.facts import collect
-from jaxpipe.passes.find_segments import Span, find_segments, kept_ticks, segments_of
-from jaxpipe.passes.fuse_ticks import fuse_ticks
-from jaxpipe.passes.level_ticks import level_ticks
-from jaxpipe.passes.program import Block, Column, Payload, Presence
-from jaxpipe.passes.program_time import Sync, cost_matrix, least_makespan, program_makespan
+from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
+from jaxpipe.lowering.balanced_ticks import balanced_ticks
+from jaxpipe.lowering.cost_model import Sync, cost_matrix, least_makespan, program_makespan
+from jaxpipe.lowering.fuse_ticks import fuse_ticks
+from jaxpipe.lowering.plan import choose_candidate
+from jaxpipe.lowering.requirements import collect
+from jaxpipe.lowering.segments import Span, find_segments, kept_ticks, segments_of
+from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.program.ir import Block, Column, Payload, Presence
+from jaxpipe.program.liveness import LastUse, Liveness
+from jaxpipe.table.action import Action, Kind, parts
 from tests.golden import check_golden
 from tests.strategies import random_schedule, schedules
 from tests.symbolic import Wrong, run_symbolically
@@ -30,9 +31,9 @@ from tests.symbolic import Wrong, run_symbolically
 C = Column
 MAKERS = {
     "fewest": assign_ticks,
-    "turns": turn_ticks,
-    "shifted turns": lambda s: turn_ticks(s, shift=1),
-    "level": level_ticks,
+    "turns": modulo_ticks,
+    "shifted turns": lambda s: modulo_ticks(s, shift=1),
+    "level": balanced_ticks,
     "fused": lambda s: fuse_ticks(s, more_memory=False),
     "fused, more memory": lambda s: fuse_ticks(s, more_memory=True),
 }
@@ -132,15 +133,15 @@ def test_a_table_that_waits_for_itself_has_no_ticks():
 
 
 def test_turns_keep_kinds_apart():
-    ticks = turn_ticks(jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2))
+    ticks = modulo_ticks(jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2))
     kinds = [{a.kind for row in ticks.cells for a in parts(row[t])} for t in range(ticks.num_ticks)]
-    assert ticks.turns == 2
+    assert ticks.period == 2
     assert set().union(*kinds[::2]) == {Kind.F}
     assert set().union(*kinds[1::2]) == {Kind.B}
 
 
 def test_shifted_turns_put_neighbours_in_opposite_turns():
-    ticks = turn_ticks(jp.schedules.build("1f1b", devices=4, microbatches=8), shift=1)
+    ticks = modulo_ticks(jp.schedules.build("1f1b", devices=4, microbatches=8), shift=1)
     for device, row in enumerate(ticks.cells):
         for tick, cell in enumerate(row):
             assert cell is None or cell.kind is (Kind.F, Kind.B)[(tick - device) % 2]
@@ -174,7 +175,7 @@ def test_permutes_have_distinct_ends_and_no_cycle(schedule):
     rng = random.Random(schedule.to_csv())
     for _, ticks in every_ticks(schedule):
         for segment in random_segments(rng, ticks):
-            for j, position in enumerate(segment.positions):
+            for j, position in enumerate(segment.templates):
                 for permute in position.permutes:
                     sources, targets = zip(*permute.pairs, strict=True)
                     assert len(set(sources)) == len(sources)
@@ -281,7 +282,7 @@ def test_many_random_tables_run_right(seed):
 def test_what_is_chosen_for_random_tables_runs_right(sync, prefer_speed):
     rng = random.Random(7)
     for _ in range(12):
-        ticks, segments, *_ = choose_emission(random_schedule(rng), sync=sync, prefer_speed=prefer_speed)
+        ticks, segments, *_ = choose_candidate(random_schedule(rng), sync=sync, prefer_speed=prefer_speed)
         run_symbolically(assign_slots(ticks, segments))
 
 
@@ -295,7 +296,7 @@ def test_named_tables_run_right(name, devices, sync):
         except jp.ScheduleError:
             continue  # not defined for so few microbatches
         for prefer_speed in (False, True):
-            ticks, segments, *_ = choose_emission(schedule, sync=sync, prefer_speed=prefer_speed)
+            ticks, segments, *_ = choose_candidate(schedule, sync=sync, prefer_speed=prefer_speed)
             run_symbolically(assign_slots(ticks, segments))
 
 
@@ -361,7 +362,7 @@ def test_a_message_in_the_wrong_slot_is_found():
     for maker, action, payload in sent:
         (source, made), (target, _) = where[maker], where[action]
         segment = next(s for s in program.segments if s.start <= made < s.stop)
-        lanes = segment.positions[(made - segment.start) % segment.period].lanes_of(segment.choice(made))
+        lanes = segment.templates[(made - segment.start) % segment.period].lanes_of(segment.choice(made))
         (lane,) = (n for n, p in zip(lanes, made_in[made], strict=True) if p.payload is payload and (source, target) in p.pairs)
         size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
         table = program.table.copy()
@@ -423,10 +424,10 @@ BREAK = {
 def broken_segments(segments, broken):
     """The segments with one position broken, for each position that the change touches."""
     for i, segment in enumerate(segments):
-        for j, position in enumerate(segment.positions):
+        for j, position in enumerate(segment.templates):
             if broken(position) != position:
-                positions = (*segment.positions[:j], broken(position), *segment.positions[j + 1 :])
-                yield (*segments[:i], replace(segment, positions=positions), *segments[i + 1 :])
+                positions = (*segment.templates[:j], broken(position), *segment.templates[j + 1 :])
+                yield (*segments[:i], replace(segment, templates=positions), *segments[i + 1 :])
 
 
 @pytest.mark.parametrize("broken", BREAK.values(), ids=[*BREAK])
@@ -461,7 +462,7 @@ FAMILIES = [
 @cache
 def emitted(name, chunks, devices, microbatches, sync=Sync.PAIRS, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
-    return choose_emission(schedule, sync=sync, **options)
+    return choose_candidate(schedule, sync=sync, **options)
 
 
 def size_of(emission):
@@ -529,7 +530,7 @@ def test_the_program_keeps_the_tables_makespan(name, chunks, devices, sync, micr
 
 def test_with_more_memory_1f1b_keeps_its_makespan_in_lock_step():
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
-    assert choose_emission(schedule, sync=Sync.EVERYBODY, prefer_speed=True).makespan == jp.simulate(schedule).makespan
+    assert choose_candidate(schedule, sync=Sync.EVERYBODY, prefer_speed=True).makespan == jp.simulate(schedule).makespan
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("gpipe", 2), ("1f1b", 4), ("zb_h1", 3), ("interleaved_1f1b", 8), ("interleaved_zb", 12)])
@@ -542,13 +543,13 @@ def test_equal_steady_states_move_what_the_table_moves():
     """Where kinds take turns, a trip of the steady state has just the transfers of one F and one B (or I) of each device."""
     for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h2", 1)):
         (segment,) = emitted(name, chunks, 4, 32).segments
-        moved = sum(len(permute.pairs) for position in segment.positions for permute in position.permutes)
+        moved = sum(len(permute.pairs) for position in segment.templates for permute in position.permutes)
         assert moved == (6 if chunks == 1 else 8)  # without chunks nothing goes from the last device to the first
 
 
 def moved(emission):
     """What a step sends, and what the table sends."""
-    return np.array([sum(s.moved for s in emission.segments), np.sum(emission.ticks.schedule.encoded.crosses)])
+    return np.array([sum(s.num_sends for s in emission.segments), np.sum(emission.ticks.schedule.encoded.crosses)])
 
 
 @pytest.mark.parametrize(

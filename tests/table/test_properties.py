@@ -11,8 +11,8 @@ from strategies import random_schedule, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers
-from jaxpipe.action import parts
-from jaxpipe.grid import MARK, grid
+from jaxpipe.table.action import parts
+from jaxpipe.table.grid import MARK, grid
 
 
 def test_random_tables_are_of_every_sort():

@@ -1,29 +1,22 @@
-"""A schedule can be designed, checked and drawn without JAX: the rooms that need neither jax nor torch load neither."""
+"""The rooms of jaxpipe import downwards only, and those below the boundary need neither jax nor torch."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-ROOMS = (
-    *("action", "check", "costs", "critical", "encode", "errors", "grid", "layout", "memory", "placement", "quiet", "rules", "runorder"),
-    *("schedule", "schedules", "simulate", "steps", "textio", "timeline", "passes", "render"),
-)
+from tests.rooms import PACKAGE, WITHOUT_JAX, climbing, floors, graph, imports, modules, room
+
 PROBE = """
-import importlib, pkgutil, sys
-names = ["jaxpipe"]
-for room in {rooms!r}:
-    module = importlib.import_module(f"jaxpipe.{{room}}")
-    names.append(module.__name__)
-    for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"jaxpipe.{{room}}."):
-        importlib.import_module(found.name)
-        names.append(found.name)
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
 {use}
-heavy = sorted(m for m in sys.modules if m.split(".")[0] in ("jax", "jaxlib", "torch", "flax"))
+heavy = sorted(m for m in sys.modules if m.split(".")[0] in ("jax", "jaxlib", "torch", "flax", "optax", "orbax"))
 assert not heavy, heavy[:5]
-print(len(names))
 """
 USE = """
 import jaxpipe as jp
@@ -33,8 +26,45 @@ jp.simulate_steps(whole), str(whole)
 """
 
 
+def test_no_import_climbs():
+    assert climbing() == []
+
+
+def test_a_climbing_import_is_found(tmp_path: Path):
+    for name, text in (("table/check.py", "from ..lowering.plan import Plan"), ("lowering/plan.py", ""), ("attic.py", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert climbing(tmp_path) == [
+        "attic: room 'attic' is not declared in tests/rooms.py",
+        "table.check imports lowering.plan, which is above it",
+    ]
+
+
+def test_files_import_in_no_circle():
+    assert floors(graph())[1] == []
+    assert floors({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == (2, [["b", "c"]])
+
+
+def test_rooms_below_the_boundary_name_no_jax():
+    heavy = {"jax", "jaxlib", "torch", "flax", "optax", "orbax"}
+    named = {
+        f"{name}: {target}"
+        for name, path in modules().items()
+        if room(name) in WITHOUT_JAX
+        for target, inside in imports(name, path)
+        if not inside and target.split(".")[0] in heavy
+    }
+    assert named == set()
+
+
+def test_every_room_says_what_it_is_for():
+    for folder in (p for p in PACKAGE.iterdir() if (p / "__init__.py").exists()):
+        assert '"""' in (folder / "__init__.py").read_text(), folder
+
+
 @pytest.mark.parametrize("use", ["", USE], ids=["imported", "used"])
 def test_neither_jax_nor_torch_is_loaded(use):
-    done = subprocess.run([sys.executable, "-c", PROBE.format(rooms=ROOMS, use=use)], capture_output=True, text=True, timeout=120)
+    names = [f"jaxpipe.{name.removesuffix('.__init__')}" for name in modules() if room(name) in WITHOUT_JAX]
+    assert len(names) > 50
+    done = subprocess.run([sys.executable, "-c", PROBE.format(names=names, use=use)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > len(ROOMS) + 10  # the folders' modules were found

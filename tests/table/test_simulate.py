@@ -15,6 +15,7 @@ from strategies import random_schedule, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers, parse_action
+from jaxpipe.table.action import parts
 
 ONE_F_ONE_B = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
 PAIRED = "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
@@ -295,7 +296,7 @@ def test_memory_over_time_is_what_is_alive(rng):
         steps = t.memory(device)
         assert [s.time for s in steps] == sorted(s.time for s in steps)
         assert not steps or steps[-1].held == 0
-        actions = [a for cell in row for a in jp.action.parts(cell)]
+        actions = [a for cell in row for a in parts(cell)]
         moment = rng.uniform(0, float(t.makespan) + 1) + 1e-6  # between the whole times at which things change
         ends = {(a.stage, a.microbatch): t.end[a] for a in actions if a.kind in (Kind.B, Kind.W)}
         if schedule.forward_only:

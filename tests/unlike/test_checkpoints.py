@@ -7,7 +7,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.errors import CheckpointError
-from jaxpipe.natural import Natural
+from jaxpipe.portable import Natural
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_unlike import EXTRA, M, draw, head, rows, tokens, unlike_model, worst

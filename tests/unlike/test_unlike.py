@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.unions import Union
+from jaxpipe.spmd.shared_buffers import SharedBuffer
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 
@@ -174,8 +174,8 @@ def test_wrong_lists_of_functions_and_parameters():
 def test_a_union_takes_no_more_than_its_largest_kind_and_one_kind_is_itself():
     small = [jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)]
     large = [jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((5, 5), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)]
-    assert Union.of([large]).avals == tuple(large)
-    both = Union.of([small, large])
+    assert SharedBuffer.of([large]).avals == tuple(large)
+    both = SharedBuffer.of([small, large])
     assert sorted(a.shape for a in both.avals) == [(), (2, 3), (25,)]
     pool = [jnp.zeros((3, *a.shape), a.dtype) for a in both.avals]
     for slot, kind in ((0, small), (2, large)):
@@ -342,7 +342,7 @@ EXTRA = {"E": embed, "t": extra_block, "L": loss}
 def test_a_union_of_as_many_or_fewer_layers_keeps_every_shape():
     """One, two and three layers: as large as three, and nothing is raveled, which would undo how it is split over a tensor axis."""
     layer = [jax.ShapeDtypeStruct((2, 8), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.float32)]
-    union = Union.of([layer * n for n in (1, 3, 2)])
+    union = SharedBuffer.of([layer * n for n in (1, 3, 2)])
     assert union.avals == tuple(layer * 3)
     assert not any(place.flat for places in union.places.values() for place in places)
 

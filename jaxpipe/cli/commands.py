@@ -1,0 +1,265 @@
+"""The five commands of the command line; each returns True where all is well."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import ScheduleError
+from ..render import Theme, to_html, to_svg, to_trace
+from ..render.bars import costs_of, number, title_of
+from ..schedules import names
+from ..schedules.registry import describe
+from ..simulation.costs import Cost, Costs
+from ..simulation.simulate import simulate
+from ..simulation.timeline import Timeline
+from ..table.schedule import Schedule
+from ..transforms.add_transfers import add_transfers
+from .arguments import UsageError, WrongScheduleError, checked, gives_costs, is_file, load, named, read, read_costs, read_options
+from .terminal import Terminal
+
+_SUFFIXES = {".trace.json": "trace", ".csv": "csv", ".svg": "svg", ".html": "html", ".htm": "html", ".json": "json"}
+
+
+def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+    """`jaxpipe list`: every schedule on a line, or the whole story of those named."""
+    entries = [describe(name) for name in arguments.names or names()]
+    if arguments.json:
+        facts = [
+            {
+                "name": e.name,
+                "summary": e.summary,
+                "chunks": {"natural": e.chunks.natural, "least": e.chunks.least, "most": e.chunks.most},
+                "options": [{"name": o.name, "default": o.default, "summary": o.summary} for o in e.options],
+                "doc": e.doc,
+            }
+            for e in entries
+        ]
+        terminal.write(json.dumps(facts, indent=2, default=str))
+    elif arguments.names:
+        for entry in entries:
+            options = "\n".join(f"  --option {o.name}={o.default}  {o.summary}" for o in entry.options if o.name != "forward_only")
+            terminal.write(f"{entry.name}\n\n{entry.doc}\n\nchunks: {entry.chunks}\n" + (f"options:\n{options}\n" if options else ""))
+    else:
+        rows = [(e.name, str(e.chunks), e.summary) for e in entries]
+        terminal.table(("schedule", "chunks", "what it is"), rows, left=3)
+    return True
+
+
+def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+    """`jaxpipe show`: one schedule in one format, to stdout or to a file."""
+    chosen = arguments.format or _format_of(arguments.output)
+    costs = read_costs(arguments)
+    with terminal.doing(f"making {arguments.source}"):
+        schedule = load(arguments.source, arguments, costs if gives_costs(arguments) else None)
+        if arguments.transfers and not schedule.has_transfers:
+            schedule = add_transfers(schedule, costs=costs)
+        text = _writers(arguments, costs)[chosen](schedule)
+    if arguments.output in (None, "-"):
+        terminal.write(text)
+        return True
+    Path(arguments.output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    terminal.complain(f"wrote {arguments.output}")
+    return True
+
+
+def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+    """`jaxpipe simulate`: the numbers of one schedule."""
+    costs = read_costs(arguments)
+    with terminal.doing(f"simulating {arguments.source}"):
+        t = simulate(load(arguments.source, arguments, costs if gives_costs(arguments) else None), costs)
+    if arguments.json:
+        terminal.write(json.dumps(_timeline_facts(t)))
+        return True
+    terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
+    head = (("makespan", number(t.makespan)), ("span", number(t.span)), ("bubble", f"{t.bubble:.2%}"))
+    terminal.write("\n".join(f"{name:<9} {value}" for name, value in head) + "\n")
+    rows = [
+        (str(d), *(number(v) for v in (t.busy[d], sum(t.idle[d]), *t.idle[d])), str(t.peak_activations[d]), number(t.peak_memory[d]))
+        for d in range(t.schedule.num_devices)
+    ]
+    terminal.table(("device", "busy", "idle", "warm-up", "waiting", "drain", "peak activations", "peak memory"), rows)
+    return True
+
+
+def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+    """`jaxpipe check`: whether a table is right; every violation on stdout where it is not."""
+    if arguments.max_activations is not None and arguments.max_activations < 0:
+        raise UsageError(f"--max-activations must be at least 0, not {arguments.max_activations}")
+    facts: dict[str, Any] = {"file": arguments.file, "ok": True}
+    try:
+        with terminal.doing(f"checking {arguments.file}"):
+            schedule = checked(read(arguments.file), max_activations=arguments.max_activations)
+    except WrongScheduleError as error:
+        found = [{"rule": v.rule, "message": v.message, "device": v.device, "position": v.position} for v in error.violations]
+        text = json.dumps(facts | {"ok": False, "violations": found, "report": str(error)}) if arguments.json else str(error)
+        terminal.write(text)
+        return False
+    if arguments.json:
+        terminal.write(json.dumps(facts | _schedule_facts(schedule) | {"violations": []}))
+    else:
+        s = schedule
+        terminal.write(
+            f"{arguments.file} is right: {s.num_devices} devices, {s.num_stages} stages, {s.num_microbatches} microbatches, "
+            f"{s.encoded.num_actions} actions; it cannot deadlock"
+        )
+    return True
+
+
+def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+    """`jaxpipe compare`: several schedules of one model, side by side."""
+    costs = read_costs(arguments)
+    if any(isinstance(value, tuple) for value in vars(costs).values()):
+        raise UsageError("compare takes one number for each cost, since the schedules have different stages; leave the ':' out")
+    _refuse_unknown_options(arguments)
+    results: list[tuple[Timeline, float]] = []
+    skipped: list[str] = []
+    for source in terminal.track(arguments.sources or names(), "simulating"):
+        try:
+            results.append(_one_of_many(source, arguments, costs))
+        except ScheduleError as error:
+            # Who names no schedule wants those that there are; who names one wants that one.
+            if arguments.sources:
+                raise
+            skipped.append(f"left out: {error}")
+    if not results:
+        raise UsageError("\n".join(["no schedule can be built so:", *skipped]))
+    if arguments.json:
+        facts = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
+        terminal.write(json.dumps({"costs": _cost_facts(costs), "schedules": facts, "left_out": skipped}))
+        return True
+    _print_comparison(results, costs, terminal)
+    if skipped:
+        terminal.complain("\n".join(skipped))
+    return True
+
+
+def _one_of_many(source: str, arguments: argparse.Namespace, costs: Costs) -> tuple[Timeline, float]:
+    """A schedule's timeline at its share of the costs, and that share: P / S of a device's part of the model in a stage."""
+    if is_file(source):
+        shape = argparse.Namespace(**(vars(arguments) | {"devices": None, "microbatches": None, "chunks": None, "option": []}))
+        shape.forward_only = False
+        schedule = load(source, shape, None)
+    else:
+        entry = describe(source)
+        chunks = entry.chunks.natural if arguments.chunks is None else entry.chunks.nearest(arguments.chunks)
+        known = {option.name for option in entry.options}
+        own = argparse.Namespace(**(vars(arguments) | {"option": [o for o in arguments.option if o.partition("=")[0] in known]}))
+        made_for = _shared(costs, 1 / chunks) if gives_costs(arguments) else None
+        schedule = named(source, own, made_for, chunks=chunks)
+    share = schedule.num_devices / schedule.num_stages
+    return simulate(schedule, _shared(costs, share)), share
+
+
+def _refuse_unknown_options(arguments: argparse.Namespace) -> None:
+    """UsageError for an option that none of the schedules takes (each gets those that it does)."""
+    sources = [source for source in arguments.sources or names() if not is_file(source)]
+    known = {option.name for source in sources for option in describe(source).options}
+    unknown = sorted(set(read_options(arguments.option)) - known)
+    if unknown:
+        raise UsageError(f"no schedule of these takes --option {', '.join(unknown)}; they take {', '.join(sorted(known)) or 'none'}")
+
+
+def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs, terminal: Terminal) -> None:
+    best = min(t.makespan for t, _ in results)
+    header = ("schedule", "devices", "microbatches", "chunks", "makespan", "vs best", "bubble", "peak activations")
+    rows = []
+    for t, share in results:
+        s = t.schedule
+        ratio = f"{t.makespan / best:.3f}" if best else "-"
+        shape = (str(s.num_devices), str(s.num_microbatches), str(s.num_chunks))
+        rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", number(max(t.peak_memory) * share)))
+    terminal.table(header, rows, best=(i for i, (t, _) in enumerate(results) if t.makespan == best))
+    terminal.write(f"costs and activations of a P-th of the model: {_cost_words(costs)}")
+
+
+def _sums(t: Timeline, share: float) -> dict[str, Any]:
+    return {
+        "makespan": t.makespan,
+        "span": t.span,
+        "bubble": t.bubble,
+        "peak_activations": list(t.peak_activations),
+        "peak_memory": [held * share for held in t.peak_memory],
+    }
+
+
+def _shared(costs: Costs, share: float) -> Costs:
+    """The costs of a stage that is this share of a device's part of the model; messages and memory units stay what they are."""
+    if share == 1:
+        return costs
+    return replace(
+        costs,
+        forward=_part(costs.forward, share),
+        input_grad=_part(costs.input_grad, share),
+        weight_grad=_part(costs.weight_grad, share),
+        backward=None if costs.backward is None else _part(costs.backward, share),
+        overlap=None if costs.overlap is None else _part(costs.overlap, share),
+    )
+
+
+def _part(cost: Cost, share: float) -> float:
+    assert isinstance(cost, int | float), "compare refuses per-stage costs"
+    return cost * share
+
+
+def _writers(arguments: argparse.Namespace, costs: Costs) -> dict[str, Callable[[Schedule], str]]:
+    """Per format, what writes a schedule in it."""
+    look = {"title": arguments.title, "width": arguments.width}
+    drawing = {"theme": Theme(arguments.theme), "memory": arguments.memory, "critical_path": arguments.critical_path}
+    return {
+        "grid": str,
+        "csv": lambda s: s.to_csv(),
+        "json": lambda s: s.to_json(),
+        "svg": lambda s: to_svg(simulate(s, costs), **look, **drawing),
+        "html": lambda s: to_html(simulate(s, costs), **look),
+        "trace": lambda s: to_trace(simulate(s, costs)),
+    }
+
+
+def _format_of(output: str | None) -> str:
+    """The format that a file's suffix asks for; the grid where there is none."""
+    if output is None or output == "-":
+        return "grid"
+    found = next((name for suffix, name in _SUFFIXES.items() if output.lower().endswith(suffix)), None)
+    if found is None and Path(output).suffix not in ("", ".txt"):
+        raise UsageError(f"no format is known for {output}; give --format, or a file that ends in {', '.join(_SUFFIXES)} or .txt")
+    return found or "grid"
+
+
+def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "name": schedule.name,
+        "devices": schedule.num_devices,
+        "stages": schedule.num_stages,
+        "chunks": schedule.num_chunks,
+        "microbatches": schedule.num_microbatches,
+        "stage_to_device": schedule.stage_to_device,
+        "actions": schedule.encoded.num_actions,
+        "forward_only": schedule.forward_only,
+    }
+
+
+def _timeline_facts(t: Timeline) -> dict[str, Any]:
+    return {
+        **_schedule_facts(t.schedule),
+        "costs": _cost_facts(t.costs),
+        **_sums(t, 1),
+        "busy": t.busy,
+        "idle": [idle._asdict() for idle in t.idle],
+        "critical_path": t.critical_path,
+        "start": dict(t.start),
+        "end": dict(t.end),
+    }
+
+
+def _cost_facts(costs: Costs) -> dict[str, Any]:
+    return vars(costs) | {"release": costs.release.value}
+
+
+def _cost_words(costs: Costs) -> str:
+    words = [f"{name.replace('_', ' ')} {number(v)}" for name, v in vars(costs).items() if isinstance(v, int | float)]
+    return ", ".join(words)

@@ -1,0 +1,166 @@
+"""The jaxpipe command: list, show, simulate, check and compare schedules.
+
+Exit status 0: good.  1: the schedule is wrong (every violation is printed, with the grid and the cells marked).  2: bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ..errors import JaxpipeError
+from ..render import Theme
+from ..table.activations import Release
+from .arguments import UsageError, WrongScheduleError
+from .commands import check_command, compare_command, list_command, show_command, simulate_command
+from .terminal import Terminal, make_terminal
+
+GOOD, WRONG, USAGE = 0, 1, 2
+FORMATS = ("grid", "csv", "svg", "html", "trace", "json")
+_COMMANDS = {
+    "list": list_command,
+    "show": show_command,
+    "simulate": simulate_command,
+    "check": check_command,
+    "compare": compare_command,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; `argv` is sys.argv[1:] where it is None."""
+    arguments = _parser().parse_args(argv)
+    terminal = make_terminal()
+    try:
+        return _run(arguments, terminal)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.  Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return GOOD
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: argparse.Namespace, terminal: Terminal) -> int:
+    """Run one command; what is wrong goes to stderr."""
+    try:
+        is_right = _COMMANDS[arguments.command](arguments, terminal)
+    except WrongScheduleError as error:
+        terminal.complain(str(error))
+        return WRONG
+    except (UsageError, JaxpipeError) as error:
+        terminal.complain(f"jaxpipe {arguments.command}: {error}")
+        return USAGE
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        terminal.complain(f"jaxpipe {arguments.command}: {error.filename or 'output'}: {error.strerror or error}")
+        return USAGE
+    sys.stdout.flush()
+    return GOOD if is_right else WRONG
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxpipe",
+        description="Design, check, compare and draw pipeline-parallel schedules.",
+        epilog="Exit status: 0 good, 1 the schedule is wrong, 2 bad usage.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxpipe {version('jaxpipe')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_list(commands.add_parser("list", help="the schedules that can be built"))
+    _add_show(commands.add_parser("show", help="print or draw a schedule"))
+    _add_simulate(commands.add_parser("simulate", help="makespan, bubble, memory and times of a schedule"))
+    _add_check(commands.add_parser("check", help="say whether a table is right, and everything that is wrong with it"))
+    _add_compare(commands.add_parser("compare", help="simulate several schedules of one model side by side"))
+    return parser
+
+
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    parser.description = "The schedules that can be built, or everything about those named."
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    _add_json(parser)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Print or draw a schedule."
+    _add_source(parser)
+    _add_shape(parser)
+    _add_costs(parser)
+    parser.add_argument("--transfers", action="store_true", help="add SEND and RECV")
+    parser.add_argument("--format", choices=FORMATS, help="default: by the suffix of FILE (.trace.json is a trace), or grid")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file; - is standard output")
+    drawing = parser.add_argument_group("svg and html")
+    drawing.add_argument("--title")
+    drawing.add_argument("--width", type=float, metavar="PIXELS", help="of the picture (default: as the numbers need)")
+    drawing.add_argument("--theme", choices=[theme.value for theme in Theme], default=Theme.AUTO.value, help="of the svg (default: auto)")
+    drawing.add_argument("--memory", action="store_true", help="draw the activations held over time (the page always does)")
+    drawing.add_argument("--critical-path", action="store_true", help="outline a longest chain of actions (the page has a switch)")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Simulate a schedule with given costs."
+    _add_source(parser)
+    _add_shape(parser)
+    _add_costs(parser)
+    _add_json(parser)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Check a table: completeness, order, placement, deadlock, and a cap on activations."
+    parser.add_argument("file", metavar="FILE", help="a .csv table (torch's form) or a .json one; - is CSV from standard input")
+    parser.add_argument("--max-activations", type=int, metavar="N", help="most activations that a device may hold at once")
+    _add_json(parser)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Simulate several schedules of one model.  Costs are those of the P-th part of the model: a stage of a schedule with S stages "
+        "costs P/S of them, and its activations count P/S too, so that schedules with different chunks can be compared.  "
+        "Each schedule takes the nearest --chunks that it allows, and those --option that it knows."
+    )
+    parser.add_argument("sources", nargs="*", metavar="NAME|FILE", help="default: every schedule that can be built")
+    _add_shape(parser)
+    _add_costs(parser)
+    _add_json(parser)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="NAME|FILE", help="a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input"
+    )
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    shape = parser.add_argument_group("shape (of a named schedule)")
+    shape.add_argument("-P", "--devices", type=int, metavar="P")
+    shape.add_argument("-M", "--microbatches", type=int, metavar="M")
+    shape.add_argument("-V", "--chunks", type=int, metavar="V", help="stages a device holds (default: what is natural for the schedule)")
+    shape.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the schedule; see jaxpipe list NAME"
+    )
+    shape.add_argument("--forward-only", action="store_true", help="leave out all backwards, for evaluation")
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group("costs")
+    costs.add_argument(
+        "--costs",
+        metavar="F,I,W,T",
+        help="times of forward, input gradient, weight gradient and transfer (default 1,1,1,0); numbers joined by : are one a stage",
+    )
+    costs.add_argument("--backward", metavar="B", help="time of a full backward (default: I + W)")
+    costs.add_argument("--overlap", metavar="FB", help="time of an overlapped pair (default: the sum of its halves)")
+    costs.add_argument("--activation", metavar="A", help="memory of a stage's activations of one microbatch (default 1)")
+    costs.add_argument(
+        "--release",
+        choices=[release.value for release in Release],
+        default=Release.WEIGHT_GRAD.value,
+        help="when activations die where the backward is split (default: weight_grad)",
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,0 +1,4 @@
+"""Layers -> stages: layout strings, and balanced layouts.
+
+May import `table`.
+"""

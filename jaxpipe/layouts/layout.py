@@ -1,0 +1,289 @@
+"""Which layers each stage holds: Megatron's layout strings, `Et*3|(tt|)*29,m|L`, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from ..errors import ParseError
+from ..table.placement import Placement
+
+LETTERS = "EtmL"
+# A typed-in repeat such as ((t*999)*999)*999 must not eat the machine; no model has a hundred thousand layers.
+MAX_SYMBOLS = 1_000_000
+DIGITS = "0123456789"
+_SYNTAX = "|()*,"
+
+
+class LayoutError(ParseError):
+    """A layout that cannot be read or does not fit; `.positions` holds the index of every faulty character."""
+
+    positions: tuple[int, ...]
+
+    def __init__(self, message: str, positions: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.positions = positions
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layers of every stage, a letter each; stage i is chunk i div P of device i mod P (Megatron-Core's rule).
+
+    `str(layout)` is a canonical layout string, which Megatron-Core reads too.
+
+    >>> layout = parse_layout("Et|tt|tt|tL", devices=2)
+    >>> layout.stages, layout.stage_to_device, layout.chunks
+    (('Et', 'tt', 'tt', 'tL'), (0, 1, 0, 1), 2)
+    >>> str(layout)
+    'Et|tt|tt|tL'
+    """
+
+    stages: tuple[str, ...]
+    num_devices: int
+
+    def __post_init__(self) -> None:
+        """LayoutError where the stages do not divide over the devices."""
+        if self.num_devices < 1:
+            raise LayoutError(f"a layout needs devices >= 1; got {self.num_devices}")
+        if not self.stages or len(self.stages) % self.num_devices:
+            raise LayoutError(_does_not_divide(len(self.stages), self.num_devices))
+
+    @property
+    def num_stages(self) -> int:
+        """S, the number of stages."""
+        return len(self.stages)
+
+    @property
+    def chunks(self) -> int:
+        """V, the number of stages on each device."""
+        return self.num_stages // self.num_devices
+
+    @property
+    def stage_to_device(self) -> tuple[int, ...]:
+        """Per stage, its device: i mod P."""
+        return tuple(s % self.num_devices for s in range(self.num_stages))
+
+    @property
+    def stage_to_chunk(self) -> tuple[int, ...]:
+        """Per stage, its chunk number on its device: i div P."""
+        return tuple(s // self.num_devices for s in range(self.num_stages))
+
+    @property
+    def placement(self) -> Placement:
+        """The same map as a `Placement`, ready for a schedule."""
+        return Placement.loop(devices=self.num_devices, chunks=self.chunks)
+
+    @cached_property
+    def layers(self) -> str:
+        """All layers in model order, a letter each."""
+        return "".join(self.stages)
+
+    def count(self, letter: str) -> tuple[int, ...]:
+        """Per stage, how many layers of this letter it holds."""
+        return tuple(stage.count(letter) for stage in self.stages)
+
+    def layer_ids(self, letter: str) -> tuple[range, ...]:
+        """Per stage, the numbers of its layers of this letter, counted from 0 through the whole model.
+
+        >>> parse_layout("Ett|t|tL", devices=3).layer_ids("t")
+        (range(0, 2), range(2, 3), range(3, 4))
+        """
+        ids, start = [], 0
+        for number in self.count(letter):
+            ids.append(range(start, start + number))
+            start += number
+        return tuple(ids)
+
+    def stage_costs(self, costs: Mapping[str, float]) -> tuple[float, ...]:
+        """Per stage, the sum of its layers' costs, e.g. for `Costs(forward=...)`; LayoutError names letters without a cost."""
+        missing = sorted(set(self.layers) - set(costs))
+        if missing:
+            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {self} one")
+        return tuple(float(sum(costs[letter] for letter in stage)) for stage in self.stages)
+
+    def table(self) -> str:
+        """A line a device and a column a chunk, runs of equal devices on one line."""
+        rows = [tuple(_runs(stage) or "(empty)" for stage in self.stages[d :: self.num_devices]) for d in range(self.num_devices)]
+        lines = [("", *(f"chunk {v}" for v in range(self.chunks)))]
+        first = 0
+        for row, group in groupby(rows):
+            last = first + len(list(group)) - 1
+            lines.append((f"device {first}" if first == last else f"device {first}-{last}", *row))
+            first = last + 1
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+    def __str__(self) -> str:
+        return _canonical(self.stages)
+
+
+def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: int | None = None) -> Layout:
+    """Return the layout if it is a whole language model in order: E once and first, t, then m, L once and last.
+
+    With `num_layers` and `mtp_layers` the numbers of t and m must match too.  LayoutError lists every fault.
+    Source: Megatron-Core, PipelineParallelLayerLayout.validate_layer_layout.
+    """
+    layers, faults = layout.layers, []
+    for letter, name, index in (("E", "embedding", 0), ("L", "loss", -1)):
+        if layers.count(letter) != 1:
+            faults.append(f"the {name} {letter} occurs {layers.count(letter)} times; write it exactly once")
+        elif layers[index] != letter:
+            faults.append(f"the {name} {letter} must be the {'first' if index == 0 else 'last'} layer, but that is {layers[index]}")
+    if "m" in layers and "t" in layers[layers.index("m") :]:
+        faults.append("a transformer layer t stands behind a multi-token-prediction layer m; put every m behind the last t")
+    for letter, expected in (("t", num_layers), ("m", mtp_layers)):
+        if expected is not None and layers.count(letter) != expected:
+            faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {expected}")
+    if faults:
+        raise LayoutError(f"the layout {layout} is not a whole model:\n" + "\n".join(f"  {f}" for f in faults))
+    return layout
+
+
+def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
+    """Read a layout string: a letter a layer, `|` between stages, `x*n` and `(...)*n` repeat, commas are cosmetic.
+
+    E is the embedding, t a transformer layer, m a multi-token-prediction layer, L the loss; `letters` names others.  Stages
+    may be empty and groups may be nested (Megatron-Core's reader does not nest).  LayoutError points at every fault.
+    Source: Megatron-Core, `--pipeline-model-parallel-layout` (PipelineParallelLayerLayout.parse_str_to_list).
+
+    >>> parse_layout("Et*3|(tt|)*29,m|L", devices=16).stages[:2]
+    ('Ettt', 'tt')
+    """
+    bad = [c for c in letters if c in _SYNTAX or c.isspace() or c.isdigit()]
+    if bad or len(set(letters)) != len(letters):
+        raise LayoutError(f"letters={letters!r} must be distinct characters, none of them a digit, a space or one of {_SYNTAX}")
+    if devices < 1:
+        raise LayoutError(f"a layout needs devices >= 1; got {devices}")
+    stages = tuple(_Reader(text, letters).read().split("|"))
+    if len(stages) % devices:
+        raise LayoutError(_point(text, [(len(text), _does_not_divide(len(stages), devices))]), (len(text),))
+    return Layout(stages, devices)
+
+
+def _does_not_divide(stages: int, devices: int) -> str:
+    """Say what to add, or which numbers of devices would do."""
+    if not stages:
+        return "a layout needs at least one stage"
+    add = -stages % devices
+    fits = [d for d in range(1, stages + 1) if stages % d == 0]
+    return (
+        f"{stages} stage{'s do' if stages > 1 else ' does'} not divide over {devices} devices: add {add} more (write '{'|' * min(add, 4)}"
+        f"{'...' if add > 4 else ''}' where it may be empty), or use {' or '.join(map(str, fits))} device{'s' if fits[-1] > 1 else ''}"
+    )
+
+
+def _runs(stage: str) -> str:
+    """`Ettt` -> `Et*3`: runs of three or more as a repeat, with a comma behind one that does not end the stage."""
+    runs = [(letter, len(list(group))) for letter, group in groupby(stage)]
+    texts = [letter * n if n < 3 else f"{letter}*{n}" for letter, n in runs]
+    return "".join(t + ("," if "*" in t and i < len(texts) - 1 else "") for i, t in enumerate(texts))
+
+
+def _canonical(stages: tuple[str, ...]) -> str:
+    """Runs of three or more equal stages as `(tt|)*29,`, or `(|tt)*29` where the run ends the layout."""
+    runs = [(_runs(stage), len(list(group))) for stage, group in groupby(stages)]
+    text = ""
+    for i, (stage, n) in enumerate(runs):
+        is_last = i == len(runs) - 1
+        if n < 3:
+            text += "|".join([stage] * n) + ("" if is_last else "|")
+        elif not is_last:
+            text += f"({stage}|)*{n},"
+        else:
+            # The bar, or the group, that came before has already opened this run's first stage.
+            text += f"{stage}(|{stage})*{n - 1}"
+    return text
+
+
+def _point(text: str, faults: list[tuple[int, str]]) -> str:
+    """The layout with a caret under each faulty character."""
+    # Tabs and newlines would move the caret: they are cosmetic, so show them as spaces.
+    shown = "".join(" " if c.isspace() else c for c in text)
+    head = f"the layout has {len(faults)} fault{'s' if len(faults) > 1 else ''}:"
+    return "\n".join([head, *(line for at, why in faults for line in (f"  {shown}", f"  {' ' * at}^ character {at + 1}: {why}"))])
+
+
+class _Reader:
+    """Recursive descent over `items := (letter | '|' | '(' items ')') ['*' number] ...`, gathering faults as it goes."""
+
+    def __init__(self, text: str, letters: str) -> None:
+        self.text, self.letters, self.at = text, letters, 0
+        self.faults: list[tuple[int, str]] = []
+
+    def read(self) -> str:
+        """The text with every repeat written out; LayoutError with all faults."""
+        expanded = self.items(opened_at=None)
+        if self.faults:
+            self.faults.sort()
+            raise LayoutError(_point(self.text, self.faults), tuple(at for at, _ in self.faults))
+        return expanded
+
+    def peek(self) -> str:
+        """The next character that is not cosmetic, or '' at the end."""
+        while self.at < len(self.text) and (self.text[self.at] == "," or self.text[self.at].isspace()):
+            self.at += 1
+        return self.text[self.at] if self.at < len(self.text) else ""
+
+    def fault(self, at: int, why: str) -> None:
+        """Note a fault and read on, to find the others too."""
+        self.faults.append((at, why))
+
+    def items(self, *, opened_at: int | None) -> str:
+        """Read up to the end, or to the parenthesis that closes this group."""
+        pieces: list[str] = []
+        while (char := self.peek()) and not (char == ")" and opened_at is not None):
+            at = self.at
+            self.at += 1
+            if char == "(":
+                pieces.append(self.repeated(self.items(opened_at=at), at))
+            elif char == "|" or char in self.letters:
+                pieces.append(self.repeated(char, at))
+            else:
+                self.fault(at, self.why_not(char))
+        if opened_at is not None and not self.peek():
+            self.fault(opened_at, "this '(' is never closed; write ')' behind its group")
+        self.at += opened_at is not None
+        return "".join(pieces)
+
+    def repeated(self, piece: str, at: int) -> str:
+        """Apply the `*n` that may follow a letter or a group."""
+        if self.peek() != "*":
+            return piece
+        star = self.at
+        self.at += 1
+        number = self.number()
+        if not number:
+            self.fault(star, "'*' needs a number behind it, as in t*3")
+            return piece
+        if self.peek() == "*":
+            self.fault(self.at, "a repeat cannot be repeated; put it in parentheses, as in (t*2)*3")
+            self.at += 1
+            self.number()
+        # Python refuses to read numbers of thousands of digits, so judge the length first.
+        times = int(number) if len(number) <= 9 else MAX_SYMBOLS + 1
+        if len(piece) * times > MAX_SYMBOLS:
+            self.fault(at, f"this repeat makes more than {MAX_SYMBOLS:,} layers and stages; write a smaller number")
+            return piece
+        return piece * times
+
+    def number(self) -> str:
+        """The digits that come next, perhaps none."""
+        self.peek()
+        start = self.at
+        while self.at < len(self.text) and self.text[self.at] in DIGITS:
+            self.at += 1
+        return self.text[start : self.at]
+
+    def why_not(self, char: str) -> str:
+        """Why a character may not stand where it does."""
+        if char == ")":
+            return "this ')' closes no group; remove it, or open one with '('"
+        if char == "*":
+            self.number()
+            return "'*' needs a layer or a group before it, as in t*3 or (tt|)*29"
+        if char in DIGITS:
+            self.at -= 1
+            return f"the number {self.number()} has no '*' before it; write t*3 for ttt"
+        return f"{char!r} is no layer; write one of {' '.join(self.letters)}, or pass letters={self.letters + char!r} to allow it"

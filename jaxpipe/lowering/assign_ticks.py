@@ -1,0 +1,123 @@
+"""Pass: give every cell of a table the lock-step tick in which the lowered program runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..errors import ScheduleError
+from ..table.action import Action, Cell, Kind, Overlap
+from ..table.encoded import IntArray
+from ..table.grid import grid
+from ..table.run_order import Transfers, waits
+from ..table.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Ticks:
+    """`when[i]` is the tick in which action i of `schedule.encoded` runs.
+
+    Within a tick a device does at most one forward and one backward; then what the tick produced is transferred.
+    """
+
+    schedule: Schedule
+    when: IntArray
+    forward_first: bool = False  # in a tick with a forward and a backward, the forward runs first (else the backward does)
+    period: int = 1  # the period of the whole table's code, for which the ticks were made; 1 leaves it to `find_segments`
+
+    @cached_property
+    def num_ticks(self) -> int:
+        """T, the number of ticks; a multiple of `period`."""
+        used = int(self.when.max(initial=-1)) + 1
+        return used + -used % self.period
+
+    @cached_property
+    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+        """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows have length T."""
+        rows: list[list[Cell]] = [[None] * self.num_ticks for _ in self.schedule.rows]
+        when = iter(self.when.tolist())
+        for device, _, action in self.schedule.actions():
+            tick = next(when)
+            other = rows[device][tick]
+            rows[device][tick] = action if other is None else _pair(action, other)
+        return tuple(tuple(row) for row in rows)
+
+    def __str__(self) -> str:
+        return grid(self.cells)
+
+
+def _pair(one: Action, other: Cell) -> Overlap:
+    """A forward and a backward, whichever comes first in the row."""
+    assert isinstance(other, Action), "three actions in one tick"
+    forward, backward = sorted((one, other), key=lambda action: action.kind)
+    return Overlap(forward, backward)
+
+
+def assign_ticks(schedule: Schedule) -> Ticks:
+    """Put each cell in the first tick after its device's previous cell and after every producer on another device.
+
+    This is the longest path through the table's order and data dependencies, so T is the least that any lock-step
+    program of this table can have.  Linear in the number of cells.  ScheduleError if the table cannot run.
+    """
+    return _earliest(schedule, [0] * schedule.encoded.num_actions, 1)
+
+
+def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
+    """Put each cell in the first tick that it can have, where kinds of cells take turns: F, then I, then W, then F again.
+
+    With no shift all devices do the same kind in the same tick, so nobody waits for a longer action, and what an F sends has the
+    whole turn of the other kinds to arrive.  It costs nothing where the table has that much slack between a stage's action and
+    its neighbour's, as interleaved 1F1B and ZB-H2 have.  With a shift of one, each device is a tick behind the device before
+    it: the steady state of 1F1B, where neighbours do F and B in turn.  Ticks in which a device has nothing to do take no time.
+
+    It is modulo scheduling with kernel-only code (Rau, Schlansker and Tirumalai 1992, section 3): warm-up and cool-down run in the
+    code of the steady state, so there is one segment, whatever M is.
+    """
+    table = schedule.encoded
+    pairs = table.pairs
+    kind = table.kind.copy()
+    kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
+    kinds, turn = np.unique(kind, return_inverse=True)
+    turn = (turn + shift * table.device) % max(1, len(kinds))
+    return _earliest(schedule, turn.tolist(), max(1, len(kinds)))
+
+
+def _earliest(schedule: Schedule, turn: Sequence[int], period: int) -> Ticks:
+    """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns."""
+    table = schedule.encoded
+    order = run_order(schedule)
+    needs = needs_of(schedule)
+    when = [-1] * (table.num_actions + 1)  # the last entry is "nothing needed"
+    free = [0] * table.num_devices
+    device, last_half = table.device.tolist(), table.last_half.tolist()
+    for i in order:
+        d = device[i]
+        tick = max(free[d], when[needs[i]] + 1)
+        if last_half[i] != i:  # the forward of a pair: its backward, next in the row, may have to wait longer
+            free[d] = tick
+            continue
+        tick += (turn[i] - tick) % period
+        when[i] = tick
+        free[d] = tick + 1
+    return Ticks(schedule, np.array(when[:-1], np.int64)[table.last_half], period=period)
+
+
+def run_order(schedule: Schedule) -> Sequence[int]:
+    """An order of the actions in which each comes after all it needs; ScheduleError where there is none."""
+    found = schedule.run_order(Transfers.ASYNC)
+    if found.cycles:
+        table = schedule.encoded
+        stuck = [f"{table.text(wait.at)} on device {wait.device}" for cycle in found.cycles for wait in cycle]
+        raise ScheduleError(f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it")
+    return found.order
+
+
+def needs_of(schedule: Schedule) -> list[int]:
+    """Per action, the last half of the cell on another device that makes its input; the number of actions where none does."""
+    table = schedule.encoded
+    wait = waits(table, Transfers.ASYNC)
+    needs: list[int] = np.where(wait >= 0, wait, table.num_actions).tolist()
+    return needs

@@ -1,0 +1,157 @@
+"""How long the lowered program takes: its ticks and transfers simulated as a mesh would run them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..program.ir import Exchange, Permute, Segment
+from ..simulation.costs import Costs
+from ..simulation.simulate import action_durations
+from .assign_ticks import Ticks
+from .requirements import Requirements
+
+
+class Sync(enum.Enum):
+    """Who waits at a transfer."""
+
+    PAIRS = "pairs"  # only the two ends of each pair: GPUs, and CPU devices in processes of their own
+    EVERYBODY = "everybody"  # all devices, at every tick that transfers anything: virtual CPU devices of one process
+
+
+# (delay, partners of each device, how long the permutes of each device last)
+_Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
+
+
+class Prices(NamedTuple):
+    """What emissions are compared by, besides the makespan with F = I = W = 1 and B = 2."""
+
+    predicate: float  # time of a predicate
+    transfer: float  # time of a permute, for each device in it, while it waits
+    traffic: float  # time of what a device sends, whether it waits or not
+    block: float  # share of the makespan that one compiled block of stage code is worth
+    permute: float = 5e-5  # the same for a compiled permute
+
+
+# Little code: no transfer is made for nothing, but a ramp of a few ticks must not cost a second of compile time.
+LITTLE_CODE = Prices(predicate=0.003, transfer=0.01, traffic=0.035, block=4e-3)
+# Early transfers: code for each kind of tick in the steady state, so that what has slack moves while blocks run.
+EARLY_TRANSFERS = Prices(predicate=0.003, transfer=0.1, traffic=0.03, block=2e-3)
+
+
+def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
+    """`[tick, device]` durations; F, I and W take 1 and B takes 2 where no costs are given."""
+    table = ticks.schedule.encoded
+    found = np.zeros((ticks.num_ticks, table.num_devices))
+    np.add.at(found, (ticks.when, table.device), action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
+    return found
+
+
+def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, prices: Prices) -> float:
+    """A makespan in which waiting for transfers has its price, with that of traffic, of predicates, and of the code to compile."""
+    traffic = prices.traffic * sum(segment.num_sends for segment in segments) / num_devices
+    predicates = prices.predicate * sum(segment.num_predicates for segment in segments)
+    return (makespan + traffic + predicates) * (
+        1 + sum(prices.block * segment.size + prices.permute * segment.permutes for segment in segments)
+    )
+
+
+def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, sync: Sync = Sync.PAIRS, transfer: float = 0.0) -> float:
+    """Simulate the program: a device runs its ticks in order; where it awaits a transfer it waits until all partners have issued it.
+
+    `costs[tick, device]` are durations; the result has their unit.  Each permute that a device takes part in lasts `transfer`.
+    """
+    time = np.zeros(costs.shape[1])
+    for segment in segments:
+        time = advance(time, costs, segment, sync=sync, transfer=transfer)
+    return float(time.max(initial=0.0))
+
+
+def advance(
+    time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, sync: Sync, transfer: float = 0.0
+) -> NDArray[np.float64]:
+    """Device times after a segment, from device times before it."""
+    num_devices = costs.shape[1]
+    meetings = [[_meetings(e, num_devices, transfer) for e in p.exchanges] for p in segment.templates]
+    rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
+    same = _equal_ahead(np.concatenate([rows, segment.chosen[..., None]], axis=2))
+    trip, growth = 0, None
+    while trip < segment.repeats:
+        before = time
+        made = [options[c] for options, c in zip(meetings, segment.chosen[trip].tolist(), strict=True)]
+        time = _one_trip(time, rows[trip], made, sync)
+        # Trips of equal costs that moved every device by the same time will go on doing so.
+        settled = growth is not None and np.array_equal(time - before, growth) and np.ptp(growth) == 0
+        growth = time - before
+        trip += 1
+        if settled and trip < segment.repeats and (ahead := int(same[trip - 1])):
+            time = time + growth * ahead
+            trip, growth = trip + ahead, None
+    return time
+
+
+def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings], sync: Sync) -> NDArray[np.float64]:
+    """Device times after one trip."""
+    awaited: dict[int, list[NDArray[np.float64]]] = {}
+    for j, meets in enumerate(meetings):
+        time = time + rows[j]
+        if sync is Sync.EVERYBODY:
+            time = np.full(len(time), time.max() + sum(lasts.max() for _, _, lasts in meets)) if meets else time
+            continue
+        for delay, met, lasts in meets:
+            awaited.setdefault(j + delay, []).append(time[met].max(axis=1) + lasts)
+        for done in awaited.pop(j, ()):
+            time = np.maximum(time, done)
+    return time
+
+
+def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:
+    """For each trip, how many trips after it have the same costs and exchanges as it, without a gap."""
+    breaks = np.flatnonzero((rows[1:] != rows[:-1]).any(axis=(1, 2)))
+    last = np.append(breaks, len(rows) - 1)  # the last trip of each run of equal ones
+    trips = np.arange(len(rows))
+    return last[np.searchsorted(last, trips)] - trips
+
+
+def _meetings(exchange: Exchange, num_devices: int, transfer: float) -> _Meetings:
+    """One entry for each delay that an exchange's permutes have."""
+    found = []
+    for delay in sorted({p.delay for p in exchange}):
+        permutes = [p for p in exchange if p.delay == delay]
+        lasts = np.zeros(num_devices)
+        for permute in permutes:
+            lasts[sorted({d for pair in permute.pairs for d in pair})] += transfer
+        found.append((delay, _partners(permutes, num_devices), lasts))
+    return found
+
+
+def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]:
+    """`[device, k]`: each device and the devices it meets at these permutes, padded with the device itself."""
+    met: list[list[int]] = [[d] for d in range(num_devices)]
+    for permute in permutes:
+        for source, target in permute.pairs:
+            met[source].append(target)
+            met[target].append(source)
+    width = max(len(m) for m in met)
+    return np.array([m + [d] * (width - len(m)) for d, m in enumerate(met)], dtype=np.intp)
+
+
+def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, sync: Sync = Sync.PAIRS) -> float:
+    """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed."""
+    time = [0.0] * requirements.num_devices
+    due: dict[int, list[tuple[int, int, float]]] = {}
+    for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs.tolist(), strict=True)):
+        time = [before + took for before, took in zip(time, row, strict=True)]
+        slack = requirements.kinds[code].slack
+        if sync is Sync.EVERYBODY:
+            time = [max(time)] * len(time) if slack else time
+            continue
+        for (_, source, target), room in slack.items():
+            due.setdefault(tick + room, []).append((source, target, max(time[source], time[target])))
+        for source, target, met in due.pop(tick, ()):
+            time[source], time[target] = max(time[source], met), max(time[target], met)
+    return max(time, default=0.0)

@@ -1,0 +1,112 @@
+"""From what ticks need to the code that serves them all: blocks under predicates, and exchanges to choose among."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..program.ir import Block, BlockUse, Payload, Permute, Presence, TickTemplate
+from ..table.action import Kind
+from ..table.encoded import BoolArray, IntArray
+from .requirements import Edge, Requirements
+
+# Two exchanges become one where no more than this share of all transfers is made for nothing by that, or where there are too many.
+SAVES_ENOUGH = 0.01
+MOST_EXCHANGES = 12
+
+
+def template_of(requirements: Requirements, group: slice, *, room: int = 0, gated: bool = False) -> tuple[TickTemplate, IntArray]:
+    """One template that serves every tick in the group: the union of their blocks, and the exchanges that they choose among.
+
+    The second value is each tick's choice.  With `gated`, unless most ticks need all transfers, those that transfer different things have
+    exchanges of their own as far as that pays (`exchanges_of`); else one exchange serves them all.  `room` is the number of ticks
+    that follow in the same trip: in an exchange that every tick makes, a transfer with slack is awaited up to that much later.
+    """
+    codes = requirements.codes[group]
+    times = np.bincount(codes)
+    present = np.flatnonzero(times).tolist()
+    total: dict[Block, list[int]] = {}
+    delays: dict[Edge, int] = {}
+    for code in present:
+        for block, count in requirements.kinds[code].blocks.items():
+            sums = total.setdefault(block, [0] * len(count))
+            for i, number in enumerate(count):
+                sums[i] += number * int(times[code])
+        for edge, slack in requirements.kinds[code].slack.items():
+            delays[edge] = min(delays.get(edge, room), slack)
+    everyone = requirements.num_devices * len(codes)
+    uses = tuple(
+        BlockUse(
+            block,
+            Presence.of(active, everyone),
+            Presence.of(first, active),
+            Presence.of(last, active),
+            Presence.of(local, active),
+        )
+        # Backward blocks go first, so that the forward of the same tick may write what they free; in fused ticks last.
+        for block, (active, first, last, local) in sorted(
+            total.items(), key=lambda item: ((item[0].kind is Kind.F) is not requirements.forward_first, item[0])
+        )
+    )
+    needs = [frozenset(requirements.kinds[code].slack) for code in present]
+    complete = sum(int(times[code]) for code, need in zip(present, needs, strict=True) if len(need) == len(delays))
+    if not gated or 2 * complete >= len(codes):
+        return TickTemplate(uses, (permutes_of(delays),)), np.zeros(len(codes), np.int64)
+    exchanges, made = exchanges_of(needs, times[present])
+    choice = np.zeros(len(times), np.int64)
+    choice[present] = made
+    return TickTemplate(uses, tuple(permutes_of(dict.fromkeys(edges, 0)) for edges in exchanges)), choice[codes]
+
+
+def exchanges_of(needs: Sequence[frozenset[Edge]], times: IntArray) -> tuple[list[frozenset[Edge]], IntArray]:
+    """A few sets of transfers, each the union of some of the needs, such that little is transferred for nothing.
+
+    `times[i]` is how often `needs[i]` occurs; the second value is the number of the set that serves it.  Two sets become one, those first
+    for which that transfers the least more, until there are few enough of them and one less would transfer too much more
+    (agglomerative clustering).
+    """
+    edges = sorted(frozenset[Edge]().union(*needs))
+    distinct = sorted(set(needs), key=lambda need: (len(need), sorted(need)))
+    cluster = np.array([distinct.index(need) for need in needs])
+    count: NDArray[np.float64] = np.bincount(cluster, weights=times).astype(np.float64)
+    members = np.array([[edge in need for edge in edges] for need in distinct])
+    enough = SAVES_ENOUGH * float(count @ members.sum(axis=1))
+    more = np.array([_additional(members, count, a) for a in range(len(count))])
+    for left in range(len(count), 1, -1):
+        a, b = divmod(int(more.argmin()), len(count))
+        if left <= MOST_EXCHANGES and more[a, b] > enough:
+            break
+        cluster[cluster == b] = a
+        members[a] |= members[b]
+        count[a] += count[b]
+        count[b], more[b], more[:, b] = 0, np.inf, np.inf
+        more[a] = more[:, a] = np.where(np.isfinite(more[a]), _additional(members, count, a), np.inf)
+    used, made = np.unique(cluster, return_inverse=True)
+    return [frozenset(edge for edge, held in zip(edges, members[a], strict=True) if held) for a in used], made
+
+
+def _additional(members: BoolArray, count: NDArray[np.float64], a: int) -> NDArray[np.float64]:
+    """How much more would be transferred if set `a` were one with each of the others; infinite for itself."""
+    sizes = members.sum(axis=1)
+    found: NDArray[np.float64] = (count + count[a]) * (members | members[a]).sum(axis=1) - count * sizes - count[a] * sizes[a]
+    found[a] = np.inf
+    return found
+
+
+def permutes_of(delays: Mapping[Edge, int]) -> tuple[Permute, ...]:
+    """Colour edges into permutes: by payload, delay and direction, then greedily so that sources and targets are distinct.
+
+    Wrap-around edges of a ring point against their payload's direction, so they come out as a permute of their own.
+    """
+    groups: dict[tuple[Payload, int, bool], list[list[tuple[int, int]]]] = {}
+    for (payload, source, target), delay in sorted(delays.items()):
+        colours = groups.setdefault((payload, delay, source > target), [])
+        for colour in colours:
+            if all(source != s and target != t for s, t in colour):
+                colour.append((source, target))
+                break
+        else:
+            colours.append([(source, target)])
+    return tuple(Permute(payload, tuple(c), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)

@@ -1,0 +1,113 @@
+"""From a table to the ticks and segments of its program: of several ways to emit it, the fastest for its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..program.ir import Program, Segment
+from ..program.liveness import Liveness
+from ..simulation.simulate import simulate
+from ..table.schedule import Schedule
+from ..transforms.forward_only import forward_only
+from .assign_ticks import Ticks, assign_ticks, modulo_ticks
+from .balanced_ticks import balanced_ticks
+from .cost_model import EARLY_TRANSFERS, LITTLE_CODE, Prices, Sync, cost_matrix, least_makespan, program_makespan, program_price
+from .fuse_ticks import fuse_ticks
+from .requirements import collect
+from .segments import find_segments
+from .slots import assign_slots
+
+# A program this much longer than its table keeps the table's makespan; if none does, more costly ways are tried.
+KEEPS_MAKESPAN = 1.005
+
+
+class Candidate(NamedTuple):
+    """Ticks and segments, and what they cost with F = I = W = 1, B = 2 (the overlapped pair: the sum of its halves)."""
+
+    ticks: Ticks
+    segments: tuple[Segment, ...]
+    makespan: float  # of the program
+    price: float  # the makespan with a little for each transfer and each block of code
+
+
+def choose_candidate(schedule: Schedule, *, sync: Sync = Sync.PAIRS, prefer_speed: bool = False) -> Candidate:
+    """Assign ticks in several ways, find the segments of each, and take the cheapest of those that keep the table's makespan.
+
+    Ticks that keep the order of every row are tried first: the fewest ticks, kinds that take turns, and, where neither keeps the
+    makespan, level ticks.  Where these do not either, fused ticks may change the order of a device's forwards and backwards,
+    within the table's memory.  Where nothing keeps the makespan, the shortest is taken.
+
+    `prefer_speed` pays for speed with memory and with code: fused ticks may hold up to twice the table's activations, and the
+    steady state gets code of its own where transfers can then run beside blocks.
+    """
+    prices = EARLY_TRANSFERS if prefer_speed else LITTLE_CODE
+    enough = KEEPS_MAKESPAN * simulate(schedule).makespan
+    found: list[Candidate] = []
+    for candidates in _more_and_more(schedule, more_memory=prefer_speed):
+        bounds = [least_makespan(collect(ticks), cost_matrix(ticks), sync=sync) for ticks in candidates]
+        worst = max(enough, min(bounds, default=0.0))
+        found += [_candidate(ticks, sync, prices) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
+        if min(each.makespan for each in found) <= enough:
+            break
+    worst = max(enough, min(each.makespan for each in found))
+    return min((each for each in found if each.makespan <= worst), key=lambda each: each.price)
+
+
+def _more_and_more(schedule: Schedule, *, more_memory: bool) -> Iterator[Sequence[Ticks]]:
+    """Ways to assign ticks, the simple ones first."""
+    yield assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)
+    yield (balanced_ticks(schedule),)
+    fused = None if schedule.forward_only else fuse_ticks(schedule, more_memory=more_memory)
+    yield () if fused is None else (fused,)
+
+
+def _candidate(ticks: Ticks, sync: Sync, prices: Prices) -> Candidate:
+    segments = find_segments(ticks, sync=sync, prices=prices)
+    costs = cost_matrix(ticks)
+    makespan = program_makespan(costs, segments, sync=sync)
+    priced = program_makespan(costs, segments, sync=sync, transfer=prices.transfer)
+    return Candidate(ticks, segments, makespan, program_price(priced, segments, costs.shape[1], prices))
+
+
+class Prefer(Enum):
+    """What the lowering gives up where a table cannot keep its makespan, its memory and little code at once on a mesh."""
+
+    MEMORY = "memory"  # keep the table's memory and compile little code
+    SPEED = "speed"  # keep its makespan, with up to twice the activations, and let transfers run beside compute, with more code
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule with its ticks and segments; its program follows once the stage's liveness is known."""
+
+    ticks: Ticks
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, sync: Sync = Sync.PAIRS, prefer: Prefer = Prefer.MEMORY) -> Plan:
+        """Run the passes that need no stage (`choose_candidate`)."""
+        chosen = choose_candidate(schedule, sync=sync, prefer_speed=prefer is Prefer.SPEED)
+        return cls(chosen.ticks, chosen.segments)
+
+    def makespan(self, sync: Sync) -> float:
+        """How long the program takes with F = I = W = 1 and B = 2."""
+        return program_makespan(cost_matrix(self.ticks), self.segments, sync=sync)
+
+    def program(self, liveness: Liveness) -> Program:
+        """Assign slots."""
+        return assign_slots(self.ticks, self.segments, liveness=liveness)
+
+
+@lru_cache(maxsize=64)
+def plan_of(schedule: Schedule, sync: Sync, prefer: Prefer = Prefer.MEMORY) -> Plan:
+    """The plan of a schedule on meshes that wait so; equal schedules share it."""
+    return Plan.of(schedule, sync, prefer)
+
+
+def forward_plan(schedule: Schedule, sync: Sync) -> Plan:
+    """The plan of the schedule's forwards alone, for evaluation."""
+    return plan_of(schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name), sync)

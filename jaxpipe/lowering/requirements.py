@@ -1,0 +1,115 @@
+"""What each tick needs, read off the ticks: blocks, who runs them, and the transfers between devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..program.ir import Block, Payload
+from ..table.action import Kind
+from ..table.encoded import Encoded, IntArray
+from ..table.schedule import Schedule
+from .assign_ticks import Ticks
+
+
+class Edge(NamedTuple):
+    """A transfer from one device to another at the end of a tick."""
+
+    payload: Payload
+    source: int
+    target: int
+
+
+class Count(NamedTuple):
+    """How many devices run a block in a tick, and how many of those for the first, the last, a locally consumed stage."""
+
+    active: int
+    first: int
+    last: int
+    local: int
+
+
+@dataclass(frozen=True)
+class TickRequirements:
+    """The static needs of one tick."""
+
+    blocks: dict[Block, Count]
+    slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
+
+    @property
+    def signature(self) -> tuple[frozenset[Block], frozenset[Edge]]:
+        """Ticks with equal signatures can share their code."""
+        return frozenset(self.blocks), frozenset(self.slack)
+
+
+@dataclass(frozen=True, eq=False)
+class Requirements:
+    """The requirements of every tick: tick t has `kinds[codes[t]]`.
+
+    Ticks have one code where the same blocks of the same devices run and the same transfers leave with the same slack, so they
+    also cost the same; what is made of many ticks costs no more than what is made of the different ones.
+    """
+
+    kinds: tuple[TickRequirements, ...]
+    codes: IntArray
+    num_devices: int
+    forward_first: bool
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+def consumers(table: Encoded) -> IntArray:
+    """Per action, the F that uses its output, or the B or I that uses its input gradient, in the neighbour stage; -1 for none."""
+    found = np.full(table.num_actions, -1, np.int64)
+    users = np.flatnonzero(table.producer >= 0)
+    found[table.producer[users]] = users
+    return found
+
+
+def chunks_of(schedule: Schedule) -> IntArray:
+    """Per action, the chunk that its stage is on its device."""
+    table = schedule.encoded
+    chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
+    for device, stages in enumerate(schedule.placement.stages_of):
+        chunk[device, list(stages)] = np.arange(len(stages))
+    return chunk[table.device, table.stage]
+
+
+def collect(ticks: Ticks) -> Requirements:
+    """The requirements of every tick."""
+    schedule, table = ticks.schedule, ticks.schedule.encoded
+    user = consumers(table)
+    target = np.where(user >= 0, table.device[user], -1)
+    local = target == table.device
+    target = np.where(local, -1, target)
+    slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
+    # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines are equal ticks.
+    fields = np.stack([table.kind, chunks_of(schedule), table.stage == 0, table.stage == table.num_stages - 1, local, target, slack], 1)
+    lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int64)
+    lines[ticks.when, table.device, (table.kind != Kind.F).astype(np.int64)] = fields
+    flat = lines.reshape(ticks.num_ticks, -1)
+    numbers: dict[bytes, int] = {}
+    codes = [numbers.setdefault(line.tobytes(), len(numbers)) for line in flat]
+    shape = lines.shape[1:]
+    kinds = tuple(_tick_requirements(np.frombuffer(line, np.int64).reshape(shape)) for line in numbers)
+    return Requirements(kinds, np.array(codes, np.int64), table.num_devices, ticks.forward_first)
+
+
+def _tick_requirements(line: IntArray) -> TickRequirements:
+    """Read one line of `collect`: [device, half, field]."""
+    blocks: dict[Block, Count] = {}
+    slack: dict[Edge, int] = {}
+    for device, halves in enumerate(line.tolist()):
+        for kind, chunk, first, last, local, target, room in halves:
+            if kind < 0:
+                continue
+            block = Block(Kind(kind), chunk)
+            old = blocks.get(block, Count(0, 0, 0, 0))
+            blocks[block] = Count(old.active + 1, old.first + first, old.last + last, old.local + local)
+            if target >= 0:
+                payload = Payload.ACTIVATION if kind == Kind.F else Payload.COTANGENT
+                slack[Edge(payload, device, target)] = room
+    return TickRequirements(blocks, slack)

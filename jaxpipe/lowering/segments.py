@@ -1,0 +1,250 @@
+"""Pass: cut the ticks into segments whose static structure repeats, so that code size does not grow with M."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..program.ir import Segment
+from ..simulation.costs import Costs
+from ..table.action import Kind
+from ..table.encoded import BoolArray, IntArray
+from .assign_ticks import Ticks
+from .cost_model import LITTLE_CODE, Prices, Sync, advance, cost_matrix, program_makespan, program_price
+from .exchanges import template_of
+from .requirements import Requirements, collect
+
+LONGEST_PERIOD = 12
+# Of the first guesses, so many are improved on.
+STARTS = 4
+# Ticks that may repeat without being the same code: an interleaved table comes back to the same chunks after P V microbatches.
+LONGEST_CYCLE = 512
+# The search stops when it has simulated this many ticks: tables without any rhythm would take minutes.
+MOST_WORK = 400_000
+
+
+class Span(NamedTuple):
+    """Ticks start..stop, emitted with this period; a span whose length is no multiple of it ends in a shorter segment."""
+
+    start: int
+    stop: int
+    period: int
+    gated: bool = False  # ticks that transfer different things choose among exchanges (`template_of`)
+
+
+def find_segments(
+    ticks: Ticks, *, sync: Sync = Sync.PAIRS, costs: Costs | None = None, prices: Prices = LITTLE_CODE
+) -> tuple[Segment, ...]:
+    """Find the exact repeats (the steady states), then give the ramps between them the least code that costs no time.
+
+    A ramp's ticks share code by taking the union of their blocks and transfers.  Additional pairs make devices wait for each
+    other, so each choice is priced by simulating the program with it (`program_price`), for a mesh that waits as `sync` says.
+    The search sees only a few turns of each steady state, so neither its time nor what it chooses depends on M.
+    Ticks that take turns are one segment, and only whether they choose among exchanges is left to find.
+    """
+    requirements = collect(ticks)
+    if not len(requirements):
+        return ()
+    if ticks.period > 1:
+        both = [segments_of([Span(0, len(requirements), ticks.period, gated)], requirements) for gated in (False, True)]
+        matrix = cost_matrix(ticks, costs)
+
+        def price(segments: tuple[Segment, ...]) -> float:
+            makespan = program_makespan(matrix, segments, sync=sync, transfer=prices.transfer)
+            return program_price(makespan, segments, requirements.num_devices, prices)
+
+        return min(both, key=price)
+    kept = kept_ticks(requirements.codes)
+    short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
+    chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], sync, prices)
+    starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
+    best = chooser.best([*starts, *([span._replace(gated=True) for span in start] for start in starts)])
+    whole = np.append(kept, len(requirements))
+    return segments_of([span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best], requirements)
+
+
+def segments_of(spans: Sequence[Span], requirements: Requirements) -> tuple[Segment, ...]:
+    """The segments of spans that follow each other."""
+    return tuple(segment for span in spans for segment in _segments(span, requirements))
+
+
+def kept_ticks(codes: IntArray) -> IntArray:
+    """The ticks that are left when all but a few turns of each steady state are taken out.
+
+    What is taken out are whole turns, and multiples of all common periods, so that ticks keep their place in a period.
+    """
+    kept = np.arange(len(codes))
+    while (removal := _longest_removal(codes[kept])) is not None:
+        kept = np.delete(kept, removal)
+    return kept
+
+
+def _longest_removal(codes: IntArray) -> slice | None:
+    """Turns in the middle of the longest steady state, so that one turn and a little more are left; None if there are none."""
+    best = slice(0, 0)
+    for cycle in range(1, min(LONGEST_CYCLE, len(codes) // 2) + 1):
+        if codes[cycle:].size <= best.stop - best.start:
+            break
+        begin, length = _longest_true(codes[cycle:] == codes[:-cycle])
+        turn = math.lcm(cycle, LONGEST_PERIOD)
+        room = length + cycle - turn - 2 * LONGEST_PERIOD
+        count = max(0, room // turn) * turn
+        if count > best.stop - best.start:
+            margin = (length + cycle - count) // 2
+            best = slice(begin + margin, begin + margin + count)
+    return best if best.stop > best.start else None
+
+
+def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
+    """`[tick, device]`: whether it runs a forward, and whether it runs a backward."""
+    table = ticks.schedule.encoded
+    busy = np.zeros((2, ticks.num_ticks, table.num_devices), bool)
+    busy[(table.kind != Kind.F).astype(np.int64), ticks.when, table.device] = True
+    return busy[0], busy[1]
+
+
+def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
+    """Before the first backward, after the last forward, and what is between; and that cut into ramp, steady state and ramp.
+
+    The steady state begins when some device, or every device, has begun its backwards, and ends when some device, or every
+    device, has done its forwards; it gets several periods.
+    """
+    stop = len(forward)
+    first_backward = np.where(backward.any(0), backward.argmax(0), stop).tolist()
+    after_forward = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0).tolist()
+    if min(first_backward) >= stop or max(after_forward) <= 0:
+        return [[Span(0, stop, 1)]]
+    found = [[Span(a, b, 1) for a, b in pairwise(sorted({0, min(first_backward), max(after_forward), stop}))]]
+    for begin in sorted({min(first_backward), max(first_backward)}):
+        for end in sorted({min(after_forward), max(after_forward)}):
+            for period in (2, 3, 4, 6):
+                if end - begin < 2 * period:
+                    continue
+                marks = sorted({0, min(first_backward), begin, end, max(after_forward), stop})
+                spans = [Span(a, b, period if (a, b) == (begin, end) else min(b - a, LONGEST_PERIOD)) for a, b in pairwise(marks)]
+                found.append(spans)
+    return found
+
+
+class _Chooser:
+    """Scores lists of spans."""
+
+    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], sync: Sync, prices: Prices) -> None:
+        self._requirements = requirements
+        self._costs = costs
+        self._sync = sync
+        self._prices = prices
+        self._work = 0
+        self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
+        self._built: dict[Span, tuple[Segment, ...]] = {}
+        self._scores: dict[tuple[Span, ...], float] = {}
+
+    def best(self, starts: Sequence[list[Span]]) -> list[Span]:
+        """Improve the most promising starts."""
+        promising = sorted(starts, key=self.score)[:STARTS]
+        return min((self.improve(start) for start in promising), key=self.score)
+
+    def score(self, spans: Sequence[Span]) -> float:
+        key = tuple(spans)
+        if key not in self._scores:
+            segments = [segment for span in spans for segment in self._segments_of(span)]
+            self._scores[key] = program_price(self._makespan(spans), segments, self._costs.shape[1], self._prices)
+        return self._scores[key]
+
+    def _makespan(self, spans: Sequence[Span]) -> float:
+        """The program's makespan; a span's effect on a pattern of device times is simulated once."""
+        time = np.zeros(self._costs.shape[1])
+        for span in spans:
+            start = time.min()
+            key = (span, (time - start).tobytes())
+            if key not in self._times:
+                moved = time - start
+                for segment in self._segments_of(span):
+                    moved = advance(moved, self._costs, segment, sync=self._sync, transfer=self._prices.transfer)
+                self._times[key] = moved
+                self._work += span.stop - span.start
+            time = self._times[key] + start
+        return float(time.max(initial=0.0))
+
+    def improve(self, spans: list[Span]) -> list[Span]:
+        """Try other periods for each span, and one span for two neighbours, while the score falls."""
+        better = True
+        while better and self._work < MOST_WORK:
+            better = False
+            for candidate in self._neighbours(spans):
+                if self.score(candidate) < self.score(spans) - 1e-12:
+                    spans, better = candidate, True
+                    break
+        return spans
+
+    def _neighbours(self, spans: list[Span]) -> list[list[Span]]:
+        found = []
+        periods = sorted({1, 2, 3, 4, 6} | {s.period for s in spans})
+        for i, (left, right) in enumerate(pairwise(spans)):
+            for period in periods:
+                if period <= right.stop - left.start:
+                    both = Span(left.start, right.stop, period, left.gated or right.gated)
+                    found.append([*spans[:i], both, *spans[i + 2 :]])
+        for i, span in enumerate(spans):
+            others = [span._replace(period=p) for p in periods if p != span.period and p <= span.stop - span.start]
+            for other in [*others, span._replace(gated=not span.gated)]:
+                found.append([*spans[:i], other, *spans[i + 1 :]])
+        return found
+
+    def _segments_of(self, span: Span) -> tuple[Segment, ...]:
+        if span not in self._built:
+            self._built[span] = tuple(_segments(span, self._requirements))
+        return self._built[span]
+
+
+def _segments(span: Span, requirements: Requirements) -> list[Segment]:
+    """The segment of a span, and one more for ticks left over at its end."""
+    left_over = (span.stop - span.start) % span.period
+    middle = span.stop - left_over
+    parts = [(span.start, middle, span.period), (middle, span.stop, left_over)]
+    return [_segment(Span(*part, gated=span.gated), requirements) for part in parts if part[0] < part[1]]
+
+
+def _segment(span: Span, requirements: Requirements) -> Segment:
+    """The segment of a span whose length is a multiple of its period."""
+    groups = [slice(span.start + j, span.stop, span.period) for j in range(span.period)]
+    found = [template_of(requirements, group, room=span.period - 1 - j, gated=span.gated) for j, group in enumerate(groups)]
+    templates = tuple(template for template, _ in found)
+    choices = np.stack([choice for _, choice in found], axis=1)
+    chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
+    return Segment(span.start, len(choices), templates, chosen)
+
+
+def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:
+    """Longest exact repeat first, then the same on both sides of it; what repeats nowhere is one span of period 1."""
+    if start >= stop:
+        return []
+    numbers: dict[object, int] = {}
+    signature = np.array([numbers.setdefault(kind.signature, len(numbers)) for kind in requirements.kinds])
+    codes = signature[requirements.codes[start:stop]]
+    best: Span | None = None
+    for period in range(1, min(LONGEST_PERIOD, (stop - start) // 2) + 1):
+        begin, length = _longest_true(codes[period:] == codes[:-period])
+        trips = (length + period) // period
+        if trips < 3 and not (trips == 2 and period == 1):
+            continue
+        if best is None or trips * period > best.stop - best.start + period:
+            best = Span(start + begin, start + begin + trips * period, period)
+    if best is None:
+        return [Span(start, stop, 1)]
+    return [*_exact_spans(requirements, start, best.start), best, *_exact_spans(requirements, best.stop, stop)]
+
+
+def _longest_true(flags: BoolArray) -> tuple[int, int]:
+    """Start and length of the longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    starts, stops = edges[::2], edges[1::2]
+    if not len(starts):
+        return 0, 0
+    longest = int(np.argmax(stops - starts))
+    return int(starts[longest]), int(stops[longest] - starts[longest])

@@ -1,0 +1,191 @@
+"""The user's `first`, `stage` and `last`, brought to one calling form."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import PipelineError
+
+PyTree: TypeAlias = Any
+
+
+class Context(NamedTuple):
+    """What a function that takes `ctx` by keyword is told: stage and microbatch index (int32 scalars), and a key of both.
+
+    `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the schedule; it is None where the step
+    got no key.
+    """
+
+    stage: Any
+    microbatch: Any
+    rng: Any = None
+    microbatch_rng: Any = None  # a key of the step and the microbatch alone: equal on all stages
+    layer: Any = None  # where the model is given by layers: the layer's number, from which `rng` is made instead of the stage
+
+
+class Returned(NamedTuple):
+    """What a stage returns besides x; () where it has none."""
+
+    loss: Any = ()  # a scalar that is added to the loss of the microbatch
+    state: PyTree = ()  # what the next microbatch finds as `state`; has no gradient
+
+
+class Loss(enum.Enum):
+    """How the losses of microbatches make the loss of the step."""
+
+    MEAN = "mean"  # last returns a scalar; the loss is their mean
+    SUM_OVER_COUNT = "sum_over_count"  # last returns (sum, count); the loss is all sums over all counts
+
+
+STAGE_KEYWORDS = ("ctx", "microbatch", "shared", "state", "training")
+OUTER_KEYWORDS = ("ctx", "shared", "training")  # of `first` and `last`, which are given the microbatch anyway
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user function and which of the keywords offered to it it takes."""
+
+    call: Callable[..., Any]
+    name: str
+    wants: frozenset[str]
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], name: str, offered: Collection[str] = STAGE_KEYWORDS) -> Function:
+        """Read the signature for the keywords that are offered; PipelineError if it is not callable."""
+        if not callable(call):
+            raise PipelineError(f"`{name}` must be a function; got {type(call).__name__}")
+        try:
+            parameters = inspect.signature(call).parameters.values()
+        except (TypeError, ValueError):
+            return cls(call, name, frozenset())
+        keywords = {
+            p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
+        }
+        return cls(call, name, frozenset(keywords & set(offered)))
+
+    def under(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Function:
+        """The same function changed, with the keywords that it is known to take (a wrapper hides its signature)."""
+        return Function(change(self.call), self.name, self.wants)
+
+    @property
+    def wants_arrays(self) -> frozenset[str]:
+        """The keywords whose values differ by microbatch or stage."""
+        return self.wants & {"ctx", "microbatch", "state"}
+
+    def run(self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool) -> Any:
+        """Call it with those keywords that it takes."""
+        have = {"shared": shared, "training": training, **{k: extra.get(k) for k in ("ctx", "microbatch", "state")}}
+        try:
+            return self.call(*arguments, **{k: have[k] for k in sorted(self.wants)})
+        except TypeError as error:
+            ctx = have["ctx"]
+            if "ctx" in self.wants and isinstance(ctx, Context) and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
+                raise PipelineError(f"`{self.name}` uses ctx.rng, but the step got no key; pass rng=jax.random.key(...)") from error
+            raise
+
+
+@dataclass(frozen=True)
+class Functions:
+    """What a pipeline runs."""
+
+    stages: tuple[Function, ...]  # per stage; equal entries are one function
+    first: Function | None
+    last: Function | None
+    loss: Loss
+    has_metrics: bool
+    stage_loss: bool
+    training: bool = True
+
+    def handing_over(self) -> Functions:
+        """The same stages, and a `last` that gives what the last of them returns as its metrics."""
+        last = Function(lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset())
+        return replace(self, last=last, loss=Loss.MEAN, has_metrics=True)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any stage keeps state from microbatch to microbatch."""
+        return any("state" in function.wants for function in self.stages)
+
+    def run_first(self, params: PyTree, _x: PyTree, extra: dict[str, PyTree]) -> PyTree:
+        """(first parameters, shared), (), extra -> x."""
+        own, shared = params
+        if self.first is None:
+            if not isinstance(extra["microbatch"], Mapping) or "x" not in extra["microbatch"]:
+                raise PipelineError(
+                    'without `first`, a microbatch\'s "x" is the input of the first stage, but the batch has none; '
+                    'give a dict with "x", or Pipeline(..., first=function(first_params, microbatch) -> x)'
+                )
+            return extra["microbatch"]["x"]
+        return self.first.run(own, extra["microbatch"], shared=shared, extra=extra, training=self.training)
+
+    def run_stage(self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> tuple[PyTree, Returned]:
+        """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides."""
+        own, shared = params
+        function = self.stages[stage]
+        out = function.run(own, x, shared=shared, extra=extra, training=self.training)
+        names = ["x", *(["loss"] if self.stage_loss else []), *(["state"] if "state" in function.wants else [])]
+        if len(names) == 1:
+            return out, Returned()
+        if not isinstance(out, tuple) or len(out) != len(names):
+            why = " and ".join([*(["stage_loss=True"] if self.stage_loss else []), *(["it takes `state`"] if "state" in names else [])])
+            raise PipelineError(f"`{function.name}` must return ({', '.join(names)}), since {why}; it returns {jax.tree.structure(out)}")
+        found = dict(zip(names, out, strict=True))
+        return found["x"], Returned(self._scalar(function, found.get("loss", ())), self._state(function, found, extra))
+
+    @staticmethod
+    def _scalar(function: Function, loss: Any) -> Any:
+        if isinstance(loss, tuple):
+            return ()
+        loss = jnp.asarray(loss)
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise PipelineError(f"`{function.name}` must return a floating scalar as its loss; it returns {loss.dtype}{list(loss.shape)}")
+        return loss
+
+    @staticmethod
+    def _state(function: Function, found: dict[str, Any], extra: dict[str, PyTree]) -> PyTree:
+        if "state" not in found:
+            return ()
+        given, new = extra["state"], jax.tree.map(jnp.asarray, found["state"])
+        form = [jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (given, new)]
+        if form[0] != form[1]:
+            raise PipelineError(f"`{function.name}` takes state of (shape, dtype) {form[0]} but returns {form[1]}; return the same tree")
+        return new
+
+    def run_last(self, params: PyTree, y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, PyTree]:
+        """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
+        own, shared = params
+        if self.last is None:
+            raise PipelineError("this pipeline has no `last` function; give Pipeline(..., last=function that returns the loss)")
+        out = self.last.run(own, y, extra["microbatch"], shared=shared, extra=extra, training=self.training)
+        metrics: PyTree = ()
+        if self.has_metrics:
+            out, metrics = self._pair(out, "(loss, metrics), since has_metrics=True")
+        count: PyTree = ()
+        if self.loss is Loss.SUM_OVER_COUNT:
+            out, count = self._pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
+            count = jnp.asarray(count)
+        if isinstance(out, tuple):
+            raise PipelineError(
+                f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: for (loss, metrics) write "
+                "Pipeline(..., has_metrics=True), for (sum, count) write loss=Loss.SUM_OVER_COUNT"
+            )
+        out = jnp.asarray(out)
+        if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
+            raise PipelineError(
+                f"`last` must return a floating scalar loss; it returns {out.dtype}{list(out.shape)}: take its mean, for instance"
+            )
+        return out, {"count": count, "metrics": metrics}
+
+    @staticmethod
+    def _pair(out: Any, what: str) -> tuple[Any, Any]:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise PipelineError(f"`last` must return {what}; it returns {jax.tree.structure(out)}")
+        return out

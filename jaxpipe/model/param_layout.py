@@ -1,0 +1,152 @@
+"""Parameters: the model's natural (canonical) layout <-> the layout that a schedule's devices hold (placed)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import PipelineError
+from ..table.placement import Placement
+from .layers import LayerMap
+from .packed import Packed, pack
+from .places import Places
+
+PyTree: TypeAlias = Any
+OUTER = ("first", "last", "shared")
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Where each stage's parameters lie: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees of leaves [P, ...]}`.
+
+    A stage that stands on several devices (a bidirectional placement) is held by the first of them only; the step copies it
+    to the others.  So optimizers, norms and checkpoints meet every parameter exactly once.
+    """
+
+    placement: Placement
+    unlike: bool = False  # stages have trees of their own: canonical is a list of S trees, placed a `Packed` a chunk
+    layers: LayerMap | None = None  # stages are made of layers: canonical is a dict of stacks by letter
+
+    @cached_property
+    def owned(self) -> tuple[tuple[int, ...], ...]:
+        """Per device, the stages whose parameters it holds, in chunk order."""
+        table: list[list[int]] = [[] for _ in range(self.placement.num_devices)]
+        for stage, devices in enumerate(self.placement.devices_of):
+            table[devices[0]].append(stage)
+        return tuple(tuple(row) for row in table)
+
+    @property
+    def num_owned(self) -> int:
+        """The most stages that one device owns: the length of the placed `stages` tuple."""
+        return max(len(row) for row in self.owned)
+
+    def stage_at(self, chunk: int) -> tuple[int, ...]:
+        """Per device, the stage that its owned chunk `chunk` is, or -1."""
+        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
+
+    def replicas(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(owner, owner's chunk, holder, holder's chunk) for every further copy of a stage."""
+        found = []
+        for stage, devices in enumerate(self.placement.devices_of):
+            # The middle stage of an odd bidirectional pipeline lists one device twice.
+            for holder in dict.fromkeys(d for d in devices[1:] if d != devices[0]):
+                owner_chunk = self.owned[devices[0]].index(stage)
+                found.append((devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder)))
+        return tuple(found)
+
+    def place_stages(self, stages: PyTree) -> tuple[PyTree, ...]:
+        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that chunk are zero."""
+        if self.unlike:
+            trees = stages if self.layers is None else self.layers.split(stages)
+            return tuple(pack([None if s < 0 else trees[s] for s in self.stage_at(v)]) for v in range(self.num_owned))
+
+        def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
+            index = np.array([max(s, 0) for s in stage_of])
+            taken = jnp.take(leaf, index, axis=0)
+            if min(stage_of) >= 0:
+                return taken
+            there = np.array([s >= 0 for s in stage_of]).reshape((-1,) + (1,) * (leaf.ndim - 1))
+            return jnp.where(there, taken, jnp.zeros_like(taken))
+
+        placed = [self.stage_at(v) for v in range(self.num_owned)]
+        return tuple(jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed)
+
+    def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
+        """The inverse of `place_stages`."""
+        if self.unlike:
+            where = {s: (v, d) for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
+            trees = [placed[v].stage(d) for v, d in (where[s] for s in range(self.placement.num_stages))]
+            return trees if self.layers is None else self.layers.join(trees)
+        devices = self.placement.num_devices
+        rows = {s: v * devices + d for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
+        order = np.array([rows[s] for s in range(self.placement.num_stages)])
+        return jax.tree.map(lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed)
+
+    def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
+        """One stage's own tree of shapes, given each owned chunk on one device (leaves without the axis of devices)."""
+        if not owned:
+            return ()
+        device = self.placement.devices_of[stage][0]
+        chunk = owned[self.owned[device].index(stage)]
+        if not isinstance(chunk, Packed):
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
+        natural = chunk.natural[device]
+        assert natural is not None
+        leaves = [jax.ShapeDtypeStruct(s, chunk.leaves[p].dtype) for p, s in zip(natural.paths, natural.shapes, strict=True)]
+        return jax.tree.unflatten(natural.tree, leaves)
+
+    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
+        """Where a stage's leaves lie in those of a chunk; None where stages are alike."""
+        if not isinstance(chunks[chunk], Packed):
+            return None
+        device = self.placement.devices_of[stage][0]
+        natural = chunks[self.owned[device].index(stage)].natural[device]
+        return chunks[chunk].places(natural)
+
+    def faults(self, stages: PyTree) -> list[str]:
+        """What is wrong with the canonical parameters, or state, of the stages."""
+        count = self.placement.num_stages
+        if self.layers is not None:
+            return self.layers.faults(stages)
+        if self.unlike:
+            if isinstance(stages, list | tuple) and len(stages) == count:
+                return []
+            what = f"{len(stages)} of them" if isinstance(stages, list | tuple) else type(stages).__name__
+            return [f'"stages" must be a list with a tree for each of the {count} stages, since each has a function of its own; got {what}']
+        return [
+            f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the number of stages, {count}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
+            if np.shape(leaf)[:1] != (count,)
+        ]
+
+
+def check_canonical(params: Mapping[str, PyTree], layout: ParamLayout, *, has_first: bool, has_last: bool) -> None:
+    """PipelineError listing every fault of a canonical parameter tree."""
+    faults = []
+    if not isinstance(params, Mapping):
+        raise PipelineError(f"parameters must be a dict with keys first, stages, last (and shared); got {type(params).__name__}")
+    unknown = sorted(set(params) - {*OUTER, "stages"})
+    if unknown:
+        faults.append(f"parameters have unknown keys {unknown}; the keys are first, stages, last and shared")
+    if "stages" not in params:
+        faults.append('parameters have no "stages"; give a tree whose leaves have a leading axis of S stages in model order')
+    if has_first and "first" not in params:
+        faults.append('the pipeline has a `first` function, but parameters have no "first"; give its parameters ({} if none)')
+    if has_last and "last" not in params:
+        faults.append('the pipeline has a `last` function, but parameters have no "last"; give its parameters ({} if none)')
+    if "stages" in params:
+        faults += layout.faults(params["stages"])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            faults.append(
+                f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}; parameters must be floating: "
+                "put other arrays in the batch"
+            )
+    if faults:
+        raise PipelineError.listing("these parameters do not fit the pipeline", faults)

@@ -1,0 +1,256 @@
+"""How each parameter is spread over the mesh besides its stage: tensor, fsdp, and outer parameters over the pipe axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..errors import PipelineError
+
+PyTree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """One parameter: dims split over manual axes (gathered once a step, gradients scattered back), and the partitioner's dims.
+
+    Dims count from the stage's own first one: the leading axis of devices of a placed stage leaf is apart.
+    """
+
+    ndim: int
+    stage: bool
+    gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
+    auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """The whole sharding of the placed leaf."""
+        return self._spec(axis, self.auto)
+
+    def manual(self, axis: str) -> PartitionSpec:
+        """The part of it that `shard_map` is told."""
+        return self._spec(axis, (None,) * self.ndim)
+
+    def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:
+        entries = list(auto)
+        for name, dim in self.gathers:
+            entries[dim] = name
+        return PartitionSpec(*([axis] if self.stage else []), *entries)
+
+    def gather(self, leaf: Any) -> Any:
+        """The whole parameter of this device's stage."""
+        if not self.gathers:
+            return leaf
+
+        def gathered(part: Any) -> Any:
+            for name, dim in self.gathers:
+                part = lax.all_gather(part, name, axis=dim, tiled=True)
+            return part
+
+        return self._on_parts(gathered, leaf)
+
+    def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
+        """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those that the parameter is split over."""
+        held = {name: dim for name, dim in self.gathers if name in reduced}
+        if not held:
+            return grad
+
+        def scattered(part: Any) -> Any:
+            for name in [n for n in reduced if n in held]:
+                part = lax.psum_scatter(part, name, scatter_dimension=held[name], tiled=True)
+            return part
+
+        return self._on_parts(scattered, grad)
+
+    def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
+        """Run a collective on each device's part of a leaf that the partitioner splits too.
+
+        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it would bring together the
+        whole leaf on every device first, which is as many times the memory and the traffic as the tensor axis is long.
+        """
+        names = {name for entry in self.auto for name in _names(entry)}
+        if not names:
+            return collective(leaf)
+        spec = PartitionSpec(*self.auto)
+        return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)(leaf)
+
+    def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes over which the gradient is summed without being split."""
+        held = dict(self.gathers)
+        return tuple(n for n in reduced if n not in held)
+
+    def constrain(self, leaf: Any) -> Any:
+        """Tell the partitioner how a buffer of the parameter's shape is split."""
+        if all(a is None for a in self.auto):
+            return leaf
+        return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The rules: which axes, which specs."""
+
+    axis: str
+    mesh: Mapping[str, int]  # the mesh's axes and their sizes
+    data_axes: tuple[str, ...] = ()
+    fsdp: str | None = None  # a data axis: parameters and their gradients are split over it
+    outer: bool = False  # first, last and shared are split over the pipe axis
+    specs: Mapping[str, PyTree] | None = None  # canonical specs without the axis of stages or layers, of those parameters that are split
+    layered: bool = False  # stages are made of layers
+
+    def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
+        specs = self.specs or {}
+        faults = [f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}" for key in specs if key not in params]
+        found = {key: self._tree(key, tree, specs.get(key), faults) for key, tree in params.items()}
+        if faults:
+            raise PipelineError.listing("these specs do not fit", faults)
+        return found
+
+    def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
+        """Plans by path: a spec holds for the parameter that it names and for all below it; what no spec names is whole."""
+        given = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec)}
+        chunks = tree if key == "stages" else (tree,)
+        found = []
+        for chunk in chunks:
+            own: list[str] = []
+            found.append(self._leaves(key, chunk, given, own))
+            faults += [fault for fault in own if fault not in faults]  # chunks whose stages are alike have the same ones
+        names = [self._name(key, path) for chunk in chunks for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
+        unused = [prefix for prefix in given if prefix and not any(_holds(prefix, name) for name in names)]
+        faults += [f"{key}: specs name {prefix!r}, but the parameters are {list(dict.fromkeys(names))}" for prefix in unused]
+        return tuple(found) if key == "stages" else found[0]
+
+    def _leaves(self, key: str, tree: PyTree, given: Mapping[str, Any], faults: list[str]) -> PyTree:
+        def leaf_plan(path: Any, leaf: Any) -> LeafPlan:
+            name = self._name(key, path)
+            own = next((spec for prefix, spec in given.items() if _holds(prefix, name)), None)
+            if own is not None and self.layered and key == "stages" and isinstance(own, PartitionSpec):
+                own = PartitionSpec(None, *own)  # the layers of a stage are stacked
+            return self._leaf(key, f"{key}/{name}" if name else key, leaf, own, faults)
+
+        return jax.tree_util.tree_map_with_path(leaf_plan, tree)
+
+    def _name(self, key: str, path: Any) -> str:
+        """A parameter's path as the user knows it: a stage's stacks of a letter, "t/0/w" and "t/1/w", are one parameter, "t/w"."""
+        name = _path(path)
+        if not self.layered or key != "stages":
+            return name
+        letter, _, *rest = name.split("/")
+        return "/".join([letter, *rest])
+
+    def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str]) -> LeafPlan:
+        stage = key == "stages"
+        shape = leaf.shape[1:] if stage else leaf.shape
+        own = self._spec_faults(where, shape, spec)
+        faults += own
+        entries = () if own or spec is None else tuple(spec)
+        auto = [*entries, *(None for _ in range(len(shape) - len(entries)))]
+        gathers: list[tuple[str, int]] = []
+        wanted = [self.axis] if self.outer and not stage else []
+        wanted += [self.fsdp] if self.fsdp is not None else []
+        for name in wanted:
+            size = self.mesh[name]
+            free = [d for d in range(len(shape)) if auto[d] is None and d not in {used for _, used in gathers}]
+            fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
+            if fits and size > 1:
+                gathers.append((name, max(fits, key=lambda d: shape[d])))
+        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto))
+
+    def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
+        """What is wrong with the spec of a parameter, whose shape is meant without the stage axis."""
+        if spec is None:
+            return []
+        if not isinstance(spec, PartitionSpec):
+            return [f"{where}: specs must hold PartitionSpecs or None; got {spec!r}"]
+        if len(spec) > len(shape):
+            return [f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave the stage axis out)"]
+        odd = [entry for entry in spec if not all(isinstance(name, str) for name in _names(entry))]
+        if odd:
+            return [f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or None"]
+        faults = []
+        named = [name for entry in spec for name in _names(entry)]
+        for name in dict.fromkeys(named):
+            head = f"{where}: {spec} names"
+            if name not in self.mesh:
+                faults.append(f"{head} an axis {name!r} that the mesh does not have; its axes are {dict(self.mesh)}")
+            elif name == self.axis:
+                faults.append(
+                    f"{head} the pipe axis {name!r}, over which stages are spread anyway; shard_outer= splits what is not a stage"
+                )
+            elif name in self.data_axes:
+                faults.append(f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it")
+            if named.count(name) > 1:
+                faults.append(f"{head} {name!r} more than once")
+        for dim, entry in enumerate(spec):
+            size = math.prod(self.mesh.get(name, 1) for name in _names(entry))
+            if shape[dim] % size:
+                faults.append(f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which has {size} devices")
+        return faults
+
+    def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Shardings of placed parameters.
+
+        A spec names every axis of its array, as the step's results do: otherwise the second step would be compiled anew.
+        """
+        return jax.tree.map(lambda plan: NamedSharding(mesh, plan.spec(self.axis)), self.plans(params), is_leaf=is_plan)
+
+    def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """What `shard_map` is told of placed parameters, and of their gradients."""
+        return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params), is_leaf=is_plan)
+
+
+def _is_spec(value: Any) -> bool:
+    """A leaf of a tree of specs."""
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def _holds(prefix: str, name: str) -> bool:
+    """Whether a spec at the path `prefix` is meant for the parameter `name`."""
+    return prefix in ("", name) or name.startswith(prefix + "/")
+
+
+def _path(path: Any) -> str:
+    """A leaf's path as text, "dense/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def is_plan(value: Any) -> bool:
+    """True for a `LeafPlan` (a leaf of the trees that `Partition.plans` returns)."""
+    return isinstance(value, LeafPlan)
+
+
+def gather(tree: PyTree, plans: PyTree) -> PyTree:
+    """Whole parameters from their parts."""
+    return jax.tree.map(lambda leaf, plan: plan.gather(leaf), tree, plans)
+
+
+def leaf_plans(plans: PyTree) -> list[LeafPlan]:
+    """The plans of a tree, in leaf order."""
+    return jax.tree.leaves(plans, is_leaf=is_plan)
+
+
+def reduce_gradients(grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str]) -> list[Any]:
+    """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective."""
+    scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, plan in enumerate(plans):
+        groups.setdefault(plan.whole_axes(axes), []).append(i)
+    for names, members in groups.items():
+        if not names:
+            continue
+        for i, value in zip(members, lax.psum([scattered[i] for i in members], names), strict=True):
+            scattered[i] = value
+    return scattered

@@ -1,0 +1,112 @@
+"""The model as a user gives it: one stage function, one for each stage, or one for each letter of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from ..errors import PipelineError
+from ..layouts.layout import LETTERS, Layout, parse_layout
+from ..table.placement import Placement
+from .functions import OUTER_KEYWORDS, Function
+from .layers import EMBEDDING, LOSS, LayerMap
+from .param_layout import ParamLayout
+
+Call: TypeAlias = Callable[..., Any]
+
+
+class Model(NamedTuple):
+    """The functions of a pipeline and how parameters of its stages are laid out."""
+
+    stages: tuple[Function, ...]
+    first: Function | None
+    last: Function | None
+    layout: ParamLayout
+
+
+def read_model(
+    placement: Placement,
+    stage: Call | Sequence[Call] | None,
+    *,
+    first: Call | None,
+    last: Call | None,
+    layers: Mapping[str, Call] | None,
+    layout: str | Layout | None,
+    stage_loss: bool,
+) -> Model:
+    """Bring the three forms to one; PipelineError where they are mixed or do not fit the schedule."""
+    if layers is not None or layout is not None:
+        found = _by_layers(placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
+    else:
+        found = _by_stages(placement, stage, first=first, last=last)
+    _check_copies(found)
+    return found
+
+
+def _by_stages(placement: Placement, stage: Any, *, first: Call | None, last: Call | None) -> Model:
+    count = placement.num_stages
+    ends = _outer(first, "first"), _outer(last, "last")
+    if stage is None:
+        raise PipelineError("give Pipeline a stage function, a list of them, or layers= and layout=")
+    if callable(stage) or not isinstance(stage, Sequence) or isinstance(stage, str):
+        return Model((Function.of(stage, "stage"),) * count, *ends, ParamLayout(placement))
+    if len(stage) != count:
+        raise PipelineError(f"stage is a list of {len(stage)} functions, but the schedule has {count} stages; give one for each")
+    # A function that stands on several stages is one kind of stage where their parameters have one form too.
+    made = {id(call): Function.of(call, f"stage[{s}]") for s, call in reversed(list(enumerate(stage)))}
+    return Model(tuple(made[id(call)] for call in stage), *ends, ParamLayout(placement, unlike=True))
+
+
+def _by_layers(
+    placement: Placement,
+    stage: Any,
+    *,
+    first: Call | None,
+    last: Call | None,
+    layers: Mapping[str, Call] | None,
+    layout: str | Layout | None,
+    stage_loss: bool,
+) -> Model:
+    if layers is None or layout is None:
+        raise PipelineError("layers= and layout= belong together: a function for each letter, and the letters of each stage")
+    both = [name for name, given in (("stage", stage), ("first", first), ("last", last)) if given is not None]
+    if both:
+        raise PipelineError(
+            f"the model is given by layers, so leave {', '.join(both)} out; layers {EMBEDDING} and {LOSS} are first and last"
+        )
+    if isinstance(layout, str):
+        layout = parse_layout(layout, devices=placement.num_devices, letters="".join(sorted({*LETTERS, *layers})))
+    used = set(layout.layers)
+    faults = [
+        f"the layout {str(layout)!r} has layers {letter!r}, but layers= has no function for it" for letter in sorted(used - set(layers))
+    ]
+    faults += [
+        f"layers= has a function for {letter!r}, which the layout {str(layout)!r} does not have" for letter in sorted(set(layers) - used)
+    ]
+    if faults:
+        raise PipelineError.listing("layers and layout do not fit", faults)
+    bare = ParamLayout(placement)
+    by_letter = LayerMap.of(layout, placement, bare.owned)
+    return Model(
+        by_letter.functions(layers, has_loss=stage_loss),
+        _outer(layers.get(EMBEDDING), f"layers[{EMBEDDING!r}]"),
+        _outer(layers.get(LOSS), f"layers[{LOSS!r}]"),
+        ParamLayout(placement, unlike=True, layers=by_letter),
+    )
+
+
+def _outer(call: Call | None, name: str) -> Function | None:
+    return None if call is None else Function.of(call, name, OUTER_KEYWORDS)
+
+
+def _check_copies(model: Model) -> None:
+    """What a stage that stands on two devices cannot have."""
+    if not model.layout.replicas():
+        return
+    if model.layout.unlike and model.layout.num_owned > 1:
+        raise PipelineError("unlike stages that stand on two devices need a device to own one stage each, as in dualpipe")
+    if any("state" in function.wants for function in model.stages):
+        raise PipelineError(
+            "a stage with `state` cannot stand on two devices, which would each change it; use a schedule that is not bidirectional "
+            "(dualpipev instead of dualpipe)"
+        )

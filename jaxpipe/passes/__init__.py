@@ -1,1 +1,0 @@
-"""Pure passes over tables: valid in, valid out."""

@@ -1,0 +1,209 @@
+"""List scheduling along a reference order: the work-horse of the schedules that know costs and a memory cap.
+
+A generator gives, for each device, a reference order of F and I.  `list_schedule` runs it in simulation.  A device does the next
+action of its order when its inputs are there.  Where it would wait, it brings a later action forward, if that is ready
+and fits, or does a pending W.  An F is brought forward only if the rest of the order still fits under the memory cap,
+so no choice can lead to a dead end: what is left is always a good order by itself.  The idea, to repeat
+a building block and then to squeeze and reorder it under the memory it has, is that of Pipeline Parallelism with
+Controllable Memory (Qi et al. 2024), here made aware of costs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..simulation.costs import StageCosts
+from ..table.action import Action, Kind
+from ..table.activations import Release
+from ..table.placement import Placement
+
+F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
+NEVER = float("inf")
+
+
+class Rule(NamedTuple):
+    """How a device fills a wait; which is best depends on the costs, so callers try several and keep the best."""
+
+    reserve: bool  # keep memory for the forwards that were passed over, as if nothing were released meanwhile
+    patience: float  # a W may run past the next action's start by this part of its length
+
+
+class ListSchedule(NamedTuple):
+    """Rows of F, I and W, the makespan they were made for, and the most activations a device holds."""
+
+    rows: list[list[Action]]
+    makespan: float
+    peak: int
+
+
+def least_peak(row: Iterable[Action]) -> int:
+    """The most activations a row of F and I holds if each W follows its I at once: no cap below it can be kept."""
+    live = most = 0
+    for action in row:
+        live += 1 if action.kind is F else -1
+        most = max(most, live)
+    return most
+
+
+def list_schedule(
+    order: Sequence[Sequence[Action]],
+    placement: Placement,
+    costs: StageCosts,
+    *,
+    microbatches: int,
+    caps: Sequence[int],
+    rule: Rule,
+    release: Release = Release.WEIGHT_GRAD,
+) -> ListSchedule:
+    """Run a reference order of F and I, with W where there is time for it, under a cap on each device's activations.
+
+    Every stage stands on one device, and each device's cap is at least `least_peak` of its row.
+    """
+    run = _Run(order, placement, costs, microbatches, caps, rule, release)
+    while run.events:
+        time, number = heapq.heappop(run.events)
+        device = run.devices[number]
+        if device.free > time:
+            continue
+        action = run.choose(device, time)
+        if action is not None:
+            run.start(device, action, time)
+    assert all(device.is_done for device in run.devices), "a reference order got stuck"
+    return ListSchedule([d.out for d in run.devices], max(d.free for d in run.devices), max(d.peak for d in run.devices))
+
+
+class _Device:
+    """One device on paper: what is left of its order, what it holds, and what it has done."""
+
+    __slots__ = ("cap", "done", "free", "head", "lanes", "live", "number", "order", "out", "peak", "pending")
+
+    def __init__(self, number: int, order: Sequence[Action], cap: int) -> None:
+        self.number = number
+        self.cap = cap
+        self.order = order
+        self.done = bytearray(len(order))
+        self.lanes = len({(a.stage, a.kind) for a in order})
+        self.head = 0
+        self.live = 0
+        self.peak = 0
+        self.free: float = 0
+        self.pending: deque[Action] = deque()
+        self.out: list[Action] = []
+
+    @property
+    def is_done(self) -> bool:
+        return all(self.done) and not self.pending
+
+    def skip_done(self) -> int:
+        """Move the head to the first action that is not done; return its place."""
+        head, done = self.head, self.done
+        while head < len(done) and done[head]:
+            head += 1
+        self.head = head
+        return head
+
+
+class _Run:
+    """A simulation under way."""
+
+    def __init__(
+        self,
+        order: Sequence[Sequence[Action]],
+        placement: Placement,
+        costs: StageCosts,
+        microbatches: int,
+        caps: Sequence[int],
+        rule: Rule,
+        release: Release,
+    ) -> None:
+        stages = placement.num_stages
+        self.device_of = [devices[0] for devices in placement.devices_of]
+        self.costs, self.rule = costs, rule
+        self.last = W if release is Release.WEIGHT_GRAD else I
+        self.duration = {F: costs.forward, I: costs.input_grad, W: costs.weight_grad}
+        # When an action may start, by (kind, stage, microbatch).  The first F may start at once.
+        self.ready = {kind: [[NEVER] * microbatches for _ in range(stages)] for kind in (F, I)}
+        self.ready[F][0] = [0] * microbatches
+        self.devices = [_Device(d, row, cap) for d, (row, cap) in enumerate(zip(order, caps, strict=True))]
+        self.events: list[tuple[float, int]] = [(0, d) for d in range(len(order))]
+
+    def choose(self, device: _Device, time: float) -> Action | None:
+        """What the device starts now, or None to wait; takes it out of the device's order."""
+        head = device.skip_done()
+        if head == len(device.order):
+            return device.pending.popleft() if device.pending else None
+        action = device.order[head]
+        start = self.ready[action.kind][action.stage][action.microbatch]
+        full = action.kind is F and device.live >= device.cap
+        if start <= time:
+            if full:
+                return device.pending.popleft()  # a W, to make room
+            device.done[head] = 1
+            return action
+        place = self._forward(device, time, head, start)
+        if place is not None:
+            device.done[place] = 1
+            return device.order[place]
+        if device.pending and (full or self._has_time_for(device.pending[0], time, start)):
+            return device.pending.popleft()
+        return None
+
+    def _has_time_for(self, weight: Action, time: float, until: float) -> bool:
+        length = self.costs.weight_grad[weight.stage]
+        return time + length <= until + self.rule.patience * length
+
+    def _forward(self, device: _Device, time: float, head: int, until: float) -> int | None:
+        """The place of the first action behind the head that can be brought forward, or None."""
+        live = most = device.live
+        passed: set[tuple[int, Kind]] = set()
+        order, done = device.order, device.done
+        for place in range(head, len(order)):
+            if done[place]:
+                continue
+            stage, kind, microbatch = order[place]
+            # Microbatches stay in order within a stage and kind.
+            if (stage, kind) not in passed and self.ready[kind][stage][microbatch] <= time:
+                fits = until == NEVER or time + self.duration[kind][stage] <= until
+                if fits and (kind is I or most < device.cap):
+                    return place
+            passed.add((stage, kind))
+            if len(passed) == device.lanes:
+                return None
+            if kind is F:
+                live += 1
+                most = max(most, live)
+            elif not self.rule.reserve:
+                live -= 1
+        return None
+
+    def start(self, device: _Device, action: Action, time: float) -> None:
+        """Book an action, and wake whoever gets its result."""
+        stage, kind, microbatch = action
+        end = time + self.duration[kind][stage]
+        device.free = end
+        device.out.append(action)
+        heapq.heappush(self.events, (end, device.number))
+        if kind is self.last:
+            device.live -= 1
+        if kind is F:
+            device.live += 1
+            device.peak = max(device.peak, device.live)
+            self._hand_over(stage, stage + 1, kind, microbatch, end)
+        elif kind is I:
+            device.pending.append(Action(stage, W, microbatch))
+            self._hand_over(stage, stage - 1, kind, microbatch, end)
+
+    def _hand_over(self, source: int, target: int, kind: Kind, microbatch: int, end: float) -> None:
+        """The result of a stage reaches the next (for I: the one before); after the last F comes its own I."""
+        if target < 0:
+            return
+        if target == len(self.device_of):
+            target, kind = source, I
+        here, there = self.device_of[source], self.device_of[target]
+        start = end if here == there else end + self.costs.transfer[source]
+        self.ready[kind][target][microbatch] = start
+        if here != there:
+            heapq.heappush(self.events, (start, there))

@@ -1,0 +1,94 @@
+"""Building blocks of the schedule generators: lists of actions, and ways to lay them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, repeat
+from typing import Any, TypeVar
+
+from ..errors import ScheduleError
+from ..table.action import Action, Cell, Kind, Overlap
+
+C = TypeVar("C", bound=Action | Overlap | None)
+
+
+def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:
+    """One action of a stage for each microbatch, in order."""
+    # Half a million of them are made for a big job, and Action(...) itself would take twice as long.
+    return list(map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches)))
+
+
+def in_groups(stages: Sequence[int], kind: Kind, groups: Sequence[int]) -> list[Action]:
+    """Group after group of microbatches, each group through all stages: Megatron's schedule table.
+
+    >>> [str(a) for a in in_groups([0, 2], Kind.F, [2, 1])]
+    ['0F0', '0F1', '2F0', '2F1', '0F2', '2F2']
+    """
+    ends = list(accumulate(groups))
+    spans = [range(end - size, end) for size, end in zip(groups, ends, strict=True)]
+    return [action for span in spans for stage in stages for action in actions(stage, kind, span)]
+
+
+def even_groups(devices: int, microbatches: int) -> tuple[int, ...]:
+    """Cut M into as many groups of at least P as fit, as equal as can be; one group where M < P.
+
+    A group shorter than P would leave the devices waiting for its first microbatch to come round to the next chunk, and
+    the warm-up grows with the longest group, so equal groups are the ones that need the fewest activations.
+
+    >>> even_groups(4, 11), even_groups(4, 3)
+    ((6, 5), (3,))
+    """
+    rounds = max(1, microbatches // devices)
+    size, longer = divmod(microbatches, rounds)
+    return (size + 1,) * longer + (size,) * (rounds - longer)
+
+
+def groups_of(group_size: int | None, *, devices: int, microbatches: int) -> tuple[int, ...]:
+    """The microbatch groups of an interleaved schedule: Megatron's for a given size, else the even ones.
+
+    Megatron cuts M into groups of `group_size` and a rest.  A rest shorter than P is rounded up to P; the caller drops
+    the microbatches that are too many.  ScheduleError for a size below P (unless one group holds all of M).
+    """
+    if group_size is None:
+        return even_groups(devices, microbatches)
+    smallest = min(devices, microbatches)
+    if group_size < smallest:
+        raise ScheduleError(
+            f"group_size={group_size} is less than {smallest}: the first microbatch of a group could not be back for its next chunk "
+            f"when the group ends, and devices would wait for each other; write group_size={smallest} or more"
+        )
+    whole, rest = divmod(microbatches, group_size)
+    if not whole:
+        return (rest,)
+    return (group_size,) * whole + ((max(rest, devices),) if rest else ())
+
+
+def alternate(*columns: Sequence[C]) -> list[C]:
+    """The first of every column, the second of every column, ...: the steady state of a schedule."""
+    out: list[Any] = [None] * sum(map(len, columns))
+    for place, column in enumerate(columns):
+        out[place :: len(columns)] = column
+    return out
+
+
+def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]:
+    """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forward))
+    turns = len(backward) - ahead
+    return [*forward[:ahead], *alternate(forward[ahead:], backward[:turns]), *backward[turns:]]
+
+
+def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
+    """The rows without microbatches >= M; of an overlapped pair, what is left of it.
+
+    Microbatches never need each other, so a good table of many microbatches stays good, and needs no more memory or
+    time, when some are taken out.  Generators that want a round number of microbatches build that, then drop the rest.
+    """
+    return [[cell for cell in (_kept(c, microbatches) for c in row) if cell is not None] for row in rows]
+
+
+def _kept(cell: Cell, microbatches: int) -> Cell:
+    if not isinstance(cell, Overlap):
+        return cell if cell is not None and cell.microbatch < microbatches else None
+    left = [half for half in cell if half.microbatch < microbatches]
+    return cell if len(left) == 2 else left[0] if left else None

@@ -1,0 +1,211 @@
+"""Reference orders made of waves, and the search for the best schedule that follows one of them.
+
+In a wave each microbatch goes through all stages and back at a steady pace, and the next one follows a fixed period
+later: the repeated building block of Pipeline Parallelism with Controllable Memory (Qi et al. 2024).  How
+long a microbatch is under way, over the period, is how many activations are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from ..simulation.costs import Costs, StageCosts
+from ..table.action import Action, Kind
+from ..table.activations import Release
+from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ._list_scheduling import NEVER, ListSchedule, Rule, least_peak, list_schedule
+
+Order: TypeAlias = list[list[Action]]
+OrderMaker: TypeAlias = Callable[[int], Order]  # microbatches -> the reference order of F and I of each device
+
+EVEN_RULES = (Rule(True, 0.0), Rule(False, 0.0))
+RULES = (*EVEN_RULES, Rule(True, 0.5), Rule(False, 0.5))
+
+
+class Wave(NamedTuple):
+    """The pace of a wave.
+
+    Args:
+        out: time of a hop to another device, over the stage's cost, on the way out: chunks 0, 2, ...; backwards: the last chunk, ...
+        back: the same for the chunks between, which in a V lead back to device 0.
+        pause: time between the last stage's F and its I.
+        period: time from one microbatch to the next.
+    """
+
+    out: float
+    back: float
+    pause: float
+    period: float
+
+
+def wave_order(placement: Placement, costs: StageCosts, wave: Wave, microbatches: int) -> Order:
+    """Each device's F and I in the order in which the wave gets there."""
+    path = _path(placement)
+    starts = _starts(placement, costs, wave)
+    timed: list[list[tuple[float, int, int]]] = [[] for _ in range(placement.num_devices)]
+    for place, ((_, stage), start) in enumerate(zip(path, starts, strict=True)):
+        timed[placement.devices_of[stage][0]] += [(start + m * wave.period, place, m) for m in range(microbatches)]
+    # Equal times are settled by the place on the path, so that no action comes before one that it needs.
+    return [[Action(path[place][1], path[place][0], m) for _, place, m in sorted(row)] for row in timed]
+
+
+def _path(placement: Placement) -> list[tuple[Kind, int]]:
+    """A microbatch's way through all stages and back."""
+    stages = range(placement.num_stages)
+    return [(Kind.F, s) for s in stages] + [(Kind.I, s) for s in reversed(stages)]
+
+
+def _starts(placement: Placement, costs: StageCosts, wave: Wave) -> list[float]:
+    """When the first microbatch is at each place of its path."""
+    starts: list[float] = [0]
+    for kind, stage in _path(placement)[:-1]:
+        starts.append(starts[-1] + _step(placement, costs, wave, kind, stage))
+    return starts
+
+
+def _step(placement: Placement, costs: StageCosts, wave: Wave, kind: Kind, stage: int) -> float:
+    """Time from an action's start to the start of the next on the microbatch's path."""
+    last = placement.num_stages - 1
+    cost = (costs.forward if kind is Kind.F else costs.input_grad)[stage]
+    following = stage + 1 if kind is Kind.F else stage - 1
+    if following > last:
+        return cost + wave.pause
+    if placement.devices_of[following] == placement.devices_of[stage]:
+        return cost
+    chunk = (stage if kind is Kind.F else last - stage) // placement.num_devices
+    return (wave.back if chunk % 2 else wave.out) * (cost + costs.transfer[stage])
+
+
+def v_blocks(placement: Placement) -> list[OrderMaker]:
+    """The building blocks of V-Half and V-Min (Qi et al. 2024), in slots of one action; the right pause depends on P."""
+    slots = Costs().for_stages(placement.num_stages)
+    blocks = [Wave(2, 1, 0, 6), Wave(2, 1, 3, 6), Wave(1, 1, 0, 6), Wave(1, 1, 2, 6)]
+    return [partial(wave_order, placement, slots, block) for block in blocks]
+
+
+def cost_waves(placement: Placement, costs: StageCosts, cap: int) -> list[OrderMaker]:
+    """Waves of several paces, each about as dense as the cap allows, and one so sparse that it keeps any cap.
+
+    The cap holds for a wave whose microbatches stay on a device, all chunks together, for at most `cap` periods.  A somewhat
+    denser one may still fit, and a sparser one leaves `list_schedule` more room.
+    """
+    least = _round(placement, costs)
+    paces = [(1.0, 1.0), (1.5, 1.5), (2.0, 2.0)] + ([(2.0, 1.0)] if placement.num_chunks > 1 else [])
+    waves = []
+    for out, back in paces:
+        dense = _held_time(placement, costs, Wave(out, back, 0, 0)) / cap
+        waves += [Wave(out, back, 0, max(dense * factor, least / 2)) for factor in (0.7, 1, 1.4)]
+    waves += [Wave(1, 1, pause, least) for pause in (0, costs.weight_grad[-1])]
+    waves.append(Wave(1, 1, 0, 2 * placement.num_stages * least))
+    return [partial(wave_order, placement, costs, wave) for wave in waves]
+
+
+def _held_time(placement: Placement, costs: StageCosts, wave: Wave) -> float:
+    """The longest time that a device holds a microbatch's activations, summed over its chunks."""
+    starts = _starts(placement, costs, wave)
+    held = [starts[-1 - s] - starts[s] + costs.input_grad[s] + costs.weight_grad[s] for s in range(placement.num_stages)]
+    return max(sum(held[s] for s in stages) for stages in placement.stages_of)
+
+
+def least_makespan(placement: Placement, costs: StageCosts, microbatches: int) -> float:
+    """A bound that no schedule goes below: each device waits for the first forward to get there, then does all its work."""
+    starts = _starts(placement, costs, Wave(1, 1, 0, 0))
+    return max(min(starts[s] for s in stages) + microbatches * _work(costs, stages) for stages in placement.stages_of)
+
+
+def _work(costs: StageCosts, stages: Iterable[int]) -> float:
+    """What a device with these stages has to do for one microbatch."""
+    return sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages)
+
+
+def _round(placement: Placement, costs: StageCosts) -> float:
+    """The time the busiest device needs for one microbatch: no schedule has a shorter period."""
+    return max(_work(costs, stages) for stages in placement.stages_of)
+
+
+def fitted(name: str, order: OrderMaker, placement: Placement, costs: Costs | None, *, microbatches: int, cap: int) -> Schedule:
+    """A schedule's own order squeezed to its costs; where they are given, the best of it and of waves under the same cap.
+
+    The caller sees to it that the order fits the cap.
+    """
+    stages = (costs or Costs()).for_stages(placement.num_stages)
+    makers = [order] if costs is None else [order, *cost_waves(placement, stages, cap)]
+    release = Release.WEIGHT_GRAD if costs is None else costs.release
+    found = best_of(makers, placement, stages, microbatches=microbatches, cap=cap, release=release)
+    assert found is not None, f"the order of {name} does not fit {cap} activations"
+    return Schedule.from_rows(found.rows, placement=placement, num_microbatches=microbatches, name=name)
+
+
+def best_of(
+    makers: Sequence[OrderMaker],
+    placement: Placement,
+    costs: StageCosts,
+    *,
+    microbatches: int,
+    cap: int,
+    release: Release = Release.WEIGHT_GRAD,
+) -> ListSchedule | None:
+    """The shortest schedule under the cap that follows one of the orders, then the one that holds least; None if none fits.
+
+    Many orders, or a long job, are judged by its first microbatches under one rule: warm-up and cool-down do not change
+    with M, so two short runs tell a steady state's pace.  Only the most promising are run in full, under every rule.
+    """
+    whole = _Trial(placement, costs, microbatches, cap, release)
+    # Two or more rounds of P microbatches, at least a dozen, an even number of rounds so that half of them are rounds too.
+    short = 2 * placement.num_devices * -(-6 // placement.num_devices)
+    if microbatches <= 2 * short and len(makers) <= _FINALISTS:
+        finalists = list(makers)
+    else:
+        judged = [(_forecast(whole, maker, min(microbatches, short)), place) for place, maker in enumerate(makers)]
+        finalists = [makers[place] for _, place in sorted(judged)[:_FINALISTS]]
+    pairs = [(maker, rule) for maker in finalists for rule in _rules(costs)]
+    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
+    if len(pairs) > affordable:
+        ranked = sorted((_forecast(whole, maker, short, rule), place) for place, (maker, rule) in enumerate(pairs))
+        pairs = [pairs[place] for _, place in ranked[:affordable]]
+    found = [whole.run(maker, rule) for maker, rule in pairs]
+    return min((f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None)
+
+
+_FINALISTS = 5  # orders that are tried under every rule
+_MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
+
+
+def _forecast(whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RULES[0]) -> tuple[float, int]:
+    """Makespan of the whole job, told from `short` microbatches and half of them, and peak."""
+    half = (short + 1) // 2
+    long = whole.of(short).run(maker, rule)
+    first = whole.of(half).run(maker, rule) if half < short < whole.microbatches else long
+    if first is None or long is None:
+        return NEVER, 0
+    pace = (long.makespan - first.makespan) / max(1, short - half)
+    return long.makespan + pace * (whole.microbatches - short), long.peak
+
+
+def _rules(costs: StageCosts) -> tuple[Rule, ...]:
+    """The rules worth trying: where all costs are equal, a W fits a wait or does not, and patience changes nothing."""
+    different = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
+    return RULES if len(different) > 1 else EVEN_RULES
+
+
+class _Trial(NamedTuple):
+    """Everything that a run of `list_schedule` needs but the order and the rule."""
+
+    placement: Placement
+    costs: StageCosts
+    microbatches: int
+    cap: int
+    release: Release
+
+    def of(self, microbatches: int) -> _Trial:
+        return self._replace(microbatches=microbatches)
+
+    def run(self, maker: OrderMaker, rule: Rule) -> ListSchedule | None:
+        order = maker(self.microbatches)
+        if max(map(least_peak, order)) > self.cap:
+            return None
+        caps = [self.cap] * len(order)
+        return list_schedule(order, self.placement, self.costs, microbatches=self.microbatches, caps=caps, rule=rule, release=self.release)

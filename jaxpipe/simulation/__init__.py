@@ -1,0 +1,4 @@
+"""How long a table takes and what it holds: costs, timelines, critical paths, lock-step execution.
+
+May import `table`.
+"""

@@ -1,0 +1,67 @@
+"""The critical path: back from the action that ends last, always to what let it start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..table.encoded import Encoded
+from ..table.run_order import Transfers, mates, senders, waits
+
+
+def critical_chain(table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]) -> list[int]:
+    """Numbers of the actions on a longest chain, in order of time (of an overlapped pair, its forward half).
+
+    Where the device and an input release an action at the same moment, the chain stays on the device.
+    """
+    if table.num_actions == 0:
+        return []
+    links = _Links(table, transfers, ends, latency)
+    # Of the actions that end last, a posted RECV is not one: its device may have gone on.
+    last = max(np.flatnonzero(table.is_compute).tolist(), key=lambda i: ends[i])
+    chain = [links.first_half(last)]
+    while (before := links.before(chain[-1])) is not None:
+        chain.append(before)
+    return chain[::-1]
+
+
+class _Links:
+    """Who can release whom in one simulation."""
+
+    def __init__(self, table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]) -> None:
+        wait = waits(table, transfers)
+        self._table, self._ends, self._latency = table, ends, latency
+        self._posted = set(table.receives.tolist()) if transfers is Transfers.ASYNC else set()
+        self._mate = mates(table).tolist() if transfers is Transfers.RENDEZVOUS else [-1] * table.num_actions
+        self._wait = wait.tolist()
+        self._sender = senders(table, wait).tolist()
+
+    def first_half(self, number: int) -> int:
+        """The number of the forward half of a pair's backward half; any other number as it is."""
+        return number - 1 if number > 0 and self._table.last_half[number - 1] == number else number
+
+    def before(self, number: int) -> int | None:
+        """What released an action last, or None where it could start at time 0."""
+        released = list(self._releases(number))
+        if not released:
+            return None
+        return self.first_half(max(released)[2])
+
+    def _releases(self, number: int) -> Iterator[tuple[float, bool, int]]:
+        """(time, on the same device, number) of each action that holds this one back."""
+        if self._mate[number] >= 0:
+            yield from self._previous(self._mate[number], same=False)
+        yield from self._previous(number, same=True)
+        for half in {number, int(self._table.last_half[number])}:
+            if (source := self._wait[half]) >= 0 and self._mate[number] < 0:
+                yield self._ends[source] + self._latency[self._table.stage[self._sender[half]]], False, source
+
+    def _previous(self, number: int, *, same: bool) -> Iterator[tuple[float, bool, int]]:
+        """The action before in the row, posted receives left out."""
+        first = self._table.first[self._table.device[number]]
+        before = number - 1
+        while before >= first and before in self._posted:
+            before -= 1
+        if before >= first:
+            yield self._ends[before], same, before

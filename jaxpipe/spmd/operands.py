@@ -1,0 +1,90 @@
+"""What the ticks of a program read: parameters of every kind of stage, and how unlike kinds share pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..model.places import Place, Places
+from ..stage.code import StageCode
+from .pools import Leaves, add
+from .shared_buffers import SharedBuffer
+
+PyTree: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class SharedBuffers:
+    """What the pools hold, and what is sent, where stages are of several kinds."""
+
+    x: SharedBuffer
+    cotangent: SharedBuffer
+    residual_input: SharedBuffer
+    residual_weight: SharedBuffer
+    stash: SharedBuffer
+
+    @classmethod
+    def of(cls, kinds: Sequence[StageCode]) -> SharedBuffers:
+        """The buffers of these kinds of stages."""
+        return cls(
+            x=SharedBuffer.of([k.x_avals for k in kinds]),
+            cotangent=SharedBuffer.of([k.dy_avals for k in kinds]),
+            residual_input=SharedBuffer.of([k.residual_input for k in kinds]),
+            residual_weight=SharedBuffer.of([k.residual_weight for k in kinds]),
+            stash=SharedBuffer.of([k.stash for k in kinds]),
+        )
+
+
+@dataclass(frozen=True)
+class StageOperand:
+    """The parameters of one kind of stage among those of its chunk, and where it keeps its state."""
+
+    leaves: Leaves  # of the chunk, as its accumulators are
+    places: Places | None  # None: all stages of the chunk are alike
+    shared: Leaves
+    once: Leaves  # what was hoisted
+    state_places: Places | None
+
+    def params(self) -> Leaves:
+        """The stage's parameters, then the shared ones.
+
+        Taken inside a block: outside of it, every device would hold copies of the parameters of every kind.
+        """
+        own = self.leaves if self.places is None else [p.take(self.leaves[p.at]) for p in self.places]
+        return [*own, *self.shared]
+
+    def accumulate(self, total: Leaves, grads: Leaves) -> Leaves:
+        """The chunk's accumulators with the gradients of the stage's own parameters added."""
+        return add(total, grads) if self.places is None else _at_places(Place.add, total, self.places, grads)
+
+    def read_state(self, state: Leaves) -> Leaves:
+        """The stage's state out of its chunk's."""
+        return state if self.state_places is None else [p.take(state[p.at]) for p in self.state_places]
+
+    def write_state(self, state: Leaves, new: Leaves) -> Leaves:
+        """The chunk's state with that of the stage replaced."""
+        if self.state_places is None:
+            return [n.astype(s.dtype) for n, s in zip(new, state, strict=True)]
+        return _at_places(Place.put, state, self.state_places, new)
+
+
+def _at_places(change: Callable[[Place, Any, Any], Any], leaves: Leaves, places: Places, values: Leaves) -> Leaves:
+    found = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        found[place.at] = change(place, found[place.at], value)
+    return found
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Everything that the ticks read and none of them writes (leaves, on this device)."""
+
+    stages: Mapping[tuple[int, int], StageOperand]  # by chunk and kind of stage
+    first: Leaves
+    first_once: Leaves
+    last: Leaves
+    last_once: Leaves
+    batch: PyTree  # leaves [M, ...]
+    rng: Any  # the step's key, or None
+    seed: Any  # cotangent of one microbatch's loss

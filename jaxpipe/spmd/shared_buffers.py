@@ -1,0 +1,174 @@
+"""One buffer for values of unlike kinds: a buffer has, for each kind, the place of each of its leaves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..jaxprs import Slot
+from ..model.places import Place, Places
+from .pools import Leaves
+
+Avals: TypeAlias = "Sequence[Any]"
+_Key: TypeAlias = "tuple[tuple[int, ...], Any]"
+
+
+# Room that keeping shapes is worth, over that of the largest kind.
+KEEP_SHAPES = 1.1
+
+
+class _Leaf(NamedTuple):
+    """A leaf of a kind that not all kinds have."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class _Group(NamedTuple):
+    """A leaf of the buffer that some kinds share."""
+
+    aval: Any
+    members: dict[int, int]  # number of a kind -> its leaf
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Leaves that hold any of several kinds of values, and their places by kind.
+
+    Leaves of one shape and dtype share a leaf of the buffer, as many as the kind has that has most of them: so values keep their shapes,
+    and with them how they are split over other mesh axes.  Where that takes much more room than the largest kind does, only leaves that all
+    kinds have are shared so; of the rest the largest of each kind share a leaf, then the next largest, raveled where they differ.
+    """
+
+    avals: tuple[Any, ...]
+    places: dict[tuple[_Key, ...], Places]
+
+    @classmethod
+    def of(cls, kinds: Sequence[Avals]) -> SharedBuffer:
+        """The buffer of these kinds; of one kind, that kind."""
+        keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
+        most = Counter(key for kind in keyed for key in kind)
+        for key in most:
+            most[key] = max(kind.count(key) for kind in keyed)
+        if _bytes(most) <= KEEP_SHAPES * max((_bytes(Counter(kind)) for kind in keyed), default=0):
+            longest = max(keyed, key=len, default=())
+            shared = [*longest, *(most - Counter(longest)).elements()]
+            groups: list[_Group] = []
+        else:
+            common = Counter(keyed[0])
+            for kind in keyed[1:]:
+                common &= Counter(kind)
+            shared = list(common.elements())
+            groups = _groups([_rest(kind, common) for kind in keyed])
+        places = {kind: _place(kind, number, shared, groups) for number, kind in enumerate(keyed)}
+        return cls((*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups)), places)
+
+    def has(self, avals: Avals) -> bool:
+        """Whether this is one of the kinds."""
+        return _keys(avals) in self.places
+
+    def of_kind(self, avals: Avals) -> Places:
+        """The places of a kind's leaves."""
+        return self.places[_keys(avals)]
+
+    def read(self, pool: Sequence[Any], slot: Any, avals: Avals) -> Leaves:
+        """A kind's values out of one slot of a pool of buffers."""
+        return [p.take(Slot(pool[p.at], slot).load()) for p in self.of_kind(avals)]
+
+    def write(self, pool: Sequence[Any], slot: Any, avals: Avals, values: Sequence[Any]) -> Leaves:
+        """The pool with a kind's values in one slot."""
+        return self._write(list(pool), slot, list(zip(self.of_kind(avals), values, strict=True)))
+
+    @staticmethod
+    def _write(found: Leaves, slot: Any, values: Sequence[tuple[Place, Any]]) -> Leaves:
+        for place, value in values:
+            value = jnp.asarray(value).astype(found[place.at].dtype)  # a literal of a jaxpr is a number
+            value = value.reshape(1, -1) if place.flat else value[None]
+            start = (slot, *(jnp.int32(0) for _ in value.shape[1:]))
+            found[place.at] = lax.dynamic_update_slice(found[place.at], value, start)
+        return found
+
+    def slots(self, pool: Sequence[Any], slot: Any, avals: Avals) -> list[Slot | None]:
+        """A slot for each leaf of a kind that lies in the buffer as it is."""
+        return [None if p.flat else Slot(pool[p.at], slot) for p in self.of_kind(avals)]
+
+    def lazily(self, pool: Sequence[Any], slot: Any, avals: Avals) -> Leaves:
+        """A kind's values out of one slot, still as slots where they can be."""
+        slots = [(p, Slot(pool[p.at], slot)) for p in self.of_kind(avals)]
+        return [p.take(s.load()) if p.flat else s for p, s in slots]
+
+    def stored(self, pool: Sequence[Any], slot: Any, avals: Avals, values: Sequence[Any]) -> Leaves:
+        """The pool after a kind's values went into a slot; for those that `slots` gave a slot, `values` holds their updated pool."""
+        found = list(pool)
+        places = self.of_kind(avals)
+        for place, value in zip(places, values, strict=True):
+            if not place.flat:
+                found[place.at] = value
+        flat = [(p, v) for p, v in zip(places, values, strict=True) if p.flat]
+        return self._write(found, slot, flat)
+
+    def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
+        """A buffer's leaves with a kind's values in place of what was there."""
+        found = list(leaves)
+        for place, value in zip(self.of_kind(avals), values, strict=True):
+            found[place.at] = place.put(found[place.at], jnp.asarray(value))
+        return found
+
+
+def _keys(avals: Avals) -> tuple[_Key, ...]:
+    return tuple((tuple(a.shape), a.dtype) for a in avals)
+
+
+def _bytes(counts: Counter[_Key]) -> int:
+    """Bytes of so many leaves of each shape and dtype."""
+    return sum(count * math.prod(shape) * dtype.itemsize for (shape, dtype), count in counts.items())
+
+
+def _take(counts: Counter[_Key], key: _Key) -> bool:
+    """Take one of these, if there is one left."""
+    if counts[key] == 0:
+        return False
+    counts[key] -= 1
+    return True
+
+
+def _rest(kind: Sequence[_Key], common: Counter[_Key]) -> list[_Leaf]:
+    """The leaves of a kind that are not among the common ones."""
+    counts = common.copy()
+    return [_Leaf(i, *key) for i, key in enumerate(kind) if not _take(counts, key)]
+
+
+def _groups(rest: Sequence[Sequence[_Leaf]]) -> list[_Group]:
+    """What shares a leaf of the buffer: by dtype, the largest leaf of each kind, the second largest of each, and so on."""
+    groups = []
+    for dtype in dict.fromkeys(leaf.dtype for leaves in rest for leaf in leaves):
+        ranked = [sorted((leaf for leaf in leaves if leaf.dtype == dtype), key=lambda leaf: -math.prod(leaf.shape)) for leaves in rest]
+        for rank in range(max(map(len, ranked))):
+            members = {number: leaves[rank] for number, leaves in enumerate(ranked) if rank < len(leaves)}
+            shapes = {leaf.shape for leaf in members.values()}
+            shape = shapes.pop() if len(shapes) == 1 else (max(math.prod(leaf.shape) for leaf in members.values()),)
+            groups.append(_Group(jax.ShapeDtypeStruct(shape, dtype), {number: leaf.number for number, leaf in members.items()}))
+    return groups
+
+
+def _place(kind: Sequence[_Key], number: int, shared: Sequence[_Key], groups: Sequence[_Group]) -> Places:
+    """Where each leaf of the kind of this number lies."""
+    apart = {group.members[number]: (len(shared) + g, group.aval.shape) for g, group in enumerate(groups) if number in group.members}
+    free = list(range(len(shared)))
+    found = []
+    for leaf, key in enumerate(kind):
+        if leaf in apart:
+            index, shape = apart[leaf]
+        else:
+            index, shape = next(i for i in free if shared[i] == key), key[0]
+            free.remove(index)
+        found.append(Place(index, key[0], shape != key[0]))
+    return tuple(found)

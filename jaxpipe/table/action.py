@@ -1,0 +1,115 @@
+"""One cell of a schedule table: an action, or two that overlap; text <-> value.
+
+The text form is torch.distributed.pipelining's (`_Action.__str__`): `[stage][kind][microbatch]`, e.g. `2F0`.
+Actions are named tuples, not dataclasses: a table of a big job holds half a million of them, and a tuple is built
+five times faster than a frozen dataclass.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple, TypeAlias
+
+from ..errors import ParseError
+
+
+class Kind(enum.IntEnum):
+    """What an action does; the order is only for compact storage."""
+
+    F = 0  # forward
+    B = 1  # full backward (input and weight gradient)
+    I = 2  # input gradient (the zero-bubble papers call it "B")  # noqa: E741
+    W = 3  # weight gradient
+    SEND_F = 4  # send the stage's output to the next stage
+    RECV_F = 5  # receive the stage's input from the stage before
+    SEND_B = 6  # send the gradient of the stage's input to the stage before
+    RECV_B = 7  # receive the gradient of the stage's output from the next stage
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, B, I and W."""
+        return self <= Kind.W
+
+
+class Action(NamedTuple):
+    """One action of one device: `Action(2, Kind.F, 0)` prints as `2F0`."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{KIND_NAMES[self.kind]}{self.microbatch}"
+
+
+class Overlap(NamedTuple):
+    """A forward and a backward (B or I) of different microbatches that run as one step: `(0F7;7B3)OVERLAP_F_B`.
+
+    DualPipe (DeepSeek-V3, section 3.2.1) hides the communication of the one behind the compute of the other.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Cell: TypeAlias = Action | Overlap | None
+Row: TypeAlias = tuple[Cell, ...]
+
+KIND_NAMES = tuple(kind.name for kind in Kind)
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+
+
+def parts(cell: Cell) -> tuple[Action, ...]:
+    """The actions in a cell: none, one, or the two of an overlapped pair."""
+    if cell is None:
+        return ()
+    if isinstance(cell, Overlap):
+        return tuple(cell)
+    return (cell,)
+
+
+def parse_action(text: str) -> Action:
+    """Read one action, `2F0`; ParseError points at the first character that does not fit."""
+    match = _ACTION.fullmatch(text)
+    if match is not None:
+        return Action(int(match[1]), Kind[match[2]], int(match[3]))
+    raise ParseError(f"{text!r} is not an action: {_why_not(text)}; write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3")
+
+
+def parse_cell(text: str) -> Cell:
+    """Read one cell: empty (idle), an action, or `(0F7;7B3)OVERLAP_F_B`; ParseError says what is wrong.
+
+    >>> parse_cell("2F0")
+    Action(stage=2, kind=<Kind.F: 0>, microbatch=0)
+    """
+    text = text.strip()
+    if not text:
+        return None
+    if not text.startswith("("):
+        return parse_action(text)
+    match = _OVERLAP.fullmatch(text)
+    if match is None:
+        raise ParseError(f"{text!r} is not an overlapped pair; write (0F7;7B3)OVERLAP_F_B")
+    forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
+    if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.I):
+        raise ParseError(f"{text!r} overlaps {forward.kind.name} with {backward.kind.name}; the first must be F, the second B or I")
+    return Overlap(forward, backward)
+
+
+def _why_not(text: str) -> str:
+    """Say at which character an action's text goes wrong."""
+    stage = re.match(r"\d+", text)
+    if stage is None:
+        return "character 1 must start the stage number"
+    kind = re.compile(r"SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W").match(text, stage.end())
+    if kind is None:
+        return f"character {stage.end() + 1} must start a kind (F B I W SEND_F RECV_F SEND_B RECV_B)"
+    microbatch = re.compile(r"\d+").match(text, kind.end())
+    if microbatch is None:
+        return f"character {kind.end() + 1} must start the microbatch number"
+    return f"character {microbatch.end() + 1} is one too many ({text[microbatch.end() :]!r})"

@@ -1,0 +1,227 @@
+"""A table as flat integer arrays: what the checker, the simulator and the passes read instead of half a million tuples.
+
+Actions are numbered row by row, idle cells left out, the halves of an overlapped pair one after the other (forward
+first).  Row order is then number order, and each action waits for at most one action of another device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ScheduleError, Violation
+from .action import KIND_NAMES, Action, Kind, Overlap, Row
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+NUM_KINDS = len(Kind)
+_CELL_TYPES = {Action, Overlap, type(None)}
+# The look-up table has 8 S M entries.  A table this much emptier than its ranges is a slip of the pen (0F1000000).
+_LEAST_ROOM, _ROOM_PER_ACTION = 1 << 20, 64
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """The actions of a table as arrays of one entry an action, and who needs whom.
+
+    `first[d] : first[d + 1]` are the actions of device d.  `last_half[i]` is i, or the number of the backward half
+    where i is the forward half of an overlapped pair: both are done only when that one is.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    stage: IntArray
+    kind: IntArray
+    microbatch: IntArray
+    device: IntArray
+    position: IntArray
+    last_half: IntArray
+    first: tuple[int, ...]
+
+    @property
+    def num_actions(self) -> int:
+        """The number of actions, both halves of a pair counted."""
+        return len(self.stage)
+
+    @property
+    def num_devices(self) -> int:
+        """P, the number of rows."""
+        return len(self.first) - 1
+
+    @cached_property
+    def in_range(self) -> BoolArray:
+        """Per action, whether its stage and microbatch exist."""
+        stage_ok = (self.stage >= 0) & (self.stage < self.num_stages)
+        microbatch_ok = (self.microbatch >= 0) & (self.microbatch < self.num_microbatches)
+        in_range: BoolArray = stage_ok & microbatch_ok
+        return in_range
+
+    @property
+    def too_sparse(self) -> bool:
+        """True where S times M is so much more than there are actions that looking anything up is pointless."""
+        room = NUM_KINDS * self.num_stages * self.num_microbatches
+        return room > max(_LEAST_ROOM, _ROOM_PER_ACTION * self.num_actions)
+
+    @cached_property
+    def at(self) -> IntArray:
+        """`at[kind, stage, microbatch]` is the number of that action (its first occurrence), or -1."""
+        table = np.full((NUM_KINDS, self.num_stages, self.num_microbatches), -1, np.int64)
+        known = np.flatnonzero(self.in_range)[::-1]
+        table[self.kind[known], self.stage[known], self.microbatch[known]] = known
+        return table
+
+    @cached_property
+    def backward_at(self) -> IntArray:
+        """`backward_at[stage, microbatch]` is the action that makes the input gradient: B, or else I, or else -1."""
+        found: IntArray = np.where(self.at[Kind.B] >= 0, self.at[Kind.B], self.at[Kind.I])
+        return found
+
+    @cached_property
+    def is_compute(self) -> BoolArray:
+        """Per action, whether it is F, B, I or W."""
+        return self.kind <= Kind.W
+
+    @cached_property
+    def pairs(self) -> IntArray:
+        """The numbers of the forward halves of overlapped pairs; each backward half is the next number."""
+        return np.flatnonzero(self.last_half != np.arange(self.num_actions))
+
+    @cached_property
+    def receives(self) -> IntArray:
+        """The numbers of all RECV_F and RECV_B."""
+        return np.flatnonzero((self.kind == Kind.RECV_F) | (self.kind == Kind.RECV_B))
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """True where the table holds a SEND or RECV."""
+        return not bool(self.is_compute.all())
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """True where the table holds no B, I or W."""
+        return not bool(((self.kind >= Kind.B) & (self.kind <= Kind.W)).any())
+
+    @cached_property
+    def producer(self) -> IntArray:
+        """Per action, the one that makes what comes from the neighbour stage, or -1 (none needed, or missing).
+
+        F: the F of the stage before.  B and I: the B or I of the next stage.  SEND: what it sends.  RECV: its SEND.
+        """
+        found = np.full(self.num_actions, -1, np.int64)
+        forward, backward = self.at[Kind.F], self.backward_at
+        for kind, source, shift in (
+            (Kind.F, forward, -1),
+            (Kind.B, backward, 1),
+            (Kind.I, backward, 1),
+            (Kind.SEND_F, forward, 0),
+            (Kind.SEND_B, backward, 0),
+            (Kind.RECV_F, self.at[Kind.SEND_F], -1),
+            (Kind.RECV_B, self.at[Kind.SEND_B], 1),
+        ):
+            mine = np.flatnonzero(self.in_range & (self.kind == kind))
+            stage = self.stage[mine] + shift
+            inside = (stage >= 0) & (stage < self.num_stages)
+            mine, stage = mine[inside], stage[inside]
+            found[mine] = source[stage, self.microbatch[mine]]
+        return found
+
+    @cached_property
+    def crosses(self) -> BoolArray:
+        """Per action, whether its producer stands on another device."""
+        crosses: BoolArray = (self.producer >= 0) & (self.device[self.producer] != self.device)
+        return crosses
+
+    @cached_property
+    def receives_from(self) -> IntArray:
+        """Per compute action of a table with transfers, the SEND of the input it receives, or -1."""
+        found = np.full(self.num_actions, -1, np.int64)
+        for kind, send, shift in ((Kind.F, Kind.SEND_F, -1), (Kind.B, Kind.SEND_B, 1), (Kind.I, Kind.SEND_B, 1)):
+            mine = np.flatnonzero(self.crosses & (self.kind == kind))
+            found[mine] = self.at[send][self.stage[mine] + shift, self.microbatch[mine]]
+        return found
+
+    def action(self, number: int) -> Action:
+        """The action with this number."""
+        return Action(int(self.stage[number]), Kind(int(self.kind[number])), int(self.microbatch[number]))
+
+    def text(self, number: int) -> str:
+        """The text of the action with this number."""
+        return f"{self.stage[number]}{KIND_NAMES[self.kind[number]]}{self.microbatch[number]}"
+
+    def cell_text(self, number: int) -> str:
+        """The text of the whole cell whose first (or only) action has this number."""
+        if self.last_half[number] == number:
+            return self.text(number)
+        return f"({self.text(number)};{self.text(number + 1)})OVERLAP_F_B"
+
+    def cell_of(self, number: int) -> tuple[int, int]:
+        """(device, position) of the action with this number."""
+        return int(self.device[number]), int(self.position[number])
+
+
+def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Encoded:
+    """Flatten rows; ScheduleError where a cell is not an Action, an Overlap or None."""
+    fields, positions, last_half = [], [], []
+    first = [0]
+    for device, row in enumerate(rows):
+        types = set(map(type, row))
+        if not types <= _CELL_TYPES or not {type(half) for cell in row if type(cell) is Overlap for half in cell} <= {Action}:
+            raise _not_a_cell(device, row)
+        cells, where, paired = _flat(row, simple=types <= {Action})
+        count = len(cells)
+        fields.append(np.fromiter(chain.from_iterable(cells), np.int64, 3 * count).reshape(count, 3))
+        positions.append(where)
+        last_half.append(np.arange(first[-1], first[-1] + count) + paired)
+        first.append(first[-1] + count)
+    table = np.ascontiguousarray(np.concatenate([np.zeros((0, 3), np.int64), *fields]).T)
+    if table.size and not 0 <= table[1].min() <= table[1].max() < NUM_KINDS:
+        raise ScheduleError(f"the table holds an action of kind {table[1].max()}; a kind is one of {', '.join(KIND_NAMES)}")
+    nothing = np.zeros(0, np.int64)
+    return Encoded(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        stage=table[0],
+        kind=table[1],
+        microbatch=table[2],
+        device=np.repeat(np.arange(len(rows)), np.diff(first)),
+        position=np.concatenate([nothing, *positions]),
+        last_half=np.concatenate([nothing, *last_half]),
+        first=tuple(first),
+    )
+
+
+def _flat(row: Row, *, simple: bool) -> tuple[list[Action], IntArray, IntArray]:
+    """A row's actions, the position of each, and 1 at each forward half of a pair (0 elsewhere)."""
+    if simple:
+        return list(row), np.arange(len(row)), np.zeros(len(row), np.int64)  # type: ignore[arg-type]
+    cells: list[Action] = []
+    where: list[int] = []
+    paired: list[int] = []
+    for position, cell in enumerate(row):
+        if cell is None:
+            continue
+        if isinstance(cell, Overlap):
+            cells += cell
+            where += (position, position)
+            paired += (1, 0)
+            continue
+        cells.append(cell)
+        where.append(position)
+        paired.append(0)
+    return cells, np.array(where, np.int64), np.array(paired, np.int64)
+
+
+def _not_a_cell(device: int, row: Row) -> ScheduleError:
+    """The error for a row that holds something else than cells."""
+    bad = tuple(
+        Violation("cell", f"{cell!r} is not an Action, an Overlap or None; jaxpipe.parse_cell reads text", device, position)
+        for position, cell in enumerate(row)
+        if type(cell) not in _CELL_TYPES or (type(cell) is Overlap and {type(half) for half in cell} != {Action})
+    )
+    return ScheduleError("the table holds things that are not actions:\n" + "\n".join(f"  {v}" for v in bad), bad)

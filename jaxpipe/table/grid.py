@@ -1,0 +1,131 @@
+"""The grid people read: a line a device, a column a time step, drawn at unit cost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from .action import Action, Kind, Row, parts
+from .encoded import Encoded, encode
+from .run_order import Transfers, buffered_order, waits
+
+MARK = "<-- ERROR HERE"
+
+
+def grid(rows: tuple[Row, ...], *, marked: Collection[tuple[int, int]] = (), most_columns: int | None = None) -> str:
+    """Draw rows as text, each action in the first unit time step that its inputs allow.
+
+    `marked` holds (device, position) of cells to point at: they are bracketed and their line ends in `<-- ERROR HERE`.
+    A table that cannot run (a deadlock, a missing producer) is drawn by position instead of by time, and so is one with transfers.
+    Of a table with more than `most_columns` columns, those around the first marks (or the first ones) are drawn.
+    """
+    columns = _columns(rows)
+    marks = {(device, columns[device][position]) for device, position in marked if _exists(rows, device, position)}
+    steps = 1 + max((c for row in columns for c in row), default=-1)
+    shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
+    texts: list[list[str]] = []
+    for device, (row, places) in enumerate(zip(rows, columns, strict=True)):
+        cells = [""] * steps
+        for cell, column in zip(row, places, strict=True):
+            text = "" if cell is None else str(cell)
+            cells[column] = f"[{text}]" if (device, column) in marks else text
+        texts.append([cells[c] if c >= 0 else "..." for c in shown])
+    numbers = [str(c) if c >= 0 else "..." for c in shown]
+    width = max((len(text) for line in [*texts, numbers] for text in line), default=1)
+    label = len(f"device {len(rows) - 1}")
+    lines = [" " * label + " |" + "".join(f" {text:<{width}}" for text in numbers).rstrip()]
+    bad_devices = {device for device, _ in marks}
+    for device, line in enumerate(texts):
+        body = "".join(f" {text:<{width}}" for text in line).rstrip()
+        lines.append(f"{f'device {device}':<{label}} |{body}" + (f"  {MARK}" if device in bad_devices else ""))
+    return "\n".join(lines)
+
+
+def inputs_of(action: Action, last_stage: int) -> tuple[tuple[Action, ...], ...]:
+    """What must be done before a compute action: a tuple of alternatives for each input.
+
+    A backward's input gradient comes from B or from I, whichever the table uses.
+    """
+    stage, kind, microbatch = action
+    if kind is Kind.F:
+        return () if stage == 0 else ((Action(stage - 1, Kind.F, microbatch),),)
+    if kind is Kind.W:
+        return ((Action(stage, Kind.I, microbatch),),)
+    own = (Action(stage, Kind.F, microbatch),)
+    if stage == last_stage:
+        return (own,)
+    return (own, (Action(stage + 1, Kind.B, microbatch), Action(stage + 1, Kind.I, microbatch)))
+
+
+def _exists(rows: tuple[Row, ...], device: int, position: int) -> bool:
+    return 0 <= device < len(rows) and 0 <= position < len(rows[device])
+
+
+def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
+    """The columns to draw: all, or as many as allowed around the first marks; -1 where some are left out."""
+    if most is None or steps <= most:
+        return list(range(steps))
+    reach = 8  # columns drawn on each side of a mark
+    chosen: set[int] = set() if marks else set(range(most))
+    for mark in marks:
+        around = set(range(max(0, mark - reach), min(steps, mark + reach + 1))) - chosen
+        if chosen and len(chosen) + len(around) > most:
+            break
+        chosen |= around
+    shown: list[int] = []
+    for column in sorted(chosen):
+        if column > 0 and column - 1 not in chosen:
+            shown.append(-1)
+        shown.append(column)
+    return shown if shown[-1] == steps - 1 else [*shown, -1]
+
+
+def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
+    """Per device and position, the time step to draw at."""
+    by_position = [list(range(len(row))) for row in rows]
+    actions = [a for row in rows for c in row for a in parts(c)]
+    if not actions or any(not a.kind.is_compute for a in actions):
+        return by_position
+    table = encode(rows, 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions))
+    if table.too_sparse or not _has_all_it_needs(table):
+        return by_position
+    wait = waits(table, Transfers.ASYNC)
+    order = buffered_order(table, wait)
+    if order.cycles:
+        return by_position
+    return _in_time(rows, table, np.where(wait >= 0, wait, table.num_actions).tolist(), order.order)
+
+
+def _has_all_it_needs(table: Encoded) -> bool:
+    """Whether everything that an action needs is in the table, and before it where it is in the same row."""
+    if not table.in_range.all():
+        return False
+    stage, kind, m = table.stage, table.kind, table.microbatch
+    backward = (kind == Kind.B) | (kind == Kind.I)
+    own = np.where(kind == Kind.W, table.at[Kind.I, stage, m], np.where(backward, table.at[Kind.F, stage, m], table.num_actions))
+    fed = ((kind == Kind.F) & (stage > 0)) | (backward & (stage < table.num_stages - 1))
+    here = np.append(table.device, -1)[own] == table.device
+    handed = fed & ~table.crosses
+    return bool((~fed | (table.producer >= 0)).all() and (own >= 0).all()) and bool(
+        (~here | (own < np.arange(table.num_actions))).all() and (~handed | (table.producer < np.arange(table.num_actions))).all()
+    )
+
+
+def _in_time(rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: Sequence[int]) -> list[list[int]]:
+    """Columns where every cell takes one step, idle cells too, and comes a step after what it needs."""
+    device, position, last_half = table.device.tolist(), table.position.tolist(), table.last_half.tolist()
+    column, before = [-1] * len(rows), [-1] * len(rows)
+    at = [-1] * (table.num_actions + 1)
+    for i in order:
+        d = device[i]
+        column[d] = at[i] = max(column[d] + position[i] - before[d], at[need[i]] + 1)
+        before[d] = position[i]
+    places: list[list[int]] = [[-1] * len(row) for row in rows]
+    for i in range(table.num_actions):
+        places[device[i]][position[i]] = at[last_half[i]]
+    for row in places:
+        for p, place in enumerate(row):
+            if place < 0:  # idle
+                row[p] = row[p - 1] + 1 if p else 0
+    return places

@@ -1,0 +1,89 @@
+"""Where stages live: a map from stage to the device, or devices, that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Stage -> device(s).  `devices_of[s]` is a tuple: one device, or two in a bidirectional pipeline.
+
+    >>> Placement.loop(devices=2, chunks=2).stage_to_device
+    (0, 1, 0, 1)
+    >>> Placement.vee(devices=2).stage_to_device
+    (0, 1, 1, 0)
+    """
+
+    devices_of: tuple[tuple[int, ...], ...]
+    num_devices: int
+
+    @classmethod
+    def loop(cls, *, devices: int, chunks: int = 1) -> Placement:
+        """Stage s on device s mod P (Megatron's interleaving, Narayanan et al. 2021, figure 4)."""
+        return cls(tuple((s % devices,) for s in range(devices * chunks)), devices)
+
+    @classmethod
+    def vee(cls, *, devices: int, chunks: int = 2) -> Placement:
+        """Up the devices, then down, and so on (ZB-V, Qi et al. 2024, figure 5)."""
+        up = tuple((d,) for d in range(devices))
+        return cls(tuple(pair for v in range(chunks) for pair in (up if v % 2 == 0 else up[::-1])), devices)
+
+    @classmethod
+    def bidirectional(cls, *, devices: int) -> Placement:
+        """Stage s on devices s and P - 1 - s (DualPipe, DeepSeek-V3, figure 5)."""
+        return cls(tuple((s, devices - 1 - s) for s in range(devices)), devices)
+
+    @classmethod
+    def explicit(cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None) -> Placement:
+        """Any map; an entry is a device or a sequence of them.  ScheduleError on a negative or missing device."""
+        entries = tuple((e,) if isinstance(e, int) else tuple(e) for e in stage_to_device)
+        bad = [s for s, e in enumerate(entries) if not e or min(e) < 0]
+        if bad:
+            raise ScheduleError(f"stages {bad} have no device, or a negative one; give every stage a device >= 0")
+        highest = 1 + max((d for e in entries for d in e), default=-1)
+        count = highest if devices is None else devices
+        if highest > count:
+            raise ScheduleError(f"a stage is placed on device {highest - 1}, but there are only {count} devices")
+        return cls(entries, count)
+
+    @property
+    def num_stages(self) -> int:
+        """S, the number of stages."""
+        return len(self.devices_of)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """True where some stage stands on more than one device."""
+        return any(len(e) > 1 for e in self.devices_of)
+
+    @property
+    def stage_to_device(self) -> tuple[int | tuple[int, ...], ...]:
+        """Per stage, its device; a tuple of devices for a stage that stands on several."""
+        return tuple(e[0] if len(e) == 1 else e for e in self.devices_of)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Per device, its stages in chunk order.
+
+        Chunk order is model order, but in a bidirectional placement the stage that lists the device first comes first.
+        """
+        table: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
+        for stage, devices in enumerate(self.devices_of):
+            for rank, device in enumerate(devices):
+                if (rank, stage) not in table[device] and all(stage != s for _, s in table[device]):
+                    table[device].append((rank, stage))
+        return tuple(tuple(stage for _, stage in sorted(row)) for row in table)
+
+    @property
+    def num_chunks(self) -> int:
+        """V, the largest number of stages on one device."""
+        return max((len(row) for row in self.stages_of), default=0)
+
+    def chunk_of(self, stage: int, device: int) -> int:
+        """The chunk number that `stage` has on `device`; ValueError if it is not there."""
+        return self.stages_of[device].index(stage)

@@ -1,0 +1,256 @@
+"""The rules of a table, one function a rule; each returns every place where its rule is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ..errors import Violation
+from .action import KIND_NAMES, Kind
+from .encoded import BoolArray, Encoded, IntArray
+from .placement import Placement
+from .run_order import RunOrder, Transfers, Wait, buffered_order, rendezvous_order, waits
+
+Order = Callable[[Transfers], RunOrder]
+
+
+def broken_rules(table: Encoded, placement: Placement, order: Order) -> tuple[Violation, ...]:
+    """Every violation of every rule but the memory cap.
+
+    The rules: range, duplicate, completeness, placement, order, overlap, transfer, deadlock.  `order` gives the (cached)
+    run order of the table for each kind of transfer.
+    """
+    if table.too_sparse:
+        return (_too_sparse(table),)
+    return (
+        *_range(table),
+        *_duplicates(table),
+        *_completeness(table),
+        *_placement(table, placement),
+        *_order(table),
+        *_overlap(table),
+        *_transfers(table),
+        *_deadlocks(table, order),
+    )
+
+
+def _at(table: Encoded, rule: str, number: int, message: str, others: Iterable[int] = ()) -> Violation:
+    """A violation that points at an action's cell (and at further ones that take part)."""
+    device, position = table.cell_of(number)
+    return Violation(rule, message, device, position, tuple(table.cell_of(o) for o in others))
+
+
+def _too_sparse(table: Encoded) -> Violation:
+    number = int(np.argmax(np.maximum(table.stage, table.microbatch))) if table.num_actions else -1
+    asked = f"{table.num_stages} stages and {table.num_microbatches} microbatches need a forward for each pair"
+    if number < 0:
+        return Violation("completeness", f"{asked}, but the table holds no action")
+    return _at(table, "completeness", number, f"{asked}, but the table holds {table.num_actions} actions; is {table.text(number)} a slip?")
+
+
+def _range(table: Encoded) -> list[Violation]:
+    """Every stage and microbatch number exists."""
+    limits = f"stages go from 0 to {table.num_stages - 1}, microbatches from 0 to {table.num_microbatches - 1}"
+    bad = np.flatnonzero(~table.in_range)
+    return [_at(table, "range", i, f"{table.text(i)} does not exist: {limits}") for i in bad.tolist()]
+
+
+def _duplicates(table: Encoded) -> list[Violation]:
+    """No action occurs twice."""
+    numbers = np.arange(table.num_actions)
+    known = table.in_range
+    original = numbers.copy()
+    original[known] = table.at[table.kind[known], table.stage[known], table.microbatch[known]]
+    found = []
+    for i in np.flatnonzero(original != numbers).tolist():
+        device, position = table.cell_of(int(original[i]))
+        message = f"{table.text(i)} is already on device {device} at position {position}; run every action once"
+        found.append(_at(table, "duplicate", i, message, (int(original[i]),)))
+    return found
+
+
+def _completeness(table: Encoded) -> list[Violation]:
+    """Every stage runs every microbatch's F once, and its B or its I and W (none of them in a forward-only table)."""
+    if table.num_actions == 0:
+        return [Violation("completeness", "the table holds no action; give every stage and microbatch at least an F")]
+    has = table.at[:4] >= 0
+    found = [
+        Violation("completeness", f"{stage}F{m} is missing: no device runs the forward of stage {stage}, microbatch {m}")
+        for stage, m in np.argwhere(~has[Kind.F]).tolist()
+    ]
+    if table.forward_only:
+        return found
+    b, i, w = has[Kind.B], has[Kind.I], has[Kind.W]
+    for stage, m in np.argwhere(~(b ^ (i & w)) | (b & (i | w))).tolist():
+        present = [k for k in (Kind.B, Kind.I, Kind.W) if has[k, stage, m]]
+        anchors = [int(table.at[k, stage, m]) for k in (*present, Kind.F) if has[k, stage, m]]
+        message = f"stage {stage}, microbatch {m} has {_backward_fault(stage, m, present)}; give it B, or both I and W"
+        found.append(_at(table, "completeness", anchors[0], message, anchors[1:]) if anchors else Violation("completeness", message))
+    return found
+
+
+def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str:
+    """What a (stage, microbatch) has of B, I and W, in words."""
+    texts = [f"{stage}{KIND_NAMES[k]}{microbatch}" for k in present]
+    return "no backward" if not texts else f"{texts[0]} alone" if len(texts) == 1 else " and ".join(texts)
+
+
+def _placement(table: Encoded, placement: Placement) -> list[Violation]:
+    """Every action is on a device that holds its stage, and B, I and W are where their microbatch's F is."""
+    found = []
+    if placement.num_devices != table.num_devices:
+        message = f"the placement is for {placement.num_devices} devices, but the table has {table.num_devices} rows"
+        found.append(Violation("placement", message))
+    for stage, devices in enumerate(placement.devices_of):
+        if not devices or min(devices) < 0 or max(devices) >= table.num_devices:
+            found.append(
+                Violation("placement", f"stage {stage} is placed on {list(devices)}; devices go from 0 to {table.num_devices - 1}")
+            )
+    allowed = np.zeros((table.num_stages, table.num_devices), bool)
+    for stage, devices in enumerate(placement.devices_of):
+        allowed[stage, [d for d in devices if 0 <= d < table.num_devices]] = True
+    known = np.flatnonzero(table.in_range & table.is_compute)  # a transfer belongs to what it serves: the rule of transfers
+    misplaced = known[~allowed[table.stage[known], table.device[known]]]
+    for i in misplaced.tolist():
+        stage = int(table.stage[i])
+        where = " or ".join(map(str, placement.devices_of[stage]))
+        found.append(_at(table, "placement", i, f"{table.text(i)} is on device {table.device[i]}, but stage {stage} is on device {where}"))
+    known = np.flatnonzero(table.in_range & table.is_compute & (table.kind != Kind.F))
+    forward = table.at[Kind.F, table.stage[known], table.microbatch[known]]
+    parted = (forward >= 0) & (table.device[forward] != table.device[known])
+    for i, f in zip(known[parted].tolist(), forward[parted].tolist(), strict=True):
+        needs = f"{table.text(f)}, whose activations it needs, ran on device {table.device[f]}"
+        message = f"{table.text(i)} is on device {table.device[i]}, but {needs}"
+        found.append(_at(table, "placement", i, message, (f,)))
+    return found
+
+
+def _order(table: Encoded) -> list[Violation]:
+    """On each device, F comes before its B or I, I before its W, and a stage after the one that hands over to it."""
+    found = []
+    for need, kinds in ((Kind.F, (Kind.B, Kind.I)), (Kind.I, (Kind.W,))):
+        mine = np.flatnonzero(table.in_range & _is_one_of(table, kinds))
+        needed = table.at[need, table.stage[mine], table.microbatch[mine]]
+        found += _late(table, "order", mine, needed)
+    mine = np.flatnonzero(table.is_compute & (table.producer >= 0))
+    return found + _late(table, "order", mine, table.producer[mine])
+
+
+def _is_one_of(table: Encoded, kinds: Sequence[Kind]) -> BoolArray:
+    """Per action, whether it is of one of these kinds."""
+    found = np.zeros(table.num_actions, bool)
+    for kind in kinds:
+        found |= table.kind == kind
+    return found
+
+
+def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> list[Violation]:
+    """Violations for actions whose need comes later in the same row."""
+    late = (needed > mine) & (table.device[needed] == table.device[mine])
+    return [
+        _at(table, rule, i, f"{table.text(i)} comes before {table.text(j)}, which it needs, on device {table.device[i]}; swap them", (j,))
+        for i, j in zip(mine[late].tolist(), needed[late].tolist(), strict=True)
+    ]
+
+
+def _overlap(table: Encoded) -> list[Violation]:
+    """A pair overlaps an F with a B or I that is not of the same stage and microbatch (that one would need the F)."""
+    found = []
+    for i in table.pairs.tolist():
+        pair = table.cell_text(i)
+        if table.kind[i] != Kind.F or table.kind[i + 1] not in (Kind.B, Kind.I):
+            found.append(_at(table, "overlap", i, f"{pair} must pair an F with a B or an I, in this order"))
+        elif table.stage[i] == table.stage[i + 1] and table.microbatch[i] == table.microbatch[i + 1]:
+            found.append(_at(table, "overlap", i, f"{pair} overlaps an F with its own backward, which needs it; pair it with another"))
+    return found
+
+
+def _transfers(table: Encoded) -> list[Violation]:
+    """In a table with SEND and RECV: each crossing has one of both, after what it sends and before what needs it.
+
+    No transfer stands between two stages of one device, where the value is handed over.
+    """
+    if not table.has_transfers:
+        return []
+    found: list[Violation] = []
+    needed = np.zeros(table.num_actions, bool)
+    for kinds, send, recv, shift in (
+        ((Kind.F,), Kind.SEND_F, Kind.RECV_F, -1),
+        ((Kind.B, Kind.I), Kind.SEND_B, Kind.RECV_B, 1),
+    ):
+        consumers = np.flatnonzero(table.crosses & _is_one_of(table, kinds))
+        stage, m = table.stage[consumers], table.microbatch[consumers]
+        sends, recvs = table.at[send, stage + shift, m], table.at[recv, stage, m]
+        found += _missing(table, consumers, sends, send, shift)
+        found += _missing(table, consumers, recvs, recv, 0)
+        producers = table.producer[consumers]
+        found += _strayed(table, sends, producers, before=False)
+        found += _strayed(table, recvs, consumers, before=True)
+        needed[sends[sends >= 0]] = needed[recvs[recvs >= 0]] = True
+    spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
+    why = "nothing on another device needs it; neighbours on one device hand over without a transfer"
+    return found + [_at(table, "transfer", i, f"{table.text(i)} has no use: {why}") for i in np.flatnonzero(spare).tolist()]
+
+
+def _is_first(table: Encoded) -> BoolArray:
+    """Per action in range, whether it is the first of its duplicates."""
+    stage, m = np.clip(table.stage, 0, table.num_stages - 1), np.clip(table.microbatch, 0, table.num_microbatches - 1)
+    first: BoolArray = table.at[table.kind, stage, m] == np.arange(table.num_actions)
+    return first
+
+
+def _missing(table: Encoded, consumers: IntArray, transfers: IntArray, kind: Kind, shift: int) -> list[Violation]:
+    """Violations for consumers on another device than their producer whose SEND or RECV is not there."""
+    found = []
+    for i in consumers[transfers < 0].tolist():
+        text = f"{table.stage[i] + shift}{kind.name}{table.microbatch[i]}"
+        p = int(table.producer[i])
+        where = f"{table.text(p)} on device {table.device[p]} feeds {table.text(i)} on device {table.device[i]}"
+        found.append(_at(table, "transfer", i, f"{text} is missing: {where}; jaxpipe.add_transfers puts transfers in", (p,)))
+    return found
+
+
+def _strayed(table: Encoded, transfers: IntArray, ends: IntArray, *, before: bool) -> list[Violation]:
+    """Violations for transfers not on the device of what they serve, or on its wrong side."""
+    found = []
+    there = transfers >= 0
+    wrong_device = there & (table.device[transfers] != table.device[ends])
+    wrong_side = there & ~wrong_device & ((transfers > ends) if before else (transfers < ends))
+    for t, end in zip(transfers[wrong_device].tolist(), ends[wrong_device].tolist(), strict=True):
+        message = f"{table.text(t)} is on device {table.device[t]}, but it belongs to {table.text(end)} on device {table.device[end]}"
+        found.append(_at(table, "transfer", t, message, (end,)))
+    side = "after" if before else "before"
+    for t, end in zip(transfers[wrong_side].tolist(), ends[wrong_side].tolist(), strict=True):
+        found.append(
+            _at(table, "transfer", t, f"{table.text(t)} comes {side} {table.text(end)} on device {table.device[t]}; swap them", (end,))
+        )
+    return found
+
+
+def _deadlocks(table: Encoded, order: Order) -> list[Violation]:
+    """No devices wait for each other: proved over the whole table by running it.
+
+    A table with transfers must run where SEND and RECV each wait for the other (rendezvous), and so where a SEND returns at
+    once (buffered) too.  A missing action is waited for by nobody here: that is the rule of completeness.
+    """
+    if not table.has_transfers:
+        return [_deadlock(table, cycle, "") for cycle in order(Transfers.ASYNC).cycles]
+    if always := order(Transfers.BUFFERED).cycles:
+        return [_deadlock(table, cycle, "") for cycle in always]
+    how = " where SEND and RECV wait for each other (rendezvous)"
+    return [_deadlock(table, cycle, how) for cycle in order(Transfers.RENDEZVOUS).cycles]
+
+
+def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Violation:
+    links = [f"device {w.device} is at {table.text(w.at)} and waits for {table.text(w.on)}, further down device {w.other}" for w in cycle]
+    first = cycle[0].at
+    others = [w.at for w in cycle[1:]] + [w.on for w in cycle]
+    return _at(table, "deadlock", first, f"devices wait for each other{how}: " + "; ".join(links), others)
+
+
+def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
+    """The run order of a table under one kind of transfer."""
+    if transfers is Transfers.RENDEZVOUS:
+        return rendezvous_order(table)
+    return buffered_order(table, waits(table, transfers))

@@ -1,0 +1,168 @@
+"""The table: for every device, the ordered list of actions it performs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ..errors import ScheduleError, Violation
+from .action import Action, Cell, Overlap, Row, parts
+from .encoded import Encoded, encode
+from .grid import grid
+from .placement import Placement
+from .rules import broken_rules, run_order
+from .run_order import RunOrder, Transfers
+from .text import TableText, rows_from_csv, rows_to_csv, table_from_json, table_to_json
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A static schedule table: `rows[device]` is that device's actions in order, None where the author wants an idle step.
+
+    Idle cells are only for people: no engine waits for them.  A schedule without backward actions is `forward_only`.
+    A value may be invalid (a draft, a broken file); `jaxpipe.check` says whether it is.
+
+    >>> import jaxpipe as jp
+    >>> s = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    >>> str(s.rows[1][0]), s.stage_to_device
+    ('1F0', (0, 1))
+    """
+
+    rows: tuple[Row, ...]
+    placement: Placement
+    num_microbatches: int
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Iterable[Iterable[Cell]],
+        *,
+        placement: Placement | None = None,
+        num_microbatches: int | None = None,
+        name: str = "",
+    ) -> Schedule:
+        """Make a schedule from rows of actions, reading placement and M off the actions where they are not given.
+
+        ScheduleError where a stage number is far beyond what the number of actions allows (a slip of the pen in a file).
+        """
+        table = tuple(tuple(row) for row in rows)
+        if num_microbatches is None:
+            num_microbatches = 1 + max((a.microbatch for row in table for c in row for a in parts(c)), default=-1)
+        return cls(table, placement or _placement_of(table), num_microbatches, name)
+
+    @classmethod
+    def from_csv(cls, text: str, *, name: str = "") -> Schedule:
+        """Read torch's CSV: a line a device, an action a cell, an empty cell where idle; placement and M are read off the actions.
+
+        Reads compute-only and compute-and-transfer tables; torch's UNSHARD, RESHARD and REDUCE_GRAD are left out.
+        ScheduleError lists every cell that is not an action, with its line and column.
+        """
+        return cls.from_rows(rows_from_csv(text), name=name)
+
+    def to_csv(self) -> str:
+        """Write torch's CSV: a line a device, an action a cell, an empty cell where idle."""
+        return rows_to_csv(self.rows)
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
+        table = table_from_json(text)
+        return cls(table.rows, table.placement, table.num_microbatches, table.name)
+
+    def to_json(self) -> str:
+        """Write one JSON object with the rows, placement, number of microbatches and name."""
+        return table_to_json(TableText(self.rows, self.placement, self.num_microbatches, self.name))
+
+    @property
+    def num_devices(self) -> int:
+        """P, the number of devices (rows)."""
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        """S, the number of stages."""
+        return self.placement.num_stages
+
+    @property
+    def num_chunks(self) -> int:
+        """V, the largest number of stages on one device."""
+        return self.placement.num_chunks
+
+    @property
+    def stage_to_device(self) -> tuple[int | tuple[int, ...], ...]:
+        """Per stage, the device that holds it; a tuple of devices in a bidirectional schedule."""
+        return self.placement.stage_to_device
+
+    @cached_property
+    def encoded(self) -> Encoded:
+        """The table as integer arrays (made once; what the checker, the simulator and the passes read)."""
+        return encode(self.rows, self.num_stages, self.num_microbatches)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """True where no action is a backward (B, I or W): a table for evaluation."""
+        return self.encoded.forward_only
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """True where some action is a SEND or RECV, as after `add_transfers`."""
+        return self.encoded.has_transfers
+
+    @cached_property
+    def violations(self) -> tuple[Violation, ...]:
+        """Every broken rule of the table itself (made once; `jaxpipe.check` raises them and adds the memory cap)."""
+        return broken_rules(self.encoded, self.placement, self.run_order)
+
+    def run_order(self, transfers: Transfers) -> RunOrder:
+        """An order in which all actions can run, or the deadlocks; made once for each kind of transfer.
+
+        What runs where both sides of a transfer wait, runs in the same order where they do not.
+        """
+        if transfers is not Transfers.RENDEZVOUS and self.has_transfers and not self.run_order(Transfers.RENDEZVOUS).cycles:
+            return self.run_order(Transfers.RENDEZVOUS)
+        if transfers not in self._run_orders:
+            self._run_orders[transfers] = run_order(self.encoded, transfers)
+        return self._run_orders[transfers]
+
+    @cached_property
+    def _run_orders(self) -> dict[Transfers, RunOrder]:
+        return {}
+
+    def actions(self) -> Iterable[tuple[int, int, Action]]:
+        """Yield (device, position in its row, action), the halves of an overlapped pair one after the other."""
+        for device, row in enumerate(self.rows):
+            for position, cell in enumerate(row):
+                for action in parts(cell):
+                    yield device, position, action
+
+    def with_rows(self, rows: Sequence[Sequence[Cell]]) -> Schedule:
+        """The same placement, microbatches and name with other rows (what a pass returns)."""
+        return replace(self, rows=tuple(tuple(row) for row in rows))
+
+    def __str__(self) -> str:
+        return grid(self.rows)
+
+
+def _placement_of(rows: tuple[Row, ...]) -> Placement:
+    """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (check will complain)."""
+    found: dict[int, list[int]] = {}
+    for device, row in enumerate(rows):
+        for cell in row:
+            action = cell.forward if isinstance(cell, Overlap) else cell
+            if action is None:
+                continue
+            for half in parts(cell):
+                devices = found.setdefault(half.stage, [])
+                if device not in devices:
+                    devices.append(device)
+    stages = 1 + max(found, default=-1)
+    actions = sum(len(parts(cell)) for row in rows for cell in row)
+    if stages > 1000 + actions:  # each stage has an F at least
+        raise ScheduleError(f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} actions; is it a slip?")
+    if any(len(d) > 1 for d in found.values()):
+        # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
+        for stage, devices in found.items():
+            devices.sort(key=lambda d, s=stage: (d != s, d))  # type: ignore[misc]
+    return Placement(tuple(tuple(found.get(s, (0,))) for s in range(stages)), len(rows))

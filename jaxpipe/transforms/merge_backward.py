@@ -1,0 +1,47 @@
+"""I and its W, where nothing stands between them, become one full backward B."""
+
+from __future__ import annotations
+
+from ..table.action import Action, Cell, Kind, Overlap, Row
+from ..table.schedule import Schedule
+
+
+def merge_backward(schedule: Schedule) -> Schedule:
+    """Merge each I with its W where the W is the next thing the device does (idle cells apart); the inverse of `split_backward`.
+
+    The I of an overlapped pair merges with a W right behind the pair.  Merging pays only where a fused backward is faster than its
+    halves, since what the next device needs is then ready at the end of B and not of I (torch 2.13 has `_merge_bw`).
+
+    >>> import jaxpipe as jp
+    >>> print(merge_backward(jp.Schedule.from_csv("0F0,0I0,0W0")).to_csv(), end="")
+    0F0,0B0
+    """
+    return schedule.with_rows([_merged(row) for row in schedule.rows])
+
+
+def _merged(row: Row) -> list[Cell]:
+    """A row with its adjacent I and W merged; the idle cells between them go."""
+    cells: list[Cell] = []
+    where = -1  # of the last cell that is not idle
+    for cell in row:
+        if isinstance(cell, Action) and cell.kind is Kind.W and where >= 0:
+            whole = _with_weight_grad(cells[where], cell)
+            if whole is not None:
+                cells[where:] = [whole]
+                continue
+        if cell is not None:
+            where = len(cells)
+        cells.append(cell)
+    return cells
+
+
+def _with_weight_grad(before: Cell, weight_grad: Action) -> Cell:
+    """The cell before a W with its I made B, or None where it does not hold the I of this W."""
+    stage, _, microbatch = weight_grad
+    full = Action(stage, Kind.B, microbatch)
+    match before:
+        case Overlap(forward, (s, Kind.I, m)) if (s, m) == (stage, microbatch):
+            return Overlap(forward, full)
+        case Action(s, Kind.I, m) if (s, m) == (stage, microbatch):
+            return full
+    return None

@@ -1,0 +1,31 @@
+"""Each full backward B becomes I and W, side by side."""
+
+from __future__ import annotations
+
+from ..table.action import Action, Cell, Kind, Overlap
+from ..table.schedule import Schedule
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """Replace each B by its I and, right behind, its W; the inverse of `merge_backward`.
+
+    A B in an overlapped pair becomes an I in the pair, its W behind the pair.  In a table with transfers, what the B sends may leave
+    before the W runs only if the SEND is moved there: split first, then add transfers.
+
+    >>> import jaxpipe as jp
+    >>> print(split_backward(jp.Schedule.from_csv("0F0,0F1,0B0,0B1")).to_csv(), end="")
+    0F0,0F1,0I0,0W0,0I1,0W1
+    """
+    return schedule.with_rows([[part for cell in row for part in _split(cell)] for row in schedule.rows])
+
+
+def _split(cell: Cell) -> tuple[Cell, ...]:
+    """The cells that a cell becomes."""
+    backward = cell.backward if isinstance(cell, Overlap) else cell
+    if backward is None or backward.kind is not Kind.B:
+        return (cell,)
+    stage, _, microbatch = backward
+    dgrad, wgrad = Action(stage, Kind.I, microbatch), Action(stage, Kind.W, microbatch)
+    if isinstance(cell, Overlap):
+        return (Overlap(cell.forward, dgrad), wgrad)
+    return (dgrad, wgrad)

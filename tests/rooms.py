@@ -1,0 +1,113 @@
+"""The rooms of jaxpipe, bottom up, and a count of what imports what: `python -m tests.rooms [folder of the package]`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "jaxpipe"
+# A room imports itself and rooms before it.  A file beside the rooms is a room of its own.
+WITHOUT_JAX = (
+    *("errors", "table", "simulation", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
+    *("render", "cli"),
+)
+WITH_JAX = ("jaxprs", "model", "stage", "spmd", "report", "pipeline", "debug", "portable", "checkpoint", "distributed", "flax")
+ROOMS = (*WITHOUT_JAX, *WITH_JAX)
+ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them
+
+
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Every file by its dotted name below the package: "table.check", "pipeline"."""
+    return {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it is in the package) of all that a file imports, inside functions too."""
+    package = name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or "", False
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1]
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            # `from . import megatron` names modules, not things in one.
+            yield from ((f"{target}.{alias.name}".strip("."), True) for alias in node.names) if not node.module else [(target, True)]
+
+
+def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Which files of the package each file imports; a package's `__init__` goes by the package's name."""
+    found = modules(package)
+    names = {name.removesuffix(".__init__") for name in found}
+    wanted = {name.removesuffix(".__init__"): {t for t, inside in imports(name, path) if inside} for name, path in found.items()}
+    return {name: {t for t in targets if t in names and t != name} for name, targets in wanted.items()}
+
+
+def room(name: str) -> str:
+    """The room of a file."""
+    return name.split(".")[0]
+
+
+def climbing(package: Path = PACKAGE) -> list[str]:
+    """Imports from a room into one above it, and rooms that nobody has declared."""
+    rank = {name: number for number, name in enumerate(ROOMS)}
+    faults = []
+    for name, targets in graph(package).items():
+        if name in ROOF:
+            continue
+        if room(name) not in rank:
+            faults.append(f"{name}: room {room(name)!r} is not declared in tests/rooms.py")
+            continue
+        faults += [f"{name} imports {t}, which is above it" for t in sorted(targets) if rank.get(room(t), len(rank)) > rank[room(name)]]
+    return faults
+
+
+def floors(edges: dict[str, set[str]]) -> tuple[int, list[list[str]]]:
+    """(longest chain of imports, circles): how many floors a reader climbs, and groups of files that import each other."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in edges[name]:
+            if target not in index:
+                visit(target)
+            if target in stack:
+                low[name] = min(low[name], low[target])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            groups.append(stack[at:])
+            del stack[at:]
+
+    for name in edges:
+        if name not in index:
+            visit(name)
+    floor: dict[str, int] = {}
+    for members in groups:  # Tarjan's order: what a group imports comes before it
+        below = [floor[t] for name in members for t in edges[name] if t not in members]
+        floor.update(dict.fromkeys(members, 1 + max(below, default=0)))
+    return max(floor.values(), default=0), [members for members in groups if len(members) > 1]
+
+
+def main(package: Path) -> None:
+    """Print files, floors and circles, of files and of rooms."""
+    files = graph(package)
+    rooms: dict[str, set[str]] = {}
+    for name, targets in files.items():
+        if name not in ROOF:
+            rooms.setdefault(room(name), set()).update({room(t) for t in targets} - {room(name), ""})
+    for what, edges in (("files", files), ("rooms", rooms)):
+        high, circles = floors(edges)
+        print(f"{what}: {len(edges)}, floors: {high}, circles: {len(circles)}")
+        for circle in circles:
+            print("  " + " <-> ".join(sorted(circle)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PACKAGE)
