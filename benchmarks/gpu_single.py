@@ -32,8 +32,7 @@ from benchmarks.baselines.model import Model
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
-from jaxpipe.lowering.cost_model import Sync
-from jaxpipe.lowering.plan import Plan, Prefer, plan_of
+from jaxpipe.lowering.plan import Plan, plan_of
 from jaxpipe.program.ir import Presence, Segment
 
 MARK = "result "
@@ -178,8 +177,7 @@ def _contenders(sizes: Sizes, chunks: Sequence[int]) -> Iterator[Contender]:
 def _executor(sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batch: Any, *, every: bool) -> Contender:
     gpt = sizes.gpt(schedule.num_stages)
     pipe = jp.Pipeline(gpt.stage, schedule=schedule, mesh=mesh, first=gpt.first, last=gpt.last)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    plan = plan_of(schedule, Sync.EVERYBODY if on_cpu else Sync.PAIRS, Prefer.MEMORY)
+    plan = plan_of(schedule)
     if every:
         plan = Plan(plan.ticks, tuple(_predicated(segment) for segment in plan.segments))
         # No option does this, and none should: it only makes the program ask what it knows.

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe import report as report_module
-from jaxpipe.lowering.cost_model import Sync
 from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.schedules.registry import describe
 from tests.gpu.programs import LAYERS, ROWS, TIME, WIDTH, first, gpu_mesh, last, shapes, stage
@@ -50,15 +49,14 @@ PROGRAM = (
     "segments",
     "blocks",
     "table_makespan",
-    "makespan_pairs",
-    "makespan_everybody",
-    "speed: pairs, everybody",
+    "makespan",
+    "speed: blocks, transfers",
 )
 
 
 def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
     """What the plan alone tells: the first table's columns, found without compiling."""
-    plan, speed = (plan_of(schedule, Sync.PAIRS, prefer) for prefer in (Prefer.MEMORY, Prefer.SPEED))
+    plan, speed = (plan_of(schedule, prefer) for prefer in (Prefer.MEMORY, Prefer.SPEED))
     return (
         schedule.name,
         str(schedule.num_chunks),
@@ -66,9 +64,8 @@ def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
         str(len(plan.segments)),
         str(sum(segment.size for segment in plan.segments)),
         f"{report_module.table_makespan(schedule):g}",
-        f"{plan.makespan(Sync.PAIRS):g}",
-        f"{plan.makespan(Sync.EVERYBODY):g}",
-        f"{speed.makespan(Sync.PAIRS):g}, {speed.makespan(Sync.EVERYBODY):g}",
+        f"{plan.makespan:g}",
+        f"{sum(s.size for s in speed.segments)}, {sum(s.num_sends for s in speed.segments)}",
     )
 
 
@@ -81,8 +78,8 @@ def program_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]
         str(found["ticks"]),
         str(found["num_segments"]),
         str(found["blocks"]),
-        *(f"{found[key]:g}" for key in ("table_makespan", "makespan_pairs", "makespan_everybody")),
-        f"{speed['makespan_pairs']:g}, {speed['makespan_everybody']:g}",
+        *(f"{found[key]:g}" for key in ("table_makespan", "makespan")),
+        f"{speed['blocks']}, {speed['transfers']}",
     )
 
 

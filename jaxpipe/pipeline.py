@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
 from .errors import PipelineError
 from .layouts.layout import Layout
-from .lowering.cost_model import Sync
 from .lowering.plan import Prefer, forward_plan, plan_of
 from .model.functions import Function, Functions, Loss
 from .model.param_layout import OUTER, check_canonical
@@ -56,9 +55,7 @@ class Pipeline:
         specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the axis of stages (or layers): a
             tree like the canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
-        prefer: "memory" keeps the table's memory and compiles little code; "speed" lets devices hold more microbatches where that
-            saves waiting, as it does for 1F1B where transfers make all devices wait for each other (virtual CPU devices of one
-            process), and compiles more code where transfers can then run beside compute.
+        prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
 
     Raises:
         ScheduleError: the table breaks a rule.
@@ -233,7 +230,7 @@ class Pipeline:
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         to = self.partition.shardings(self.mesh, params)
         held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
-        return report(self.schedule, self._plan, traced[0], compiled, params=held, sync=self._sync, prefer=self.prefer) | seconds
+        return report(self.schedule, self._plan, traced[0], compiled, params=held, prefer=self.prefer) | seconds
 
     # Inside
 
@@ -281,14 +278,7 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        return plan_of(self.schedule, self._sync, self.prefer)
-
-    @property
-    def _sync(self) -> Sync:
-        """Virtual CPU devices of one process meet at every transfer; anything else only in pairs."""
-        devices = list(self.mesh.devices.flat)
-        one_cpu_process = all(d.platform == "cpu" for d in devices) and len({d.process_index for d in devices}) == 1
-        return Sync.EVERYBODY if one_cpu_process else Sync.PAIRS
+        return plan_of(self.schedule, self.prefer)
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
@@ -324,7 +314,7 @@ class Pipeline:
     ) -> Any:
         self._check_step(params, batch, state)
         lowering = Lowering(
-            plan=self._plan if training else forward_plan(self.schedule, self._sync),
+            plan=self._plan if training else forward_plan(self.schedule),
             functions=self.functions.handing_over() if outputs else self.functions,
             layout=self.layout,
             axis=self.axis,
@@ -334,7 +324,6 @@ class Pipeline:
             plans=self.partition.plans(params),
             training=training,
             outputs=outputs,
-            blocking=any(d.platform == "cpu" for d in self.mesh.devices.flat),
             observe=observe,
         )
         everywhere, rows = PartitionSpec(), PartitionSpec(self.data_axes or None)

@@ -4,9 +4,8 @@ The table and the program made of it:
 
     schedule, devices, stages, microbatches
     table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
-    makespan_pairs      the program's, where a transfer holds up only its two ends (GPUs, processes)
-    makespan_everybody  the program's, where every transfer holds up all devices (virtual CPU devices of one process)
-    prefer              {"memory" | "speed": {makespan_pairs, makespan_everybody, blocks, transfers, slots}}: what each choice gives
+    makespan            the program's, where a transfer holds up only its two ends
+    prefer              {"memory" | "speed": {makespan, blocks, transfers, slots}}: what each choice gives
     ticks               lock-step ticks of the program
     num_segments, segments   pieces of code that are compiled once, and their text: which blocks and permutes each tick has
     blocks              pieces of stage code that are compiled, over all segments
@@ -43,7 +42,6 @@ import numpy as np
 from jax.extend import core
 
 from .jaxprs.sizes import nbytes
-from .lowering.cost_model import Sync
 from .lowering.plan import Plan, Prefer, plan_of
 from .program.ir import Payload, Program, Slots
 from .simulation.costs import Costs
@@ -53,9 +51,7 @@ from .table.action import Kind
 from .table.schedule import Schedule
 
 
-def report(
-    schedule: Schedule, plan: Plan, traced: Traced, compiled: Any, *, params: Mapping[str, Any], sync: Sync, prefer: Prefer
-) -> dict[str, Any]:
+def report(schedule: Schedule, plan: Plan, traced: Traced, compiled: Any, *, params: Mapping[str, Any], prefer: Prefer) -> dict[str, Any]:
     """Describe a compiled step; the module's docstring lists the keys.
 
     Args:
@@ -64,7 +60,6 @@ def report(
         traced: what the step's functions were cut into.
         compiled: the `jax.stages.Compiled` step.
         params: shapes of the placed parameters, with shardings.
-        sync: who waits at a transfer on the step's mesh.
         prefer: what `plan` was asked to keep.
     """
     return {
@@ -73,7 +68,7 @@ def report(
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         **_program(plan, traced.program),
-        "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, sync, choice), traced) for choice in Prefer},
+        "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, choice), traced) for choice in Prefer},
         **_memory(traced),
         "parameter_bytes": {key: sum(map(_local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
         **_xla(compiled),
@@ -87,8 +82,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
     schedule = plan.ticks.schedule
     return {
         "table_makespan": table_makespan(schedule),
-        "makespan_pairs": plan.makespan(Sync.PAIRS),
-        "makespan_everybody": plan.makespan(Sync.EVERYBODY),
+        "makespan": plan.makespan,
         "ticks": program.num_ticks,
         "num_segments": len(plan.segments),
         "segments": [str(segment) for segment in plan.segments],
@@ -108,8 +102,7 @@ def _choice(plan: Plan, traced: Traced) -> dict[str, Any]:
     """What another choice of `prefer` would give."""
     program = plan.program(traced.liveness)
     return {
-        "makespan_pairs": plan.makespan(Sync.PAIRS),
-        "makespan_everybody": plan.makespan(Sync.EVERYBODY),
+        "makespan": plan.makespan,
         "blocks": sum(segment.size for segment in plan.segments),
         "transfers": sum(segment.num_sends for segment in plan.segments),
         "slots": program.slots,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -14,14 +13,6 @@ from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
 from .assign_ticks import Ticks
 from .requirements import Requirements
-
-
-class Sync(enum.Enum):
-    """Who waits at a transfer."""
-
-    PAIRS = "pairs"  # only the two ends of each pair: GPUs, and CPU devices in processes of their own
-    EVERYBODY = "everybody"  # all devices, at every tick that transfers anything: virtual CPU devices of one process
-
 
 # (delay, partners of each device, how long the permutes of each device last)
 _Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
@@ -60,20 +51,18 @@ def program_price(makespan: float, segments: Sequence[Segment], num_devices: int
     )
 
 
-def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, sync: Sync = Sync.PAIRS, transfer: float = 0.0) -> float:
+def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:
     """Simulate the program: a device runs its ticks in order; where it awaits a transfer it waits until all partners have issued it.
 
     `costs[tick, device]` are durations; the result has their unit.  Each permute that a device takes part in lasts `transfer`.
     """
     time = np.zeros(costs.shape[1])
     for segment in segments:
-        time = advance(time, costs, segment, sync=sync, transfer=transfer)
+        time = advance(time, costs, segment, transfer=transfer)
     return float(time.max(initial=0.0))
 
 
-def advance(
-    time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, sync: Sync, transfer: float = 0.0
-) -> NDArray[np.float64]:
+def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, transfer: float = 0.0) -> NDArray[np.float64]:
     """Device times after a segment, from device times before it."""
     num_devices = costs.shape[1]
     meetings = [[_meetings(e, num_devices, transfer) for e in p.exchanges] for p in segment.templates]
@@ -83,7 +72,7 @@ def advance(
     while trip < segment.repeats:
         before = time
         made = [options[c] for options, c in zip(meetings, segment.chosen[trip].tolist(), strict=True)]
-        time = _one_trip(time, rows[trip], made, sync)
+        time = _one_trip(time, rows[trip], made)
         # Trips of equal costs that moved every device by the same time will go on doing so.
         settled = growth is not None and np.array_equal(time - before, growth) and np.ptp(growth) == 0
         growth = time - before
@@ -94,14 +83,11 @@ def advance(
     return time
 
 
-def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings], sync: Sync) -> NDArray[np.float64]:
+def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings]) -> NDArray[np.float64]:
     """Device times after one trip."""
     awaited: dict[int, list[NDArray[np.float64]]] = {}
     for j, meets in enumerate(meetings):
         time = time + rows[j]
-        if sync is Sync.EVERYBODY:
-            time = np.full(len(time), time.max() + sum(lasts.max() for _, _, lasts in meets)) if meets else time
-            continue
         for delay, met, lasts in meets:
             awaited.setdefault(j + delay, []).append(time[met].max(axis=1) + lasts)
         for done in awaited.pop(j, ()):
@@ -140,16 +126,13 @@ def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]
     return np.array([m + [d] * (width - len(m)) for d, m in enumerate(met)], dtype=np.intp)
 
 
-def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, sync: Sync = Sync.PAIRS) -> float:
+def least_makespan(requirements: Requirements, costs: NDArray[np.float64]) -> float:
     """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed."""
     time = [0.0] * requirements.num_devices
     due: dict[int, list[tuple[int, int, float]]] = {}
     for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs.tolist(), strict=True)):
         time = [before + took for before, took in zip(time, row, strict=True)]
         slack = requirements.kinds[code].slack
-        if sync is Sync.EVERYBODY:
-            time = [max(time)] * len(time) if slack else time
-            continue
         for (_, source, target), room in slack.items():
             due.setdefault(tick + room, []).append((source, target, max(time[source], time[target])))
         for source, target, met in due.pop(tick, ()):

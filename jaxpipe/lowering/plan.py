@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..program.ir import Program, Segment
@@ -15,14 +15,20 @@ from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only
 from .assign_ticks import Ticks, assign_ticks, modulo_ticks
 from .balanced_ticks import balanced_ticks
-from .cost_model import EARLY_TRANSFERS, LITTLE_CODE, Prices, Sync, cost_matrix, least_makespan, program_makespan, program_price
-from .fuse_ticks import fuse_ticks
+from .cost_model import EARLY_TRANSFERS, LITTLE_CODE, Prices, cost_matrix, least_makespan, program_makespan, program_price
 from .requirements import collect
 from .segments import find_segments
 from .slots import assign_slots
 
 # A program this much longer than its table keeps the table's makespan; if none does, more costly ways are tried.
 KEEPS_MAKESPAN = 1.005
+
+
+class Prefer(Enum):
+    """What the lowering gives up where a table cannot have early transfers and little code at once."""
+
+    MEMORY = "memory"  # compile little code
+    SPEED = "speed"  # let transfers run beside compute in the steady state, with more code
 
 
 class Candidate(NamedTuple):
@@ -34,50 +40,37 @@ class Candidate(NamedTuple):
     price: float  # the makespan with a little for each transfer and each block of code
 
 
-def choose_candidate(schedule: Schedule, *, sync: Sync = Sync.PAIRS, prefer_speed: bool = False) -> Candidate:
+def choose_candidate(schedule: Schedule, *, prefer: Prefer = Prefer.MEMORY) -> Candidate:
     """Assign ticks in several ways, find the segments of each, and take the cheapest of those that keep the table's makespan.
 
-    Ticks that keep the order of every row are tried first: the fewest ticks, kinds that take turns, and, where neither keeps the
-    makespan, level ticks.  Where these do not either, fused ticks may change the order of a device's forwards and backwards,
-    within the table's memory.  Where nothing keeps the makespan, the shortest is taken.
-
-    `prefer_speed` pays for speed with memory and with code: fused ticks may hold up to twice the table's activations, and the
-    steady state gets code of its own where transfers can then run beside blocks.
+    All keep the order of every row: first the fewest ticks and kinds that take turns; where neither keeps the makespan, balanced
+    ticks.  Where nothing keeps the makespan, the shortest is taken.
     """
-    prices = EARLY_TRANSFERS if prefer_speed else LITTLE_CODE
+    prices = EARLY_TRANSFERS if prefer is Prefer.SPEED else LITTLE_CODE
     enough = KEEPS_MAKESPAN * simulate(schedule).makespan
     found: list[Candidate] = []
-    for candidates in _more_and_more(schedule, more_memory=prefer_speed):
-        bounds = [least_makespan(collect(ticks), cost_matrix(ticks), sync=sync) for ticks in candidates]
+    for candidates in _more_and_more(schedule):
+        bounds = [least_makespan(collect(ticks), cost_matrix(ticks)) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
-        found += [_candidate(ticks, sync, prices) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
+        found += [_candidate(ticks, prices) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
         if min(each.makespan for each in found) <= enough:
             break
     worst = max(enough, min(each.makespan for each in found))
     return min((each for each in found if each.makespan <= worst), key=lambda each: each.price)
 
 
-def _more_and_more(schedule: Schedule, *, more_memory: bool) -> Iterator[Sequence[Ticks]]:
+def _more_and_more(schedule: Schedule) -> Iterator[Sequence[Ticks]]:
     """Ways to assign ticks, the simple ones first."""
     yield assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)
     yield (balanced_ticks(schedule),)
-    fused = None if schedule.forward_only else fuse_ticks(schedule, more_memory=more_memory)
-    yield () if fused is None else (fused,)
 
 
-def _candidate(ticks: Ticks, sync: Sync, prices: Prices) -> Candidate:
-    segments = find_segments(ticks, sync=sync, prices=prices)
+def _candidate(ticks: Ticks, prices: Prices) -> Candidate:
+    segments = find_segments(ticks, prices=prices)
     costs = cost_matrix(ticks)
-    makespan = program_makespan(costs, segments, sync=sync)
-    priced = program_makespan(costs, segments, sync=sync, transfer=prices.transfer)
+    makespan = program_makespan(costs, segments)
+    priced = program_makespan(costs, segments, transfer=prices.transfer)
     return Candidate(ticks, segments, makespan, program_price(priced, segments, costs.shape[1], prices))
-
-
-class Prefer(Enum):
-    """What the lowering gives up where a table cannot keep its makespan, its memory and little code at once on a mesh."""
-
-    MEMORY = "memory"  # keep the table's memory and compile little code
-    SPEED = "speed"  # keep its makespan, with up to twice the activations, and let transfers run beside compute, with more code
 
 
 @dataclass(frozen=True)
@@ -88,14 +81,15 @@ class Plan:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, sync: Sync = Sync.PAIRS, prefer: Prefer = Prefer.MEMORY) -> Plan:
+    def of(cls, schedule: Schedule, prefer: Prefer = Prefer.MEMORY) -> Plan:
         """Run the passes that need no stage (`choose_candidate`)."""
-        chosen = choose_candidate(schedule, sync=sync, prefer_speed=prefer is Prefer.SPEED)
+        chosen = choose_candidate(schedule, prefer=prefer)
         return cls(chosen.ticks, chosen.segments)
 
-    def makespan(self, sync: Sync) -> float:
+    @cached_property
+    def makespan(self) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(cost_matrix(self.ticks), self.segments, sync=sync)
+        return program_makespan(cost_matrix(self.ticks), self.segments)
 
     def program(self, liveness: Liveness) -> Program:
         """Assign slots."""
@@ -103,11 +97,11 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan_of(schedule: Schedule, sync: Sync, prefer: Prefer = Prefer.MEMORY) -> Plan:
-    """The plan of a schedule on meshes that wait so; equal schedules share it."""
-    return Plan.of(schedule, sync, prefer)
+def plan_of(schedule: Schedule, prefer: Prefer = Prefer.MEMORY) -> Plan:
+    """The plan of a schedule; equal schedules share it."""
+    return Plan.of(schedule, prefer)
 
 
-def forward_plan(schedule: Schedule, sync: Sync) -> Plan:
+def forward_plan(schedule: Schedule) -> Plan:
     """The plan of the schedule's forwards alone, for evaluation."""
-    return plan_of(schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name), sync)
+    return plan_of(schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name))

@@ -15,7 +15,7 @@ from ..simulation.costs import Costs
 from ..table.action import Kind
 from ..table.encoded import BoolArray, IntArray
 from .assign_ticks import Ticks
-from .cost_model import LITTLE_CODE, Prices, Sync, advance, cost_matrix, program_makespan, program_price
+from .cost_model import LITTLE_CODE, Prices, advance, cost_matrix, program_makespan, program_price
 from .exchanges import template_of
 from .requirements import Requirements, collect
 
@@ -37,13 +37,11 @@ class Span(NamedTuple):
     gated: bool = False  # ticks that transfer different things choose among exchanges (`template_of`)
 
 
-def find_segments(
-    ticks: Ticks, *, sync: Sync = Sync.PAIRS, costs: Costs | None = None, prices: Prices = LITTLE_CODE
-) -> tuple[Segment, ...]:
+def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = LITTLE_CODE) -> tuple[Segment, ...]:
     """Find the exact repeats (the steady states), then give the ramps between them the least code that costs no time.
 
     A ramp's ticks share code by taking the union of their blocks and transfers.  Additional pairs make devices wait for each
-    other, so each choice is priced by simulating the program with it (`program_price`), for a mesh that waits as `sync` says.
+    other, so each choice is priced by simulating the program with it (`program_price`).
     The search sees only a few turns of each steady state, so neither its time nor what it chooses depends on M.
     Ticks that take turns are one segment, and only whether they choose among exchanges is left to find.
     """
@@ -55,13 +53,13 @@ def find_segments(
         matrix = cost_matrix(ticks, costs)
 
         def price(segments: tuple[Segment, ...]) -> float:
-            makespan = program_makespan(matrix, segments, sync=sync, transfer=prices.transfer)
+            makespan = program_makespan(matrix, segments, transfer=prices.transfer)
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
     kept = kept_ticks(requirements.codes)
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
-    chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], sync, prices)
+    chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], prices)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     best = chooser.best([*starts, *([span._replace(gated=True) for span in start] for start in starts)])
     whole = np.append(kept, len(requirements))
@@ -134,10 +132,9 @@ def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], sync: Sync, prices: Prices) -> None:
+    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices) -> None:
         self._requirements = requirements
         self._costs = costs
-        self._sync = sync
         self._prices = prices
         self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
@@ -165,7 +162,7 @@ class _Chooser:
             if key not in self._times:
                 moved = time - start
                 for segment in self._segments_of(span):
-                    moved = advance(moved, self._costs, segment, sync=self._sync, transfer=self._prices.transfer)
+                    moved = advance(moved, self._costs, segment, transfer=self._prices.transfer)
                 self._times[key] = moved
                 self._work += span.stop - span.start
             time = self._times[key] + start

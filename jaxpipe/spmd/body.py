@@ -40,7 +40,6 @@ class Lowering:
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
-    blocking: bool  # see `Emitter`
     outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
     observe: Callable[[Traced], None] | None = None  # is told what was traced, for reports
 
@@ -321,7 +320,6 @@ def _emitter(
         last=last_code,
         operands=operands,
         outer_wants=traced.outer_wants,
-        blocking=lowering.blocking,
         training=lowering.training,
     )
 

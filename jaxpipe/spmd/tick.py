@@ -45,7 +45,6 @@ class Emitter:
     last: LastCode | None
     operands: Operands
     outer_wants: frozenset[str]
-    blocking: bool  # a permute holds its device until the partner has come (CPU); on GPUs it runs beside the blocks
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
 
     def kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
@@ -75,10 +74,8 @@ class Emitter:
                     state = self._gate(template, number, keeps[j], rows[j], state)
             else:
                 for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
-                    ready = [self._ready(leaf, state["order"]) for leaf in state[_OUT[permute.payload]]]
-                    arrival = permute.payload, keeps[j][lane], rows[j][C.ARRIVAL + lane], self._permute(permute, ready)
-                    awaited.setdefault(j + permute.delay, []).append(arrival)
-                    state = {**state, "order": self._settled(state["order"], arrival[-1])}
+                    sent = self._permute(permute, state[_OUT[permute.payload]])
+                    awaited.setdefault(j + permute.delay, []).append((permute.payload, keeps[j][lane], rows[j][C.ARRIVAL + lane], sent))
             # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
             # between must be done by then (see `order` in `_block`), or XLA makes the write on a copy.
             for payload, keep, slot, arrived in awaited.pop(j, ()):
@@ -109,26 +106,6 @@ class Emitter:
 
     def _permute(self, permute: Permute, leaves: Leaves) -> Leaves:
         return [lax.ppermute(leaf, self.axis, permute.pairs) for leaf in leaves]
-
-    def _ready(self, leaf: Any, order: Any) -> Any:
-        """A payload that cannot be sent before the tick's blocks are done, where a permute blocks its device.
-
-        What F makes could go before I begins.  On a GPU that is right.  A CPU device that does I in this tick would first wait for its
-        neighbour's F: two actions of a tick one after the other.  `order` is False after every block; see `_block`.
-        """
-        if not self.blocking or not jnp.issubdtype(leaf.dtype, jnp.number):
-            return leaf
-        return jnp.where(order, jnp.zeros_like(leaf), leaf)
-
-    def _settled(self, order: Any, arrived: Leaves) -> Any:
-        """False as before, but where a permute blocks its device, not before it is over.
-
-        It holds one of the device's few threads, and two of them would keep the next block from beginning.
-        """
-        for leaf in arrived if self.blocking else ():
-            if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number):
-                order = jnp.logical_and(order, leaf.ravel()[0] == 0)
-        return order
 
     def _block(self, use: BlockUse, kind: int, row: Any, state: State, *, asks: bool) -> State:
         """A block of one kind of stage under its predicate, carrying only what it writes; `asks`: other kinds may run it too."""

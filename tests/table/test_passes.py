@@ -15,9 +15,8 @@ from hypothesis import given
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
-from jaxpipe.lowering.cost_model import Sync, cost_matrix, least_makespan, program_makespan
-from jaxpipe.lowering.fuse_ticks import fuse_ticks
-from jaxpipe.lowering.plan import choose_candidate
+from jaxpipe.lowering.cost_model import cost_matrix, least_makespan, program_makespan
+from jaxpipe.lowering.plan import Prefer, choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.segments import Span, find_segments, kept_ticks, segments_of
 from jaxpipe.lowering.slots import assign_slots
@@ -34,8 +33,6 @@ MAKERS = {
     "turns": modulo_ticks,
     "shifted turns": lambda s: modulo_ticks(s, shift=1),
     "level": balanced_ticks,
-    "fused": lambda s: fuse_ticks(s, more_memory=False),
-    "fused, more memory": lambda s: fuse_ticks(s, more_memory=True),
 }
 KEEP_ORDER = ("fewest", "turns", "shifted turns", "level")
 
@@ -207,7 +204,7 @@ def test_every_steady_state_is_found():
 # --- how long the program takes --------------------------------------------------------------------------------------------------
 
 
-def simulated(costs, segments, sync, transfer):
+def simulated(costs, segments, transfer):
     """`program_makespan` again, from its definition: tick by tick, device by device, no trip left out."""
     time, tick, made_in = [0.0] * costs.shape[1], 0, exchanges(segments)
     for period in (s.period for s in segments for _ in range(s.repeats)):
@@ -217,10 +214,6 @@ def simulated(costs, segments, sync, transfer):
             time = [t + took for t, took in zip(time, costs[tick], strict=True)]
             tick += 1
             met = {delay: [p for p in exchange if p.delay == delay] for delay in {p.delay for p in exchange}}
-            if sync is Sync.EVERYBODY and met:
-                longest = [max(sum(any(d in pair for pair in p.pairs) for p in ps) for d in range(len(time))) for ps in met.values()]
-                time = [max(time) + transfer * sum(longest)] * len(time)
-                continue
             for delay, permutes in met.items():
                 ends = [(pair, p) for p in permutes for pair in p.pairs]
                 until = [max([t, *(time[e] for pair, _ in ends if d in pair for e in pair)]) for d, t in enumerate(time)]
@@ -231,19 +224,18 @@ def simulated(costs, segments, sync, transfer):
     return max(time, default=0.0)
 
 
-@pytest.mark.parametrize("sync", list(Sync))
 @given(schedule=schedules())
-def test_the_makespan_of_a_program(sync, schedule):
+def test_the_makespan_of_a_program(schedule):
     rng = random.Random(schedule.to_csv())
     costs = jp.Costs(forward=rng.randint(1, 3), input_grad=2, weight_grad=rng.randint(1, 2))
     for name, ticks in every_ticks(schedule):
         matrix, facts = cost_matrix(ticks, costs), collect(ticks)
         segments = random_segments(rng, ticks)
-        assert program_makespan(matrix, segments, sync=sync, transfer=0.25) == simulated(matrix, segments, sync, 0.25)
+        assert program_makespan(matrix, segments, transfer=0.25) == simulated(matrix, segments, 0.25)
         # Nothing can be shorter than the ticks unrolled, and what keeps the order of the rows than the table.
-        least = least_makespan(facts, matrix, sync=sync)
-        assert least == program_makespan(matrix, segments_of([Span(0, ticks.num_ticks, ticks.num_ticks)], facts), sync=sync)
-        assert least <= program_makespan(matrix, segments, sync=sync)
+        least = least_makespan(facts, matrix)
+        assert least == program_makespan(matrix, segments_of([Span(0, ticks.num_ticks, ticks.num_ticks)], facts))
+        assert least <= program_makespan(matrix, segments)
         if name in KEEP_ORDER:
             assert least >= jp.simulate(schedule, costs).makespan
 
@@ -251,8 +243,7 @@ def test_the_makespan_of_a_program(sync, schedule):
 def test_equal_trips_are_simulated_once():
     ticks = assign_ticks(jp.schedules.build("1f1b", devices=4, microbatches=100))
     for segments in (find_segments(ticks), segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))):
-        for sync in Sync:
-            assert program_makespan(cost_matrix(ticks), segments, sync=sync) == simulated(cost_matrix(ticks), segments, sync, 0.0)
+        assert program_makespan(cost_matrix(ticks), segments) == simulated(cost_matrix(ticks), segments, 0.0)
 
 
 # --- the whole program, run with symbols -----------------------------------------------------------------------------------------
@@ -277,26 +268,24 @@ def test_many_random_tables_run_right(seed):
     test_random_tables_run_right(seed)
 
 
-@pytest.mark.parametrize("sync", list(Sync))
-@pytest.mark.parametrize("prefer_speed", [False, True], ids=["memory", "speed"])
-def test_what_is_chosen_for_random_tables_runs_right(sync, prefer_speed):
+@pytest.mark.parametrize("prefer", Prefer)
+def test_what_is_chosen_for_random_tables_runs_right(prefer):
     rng = random.Random(7)
     for _ in range(12):
-        ticks, segments, *_ = choose_candidate(random_schedule(rng), sync=sync, prefer_speed=prefer_speed)
+        ticks, segments, *_ = choose_candidate(random_schedule(rng), prefer=prefer)
         run_symbolically(assign_slots(ticks, segments))
 
 
-@pytest.mark.parametrize("sync", list(Sync))
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", jp.schedules.names())
-def test_named_tables_run_right(name, devices, sync):
+def test_named_tables_run_right(name, devices):
     for microbatches in (1, 3, 8):
         try:
             schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
         except jp.ScheduleError:
             continue  # not defined for so few microbatches
-        for prefer_speed in (False, True):
-            ticks, segments, *_ = choose_candidate(schedule, sync=sync, prefer_speed=prefer_speed)
+        for prefer in Prefer:
+            ticks, segments, *_ = choose_candidate(schedule, prefer=prefer)
             run_symbolically(assign_slots(ticks, segments))
 
 
@@ -460,9 +449,9 @@ FAMILIES = [
 
 
 @cache
-def emitted(name, chunks, devices, microbatches, sync=Sync.PAIRS, **options):
+def emitted(name, chunks, devices, microbatches, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
-    return choose_candidate(schedule, sync=sync, **options)
+    return choose_candidate(schedule, **options)
 
 
 def size_of(emission):
@@ -476,27 +465,24 @@ def slow_unless(run, *case):
 
 # By default the most devices, which have the longest ramps, and each table's natural number of chunks.
 GROWTH = [
-    slow_unless(
-        (devices, sync, chunks) == (8, Sync.PAIRS, jp.schedules.describe(name).chunks.natural), name, chunks, devices, sync, microbatches
-    )
+    slow_unless((devices, chunks) == (8, jp.schedules.describe(name).chunks.natural), name, chunks, devices, microbatches)
     for name, chunks in FAMILIES
     for devices in (4, 8)
-    for sync in Sync
     for microbatches in (64, 512)
 ]
 
 
-@pytest.mark.parametrize(("name", "chunks", "devices", "sync", "microbatches"), GROWTH)
-def test_code_does_not_grow_with_microbatches(name, chunks, devices, sync, microbatches):
-    assert size_of(emitted(name, chunks, devices, microbatches, sync)) <= 1.2 * size_of(emitted(name, chunks, devices, 8, sync))
+@pytest.mark.parametrize(("name", "chunks", "devices", "microbatches"), GROWTH)
+def test_code_does_not_grow_with_microbatches(name, chunks, devices, microbatches):
+    assert size_of(emitted(name, chunks, devices, microbatches)) <= 1.2 * size_of(emitted(name, chunks, devices, 8))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "sync"), [(d, sync) for d in (4, 8) for sync in Sync])
+@pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES)
-def test_code_for_speed_stops_growing(name, chunks, devices, sync):
+def test_code_for_speed_stops_growing(name, chunks, devices):
     """Code that saves transfers in the steady state is worth more the longer that lasts, up to a bound."""
-    sizes = [size_of(emitted(name, chunks, devices, m, sync, prefer_speed=True)) for m in (32, 128, 512)]
+    sizes = [size_of(emitted(name, chunks, devices, m, prefer=Prefer.SPEED)) for m in (32, 128, 512)]
     assert max(sizes[1:]) <= 1.25 * sizes[0]
 
 
@@ -510,27 +496,19 @@ def test_code_grows_no_faster_than_chunks_and_slower_than_devices(name, chunks, 
         assert sum(s.size for s in twice.segments) <= 2 * sum(s.size for s in many.segments)
 
 
-# Where it is more than 1.00: in DualPipe's ramps some devices run an overlapped pair while their neighbours run a single action.  In
-# lock-step, 1F1B's neighbours do F and B in turn, so that every tick lasts as long as a B: 1F1B's memory allows nothing else.
-MOST = {("dualpipe", Sync.PAIRS): 1.011, ("dualpipev", Sync.PAIRS): 1.02, ("1f1b", Sync.EVERYBODY): 1.30} | {
-    (name, Sync.EVERYBODY): 1.02 for name in ("dualpipe", "dualpipev")
-}
+# Where it is more than 1.00: in DualPipe's ramps some devices run an overlapped pair while their neighbours run a single action.
+MOST = {"dualpipe": 1.011, "dualpipev": 1.02}
 
 
 # `tests/lowering/test_program_time.py` has 32 microbatches and the natural number of chunks.
-CASES = [slow_unless(m == 8 and (sync is Sync.PAIRS or d == 4), d, sync, m) for d in (4, 8) for sync in Sync for m in (8, 32)]
+CASES = [slow_unless(m == 8, d, m) for d in (4, 8) for m in (8, 32)]
 
 
-@pytest.mark.parametrize(("devices", "sync", "microbatches"), CASES)
+@pytest.mark.parametrize(("devices", "microbatches"), CASES)
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES)
-def test_the_program_keeps_the_tables_makespan(name, chunks, devices, sync, microbatches):
-    emission = emitted(name, chunks, devices, microbatches, sync)
-    assert emission.makespan <= MOST.get((name, sync), 1.005) * jp.simulate(emission.ticks.schedule).makespan
-
-
-def test_with_more_memory_1f1b_keeps_its_makespan_in_lock_step():
-    schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
-    assert choose_candidate(schedule, sync=Sync.EVERYBODY, prefer_speed=True).makespan == jp.simulate(schedule).makespan
+def test_the_program_keeps_the_tables_makespan(name, chunks, devices, microbatches):
+    emission = emitted(name, chunks, devices, microbatches)
+    assert emission.makespan <= MOST.get(name, 1.005) * jp.simulate(emission.ticks.schedule).makespan
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("gpipe", 2), ("1f1b", 4), ("zb_h1", 3), ("interleaved_1f1b", 8), ("interleaved_zb", 12)])
