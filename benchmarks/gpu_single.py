@@ -33,7 +33,7 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan, plan_of
-from jaxpipe.program.ir import Presence, Segment
+from jaxpipe.program.segments import Presence, Segment
 
 MARK = "result "
 LAYERS = 8

@@ -25,7 +25,8 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
-from jaxpipe.stage.code import run, trace_stage
+from jaxpipe.stage.code import run
+from jaxpipe.stage.trace import trace_stage
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import megatron, render, schedules
-from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, ScheduleError, Violation
+from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, ProgramError, ScheduleError, Violation
 from .layouts.balance import balanced_layout, even_layout, split_layers
 from .layouts.layout import Layout, LayoutError, check_layout, parse_layout
 from .lowering.plan import Prefer
@@ -46,6 +46,7 @@ __all__ = [
     "PipelineError",
     "Placement",
     "Prefer",
+    "ProgramError",
     "Release",
     "Schedule",
     "ScheduleError",

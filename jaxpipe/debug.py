@@ -18,8 +18,8 @@ from .errors import PipelineError
 from .model.functions import Functions, Loss
 from .model.packed import Packed
 from .pipeline import Pipeline
-from .spmd.body import shard_key, split_batch
-from .spmd.tick import make_extra
+from .spmd.body import shard_key
+from .stage.model_code import make_extra, split_batch
 
 PyTree: TypeAlias = Any
 OUTER_WANTS = frozenset({"microbatch", "ctx"})

@@ -69,3 +69,7 @@ class PipelineError(FaultsError):
 
 class CheckpointError(FaultsError):
     """A checkpoint that is not there or is of another model, or a state that cannot be saved; `.faults` holds every one."""
+
+
+class ProgramError(FaultsError):
+    """A lowered program that does not compute its schedule: a bug of jaxpipe, found before anything is compiled."""

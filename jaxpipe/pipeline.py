@@ -19,7 +19,9 @@ from .model.functions import Function, Functions, Loss
 from .model.param_layout import OUTER, check_canonical
 from .model.partition import Partition
 from .model.read import read_model
-from .spmd.body import Lowering, Traced, body
+from .spmd.executor import SpmdExecutor
+from .stage.job import Executor, Job
+from .stage.model_code import ModelCode
 from .table.check import check
 from .table.schedule import Schedule
 
@@ -112,6 +114,7 @@ class Pipeline:
             specs=specs,
             layered=model.layout.layers is not None,
         )
+        self._executor: Executor = SpmdExecutor(mesh, self.partition)
         self.functions = Functions(
             stages=tuple(_rematerialised(model.stages, remat)),
             first=model.first,
@@ -222,7 +225,7 @@ class Pipeline:
         """
         from .report import report
 
-        traced: list[Traced] = []
+        traced: list[ModelCode] = []
         begin = time.perf_counter()
         lowered = self._lower(params, batch, rng, state, traced.append)
         middle = time.perf_counter()
@@ -234,7 +237,7 @@ class Pipeline:
 
     # Inside
 
-    def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Callable[[Traced], None] | None = None) -> Any:
+    def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Callable[[ModelCode], None] | None = None) -> Any:
         def step(params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()) -> tuple[Any, dict[str, PyTree]]:
             results, grads = self._step(params, batch, rng, state, observe)
             return self._answer(results, with_state=self.functions.has_state), grads
@@ -287,21 +290,21 @@ class Pipeline:
         return found[0] if len(found) == 1 else tuple(found)
 
     def _step(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Callable[[Traced], None] | None = None
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Callable[[ModelCode], None] | None = None
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         if self.functions.last is None:
             raise PipelineError("a training step needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
         if self.schedule.forward_only:
             raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
-        return self._shard_map(params, batch, rng, state, training=True, observe=observe)
+        return self._run(params, batch, rng, state, training=True, observe=observe)
 
     def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
-        return self._shard_map(params, batch, rng, state, training=False)[0]
+        return self._run(params, batch, rng, state, training=False)[0]
 
     def _outputs(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> PyTree:
-        return self._shard_map(params, batch, rng, state, training=False, outputs=True)[0]["outputs"]
+        return self._run(params, batch, rng, state, training=False, outputs=True)[0]["outputs"]
 
-    def _shard_map(
+    def _run(
         self,
         params: dict[str, PyTree],
         batch: PyTree,
@@ -310,10 +313,10 @@ class Pipeline:
         *,
         training: bool,
         outputs: bool = False,
-        observe: Callable[[Traced], None] | None = None,
+        observe: Callable[[ModelCode], None] | None = None,
     ) -> Any:
         self._check_step(params, batch, state)
-        lowering = Lowering(
+        job = Job(
             plan=self._plan if training else forward_plan(self.schedule),
             functions=self.functions.handing_over() if outputs else self.functions,
             layout=self.layout,
@@ -326,22 +329,7 @@ class Pipeline:
             outputs=outputs,
             observe=observe,
         )
-        everywhere, rows = PartitionSpec(), PartitionSpec(self.data_axes or None)
-        placed = self.partition.manual_specs(params)
-        if any(dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[a] is AxisType.Explicit for a in self.data_axes):
-            # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
-            batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
-        kept = PartitionSpec(self.axis)
-        spread = {"state": kept, "outputs": rows}
-        results = {key: spread.get(key, everywhere) for key in lowering.results}
-        return jax.shard_map(
-            lambda p, b, r, s: body(lowering, p, b, r, s),
-            mesh=self.mesh,
-            in_specs=(placed, rows, everywhere, kept),
-            out_specs=(results, placed if training else everywhere),
-            axis_names={self.axis, *self.data_axes},
-            check_vma=False,
-        )(params, batch, rng, state)
+        return self._executor.run(job, params, batch, rng, state)
 
     @property
     def _data_size(self) -> int:

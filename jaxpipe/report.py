@@ -43,21 +43,24 @@ from jax.extend import core
 
 from .jaxprs.sizes import nbytes
 from .lowering.plan import Plan, Prefer, plan_of
-from .program.ir import Payload, Program, Slots
+from .program.ir import Program
+from .program.pools import Slots
+from .program.segments import Payload
 from .simulation.costs import Costs
 from .simulation.simulate import simulate
-from .spmd.body import Traced
+from .spmd.operands import SharedBuffers
+from .stage.model_code import ModelCode
 from .table.action import Kind
 from .table.schedule import Schedule
 
 
-def report(schedule: Schedule, plan: Plan, traced: Traced, compiled: Any, *, params: Mapping[str, Any], prefer: Prefer) -> dict[str, Any]:
+def report(schedule: Schedule, plan: Plan, code: ModelCode, compiled: Any, *, params: Mapping[str, Any], prefer: Prefer) -> dict[str, Any]:
     """Describe a compiled step; the module's docstring lists the keys.
 
     Args:
         schedule: the step's; that of `plan` may be an equal one of another name.
         plan: ticks and segments that the step was made of.
-        traced: what the step's functions were cut into.
+        code: what the step's functions were cut into.
         compiled: the `jax.stages.Compiled` step.
         params: shapes of the placed parameters, with shardings.
         prefer: what `plan` was asked to keep.
@@ -67,13 +70,13 @@ def report(schedule: Schedule, plan: Plan, traced: Traced, compiled: Any, *, par
         "devices": schedule.num_devices,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
-        **_program(plan, traced.program),
-        "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, choice), traced) for choice in Prefer},
-        **_memory(traced),
+        **_program(plan, code.program),
+        "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, choice), code) for choice in Prefer},
+        **_memory(code),
         "parameter_bytes": {key: sum(map(_local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
         **_xla(compiled),
-        "stage_kinds": len(traced.kinds),
-        "fallbacks": list(dict.fromkeys(f for code in traced.kinds for f in fallbacks(code.input_grad, sum(code.x_wanted)))),
+        "stage_kinds": len(code.kinds),
+        "fallbacks": list(dict.fromkeys(f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted)))),
     }
 
 
@@ -98,9 +101,9 @@ def table_makespan(schedule: Schedule) -> float:
     return simulate(schedule, Costs()).makespan
 
 
-def _choice(plan: Plan, traced: Traced) -> dict[str, Any]:
+def _choice(plan: Plan, code: ModelCode) -> dict[str, Any]:
     """What another choice of `prefer` would give."""
-    program = plan.program(traced.liveness)
+    program = plan.program(code.liveness)
     return {
         "makespan": plan.makespan,
         "blocks": sum(segment.size for segment in plan.segments),
@@ -120,9 +123,9 @@ def _sent(program: Program) -> dict[tuple[Payload, int], int]:
     return found
 
 
-def _memory(traced: Traced) -> dict[str, Any]:
+def _memory(code: ModelCode) -> dict[str, Any]:
     """Pools, residuals and what is sent."""
-    buffers, program = traced.buffers, traced.program
+    buffers, program = SharedBuffers.of(code.kinds), code.program
     splits = any(use.block.kind is Kind.I for s in program.segments for p in s.templates for use in p.blocks)
     kept: dict[str, Sequence[Any]] = {
         "x": buffers.x.avals,
@@ -130,7 +133,7 @@ def _memory(traced: Traced) -> dict[str, Any]:
         "residual_weight": buffers.residual_weight.avals,
         "cotangent": buffers.cotangent.avals,
         "stash": buffers.stash.avals if splits else (),
-        "first": (*traced.first.residual_input, *traced.first.residual_weight),
+        "first": (*code.first.residual_input, *code.first.residual_weight),
     }
     assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
     slot_bytes = {pool: _total(avals) for pool, avals in kept.items()}
@@ -138,8 +141,8 @@ def _memory(traced: Traced) -> dict[str, Any]:
     sent: dict[int, int] = {}
     for (kind, device), count in _sent(program).items():
         sent[device] = sent.get(device, 0) + count * payload[kind]
-    kinds = {(v, traced.kind_of[s]) for stages in program.schedule.placement.stages_of for v, s in enumerate(stages)}
-    outer = (*traced.first.once_avals, *(traced.last.once_avals if traced.last else ()))
+    kinds = {(v, code.kind_of[s]) for stages in program.schedule.placement.stages_of for v, s in enumerate(stages)}
+    outer = (*code.first.once_avals, *(code.last.once_avals if code.last else ()))
     return {
         "slot_bytes": slot_bytes,
         "pool_bytes": {pool: size * getattr(program.slots, pool) for pool, size in slot_bytes.items()},
@@ -148,7 +151,7 @@ def _memory(traced: Traced) -> dict[str, Any]:
             for pool in ("residual_input", "residual_weight", "stash", "first")
             for aval in kept[pool]
         ],
-        "hoisted_bytes": sum(_total(traced.kinds[kind].once_avals) for _, kind in kinds) + _total(outer),
+        "hoisted_bytes": sum(_total(code.kinds[kind].once_avals) for _, kind in kinds) + _total(outer),
         "transfer_bytes": max(sent.values(), default=0),
     }
 

@@ -24,15 +24,26 @@ class Slot(NamedTuple):
 
     def store(self, value: Any) -> Any:
         """The pool with the entry replaced."""
-        return lax.dynamic_update_index_in_dim(self.pool, value.astype(self.pool.dtype), self.index, 0)
+        value = jnp.asarray(value).astype(self.pool.dtype)  # a literal of a jaxpr is a number
+        return lax.dynamic_update_index_in_dim(self.pool, value, self.index, 0)
+
+    def store_flat(self, value: Any) -> Any:
+        """The pool with the raveled value at the beginning of the entry, which is one long array."""
+        value = jnp.asarray(value).astype(self.pool.dtype).reshape(1, -1)
+        return lax.dynamic_update_slice(self.pool, value, (self.index, jnp.int32(0)))
 
     def load_row(self, row: Any) -> Any:
         """`pool[index, row]`."""
         start = (self.index, row, *(jnp.int32(0) for _ in self.pool.shape[2:]))
         return lax.dynamic_slice(self.pool, start, (1, 1, *self.pool.shape[2:])).reshape(self.pool.shape[2:])
 
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The pool with `pool[index, row]` replaced."""
+        start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
+        return lax.dynamic_update_slice(self.pool, value.astype(self.pool.dtype)[None, None], start)
 
-def run_threaded(
+
+def run_in_slots(
     jaxpr: core.Jaxpr, arguments: Sequence[Any], *, reads: Mapping[int, Slot] | None = None, writes: Mapping[int, Slot] | None = None
 ) -> list[Any]:
     """Evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools.
@@ -63,7 +74,7 @@ def run_threaded(
         elif isinstance(atom, core.Var) and atom in written:
             outs.append(written[atom])
         else:
-            outs.append(writes[i].store(jnp.asarray(_load(env, atom))))
+            outs.append(writes[i].store(_load(env, atom)))
     return outs
 
 
@@ -107,9 +118,7 @@ def _run_scan(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any
         ys = dict(zip(outs, results[carries:], strict=True))
         new = []
         for var, pool in zip(threaded, pools, strict=True):
-            value = ys[var].astype(pool.dtype)
-            start = (targets[var].index, row, *(jnp.int32(0) for _ in value.shape))
-            new.append(lax.dynamic_update_slice(pool, value[None, None], start))
+            new.append(Slot(pool, targets[var].index).store_row(row, ys[var]))
         carry = [r.astype(c.dtype) for r, c in zip(results[:carries], carry, strict=True)]
         return (carry, new), [ys[v] for v in outs if v not in targets]
 

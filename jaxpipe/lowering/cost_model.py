@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.ir import Exchange, Permute, Segment
+from ..program.segments import Exchange, Permute, Segment
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
 from .assign_ticks import Ticks

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.ir import Block, BlockUse, Payload, Permute, Presence, TickTemplate
+from ..program.segments import Block, BlockUse, Payload, Permute, Presence, TickTemplate
 from ..table.action import Kind
 from ..table.encoded import BoolArray, IntArray
 from .requirements import Edge, Requirements

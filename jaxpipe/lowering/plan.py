@@ -8,8 +8,9 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ..program.ir import Program, Segment
+from ..program.ir import Program
 from ..program.liveness import Liveness
+from ..program.segments import Segment
 from ..simulation.simulate import simulate
 from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only
@@ -91,8 +92,8 @@ class Plan:
         """How long the program takes with F = I = W = 1 and B = 2."""
         return program_makespan(cost_matrix(self.ticks), self.segments)
 
-    def program(self, liveness: Liveness) -> Program:
-        """Assign slots."""
+    def program(self, liveness: Liveness | None = None) -> Program:
+        """Assign slots; the longest liveness where none is given."""
         return assign_slots(self.ticks, self.segments, liveness=liveness)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..program.ir import Block, Payload
+from ..program.segments import Block, Payload
 from ..table.action import Kind
 from ..table.encoded import Encoded, IntArray
 from ..table.schedule import Schedule

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.ir import Segment
+from ..program.segments import Segment
 from ..simulation.costs import Costs
 from ..table.action import Kind
 from ..table.encoded import BoolArray, IntArray

@@ -1,53 +1,48 @@
-"""Pass: give every value that outlives its tick a buffer slot, by liveness, and write the program's table."""
+"""Pass: give every value that outlives its tick a buffer slot, by liveness, and write the program's records."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..program.ir import NOBODY, Column, Payload, Program, Segment, Slots
+from ..program.ir import Program
 from ..program.liveness import LastUse, Liveness
+from ..program.pools import POOL_OF, Pool, PoolName
+from ..program.records import IntTable, empty_ticks
+from ..program.segments import Payload, Segment
 from ..table.action import Kind
-from ..table.encoded import IntArray
+from ..table.encoded import BoolArray, IntArray
 from .assign_ticks import Ticks
 from .requirements import chunks_of, consumers
 
-C = Column
+# Within a tick: blocks of one direction, then of the other, then what arrives over transfers.
+_PHASES = 3
+_ARRIVE = 2
+_NO_PAYLOAD = -1
+
+
+class _Entry(NamedTuple):
+    """Where a table of the records names the slots of some values: `table[tick[k], device of value which[k]]`."""
+
+    table: IntTable
+    which: IntArray
+    tick: IntArray
 
 
 class _Values(NamedTuple):
-    """Values of one pool, each on a device and live over a closed interval of moments (see `_moment`).
-
-    `ticks[k]` and `columns[k]` are the k-th entry, for each value, of the device's table that names its slot.
-    """
+    """Values of one pool, each on a device and live over a closed interval of moments (see `_moment`)."""
 
     device: IntArray
     begin: IntArray
     end: IntArray
-    ticks: IntArray
-    columns: IntArray
-
-
-class _Pool(IntEnum):
-    X = 0
-    RESIDUAL_INPUT = 1
-    RESIDUAL_WEIGHT = 2
-    COTANGENT = 3
-    STASH = 4
-    FIRST = 5
-
-
-_ARRIVE = 2
+    entries: tuple[_Entry, ...]
 
 
 def _moment(tick: IntArray, phase: int) -> IntArray:
-    """Ticks in thirds: blocks of one direction, then of the other, then what arrives over transfers."""
-    return 3 * tick + phase
+    return _PHASES * tick + phase
 
 
 def assign_slots(ticks: Ticks, segments: Sequence[Segment], *, liveness: Liveness | None = None) -> Program:
@@ -55,14 +50,14 @@ def assign_slots(ticks: Ticks, segments: Sequence[Segment], *, liveness: Livenes
 
     Poletto and Sarkar 1999 (linear scan register allocation); intervals of one device form an interval graph, for which
     the greedy choice is optimal.  A device that takes part in an exchange without a message for it writes what it gets
-    to a free slot; where none is free it keeps what a slot has, which the table says as ~slot.
+    to a free slot; where none is free it keeps what the slot has (`Arrival.takes` is 0).
     """
     writer = _Writer(ticks, segments, liveness or Liveness())
     return writer.program()
 
 
 class _Writer:
-    """Fills the table; arrays of actions are indexed by their numbers in the encoded schedule."""
+    """Fills the records; arrays of actions are indexed by their numbers in the encoded schedule."""
 
     def __init__(self, ticks: Ticks, segments: Sequence[Segment], liveness: Liveness) -> None:
         table = ticks.schedule.encoded
@@ -74,55 +69,47 @@ class _Writer:
         self._local = (self._user >= 0) & (table.device[self._user] == table.device)
         self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
         self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices)
-        shape = (ticks.num_ticks, table.num_devices, C.ARRIVAL + max(self._arrivals.widest, 1))
-        self._table: NDArray[np.int32] = np.zeros(shape, np.int32)
-        self._table[:, :, [C.F_CHUNK, C.B_CHUNK]] = NOBODY
-        self._table[:, :, C.EXCHANGE] = self._arrivals.choice[:, None]
+        self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, max(self._arrivals.widest, 1))
+        self._ticks.exchange[:] = self._arrivals.choice[:, None]
 
     def program(self) -> Program:
         """Write the actions, then for each pool the slots of its values."""
         self._write_actions()
-        sizes = [self._allocate(pool, values) for pool, values in self._values().items()]
-        return Program(self._schedule, self._segments, self._table, Slots(*sizes))
+        pools = tuple(Pool(name, self._allocate(name, values)) for name, values in self._values().items())
+        return Program(self._schedule, self._segments, self._ticks, pools, self._liveness)
 
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
-        table = self._actions
-        forward = table.kind == Kind.F
-        for f_column, b_column, entries in (
-            (C.F_CHUNK, C.B_CHUNK, chunks_of(self._schedule)),
-            (C.F_STAGE, C.B_STAGE, table.stage),
-            (C.F_MICROBATCH, C.B_MICROBATCH, table.microbatch),
-            (C.F_FIRST, C.B_FIRST, table.stage == 0),
-            (C.F_LOCAL, C.B_LOCAL, self._local),
-        ):
-            column = np.where(forward, f_column, b_column)
-            self._table[self._when, table.device, column] = entries
-        column = np.where(forward, C.F_LAST, C.B_KIND)
-        self._table[self._when, table.device, column] = np.where(forward, table.stage == table.num_stages - 1, table.kind)
+        table, forward = self._actions, self._actions.kind == Kind.F
+        f, b = self._ticks.forward, self._ticks.backward
+        chunk = chunks_of(self._schedule)
+        common = ((f.kind, b.kind, table.kind), (f.chunk, b.chunk, chunk), (f.stage, b.stage, table.stage))
+        more = ((f.microbatch, b.microbatch, table.microbatch), (f.is_local, b.is_local, self._local))
+        for of_forward, of_backward, entries in (*common, *more, (f.is_first, b.is_first, table.stage == 0)):
+            for target, mine in ((of_forward, forward), (of_backward, ~forward)):
+                target[self._when[mine], table.device[mine]] = entries[mine]
+        place = (self._when[forward], table.device[forward])
+        f.is_last[place] = table.stage[forward] == table.num_stages - 1
+        f.keeps[place] = not table.forward_only
 
-    def _values(self) -> dict[_Pool, _Values]:
+    def _values(self) -> dict[PoolName, _Values]:
         """What each pool must hold."""
-        table = self._actions
+        table, f, b = self._actions, self._ticks.forward, self._ticks.backward
         forward = np.flatnonzero(table.kind == Kind.F)
         by_input, _ = self._last_uses(forward)
         kept = forward[by_input >= 0]
         by_input, by_weight = self._last_uses(kept)
-        now = _moment(self._when[kept], self._forward_phase)
-        tick = self._when[kept]
         first = table.stage[kept] == 0
         dgrad = np.flatnonzero(table.kind == Kind.I)
         wgrad = table.at[Kind.W][table.stage[dgrad], table.microbatch[dgrad]]
-        begin = _moment(self._when[dgrad], self._backward_phase)
-        stash = self._for_backward(dgrad, begin, (self._when[dgrad], C.B_STASH), C.B_STASH, wgrad, wgrad)
-        firsts = self._for_backward(kept[first], now[first], (tick[first], C.F_FR), C.B_FR, by_input[first], by_input[first])
+        stashed = _moment(self._when[dgrad], self._backward_phase)
         return {
-            _Pool.X: self._inputs(forward),
-            _Pool.RESIDUAL_INPUT: self._for_backward(kept, now, (tick, C.F_RI), C.B_RI, by_input, by_input),
-            _Pool.RESIDUAL_WEIGHT: self._for_backward(kept, now, (tick, C.F_RW), C.B_RW, by_input, by_weight),
-            _Pool.COTANGENT: self._cotangents(kept),
-            _Pool.STASH: stash,
-            _Pool.FIRST: firsts,
+            PoolName.X: self._inputs(forward),
+            PoolName.RESIDUAL_INPUT: self._residuals(kept, f.residual_input, b.residual_input, by_input, by_input),
+            PoolName.RESIDUAL_WEIGHT: self._residuals(kept, f.residual_weight, b.residual_weight, by_input, by_weight),
+            PoolName.COTANGENT: self._cotangents(kept),
+            PoolName.STASH: self._for_backward(dgrad, stashed, self._all(b.stash, self._when[dgrad]), b.stash, wgrad, wgrad),
+            PoolName.FIRST: self._residuals(kept[first], f.first, b.first, by_input[first], by_input[first]),
         }
 
     def _last_uses(self, forward: IntArray) -> tuple[IntArray, IntArray]:
@@ -132,91 +119,110 @@ class _Writer:
         both = table.at[Kind.B][at]
         return table.backward_at[at], np.where(both >= 0, both, table.at[Kind.W][at])
 
+    def _residuals(self, holder: IntArray, written: IntTable, read: IntTable, early: IntArray, late: IntArray) -> _Values:
+        """What the forwards `holder` keep for their backwards."""
+        tick = self._when[holder]
+        return self._for_backward(holder, _moment(tick, self._forward_phase), self._all(written, tick), read, early, late)
+
     def _for_backward(
-        self, holder: IntArray, begin: IntArray, written: tuple[IntArray, IntArray | int], read: int, early: IntArray, late: IntArray
+        self, holder: IntArray, begin: IntArray, written: Sequence[_Entry], read: IntTable, early: IntArray, late: IntArray
     ) -> _Values:
         """Values on the devices of `holder` that the backward actions `early` and `late` read."""
-        tick, column = written
-        ticks = np.stack([tick, self._when[early], self._when[late]])
-        columns = np.full_like(ticks, read)
-        columns[0] = column
-        return _Values(self._actions.device[holder], begin, _moment(self._when[late], self._backward_phase), ticks, columns)
+        reads = [entry for readers in (early, late) for entry in self._all(read, self._when[readers])]
+        end = _moment(self._when[late], self._backward_phase)
+        return _Values(self._actions.device[holder], begin, end, (*written, *reads))
+
+    @staticmethod
+    def _all(table: IntTable, tick: IntArray) -> list[_Entry]:
+        """An entry for every value."""
+        return [_Entry(table, np.arange(len(tick)), tick)]
+
+    @staticmethod
+    def _some(table: IntTable, where: BoolArray, tick: IntArray) -> list[_Entry]:
+        """An entry for the values that are marked."""
+        which = np.flatnonzero(where)
+        return [_Entry(table, which, tick[which])]
 
     def _inputs(self, forward: IntArray) -> _Values:
         """Stage inputs: from `first`, from the chunk before on this device, or over a transfer."""
-        table, when = self._actions, self._when
-        source = table.producer[forward]
-        tick = when[forward]
+        table, when, f, b = self._actions, self._when, self._ticks.forward, self._ticks.backward
+        source, tick = table.producer[forward], when[forward]
         now = _moment(tick, self._forward_phase)
-        column, begin = self._arrival(source, Payload.ACTIVATION, table.device[forward])
-        local = self._local[source]
+        arrivals, begin = self._arrival(source, Payload.ACTIVATION, table.device[forward])
+        local = (source >= 0) & self._local[source]
         begin = np.where(source < 0, now, np.where(local, _moment(when[source], self._forward_phase), begin))
-        column = np.where(source < 0, C.F_X, np.where(local, C.F_OUT, column))
         by_input, by_weight = self._last_uses(forward)
-        readers = np.stack([by_input, by_input if self._liveness.x is LastUse.INPUT_GRAD else by_weight])
-        kept = (readers >= 0) & (self._liveness.x is not LastUse.FORWARD)
-        ticks = np.stack([tick, np.where(source < 0, tick, when[source]), *np.where(kept, when[readers], tick)])
-        columns = np.stack([np.full_like(tick, C.F_X), column, *np.where(kept, C.B_X, C.F_X)])
-        end = np.where(kept[1], _moment(when[readers[1]], self._backward_phase), now)
-        return _Values(table.device[forward], begin, end, ticks, columns)
+        late = by_input if self._liveness.x is LastUse.INPUT_GRAD else by_weight
+        kept = (late >= 0) & (self._liveness.x is not LastUse.FORWARD)
+        end = np.where(kept, _moment(when[late], self._backward_phase), now)
+        entries = [*self._all(f.x, tick), *self._some(f.out, local, when[source]), *arrivals]
+        entries += [*self._some(b.x, kept, when[by_input]), *self._some(b.x, kept, when[late])]
+        return _Values(table.device[forward], begin, end, tuple(entries))
 
     def _cotangents(self, kept: IntArray) -> _Values:
-        """Gradients of stage outputs: from `last` behind its forward, from the chunk behind on this device, or over a transfer."""
-        table, when = self._actions, self._when
+        """Gradients of stage outputs: from `last` after its forward, from the next chunk on this device, or over a transfer."""
+        table, when, f, b = self._actions, self._when, self._ticks.forward, self._ticks.backward
         by_input, by_weight = self._last_uses(kept)
         late = by_input if self._liveness.cotangent is LastUse.INPUT_GRAD else by_weight
         source = table.producer[by_input]
-        column, begin = self._arrival(source, Payload.COTANGENT, table.device[kept])
-        local = self._local[source]
-        made = np.where(source < 0, kept, source)
-        here = np.where(source < 0, _moment(when[kept], self._forward_phase), _moment(when[source], self._backward_phase))
-        begin = np.where((source < 0) | local, here, begin)
-        column = np.where(source < 0, C.F_OUT, np.where(local, C.B_OUT, column))
-        return self._for_backward(kept, begin, (when[made], column), C.B_DY, by_input, late)
+        arrivals, begin = self._arrival(source, Payload.COTANGENT, table.device[kept])
+        at_last, local = source < 0, (source >= 0) & self._local[source]
+        begin = np.where(local, _moment(when[source], self._backward_phase), begin)
+        begin = np.where(at_last, _moment(when[kept], self._forward_phase), begin)
+        written = [*self._some(f.out, at_last, when[kept]), *self._some(b.out, local, when[source]), *arrivals]
+        return self._for_backward(kept, begin, written, b.cotangent, by_input, late)
 
-    def _arrival(self, source: IntArray, payload: Payload, target: IntArray) -> tuple[IntArray, IntArray]:
-        """The columns of the permutes that carry transfers, and when these write; anything where nothing is carried."""
-        crosses = (source >= 0) & ~self._local[source]
-        column, begin = np.zeros_like(source), np.zeros_like(source)
+    def _arrival(self, source: IntArray, payload: Payload, target: IntArray) -> tuple[list[_Entry], IntArray]:
+        """The entries of what permutes carry, and when they write; anything where nothing is carried."""
+        crosses = np.flatnonzero((source >= 0) & ~self._local[source])
+        begin = np.zeros_like(source)
         sent = source[crosses]
         lane, arrives = self._arrivals.find(self._when[sent], payload, self._actions.device[sent], target[crosses])
-        column[crosses], begin[crosses] = C.ARRIVAL + lane, _moment(arrives, _ARRIVE)
-        return column, begin
+        begin[crosses] = _moment(arrives, _ARRIVE)
+        tables = [arrival.slot for arrival in self._ticks.arrivals]
+        return [_Entry(tables[n], crosses[lane == n], self._when[sent[lane == n]]) for n in np.unique(lane).tolist()], begin
 
-    def _allocate(self, pool: _Pool, values: _Values) -> int:
+    def _allocate(self, pool: PoolName, values: _Values) -> int:
         """Linear scan on every device; returns the pool's size."""
         devices = range(self._actions.num_devices)
         mine = [np.flatnonzero(values.device == d) for d in devices]
         size = max(1, *(_peak(values.begin[chosen], values.end[chosen]) for chosen in mine))
+        strays = self._strays(pool, values)
         slots = np.zeros(len(values.device), np.int64)
         for device, chosen in zip(devices, mine, strict=True):
-            tick, column, arrives = self._strays(pool, device, values.ticks[:, chosen], values.columns[:, chosen])
+            tick, lane, arrives = (column[strays[1] == device] for column in (strays[0], strays[2], strays[3]))
             moments, back = np.unique(_moment(arrives, _ARRIVE), return_inverse=True)
             slots[chosen], free = _scan(values.begin[chosen], values.end[chosen], moments, size)
-            self._table[tick, device, column] = free[back]
-        self._table[values.ticks, values.device, values.columns] = slots
+            for n in np.unique(lane).tolist():
+                at, spare = tick[lane == n], free[back][lane == n]
+                self._ticks.arrivals[n].slot[at, device] = np.maximum(spare, 0)
+                self._ticks.arrivals[n].takes[at, device] = spare >= 0
+        for entry in values.entries:
+            entry.table[entry.tick, values.device[entry.which]] = slots[entry.which]
         return size
 
-    def _strays(self, pool: _Pool, device: int, ticks: IntArray, columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """(tick, column, tick of arrival) of what permutes bring to a device that has no message in them."""
-        payload = {_Pool.X: Payload.ACTIVATION, _Pool.COTANGENT: Payload.COTANGENT}.get(pool)
-        strays = self._arrivals.payload == (NOBODY - 1 if payload is None else payload)
-        arrival = columns >= C.ARRIVAL
-        strays[ticks[arrival], columns[arrival] - C.ARRIVAL] = False
-        tick, lane = np.nonzero(strays)
-        return tick, C.ARRIVAL + lane, tick + self._arrivals.delay[tick, lane]
+    def _strays(self, pool: PoolName, values: _Values) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """(tick, device, lane, tick of arrival) of what permutes bring to devices that have no message in them."""
+        payload = {name: p for p, name in POOL_OF.items()}.get(pool, _NO_PAYLOAD)
+        strays = np.repeat((self._arrivals.payload == payload)[:, None], self._actions.num_devices, axis=1)
+        lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}
+        for entry in values.entries:
+            if id(entry.table) in lanes:
+                strays[entry.tick, values.device[entry.which], lanes[id(entry.table)]] = False
+        tick, device, lane = np.nonzero(strays)
+        return tick, device, lane, tick + self._arrivals.delay[tick, lane]
 
 
 class _Arrivals:
-    """What arrives in every tick: `payload[tick, lane]` (NOBODY where nothing does) and `delay[tick, lane]`."""
+    """What arrives in every tick: `payload[tick, lane]` (-1 where nothing does) and `delay[tick, lane]`."""
 
     def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int) -> None:
-        templates = [p for segment in segments for p in segment.templates]
-        self.widest = max((len(p.lanes) for p in templates), default=0)
+        templates = [template for segment in segments for template in segment.templates]
+        self.widest = max((len(template.lanes) for template in templates), default=0)
         self.choice = np.zeros(num_ticks, np.int64)
         self._exchange = np.zeros(num_ticks, np.int64)
         count = sum(len(p.exchanges) for p in templates)
-        payload, delay = np.full((count, self.widest), NOBODY), np.zeros((count, self.widest), np.int64)
+        payload, delay = np.full((count, self.widest), _NO_PAYLOAD), np.zeros((count, self.widest), np.int64)
         self._lane = np.full((count, len(Payload), num_devices, num_devices), -1)
         at = 0
         for segment in segments:
@@ -241,7 +247,7 @@ class _Arrivals:
 
 
 def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """The lowest free slot for each life, and for each stray moment one that is free then, or ~0 where none is."""
+    """The lowest free slot for each life, and for each stray moment one that is free then, or -1 where none is."""
     free = list(range(size))
     live: list[tuple[int, int]] = []
     slots, spare = [0] * len(begin), [0] * len(strays)
@@ -254,7 +260,7 @@ def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[
         while live and live[0][0] < now[i]:
             heapq.heappush(free, heapq.heappop(live)[1])
         if i >= len(begin):
-            spare[i - len(begin)] = free[0] if free else ~0
+            spare[i - len(begin)] = free[0] if free else -1
             continue
         slots[i] = heapq.heappop(free)
         heapq.heappush(live, (stops[i], slots[i]))

@@ -1,240 +1,49 @@
-"""The lowered program as data: segments of ticks with static structure, and int tables for all that varies."""
+"""The lowered program: static segments, the records of every tick, and the pools that hold what outlives its tick."""
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..table.action import Kind
 from ..table.schedule import Schedule
-
-NOBODY = -1
-
-
-class Payload(enum.IntEnum):
-    """What a transfer carries: a stage's output going down the model, or a cotangent going up."""
-
-    ACTIVATION = 0
-    COTANGENT = 1
-
-
-class Presence(enum.Enum):
-    """How often a predicate holds among those that it asks; only SOMETIMES costs a run-time test."""
-
-    NEVER = "never"
-    SOMETIMES = "sometimes"
-    ALWAYS = "always"
-
-    @classmethod
-    def of(cls, hits: int, total: int) -> Presence:
-        """NEVER for 0 of n, ALWAYS for n of n."""
-        if hits == 0:
-            return cls.NEVER
-        return cls.ALWAYS if hits == total else cls.SOMETIMES
-
-
-class Block(NamedTuple):
-    """One piece of compute code in a tick: an action kind on one chunk of the device."""
-
-    kind: Kind
-    chunk: int
-
-    def __str__(self) -> str:
-        return f"{self.kind.name}.{self.chunk}"
-
-
-@dataclass(frozen=True)
-class BlockUse:
-    """A block as a template needs it: who runs it, and which of its inner parts occur among those who do."""
-
-    block: Block
-    active: Presence  # over all devices and repeats of the template
-    first: Presence  # the stage is the model's first: run `first`, or its gradient
-    last: Presence  # the stage is the model's last: run `last` and its gradient
-    local: Presence  # the result is consumed on this very device: write it to its slot instead of sending it
-
-    def __str__(self) -> str:
-        marks = "".join(m for m, p in (("^", self.first), ("$", self.last), ("~", self.local)) if p is not Presence.NEVER)
-        return f"{self.block}{marks}" + ("" if self.active is Presence.ALWAYS else "?")
-
-
-@dataclass(frozen=True)
-class Permute:
-    """One `ppermute`: static pairs with distinct sources and distinct targets, all up or all down, so never a cycle.
-
-    XLA:GPU returns zeros for some permutes that hold several cycles (openxla/xla issue 45222); none of ours holds one.
-    """
-
-    payload: Payload
-    pairs: tuple[tuple[int, int], ...]
-    delay: int = 0  # issued at the end of its tick, awaited this many ticks later: compute runs in between
-
-    def __str__(self) -> str:
-        late = f" +{self.delay}" if self.delay else ""
-        return f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:" + " ".join(f"{s}>{t}" for s, t in self.pairs) + late
-
-
-# The permutes that a tick makes at its end.
-Exchange: TypeAlias = tuple[Permute, ...]
-
-
-@dataclass(frozen=True)
-class TickTemplate:
-    """The static structure of one tick of a segment's period: backward blocks, forward blocks, then one of the exchanges.
-
-    With several exchanges the tick's number of one is data, the same on all devices, and the permutes have no delay.
-    """
-
-    blocks: tuple[BlockUse, ...]
-    exchanges: tuple[Exchange, ...]
-
-    @property
-    def permutes(self) -> tuple[Permute, ...]:
-        """Those of all exchanges."""
-        return tuple(permute for exchange in self.exchanges for permute in exchange)
-
-    @property
-    def num_predicates(self) -> int:
-        """How many predicates a tick asks: of blocks that not every device runs, and of exchanges."""
-        gates = sum(bool(exchange) for exchange in self.exchanges) if len(self.exchanges) > 1 else 0
-        return gates + sum(use.active is not Presence.ALWAYS for use in self.blocks)
-
-    @property
-    def lanes(self) -> tuple[Payload, ...]:
-        """What may arrive at the end of the tick, whichever exchange it makes: activations, then cotangents."""
-        return tuple(p for p in Payload for _ in range(max(sum(q.payload is p for q in exchange) for exchange in self.exchanges)))
-
-    def lanes_of(self, number: int) -> tuple[int, ...]:
-        """The lane of each permute of an exchange."""
-        exchange, first = self.exchanges[number], self.lanes.index
-        return tuple(first(p.payload) + sum(q.payload is p.payload for q in exchange[:i]) for i, p in enumerate(exchange))
-
-    def __str__(self) -> str:
-        exchanges = [" ".join(f"({p})" for p in exchange) for exchange in self.exchanges]
-        text = exchanges[0] if len(exchanges) == 1 else "{" + " | ".join(text or "-" for text in exchanges) + "}"
-        return f"[{' '.join(map(str, self.blocks))}] {text}".rstrip()
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Ticks `start .. start + repeats * period`, emitted once: a scan of `repeats` trips over the templates of one period."""
-
-    start: int
-    repeats: int
-    templates: tuple[TickTemplate, ...]
-    choices: tuple[int, ...] = ()  # per tick, the exchange that it makes; empty where every template has just one
-
-    @property
-    def period(self) -> int:
-        """Ticks in one trip."""
-        return len(self.templates)
-
-    @property
-    def stop(self) -> int:
-        """The tick after the last one."""
-        return self.start + self.repeats * self.period
-
-    @property
-    def size(self) -> int:
-        """Blocks of stage code that are compiled for it."""
-        return sum(len(p.blocks) for p in self.templates)
-
-    @property
-    def permutes(self) -> int:
-        """Permutes that are compiled for it."""
-        return sum(len(p.permutes) for p in self.templates)
-
-    @property
-    def num_predicates(self) -> int:
-        """How many predicates all its ticks ask."""
-        return self.repeats * sum(p.num_predicates for p in self.templates)
-
-    @cached_property
-    def chosen(self) -> NDArray[np.int64]:
-        """`[trip, template]`: the choices, 0 where there are none."""
-        shape = (self.repeats, self.period)
-        return np.array(self.choices or np.zeros(shape), np.int64).reshape(shape)
-
-    @cached_property
-    def num_sends(self) -> int:
-        """How many values it sends from one device to another, needed or not."""
-        pairs = [[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.templates]
-        return sum(int(np.take(counts, self.chosen[:, j]).sum()) for j, counts in enumerate(pairs))
-
-    def choice(self, tick: int) -> int:
-        """The number of the exchange that a tick makes, among those of its template."""
-        return self.choices[tick - self.start] if self.choices else 0
-
-    def exchange(self, tick: int) -> Exchange:
-        """The permutes that a tick makes."""
-        return self.templates[(tick - self.start) % self.period].exchanges[self.choice(tick)]
-
-    def __str__(self) -> str:
-        head = f"ticks {self.start}..{self.stop - 1}: {self.repeats} x {self.period}"
-        return "\n".join([head, *(f"  {p}" for p in self.templates)])
-
-
-class Column(enum.IntEnum):
-    """Columns of the per-tick, per-device table; slots that an action does not use hold 0."""
-
-    F_CHUNK = 0  # chunk of the forward, or NOBODY
-    F_FIRST = 1  # 1 where its stage is the model's first
-    F_LAST = 2  # 1 where its stage is the model's last
-    F_LOCAL = 3  # 1 where its output is consumed on this device
-    F_STAGE = 4
-    F_MICROBATCH = 5
-    F_X = 6  # slot of the stage input (written here too where F_FIRST)
-    F_RI = 7  # slot of the residuals that only I needs
-    F_RW = 8  # slot of the residuals that W needs
-    F_OUT = 9  # slot written by this forward on this device: the next chunk's input (F_LOCAL) or the cotangent (F_LAST)
-    B_CHUNK = 10
-    B_KIND = 11  # Kind of the backward: B, I or W
-    B_FIRST = 12
-    B_LOCAL = 13
-    B_STAGE = 14
-    B_MICROBATCH = 15
-    B_X = 16
-    B_RI = 17
-    B_RW = 18
-    B_DY = 19  # slot of the output cotangent
-    B_STASH = 20  # slot of what I leaves for W
-    B_OUT = 21  # slot of the cotangent handed to the chunk before on this device (B_LOCAL)
-    F_FR = 22  # slot of the residuals of `first`
-    B_FR = 23
-    EXCHANGE = 24  # number of the exchange that the tick makes, among those of its template; the same on all devices
-    ARRIVAL = 25  # slot that the first lane of the template writes; one more column for each further lane
-
-
-@dataclass(frozen=True)
-class Slots:
-    """How many entries each pool has: the most that any device holds at one time."""
-
-    x: int
-    residual_input: int
-    residual_weight: int
-    cotangent: int
-    stash: int
-    first: int
+from .liveness import Liveness
+from .pools import Pool, PoolName, Slots
+from .records import IntTable, TickRecord
+from .segments import Segment
+from .show import show
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What `lower` interprets: segments (static), `table[tick, device, column]` (data), pool sizes."""
+    """What an executor runs: `segments` say which code each tick has, `ticks` what each device does in it, with which slots.
+
+    `ticks` holds int32 arrays [T, P].  `liveness` says what the backwards read, for which the slots were made.
+    `jaxpipe.program.verify` proves that a program computes its schedule; `str` prints it.
+    """
 
     schedule: Schedule
     segments: tuple[Segment, ...]
-    table: NDArray[np.int32]
-    slots: Slots
+    ticks: TickRecord[IntTable]
+    pools: tuple[Pool, ...]
+    liveness: Liveness
 
     @property
     def num_ticks(self) -> int:
         """T, the number of ticks."""
-        return int(self.table.shape[0])
+        return int(self.ticks.exchange.shape[0])
+
+    @cached_property
+    def slots(self) -> Slots:
+        """The size of each pool."""
+        return Slots(**{pool.name.value: pool.slots for pool in self.pools})
+
+    def with_entries(self, entries: dict[PoolName, tuple[str, ...]]) -> Program:
+        """The program whose pools say what an entry is."""
+        return replace(self, pools=tuple(replace(pool, entry=entries.get(pool.name, ())) for pool in self.pools))
+
+    def segment_at(self, tick: int) -> Segment:
+        """The segment that a tick is in."""
+        return next(s for s in self.segments if s.start <= tick < s.stop)
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.segments), str(self.slots)])
+        return show(self.schedule, self.segments, self.ticks, self.pools)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..model.places import Place, Places
-from ..stage.code import StageCode
-from .pools import Leaves, add
+from ..stage.code import Leaves, StageCode
+from .pools import add
 from .shared_buffers import SharedBuffer
 
 PyTree: TypeAlias = Any

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..program.ir import Presence
+from ..jaxprs import Slot
+from ..stage.code import Leaves
 
 T = TypeVar("T")
-Leaves: TypeAlias = "list[Any]"
 
 
-def when(presence: Presence, predicate: Any, body: Callable[[T], T], state: T) -> T:
-    """Run `body` on the state where the predicate holds.
+def while_once(predicate: Any, body: Callable[[T], T], carry: T) -> tuple[Any, T]:
+    """A loop of one trip where the predicate holds, of none elsewhere: a flag that is False once it is over, and the carry after it."""
 
-    A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at most one trip updates
-    them in place.  Where the predicate is known, nothing is tested.
-    """
-    return when_flagged(presence, predicate, body, state)[1]
+    def once(state: tuple[Any, T]) -> tuple[Any, T]:
+        return jnp.zeros_like(state[0]), body(state[1])
 
-
-def when_flagged(presence: Presence, predicate: Any, body: Callable[[T], T], state: T) -> tuple[Any, T]:
-    """`when`, and a flag that is False once it is over, for what must not start before."""
-    if presence is Presence.NEVER:
-        return jnp.zeros((), bool), state
-    if presence is Presence.ALWAYS:
-        return jnp.zeros((), bool), body(state)
-
-    def once(carry: tuple[Any, T]) -> tuple[Any, T]:
-        return jnp.zeros_like(carry[0]), body(carry[1])
-
-    return lax.while_loop(lambda carry: carry[0], once, (predicate, state))
+    return lax.while_loop(lambda state: state[0], once, (predicate, carry))
 
 
 def read(pool: Sequence[Any], slot: Any) -> Leaves:
     """One slot of every leaf of a pool ([slots, ...])."""
-    return [lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False) for leaf in pool]
+    return [Slot(leaf, slot).load() for leaf in pool]
 
 
 def write(pool: Sequence[Any], slot: Any, values: Sequence[Any]) -> Leaves:
     """The pool with one slot replaced."""
-    cast = [jnp.asarray(value).astype(leaf.dtype) for leaf, value in zip(pool, values, strict=True)]  # literals of jaxprs are numbers
-    return [lax.dynamic_update_index_in_dim(leaf, value, slot, 0) for leaf, value in zip(pool, cast, strict=True)]
+    return [Slot(leaf, slot).store(value) for leaf, value in zip(pool, values, strict=True)]
+
+
+def add_at(pool: Any, slot: Any, value: Any) -> Any:
+    """The leaf with a value added to one slot."""
+    entry = Slot(pool, slot)
+    return entry.store(entry.load() + value.astype(pool.dtype))
 
 
 def empty_pool(avals: Sequence[Any], slots: int) -> Leaves:

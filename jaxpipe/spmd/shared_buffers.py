@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..jaxprs import Slot
 from ..model.places import Place, Places
-from .pools import Leaves
+from ..stage.code import Leaves
 
 Avals: TypeAlias = "Sequence[Any]"
 _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
@@ -90,10 +89,8 @@ class SharedBuffer:
     @staticmethod
     def _write(found: Leaves, slot: Any, values: Sequence[tuple[Place, Any]]) -> Leaves:
         for place, value in values:
-            value = jnp.asarray(value).astype(found[place.at].dtype)  # a literal of a jaxpr is a number
-            value = value.reshape(1, -1) if place.flat else value[None]
-            start = (slot, *(jnp.int32(0) for _ in value.shape[1:]))
-            found[place.at] = lax.dynamic_update_slice(found[place.at], value, start)
+            entry = Slot(found[place.at], slot)
+            found[place.at] = entry.store_flat(value) if place.flat else entry.store(value)
         return found
 
     def slots(self, pool: Sequence[Any], slot: Any, avals: Avals) -> list[Slot | None]:

@@ -10,7 +10,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.report import fallbacks
-from jaxpipe.stage.code import run, trace_stage
+from jaxpipe.stage.code import run
+from jaxpipe.stage.trace import trace_stage
 from tests.models import twin
 from tests.parity.tolerance import FLOAT64
 

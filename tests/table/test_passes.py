@@ -20,14 +20,14 @@ from jaxpipe.lowering.plan import Prefer, choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.segments import Span, find_segments, kept_ticks, segments_of
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.program.ir import Block, Column, Payload, Presence
+from jaxpipe.program.faults import Rule
 from jaxpipe.program.liveness import LastUse, Liveness
+from jaxpipe.program.segments import Block, Payload, Presence
+from jaxpipe.program.verify import faults, verify
 from jaxpipe.table.action import Action, Kind, parts
 from tests.golden import check_golden
 from tests.strategies import random_schedule, schedules
-from tests.symbolic import Wrong, run_symbolically
 
-C = Column
 MAKERS = {
     "fewest": assign_ticks,
     "turns": modulo_ticks,
@@ -258,8 +258,7 @@ def test_random_tables_run_right(seed):
         for _, ticks in every_ticks(schedule):
             liveness = random_liveness(rng)
             program = assign_slots(ticks, random_segments(rng, ticks), liveness=liveness)
-            for name, most in run_symbolically(program, liveness).items():
-                assert getattr(program.slots, name) == max(1, most), (name, most, program.slots)
+            assert faults(program) == ()
 
 
 @pytest.mark.slow
@@ -273,7 +272,7 @@ def test_what_is_chosen_for_random_tables_runs_right(prefer):
     rng = random.Random(7)
     for _ in range(12):
         ticks, segments, *_ = choose_candidate(random_schedule(rng), prefer=prefer)
-        run_symbolically(assign_slots(ticks, segments))
+        verify(assign_slots(ticks, segments))
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -286,7 +285,7 @@ def test_named_tables_run_right(name, devices):
             continue  # not defined for so few microbatches
         for prefer in Prefer:
             ticks, segments, *_ = choose_candidate(schedule, prefer=prefer)
-            run_symbolically(assign_slots(ticks, segments))
+            verify(assign_slots(ticks, segments))
 
 
 @given(schedules())
@@ -303,9 +302,16 @@ def test_residual_slots_are_the_simulated_peak(schedule):
 
 # --- a broken program is found out -----------------------------------------------------------------------------------------------
 
-SLOTS = (C.F_X, C.F_RI, C.F_RW, C.B_X, C.B_RI, C.B_RW, C.B_DY, C.B_STASH)
-NUMBERS = (C.F_CHUNK, C.F_STAGE, C.F_MICROBATCH, C.B_CHUNK, C.B_KIND, C.B_STAGE, C.B_MICROBATCH)
-FLAGS = (C.F_FIRST, C.F_LAST, C.F_LOCAL, C.B_FIRST, C.B_LOCAL)
+SLOTS = {
+    "forward": ("x", "residual_input", "residual_weight"),
+    "backward": ("x", "residual_input", "residual_weight", "cotangent", "stash"),
+}
+NUMBERS = {"forward": ("chunk", "stage", "microbatch", "kind"), "backward": ("chunk", "kind", "stage", "microbatch")}
+FLAGS = {"forward": ("is_first", "is_last", "is_local", "keeps"), "backward": ("is_first", "is_local")}
+ENTRIES = [(half, field) for group in (SLOTS, NUMBERS, FLAGS) for half, fields in group.items() for field in fields]
+RULES_OF = {field: {Rule.ACTION, Rule.CODE} for fields in NUMBERS.values() for field in fields} | {
+    field: {Rule.ACTION, Rule.CODE} for fields in FLAGS.values() for field in fields
+}
 
 
 def sound_program():
@@ -315,30 +321,73 @@ def sound_program():
     return assign_slots(ticks, find_segments(ticks))
 
 
-def entries(program, column):
-    """(tick, device) whose entry in this column matters."""
-    table = program.table
-    active = table[:, :, C.F_CHUNK if column.name.startswith("F_") else C.B_CHUNK] >= 0
-    if column is C.B_STASH:
-        active = active & (table[:, :, C.B_KIND] != Kind.B)
-    if column in (C.B_DY, C.B_RI, C.B_LOCAL, C.B_FIRST):
-        active = active & (table[:, :, C.B_KIND] != Kind.W)
-    if column in FLAGS:
-        active = active & (table[:, :, column] == 1)  # a part that runs unwanted may do no harm
+def entries(program, half, field):
+    """(tick, device) whose entry in this field matters."""
+    record = getattr(program.ticks, half)
+    active = record.chunk >= 0
+    if field == "stash":
+        active = active & (record.kind != Kind.B)
+    if half == "backward" and field in ("cotangent", "residual_input", "is_local", "is_first"):
+        active = active & (record.kind != Kind.W)
     return np.argwhere(active)
 
 
-@pytest.mark.parametrize("column", [*SLOTS, *NUMBERS, *FLAGS], ids=lambda column: column.name)
-def test_a_wrong_table_entry_is_found(column):
+def with_entry(program, half, field, tick, device, value):
+    """The program with one number of its records replaced."""
+    record = getattr(program.ticks, half)
+    table = getattr(record, field).copy()
+    table[tick, device] = value
+    return replace(program, ticks=replace(program.ticks, **{half: replace(record, **{field: table})}))
+
+
+def rules_broken(program):
+    return {fault.rule for fault in faults(program)}
+
+
+@pytest.mark.parametrize(("half", "field"), ENTRIES, ids=lambda name: name)
+def test_a_wrong_entry_is_found(half, field):
     program = sound_program()
-    run_symbolically(program)
-    rng = random.Random(int(column))
-    chosen = entries(program, column).tolist()
+    assert faults(program) == ()
+    rng = random.Random(f"{half}.{field}")
+    chosen = entries(program, half, field).tolist()
+    record = getattr(getattr(program.ticks, half), field)
     for tick, device in rng.sample(chosen, min(12, len(chosen))):
-        table = program.table.copy()
-        table[tick, device, column] = (table[tick, device, column] + 1) % (1 + table[:, :, column].max())
-        with pytest.raises(Wrong):
-            run_symbolically(replace(program, table=table))
+        size = 2 if field.startswith("is_") or field == "keeps" else 1 + max(1, int(record.max()))
+        broken = with_entry(program, half, field, tick, device, (record[tick, device] + 1) % size)
+        found = rules_broken(broken)
+        assert found
+        assert found <= RULES_OF.get(field, {Rule.VALUE, Rule.OVERWRITTEN, Rule.SLOT, Rule.POOL}), found
+
+
+def test_the_error_lists_the_faults():
+    program = with_entry(sound_program(), "forward", "x", 2, 0, 99)
+    with pytest.raises(jp.ProgramError, match=r"bug in jaxpipe.*\n.*slot \[tick 2, device 0\]: slot 99 of pool x") as caught:
+        verify(program)
+    assert len(caught.value.faults) >= 1
+
+
+def test_a_pool_that_is_too_large_is_found():
+    program = sound_program()
+    for i, pool in enumerate(program.pools):
+        pools = (*program.pools[:i], replace(pool, slots=pool.slots + 1), *program.pools[i + 1 :])
+        assert rules_broken(replace(program, pools=pools)) == {Rule.POOL}
+
+
+def test_a_value_that_is_overwritten_is_found():
+    """Two forwards of one device that write one slot: the first value is gone when its backward comes."""
+    program = sound_program()
+    forward = program.ticks.forward
+    (first, second), device = np.flatnonzero(forward.chunk[:, 0] >= 0)[:2], 0
+    broken = with_entry(program, "forward", "residual_weight", second, device, forward.residual_weight[first, device])
+    assert Rule.OVERWRITTEN in rules_broken(broken)
+
+
+def test_devices_that_choose_different_exchanges_are_found():
+    program = sound_program()
+    exchange = program.ticks.exchange.copy()
+    tick = int(np.argmax(exchange[:, 0]))
+    exchange[tick, 1] = 0
+    assert rules_broken(replace(program, ticks=replace(program.ticks, exchange=exchange))) == {Rule.EXCHANGE}
 
 
 def test_a_message_in_the_wrong_slot_is_found():
@@ -354,13 +403,21 @@ def test_a_message_in_the_wrong_slot_is_found():
         lanes = segment.templates[(made - segment.start) % segment.period].lanes_of(segment.choice(made))
         (lane,) = (n for n, p in zip(lanes, made_in[made], strict=True) if p.payload is payload and (source, target) in p.pairs)
         size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
-        table = program.table.copy()
-        table[made, target, C.ARRIVAL + lane] = (table[made, target, C.ARRIVAL + lane] + 1) % size
-        with pytest.raises(Wrong):
-            run_symbolically(replace(program, table=table))
-        table[made, target, C.ARRIVAL + lane] = ~0
-        with pytest.raises(Wrong):
-            run_symbolically(replace(program, table=table))
+        arrival = program.ticks.arrivals[lane]
+        for wrong in (
+            replace(arrival, slot=changed(arrival.slot, made, target, (arrival.slot[made, target] + 1) % size)),
+            replace(arrival, takes=changed(arrival.takes, made, target, 0)),
+        ):
+            arrivals = (*program.ticks.arrivals[:lane], wrong, *program.ticks.arrivals[lane + 1 :])
+            found = rules_broken(replace(program, ticks=replace(program.ticks, arrivals=arrivals)))
+            assert found
+            assert found <= {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
+
+
+def changed(table, tick, device, value):
+    table = table.copy()
+    table[tick, device] = value
+    return table
 
 
 def first_block(change):
@@ -396,17 +453,21 @@ def cyclic(permute):
     return replace(permute, pairs=((source, target), (target, source)))
 
 
+LOST = {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
 BREAK = {
-    "a block is missing": first_block(lambda use: ()),
-    "a pair is missing": first_permute(lambda permute: replace(permute, pairs=permute.pairs[1:])),
-    "a permute of the other payload": first_permute(lambda permute: replace(permute, payload=Payload(1 - permute.payload))),
-    "a transfer is late": first_permute(lambda permute: replace(permute, delay=permute.delay + 1)),
-    "a block runs everywhere": first_block(lambda use: (replace(use, active=Presence.ALWAYS),)),
-    "first never runs": unwanted_part("first", (Kind.F, Kind.B, Kind.I)),
-    "last never runs": unwanted_part("last", (Kind.F,)),
-    "nothing is handed on": unwanted_part("local", (Kind.F, Kind.B, Kind.I)),
-    "a block of another chunk": first_block(lambda use: (replace(use, block=Block(use.block.kind, 1 - use.block.chunk)),)),
-    "a permute with a cycle": first_permute(cyclic),
+    "a block is missing": (first_block(lambda use: ()), {Rule.CODE}),
+    "a pair is missing": (first_permute(lambda permute: replace(permute, pairs=permute.pairs[1:])), LOST),
+    "a permute of the other payload": (
+        first_permute(lambda permute: replace(permute, payload=Payload(1 - permute.payload))),
+        LOST | {Rule.SLOT},
+    ),
+    "a transfer is late": (first_permute(lambda permute: replace(permute, delay=permute.delay + 1)), LOST | {Rule.EXCHANGE}),
+    "a block runs everywhere": (first_block(lambda use: (replace(use, active=Presence.ALWAYS),)), {Rule.CODE}),
+    "first never runs": (unwanted_part("first", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
+    "last never runs": (unwanted_part("last", (Kind.F,)), {Rule.CODE}),
+    "nothing is handed on": (unwanted_part("local", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
+    "a block of another chunk": (first_block(lambda use: (replace(use, block=Block(use.block.kind, 1 - use.block.chunk)),)), {Rule.CODE}),
+    "a permute with a cycle": (first_permute(cyclic), {Rule.PERMUTE}),
 }
 
 
@@ -419,23 +480,24 @@ def broken_segments(segments, broken):
                 yield (*segments[:i], replace(segment, templates=positions), *segments[i + 1 :])
 
 
-@pytest.mark.parametrize("broken", BREAK.values(), ids=[*BREAK])
-def test_a_wrong_segment_is_found(broken):
+@pytest.mark.parametrize(("broken", "rules"), BREAK.values(), ids=[*BREAK])
+def test_a_wrong_segment_is_found(broken, rules):
     ticks = assign_ticks(jp.schedules.build("zbv", devices=3, microbatches=6))
     program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 6)], collect(ticks)))
-    run_symbolically(program)
+    assert faults(program) == ()
     changed = list(broken_segments(program.segments, broken))
     assert len(changed) > 1
     for segments in changed:
-        with pytest.raises(Wrong):
-            run_symbolically(replace(program, segments=segments))
+        found = rules_broken(replace(program, segments=segments))
+        assert found
+        assert found <= rules, found
 
 
 def test_a_missing_tick_is_found():
     program = sound_program()
     last = program.segments[-1]
-    with pytest.raises(Wrong, match="the segments end at tick"):
-        run_symbolically(replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1))))
+    (fault,) = faults(replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1))))
+    assert fault.rule is Rule.SEGMENTS
 
 
 # --- the catalogue: code that does not grow, and the table's own makespan --------------------------------------------------------

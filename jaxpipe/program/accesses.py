@@ -1,0 +1,138 @@
+"""Every reading and writing of a pool's slots by a program, with what is written and what a reader needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..table.action import Kind
+from .code_rules import Running, ticks_of
+from .ir import Program
+from .liveness import LastUse
+from .pools import POOL_OF, PoolName
+from .records import IntTable
+from .segments import Payload, Presence, Segment
+
+Ints = NDArray[np.int64]
+# What is in a slot that nobody wrote, or that a permute without a message for the device wrote.
+NOTHING = -1
+# Order within a block: what `first` writes, then all reads, then all writes.
+_BEFORE, _READ, _WRITE = range(3)
+
+
+class Accesses(NamedTuple):
+    """One entry an access, in no order.  A value is the number stage * M + microbatch of what the pool holds."""
+
+    device: Ints
+    slot: Ints
+    tick: Ints
+    place: Ints  # within the tick: of the block, or after all blocks for what arrives
+    order: Ints  # within the block
+    value: Ints
+    is_read: NDArray[np.bool_]
+
+
+def accesses(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Accesses:
+    """Those of one pool."""
+    nothing = np.zeros(0, np.int64)
+    none = Accesses(nothing, nothing, nothing, nothing, nothing, nothing, nothing.astype(bool))
+    parts = [none, *_of_blocks(program, pool, blocks)]
+    if pool in POOL_OF.values():
+        parts += [part for segment in program.segments for part in _of_exchanges(program, segment, pool, blocks)]
+    return Accesses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Iterator[Accesses]:
+    for block in blocks:
+        touches = _of_forward if block.use.block.kind is Kind.F else _of_backward
+        for of, slots, order, where, shift in touches(program, block.use.block.kind):
+            if of is not pool:
+                continue
+            half = program.ticks.forward if block.use.block.kind is Kind.F else program.ticks.backward
+            k, device = np.nonzero(block.runs if where is None else block.runs & (where[block.ticks] != 0))
+            tick = block.ticks[k]
+            at = (tick, device)
+            value = (half.stage[at].astype(np.int64) + shift) * program.schedule.num_microbatches + half.microbatch[at]
+            count = np.ones(len(tick), np.int64)
+            slot = slots[at].astype(np.int64)
+            yield Accesses(device, slot, tick, block.place * count, order * count, value, np.full(len(tick), order == _READ))
+
+
+# (pool, slots, order, flag that must be set or None, how far from the block's stage the value's is)
+_Touch = tuple[PoolName, IntTable, int, IntTable | None, int]
+
+
+def _of_forward(program: Program, kind: Kind) -> Iterator[_Touch]:
+    """What a forward does, from the meaning of its record."""
+    f = program.ticks.forward
+    yield PoolName.X, f.x, _BEFORE, f.is_first, 0
+    yield PoolName.X, f.x, _READ, None, 0
+    yield PoolName.X, f.out, _WRITE, f.is_local, 1
+    if program.schedule.forward_only:
+        return
+    yield PoolName.FIRST, f.first, _BEFORE, f.is_first, 0
+    yield PoolName.RESIDUAL_INPUT, f.residual_input, _WRITE, f.keeps, 0
+    yield PoolName.RESIDUAL_WEIGHT, f.residual_weight, _WRITE, f.keeps, 0
+    yield PoolName.COTANGENT, f.out, _WRITE, f.is_last, 0
+
+
+def _of_backward(program: Program, kind: Kind) -> Iterator[_Touch]:
+    """What a backward does, from the meaning of its record and from what the stage's code reads."""
+    b, liveness, weight = program.ticks.backward, program.liveness, kind is Kind.W
+    if liveness.x is LastUse.WEIGHT_GRAD or (liveness.x is LastUse.INPUT_GRAD and not weight):
+        yield PoolName.X, b.x, _READ, None, 0
+    if not weight or liveness.cotangent is LastUse.WEIGHT_GRAD:
+        yield PoolName.COTANGENT, b.cotangent, _READ, None, 0
+    yield PoolName.RESIDUAL_WEIGHT, b.residual_weight, _READ, None, 0
+    if weight:
+        yield PoolName.STASH, b.stash, _READ, None, 0
+        return
+    yield PoolName.RESIDUAL_INPUT, b.residual_input, _READ, None, 0
+    yield PoolName.FIRST, b.first, _READ, b.is_first, 0
+    yield PoolName.COTANGENT, b.out, _WRITE, b.is_local, -1
+    if kind is Kind.I:
+        yield PoolName.STASH, b.stash, _WRITE, None, 0
+
+
+def _of_exchanges(program: Program, segment: Segment, pool: PoolName, blocks: Sequence[Running]) -> Iterator[Accesses]:
+    """What permutes write; a device that is no target gets nothing, and writes that."""
+    devices = program.schedule.num_devices
+    for j, template in enumerate(segment.templates):
+        ticks = ticks_of(segment, j)
+        here = [block for block in blocks if block.ticks[0] == ticks[0]]
+        for number, exchange in enumerate(template.exchanges):
+            mine = ticks[program.ticks.exchange[ticks, 0] == number]
+            for lane, permute in zip(template.lanes_of(number), exchange, strict=True):
+                if POOL_OF[permute.payload] is not pool or not len(mine):
+                    continue
+                value = np.full((len(mine), devices), NOTHING, np.int64)
+                made = _made(program, ticks, here, permute.payload)[np.searchsorted(ticks, mine)]
+                for source, target in permute.pairs:
+                    value[:, target] = made[:, source]
+                arrival = program.ticks.arrivals[lane]
+                k, device = np.nonzero(arrival.takes[mine] != 0)
+                count = np.ones(len(k), np.int64)
+                slot = arrival.slot[mine][k, device].astype(np.int64)
+                place = (len(template.blocks) + 1) * count  # after all blocks; in a later tick after its blocks too
+                place += max(len(other.blocks) for other in segment.templates)
+                late = mine[k] + permute.delay
+                yield Accesses(device, slot, late, place, _WRITE * count + lane, value[k, device], np.zeros(len(k), bool))
+
+
+def _made(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Payload) -> Ints:
+    """`[k, device]`: the value that a device has to send at the end of a template's k-th tick, made in that very tick."""
+    found = np.full((len(ticks), program.schedule.num_devices), NOTHING, np.int64)
+    for block in blocks:
+        use, kind = block.use, block.use.block.kind
+        if (kind is Kind.F) is not (payload is Payload.ACTIVATION) or kind is Kind.W:
+            continue
+        # Code whose output always stays on the device, or goes to `first` or `last`, puts nothing where what is sent lies.
+        if Presence.ALWAYS in ((use.last, use.local) if kind is Kind.F else (use.first, use.local)):
+            continue
+        half = program.ticks.forward if kind is Kind.F else program.ticks.backward
+        stage = half.stage[ticks].astype(np.int64) + (1 if kind is Kind.F else -1)
+        found = np.where(block.runs, stage * program.schedule.num_microbatches + half.microbatch[ticks], found)
+    return found

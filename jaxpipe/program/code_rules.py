@@ -1,0 +1,147 @@
+"""Rules of what runs: each action of the table exactly once, in code that its tick has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..table.action import KIND_NAMES, Kind
+from .faults import Fault, Rule
+from .ir import Program
+from .records import NOBODY, Backward, Forward, IntTable
+from .segments import Block, BlockUse, Presence, Segment
+
+# Of one kind of fault, so many are listed.
+_MOST_LISTED = 10
+BoolTable = NDArray[np.bool_]
+
+
+class Running(NamedTuple):
+    """A block of a template, and where it runs: `runs[k, device]` in tick `ticks[k]`, as the `place`-th block of its template."""
+
+    use: BlockUse
+    place: int
+    ticks: NDArray[np.int64]
+    runs: BoolTable
+
+
+def half_of(program: Program, block: Block) -> Forward[IntTable] | Backward[IntTable]:
+    """The records that a block reads."""
+    return program.ticks.forward if block.kind is Kind.F else program.ticks.backward
+
+
+def running(program: Program) -> tuple[Running, ...]:
+    """Every block of every template, and where the records ask for it."""
+    return tuple(_running(program))
+
+
+def _running(program: Program) -> Iterator[Running]:
+    for segment in program.segments:
+        for j, template in enumerate(segment.templates):
+            ticks = ticks_of(segment, j)
+            for place, use in enumerate(template.blocks):
+                half = half_of(program, use.block)
+                yield Running(use, place, ticks, (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind)))
+
+
+def ticks_of(segment: Segment, j: int) -> NDArray[np.int64]:
+    """The ticks of a segment's j-th template."""
+    return np.arange(segment.start + j, segment.stop, segment.period)
+
+
+def code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
+    """Broken rules of actions and of the code that runs them."""
+    yield from _limited(_action_faults(program))
+    yield from _limited(_template_faults(program, blocks))
+
+
+def _limited(found: Iterator[Fault]) -> Iterator[Fault]:
+    for number, fault in enumerate(found):
+        if number == _MOST_LISTED:
+            return
+        yield fault
+
+
+def _action_faults(program: Program) -> Iterator[Fault]:
+    """Each action runs once, on its device and chunk, with the flags that its place in the model asks for."""
+    table, schedule = program.schedule.encoded, program.schedule
+    done = np.zeros(table.num_actions, np.int64)
+    for half in (program.ticks.forward, program.ticks.backward):
+        tick, device = np.nonzero(half.chunk != NOBODY)
+        kind, stage, microbatch, chunk = (field[tick, device] for field in (half.kind, half.stage, half.microbatch, half.chunk))
+        inside = (kind >= 0) & (kind < len(Kind)) & (stage >= 0) & (stage < schedule.num_stages)
+        inside &= (microbatch >= 0) & (microbatch < schedule.num_microbatches)
+        number = np.full(len(tick), -1)
+        number[inside] = table.at[kind[inside], stage[inside], microbatch[inside]]
+        wrong = number < 0
+        wrong |= np.where(wrong, False, table.device[number] != device)
+        for i in np.flatnonzero(wrong).tolist():
+            name = KIND_NAMES[kind[i]] if 0 <= kind[i] < len(Kind) else f"kind {kind[i]}"
+            message = f"runs {stage[i]}{name}{microbatch[i]}, which the table does not give to this device"
+            yield Fault(Rule.ACTION, message, int(tick[i]), int(device[i]))
+        good = np.flatnonzero(~wrong)
+        np.add.at(done, number[good], 1)
+        for i in good[_wrong_chunk(program, device[good], chunk[good], stage[good])].tolist():
+            yield Fault(Rule.ACTION, f"runs stage {stage[i]} as chunk {chunk[i]}", int(tick[i]), int(device[i]))
+        for what, flag, wanted in _flags(program, half, number):
+            for i in good[(flag[tick, device] != wanted)[good]].tolist():
+                yield Fault(Rule.ACTION, f"{table.text(int(number[i]))} is marked wrongly: {what}", int(tick[i]), int(device[i]))
+    for missing in np.flatnonzero(done != 1).tolist():
+        yield Fault(Rule.ACTION, f"{table.text(missing)} runs {done[missing]} times", device=int(table.device[missing]))
+
+
+def _wrong_chunk(program: Program, device: Any, chunk: Any, stage: Any) -> BoolTable:
+    """Where a chunk is not the stage's on its device."""
+    stages_of = program.schedule.placement.stages_of
+    width = max(map(len, stages_of))
+    stages = np.array([[*row, *[NOBODY] * (width - len(row))] for row in stages_of])
+    found: BoolTable = (chunk >= width) | (stages[device, np.minimum(chunk, width - 1)] != stage)
+    return found
+
+
+def _flags(program: Program, half: Any, number: Any) -> Iterator[tuple[str, IntTable, NDArray[np.bool_]]]:
+    """(what, the flags, what they are to be for each action `number`)."""
+    table = program.schedule.encoded
+    user = np.full(table.num_actions, -1, np.int64)
+    needed = np.flatnonzero(table.producer >= 0)
+    user[table.producer[needed]] = needed
+    local = (user >= 0) & (table.device[user] == table.device)
+    yield "is_first", half.is_first, table.stage[number] == 0
+    yield "is_local", half.is_local, local[number]
+    if isinstance(half, Forward):
+        yield "is_last", half.is_last, table.stage[number] == table.num_stages - 1
+        yield "keeps", half.keeps, np.full(len(number), not table.forward_only)
+
+
+def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
+    """A device finds the code of what it is to do; code without a predicate is what all devices want."""
+    for name, half in (("forward", program.ticks.forward), ("backward", program.ticks.backward)):
+        covered = np.zeros(half.chunk.shape, np.int64)
+        for use, _, ticks, runs in blocks:
+            if half_of(program, use.block) is not half:
+                continue
+            covered[ticks] += runs
+            if use.active is Presence.ALWAYS:
+                for k, device in zip(*np.nonzero(~runs), strict=True):
+                    yield Fault(Rule.CODE, f"runs {use.block} without being asked to", int(ticks[k]), int(device))
+            yield from _part_faults(use, half, ticks, runs)
+        for tick, device in zip(*np.nonzero(covered != (half.chunk != NOBODY)), strict=True):
+            yield Fault(Rule.CODE, f"the template has the code of its {name} {covered[tick, device]} times", int(tick), int(device))
+
+
+def _part_faults(use: BlockUse, half: Any, ticks: Any, runs: BoolTable) -> Iterator[Fault]:
+    """The inner parts of a block run exactly where their flags say."""
+    parts = [("first", use.first, half.is_first), ("local", use.local, half.is_local)]
+    if isinstance(half, Forward):
+        parts.append(("last", use.last, half.is_last))
+    elif use.block.kind is Kind.W:
+        parts = []  # W hands nothing on
+    for part, presence, flag in parts:
+        asked = flag[ticks] != 0
+        happens = {Presence.ALWAYS: np.ones_like(asked), Presence.NEVER: np.zeros_like(asked), Presence.SOMETIMES: asked}[presence]
+        for k, device in zip(*np.nonzero(runs & (asked != happens)), strict=True):
+            verb = "is never run" if presence is Presence.NEVER else "always runs"
+            yield Fault(Rule.CODE, f"`{part}` of {use.block} {verb}, against its flag", int(ticks[k]), int(device))

@@ -1,0 +1,61 @@
+"""Pools: what outlives its tick, by kind, and how many entries each has."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from .segments import Payload
+
+
+class PoolName(enum.Enum):
+    """What a pool holds; the value is its field in `Slots`."""
+
+    X = "x"  # inputs of stages
+    RESIDUAL_INPUT = "residual_input"  # what a forward keeps for I (or B) alone
+    RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
+    COTANGENT = "cotangent"  # gradients of outputs of stages
+    STASH = "stash"  # what I leaves for W
+    FIRST = "first"  # what `first` keeps for its gradient
+
+    @property
+    def letter(self) -> str:
+        """How it is named in a printed program."""
+        return _LETTERS[self]
+
+
+_LETTERS = {
+    PoolName.X: "x",
+    PoolName.RESIDUAL_INPUT: "i",
+    PoolName.RESIDUAL_WEIGHT: "w",
+    PoolName.COTANGENT: "c",
+    PoolName.STASH: "s",
+    PoolName.FIRST: "f",
+}
+# Where a transfer's payload arrives.
+POOL_OF = {Payload.ACTIVATION: PoolName.X, Payload.COTANGENT: PoolName.COTANGENT}
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How many entries each pool has: the most that any device holds at one time (at least one)."""
+
+    x: int
+    residual_input: int
+    residual_weight: int
+    cotangent: int
+    stash: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Buffers of one shape: `slots` entries of `entry`, which is a text for each array, "float32[4, 8]", where shapes are known."""
+
+    name: PoolName
+    slots: int
+    entry: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        count = f"{self.name.letter} {self.name.value}: {self.slots} slot{'s' if self.slots > 1 else ''}"
+        return f"{count} of {', '.join(self.entry)}" if self.entry else count

@@ -1,0 +1,115 @@
+"""The varying part of a lowered program: what each device does in each tick, as typed records of int arrays [ticks, devices]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntTable: TypeAlias = NDArray[np.int32]
+# An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick of one device.
+A = TypeVar("A")
+B = TypeVar("B")
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Forward(Generic[A]):
+    """A forward (F, or R: a forward run once more for its residuals) and the slots that it reads and writes."""
+
+    kind: A  # Kind.F or Kind.R, or NOBODY
+    chunk: A  # of the device, or NOBODY where it runs no forward
+    stage: A
+    microbatch: A
+    keeps: A  # 1 where the residuals are kept; 0 where an R will make them
+    is_first: A  # 1 where the stage is the model's first: `first` writes the stage's input
+    is_last: A  # 1 where the stage is the model's last: `last` writes the cotangent
+    is_local: A  # 1 where the output is consumed on this device
+    x: A  # slot of the stage's input
+    residual_input: A  # slot of the residuals that only I (and B) reads
+    residual_weight: A  # slot of the residuals that W reads
+    first: A  # slot of the residuals of `first`
+    out: A  # slot of what it writes for this device: the next chunk's input, or the cotangent of the last stage
+
+
+@dataclass(frozen=True)
+class Backward(Generic[A]):
+    """A backward (B, I or W) and the slots that it reads and writes."""
+
+    kind: A  # Kind.B, Kind.I or Kind.W, or NOBODY
+    chunk: A  # of the device, or NOBODY where it runs no backward
+    stage: A
+    microbatch: A
+    is_first: A  # 1 where the stage is the model's first: the gradient of `first` follows
+    is_local: A  # 1 where the input gradient is consumed on this device
+    x: A  # slot of the stage's input
+    residual_input: A
+    residual_weight: A
+    cotangent: A  # slot of the gradient of the stage's output
+    stash: A  # slot of what I leaves for W
+    first: A  # slot of the residuals of `first`
+    out: A  # slot of the cotangent that it writes for the chunk before on this device
+
+
+@dataclass(frozen=True)
+class Arrival(Generic[A]):
+    """What a permute brings to a device: the slot that it writes, or 0 in `takes` where the slot keeps what it has."""
+
+    slot: A
+    takes: A
+
+
+@dataclass(frozen=True)
+class TickRecord(Generic[A]):
+    """All that varies of a tick."""
+
+    forward: Forward[A]
+    backward: Backward[A]
+    exchange: A  # number of the exchange among those of the tick's template; the same on all devices
+    arrivals: tuple[Arrival[A], ...]  # by lane of the template
+
+
+Record: TypeAlias = "Forward[A] | Backward[A] | Arrival[A] | TickRecord[A]"
+R = TypeVar("R")
+
+
+def map_fields(function: Callable[[Any], Any], record: R) -> R:
+    """The record with a function of every array in it."""
+    if isinstance(record, tuple):
+        return tuple(map_fields(function, item) for item in record)  # type: ignore[return-value]
+    if is_dataclass(record) and not isinstance(record, type):
+        return replace(record, **{f.name: map_fields(function, getattr(record, f.name)) for f in fields(record)})
+    found: R = function(record)
+    return found
+
+
+def arrays(record: object) -> Iterator[IntTable]:
+    """Every array of a record."""
+    if isinstance(record, tuple):
+        for item in record:
+            yield from arrays(item)
+    elif isinstance(record, np.ndarray):
+        yield record
+    else:
+        for f in fields(record):  # type: ignore[arg-type]
+            yield from arrays(getattr(record, f.name))
+
+
+def empty_ticks(num_ticks: int, num_devices: int, lanes: int) -> TickRecord[IntTable]:
+    """Ticks in which nobody does anything; whoever makes a program fills them."""
+
+    def zeros() -> IntTable:
+        return np.zeros((num_ticks, num_devices), np.int32)
+
+    def nobody() -> IntTable:
+        return np.full((num_ticks, num_devices), NOBODY, np.int32)
+
+    idle = ("kind", "chunk")
+    forward = Forward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Forward)})
+    backward = Backward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Backward)})
+    arrivals = tuple(Arrival(zeros(), np.ones((num_ticks, num_devices), np.int32)) for _ in range(lanes))
+    return TickRecord(forward, backward, zeros(), arrivals)

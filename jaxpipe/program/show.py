@@ -1,0 +1,89 @@
+"""A program as text: pools, segments, and what each device does in each tick with which slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..table.action import Kind
+from ..table.schedule import Schedule
+from .pools import POOL_OF, Pool, PoolName
+from .records import NOBODY, IntTable, TickRecord, map_fields
+from .segments import Segment
+
+# Ticks that are printed; the steady state is in the segments anyway.
+MOST_TICKS = 64
+
+
+def show(
+    schedule: Schedule, segments: Sequence[Segment], ticks: TickRecord[IntTable], pools: Sequence[Pool], *, most_ticks: int = MOST_TICKS
+) -> str:
+    """The whole program on a screen, where its ticks fit on one.
+
+    A cell is the action, the slots that it reads, and after ">" those that it writes: `2F3 x1>w0` is the forward of microbatch 3 through
+    stage 2, which reads slot 1 of pool x and keeps residuals in slot 0 of pool w.  `<x2` is what arrives in slot 2 at the end of the tick.
+    """
+    num_ticks = len(ticks.exchange)
+    name = schedule.name or "schedule"
+    shape = f"{schedule.num_devices} devices, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    lines = [f"program of {name}: {shape}, {num_ticks} ticks", *(f"pool {pool}" for pool in pools)]
+    lines += map(str, segments)
+    shown = min(num_ticks, most_ticks)
+    training = not schedule.forward_only
+    at = {tick: segment for segment in segments for tick in range(segment.start, min(segment.stop, shown))}
+    cells = [[_cell(ticks, at[tick], tick, d, training=training) for d in range(schedule.num_devices)] for tick in range(shown)]
+    widths = [max([len(f"device {d}"), *(len(row[d]) for row in cells)]) for d in range(schedule.num_devices)]
+    lines.append("tick | " + " | ".join(f"device {d}".ljust(w) for d, w in enumerate(widths)).rstrip())
+    for tick, row in enumerate(cells):
+        lines.append(f"{tick:4} | " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+    if shown < num_ticks:
+        lines.append(f" ... | {num_ticks - shown} more ticks")
+    return "\n".join(lines)
+
+
+def _cell(ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int, *, training: bool) -> str:
+    """What one device does in one tick."""
+    record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
+    template, choice = segment.template(tick), segment.choice(tick)
+    parts = [_backward(record.backward), _forward(record.forward, training=training)]
+    if template.blocks and template.blocks[0].block.kind is Kind.F:
+        parts.reverse()
+    for lane, permute in zip(template.lanes_of(choice), template.exchanges[choice], strict=True):
+        arrival = record.arrivals[lane]
+        if arrival.takes and any(target == device for _, target in permute.pairs):
+            parts.append(f"<{POOL_OF[permute.payload].letter}{arrival.slot}" + (f"+{permute.delay}" if permute.delay else ""))
+    return " ".join(part for part in parts if part)
+
+
+def _slots(*slots: tuple[PoolName, Any, bool]) -> str:
+    return " ".join(f"{pool.letter}{slot}" for pool, slot, used in slots if used)
+
+
+def _forward(f: Any, *, training: bool) -> str:
+    if f.chunk == NOBODY:
+        return ""
+    written = _slots(
+        (PoolName.FIRST, f.first, bool(f.is_first and f.keeps)),
+        (PoolName.RESIDUAL_INPUT, f.residual_input, bool(f.keeps)),
+        (PoolName.RESIDUAL_WEIGHT, f.residual_weight, bool(f.keeps)),
+        (PoolName.X, f.out, bool(f.is_local)),
+        (PoolName.COTANGENT, f.out, bool(f.is_last and training)),
+    )
+    read = _slots((PoolName.X, f.x, True))
+    return f"{f.stage}{Kind(f.kind).name}{f.microbatch} {read}" + (f">{written}" if written else "")
+
+
+def _backward(b: Any) -> str:
+    if b.chunk == NOBODY:
+        return ""
+    weight, split = b.kind == Kind.W, b.kind != Kind.B
+    read = _slots(
+        (PoolName.X, b.x, True),
+        (PoolName.RESIDUAL_INPUT, b.residual_input, not weight),
+        (PoolName.RESIDUAL_WEIGHT, b.residual_weight, True),
+        (PoolName.COTANGENT, b.cotangent, not weight),
+        (PoolName.STASH, b.stash, weight),
+        (PoolName.FIRST, b.first, bool(b.is_first and not weight)),
+    )
+    written = _slots((PoolName.STASH, b.stash, split and not weight), (PoolName.COTANGENT, b.out, bool(b.is_local and not weight)))
+    return f"{b.stage}{Kind(b.kind).name}{b.microbatch} {read}" + (f">{written}" if written else "")

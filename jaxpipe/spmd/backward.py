@@ -1,0 +1,139 @@
+"""The blocks of a backward: B, or I and W apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..jaxprs import Slot, run_in_slots
+from ..program.records import Backward
+from ..program.segments import BlockUse, Presence
+from ..stage.code import Leaves, StageCode
+from ..table.action import Kind
+from .block import Block, run_where
+from .operands import StageOperand
+from .outer import FirstGradient
+from .pools import add, strengthen
+from .shared_code import SharedCode
+from .state import Gradients, State, chunk_part, given
+
+
+@dataclass(frozen=True)
+class RunBackward(Block):
+    """B, I or W of one kind of stage on one chunk."""
+
+    shared: SharedCode
+    use: BlockUse
+    kind: int  # of stage
+    row: Backward[Any]
+
+    @property
+    def code(self) -> StageCode:
+        """The stage's."""
+        return self.shared.kinds[self.kind]
+
+    @property
+    def operand(self) -> StageOperand:
+        """The stage's."""
+        return self.shared.operands.stages[self.use.block.chunk, self.kind]
+
+    def writes(self, state: State) -> State:
+        """B and W: gradients of parameters; B and I: the gradient of the input, and by `first` what its gradient writes; I: the stash."""
+        use, gradients, part = self.use, given(state.gradients), State()
+        action, chunk = use.block
+        first, local = (presence is not Presence.NEVER for presence in (use.first, use.local))
+        if action is not Kind.I:
+            own = chunk_part(given(gradients.chunks[chunk]), chunk, self.shared.num_chunks)
+            part = part.updated(State(gradients=Gradients(chunks=own, shared=gradients.shared)))
+        if action is Kind.I:
+            part = part.updated(State(stash=state.stash))
+        if action is not Kind.W and first:
+            part = part.updated(State(gradients=Gradients(first=gradients.first, shared=gradients.shared)))
+        if local:
+            part = part.updated(State(cotangent=state.cotangent))
+        if action is not Kind.W and Presence.ALWAYS not in (use.first, use.local):
+            part = part.updated(State(sent_dx=state.sent_dx))
+        return part
+
+    def run(self, state: State) -> State:
+        """Run it."""
+        run = {Kind.B: self._both, Kind.I: self._input_grad, Kind.W: self._weight_grad}[self.use.block.kind]
+        return run(state)
+
+    def _both(self, state: State) -> State:
+        """B: both gradients at once."""
+        code = self.code
+        arguments, slots = self._inputs(state)
+        outs = run_in_slots(code.backward, arguments, reads=slots)
+        dparams, dx = outs[: code.num_params], outs[code.num_params :]
+        return self._hand_on(dx, self._accumulate(dparams, state))
+
+    def _input_grad(self, state: State) -> State:
+        """I: the input's gradient, and a stash for W."""
+        code, buffer, pool, at = self.code, self.shared.buffers.stash, given(state.stash), self.row.stash
+        arguments, slots = self._inputs(state)
+        count = sum(code.x_wanted)
+        stash = buffer.slots(pool, at, code.stash)
+        writes = {count + i: s for i, s in enumerate(stash) if s is not None}
+        outs = run_in_slots(code.input_grad, arguments, reads=slots, writes=writes)
+        return self._hand_on(outs[:count], state.updated(State(stash=buffer.stored(pool, at, code.stash, outs[count:]))))
+
+    def _weight_grad(self, state: State) -> State:
+        """W: the parameters' gradients, from residuals and stash."""
+        code = self.code
+        arguments, slots = self._inputs(state)
+        stash = self.shared.buffers.stash.lazily(given(state.stash), self.row.stash, code.stash)
+        reads = slots | {len(arguments) + i: s for i, s in enumerate(stash) if isinstance(s, Slot)}
+        return self._accumulate(run_in_slots(code.weight_grad, [*arguments, *stash], reads=reads), state)
+
+    def _inputs(self, state: State) -> tuple[Leaves, dict[int, Slot]]:
+        """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are slots where they can be."""
+        shared, code, row, buffers, operand = self.shared, self.code, self.row, self.shared.buffers, self.operand
+        own = given(state.stage_state[self.use.block.chunk])
+        extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, own)
+        x = buffers.x.read(given(state.x), row.x, code.x_avals)
+        before = [*code.consts, *operand.params(), *x, *extra, *operand.once]
+        kept: Leaves = [
+            *buffers.residual_input.lazily(given(state.residual_input), row.residual_input, code.residual_input),
+            *buffers.residual_weight.lazily(given(state.residual_weight), row.residual_weight, code.residual_weight),
+        ]
+        dy = buffers.cotangent.read(given(state.cotangent), row.cotangent, code.dy_avals)
+        dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
+        return [*before, *kept, *dy], {len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)}
+
+    def _accumulate(self, dparams: Leaves, state: State) -> State:
+        """Add the gradients of a stage's own and of the shared parameters."""
+        operand, gradients, chunk = self.operand, given(state.gradients), self.use.block.chunk
+        own = len(dparams) - len(operand.shared)
+        total = operand.accumulate(given(gradients.chunks[chunk]), dparams[:own])
+        new = Gradients(chunks=chunk_part(total, chunk, self.shared.num_chunks), shared=add(given(gradients.shared), dparams[own:]))
+        return state.updated(State(gradients=new))
+
+    def _hand_on(self, dx: Leaves, state: State) -> State:
+        """Send dx, keep it for the chunk before on this device, or give it to `first`."""
+        shared, code, use, row, buffer = self.shared, self.code, self.use, self.row, self.shared.buffers.cotangent
+        # The first stage's goes nowhere; where no other stage has one like it, it has no place among them.
+        if buffer.has(code.dx_avals):
+            if Presence.ALWAYS not in (use.first, use.local):
+                state = state.updated(State(sent_dx=strengthen(buffer.put(given(state.sent_dx), code.dx_avals, dx))))
+            state = run_where(use.local, row.is_local != 0, _HandOver(self, dx), state)
+        at_first = use.first if shared.fits_first(code) else Presence.NEVER
+        return run_where(at_first, row.is_first != 0, FirstGradient(shared, row, dx), state)
+
+
+@dataclass(frozen=True)
+class _HandOver(Block):
+    """The input gradient for the chunk before on this device."""
+
+    backward: RunBackward
+    dx: Leaves
+
+    def writes(self, state: State) -> State:
+        """Its cotangent."""
+        return State(cotangent=state.cotangent)
+
+    def run(self, state: State) -> State:
+        """Write it."""
+        backward = self.backward
+        pool, avals = given(state.cotangent), backward.code.dx_avals
+        return state.updated(State(cotangent=backward.shared.buffers.cotangent.write(pool, backward.row.out, avals, self.dx)))

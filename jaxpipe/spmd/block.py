@@ -1,0 +1,71 @@
+"""A block: code that changes a declared part of the state, run under a predicate that carries just that part."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..program.segments import Presence
+from .pools import while_once
+from .state import State, part_names
+
+
+class Block(abc.ABC):
+    """A piece of a tick's code.  What it may change of the state is declared in `writes`, beside the body that changes it."""
+
+    @abc.abstractmethod
+    def writes(self, state: State) -> State:
+        """The part of the state that `run` may change."""
+
+    @abc.abstractmethod
+    def run(self, state: State) -> State:
+        """The state after it."""
+
+
+def run_where(presence: Presence, predicate: Any, block: Block, state: State) -> State:
+    """Run a block where the predicate holds."""
+    return _run(presence, predicate, block, state)[1]
+
+
+def run_in_order(presence: Presence, predicate: Any, block: Block, state: State) -> State:
+    """Run a block where the predicate holds, after all that ran before; what is run so next starts after it.
+
+    The state's token is False after every block, but XLA cannot know: a block that reads pools must be done before the next writes
+    them, and without this dependency XLA:GPU may run the writer first, on a copy of every pool.
+    """
+    after_all = jnp.logical_and(predicate, jnp.logical_not(state.token))
+    token, state = _run(presence, after_all, block, state)
+    return state.updated(State(token=token))
+
+
+def _run(presence: Presence, predicate: Any, block: Block, state: State) -> tuple[Any, State]:
+    """A flag that is False once the block is over, and the state after it.
+
+    A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at most one trip updates
+    them in place, and of it only carries what the block writes.  Where the predicate is known, nothing is tested.
+    """
+    if presence is Presence.NEVER:
+        return false(), state
+    if presence is Presence.ALWAYS:
+        return false(), state.updated(_checked(block, state))
+    token, part = while_once(predicate, lambda part: _checked(block, state.updated(part)), block.writes(state))
+    return token, state.updated(part)
+
+
+def _checked(block: Block, state: State) -> State:
+    """The declared part after the block; an assertion where it has changed anything else."""
+    declared = block.writes(state)
+    after = block.run(state)
+    part = after.like(declared)
+    rest = jax.tree.leaves(state), jax.tree.leaves(after.updated(declared))
+    changed = [i for i, (old, new) in enumerate(zip(*rest, strict=True)) if old is not new]
+    assert not changed, f"{type(block).__name__} declares that it writes {part_names(declared)}, but writes more"
+    return part
+
+
+def false() -> Any:
+    """A token of what is over."""
+    return jnp.zeros((), bool)

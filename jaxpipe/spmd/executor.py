@@ -1,0 +1,43 @@
+"""The SPMD executor: one `shard_map` program over the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..model.partition import Partition
+from ..stage.code import PyTree
+from ..stage.job import Job
+from .body import body
+
+
+@dataclass(frozen=True)
+class SpmdExecutor:
+    """Runs a job's program on the devices of a mesh, all in one program (an `Executor`)."""
+
+    mesh: Mesh
+    partition: Partition
+
+    def run(
+        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        """Do the job; it may be traced."""
+        everywhere, rows, kept = PartitionSpec(), PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+        placed = self.partition.manual_specs(params)
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if any(types[name] is AxisType.Explicit for name in job.data_axes):
+            # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
+            batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
+        spread = {"state": kept, "outputs": rows}
+        found: tuple[dict[str, Any], dict[str, PyTree]] = jax.shard_map(
+            lambda p, b, r, s: body(job, p, b, r, s),
+            mesh=self.mesh,
+            in_specs=(placed, rows, everywhere, kept),
+            out_specs=({key: spread.get(key, everywhere) for key in job.results}, placed if job.training else everywhere),
+            axis_names={job.axis, *job.data_axes},
+            check_vma=False,
+        )(params, batch, rng, state)
+        return found

@@ -1,0 +1,120 @@
+"""The block of a forward: [first,] stage[, last and its gradient]; keeps residuals and hands its output on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..jaxprs import run_in_slots
+from ..program.records import Forward
+from ..program.segments import BlockUse, Presence
+from ..stage.code import Leaves, StageCode, run
+from .block import Block, run_where
+from .operands import StageOperand
+from .outer import EvaluateLast, RunFirst, RunLast
+from .pools import add_at, strengthen
+from .shared_code import SharedCode
+from .state import Gradients, State, chunk_part, given
+
+
+@dataclass(frozen=True)
+class RunForward(Block):
+    """F of one kind of stage on one chunk."""
+
+    shared: SharedCode
+    use: BlockUse
+    kind: int  # of stage
+    row: Forward[Any]
+
+    @property
+    def code(self) -> StageCode:
+        """The stage's."""
+        return self.shared.kinds[self.kind]
+
+    @property
+    def operand(self) -> StageOperand:
+        """The stage's."""
+        return self.shared.operands.stages[self.use.block.chunk, self.kind]
+
+    def writes(self, state: State) -> State:
+        """Residuals and the stage's own state; its input by `first`, its output for this device, or by `last` what that writes."""
+        use, training = self.use, self.shared.training
+        first, last, local = (presence is not Presence.NEVER for presence in (use.first, use.last, use.local))
+        part = State(sent_x=state.sent_x if Presence.ALWAYS not in (use.last, use.local) else None)
+        if first or local:
+            part = part.updated(State(x=state.x))
+        if any(code.loss is not None for code in self.shared.kinds) or last:
+            part = part.updated(State(losses=state.losses))
+        if last:
+            part = part.updated(State(aux=state.aux))
+        if not training:
+            return part
+        own = chunk_part(given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks)
+        part = part.updated(State(residual_input=state.residual_input, residual_weight=state.residual_weight, stage_state=own))
+        if first:
+            part = part.updated(State(first=state.first))
+        if last:
+            gradients = given(state.gradients)
+            part = part.updated(State(cotangent=state.cotangent, gradients=Gradients(last=gradients.last, shared=gradients.shared)))
+        return part
+
+    def run(self, state: State) -> State:
+        """Run it."""
+        shared, code, use, row, operand = self.shared, self.code, self.use, self.row, self.operand
+        chunk, buffer = use.block.chunk, self.shared.buffers.x
+        state = run_where(use.first, row.is_first != 0, RunFirst(shared, row), state)
+        x = buffer.read(given(state.x), row.x, code.x_avals)
+        extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, given(state.stage_state[chunk]))
+        arguments = [*code.consts, *operand.params(), *x, *extra, *operand.once]
+        if shared.training:
+            outs, state = self._keep(arguments, state)
+        else:
+            outs = run(code.evaluate, *arguments)
+        y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
+        if code.loss is not None:
+            loss, *rest = rest
+            state = state.updated(State(losses=add_at(state.losses, row.microbatch, loss)))
+        if code.state and shared.training:
+            own = operand.write_state(given(state.stage_state[chunk]), rest)
+            state = state.updated(State(stage_state=chunk_part(own, chunk, shared.num_chunks)))
+        # What only the last stage returns is never sent; then no other kind takes it.
+        if buffer.has(code.y_avals):
+            if Presence.ALWAYS not in (use.last, use.local):
+                state = state.updated(State(sent_x=strengthen(buffer.put(given(state.sent_x), code.y_avals, y))))
+            state = run_where(use.local, row.is_local != 0, _HandOver(self, y), state)
+        last = RunLast(shared, code, row, y) if shared.training else EvaluateLast(shared, row, y)
+        return run_where(use.last if shared.fits_last(code) else Presence.NEVER, row.is_last != 0, last, state)
+
+    def _keep(self, arguments: Leaves, state: State) -> tuple[Leaves, State]:
+        """Run a forward whose residuals go into their slots: what it returns besides them, and the state after it."""
+        code, buffers, row = self.code, self.shared.buffers, self.row
+        early, count = len(code.residual_input), code.num_outputs
+        pools = (given(state.residual_input), given(state.residual_weight))
+        entries = (
+            (buffers.residual_input, pools[0], row.residual_input, code.residual_input),
+            (buffers.residual_weight, pools[1], row.residual_weight, code.residual_weight),
+        )
+        slots = [slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)]
+        outs = run_in_slots(code.forward, arguments, writes={count + i: s for i, s in enumerate(slots) if s is not None})
+        found = (outs[count : count + early], outs[count + early :])
+        by_input, by_weight = (
+            buffer.stored(pool, at, avals, values) for (buffer, pool, at, avals), values in zip(entries, found, strict=True)
+        )
+        return outs[:count], state.updated(State(residual_input=by_input, residual_weight=by_weight))
+
+
+@dataclass(frozen=True)
+class _HandOver(Block):
+    """The output for the next chunk of this device."""
+
+    forward: RunForward
+    y: Leaves
+
+    def writes(self, state: State) -> State:
+        """The next chunk's input."""
+        return State(x=state.x)
+
+    def run(self, state: State) -> State:
+        """Write it."""
+        forward = self.forward
+        return state.updated(State(x=forward.shared.buffers.x.write(given(state.x), forward.row.out, forward.code.y_avals, self.y)))

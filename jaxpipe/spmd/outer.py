@@ -1,0 +1,115 @@
+"""The inner blocks around the model: `first` and its gradient, `last` with its gradient, and the loss alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..program.records import Backward, Forward
+from ..stage.code import Leaves, StageCode, run
+from .block import Block
+from .pools import add, add_at, read, write
+from .shared_code import SharedCode
+from .state import Gradients, State, given
+
+
+@dataclass(frozen=True)
+class RunFirst(Block):
+    """`first`: the input of the model's first stage, and residuals for its gradient."""
+
+    shared: SharedCode
+    row: Forward[Any]
+
+    def writes(self, state: State) -> State:
+        """The stage's input, and what `first` keeps."""
+        return State(x=state.x, first=state.first if self.shared.training else None)
+
+    def run(self, state: State) -> State:
+        """Run it."""
+        shared, code, row = self.shared, self.shared.first, self.row
+        extra = shared.outer_extra(row.stage, row.microbatch)
+        jaxpr = code.forward if shared.training else code.evaluate
+        outs = run(jaxpr, *code.consts, *shared.operands.first, *extra, *shared.operands.first_once)
+        x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
+        state = state.updated(State(x=shared.buffers.x.write(given(state.x), row.x, code.y_avals, x)))
+        return state.updated(State(first=write(given(state.first), row.first, residuals))) if shared.training else state
+
+
+@dataclass(frozen=True)
+class FirstGradient(Block):
+    """The gradient of `first`, from that of the first stage's input."""
+
+    shared: SharedCode
+    row: Backward[Any]
+    dx: Leaves
+
+    def writes(self, state: State) -> State:
+        """The gradients of its own and of the shared parameters."""
+        gradients = given(state.gradients)
+        return State(gradients=Gradients(first=gradients.first, shared=gradients.shared))
+
+    def run(self, state: State) -> State:
+        """Run it and accumulate."""
+        shared, code, row = self.shared, self.shared.first, self.row
+        gradients = given(state.gradients)
+        own = len(given(gradients.first))
+        extra = shared.outer_extra(row.stage, row.microbatch)
+        residuals = read(given(state.first), row.first)
+        found = run(code.backward, *code.consts, *shared.operands.first, *extra, *shared.operands.first_once, *residuals, *self.dx)
+        new = Gradients(first=add(given(gradients.first), found[:own]), shared=add(given(gradients.shared), found[own:]))
+        return state.updated(State(gradients=new))
+
+
+@dataclass(frozen=True)
+class RunLast(Block):
+    """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals of a head."""
+
+    shared: SharedCode
+    code: StageCode  # of the last stage
+    row: Forward[Any]
+    y: Leaves
+
+    def writes(self, state: State) -> State:
+        """The cotangent of y, the loss and what comes with it, the gradients of its own and of the shared parameters."""
+        gradients = given(state.gradients)
+        new = Gradients(last=gradients.last, shared=gradients.shared)
+        return State(cotangent=state.cotangent, gradients=new, losses=state.losses, aux=state.aux)
+
+    def run(self, state: State) -> State:
+        """Run it and accumulate."""
+        shared, code, row, operands = self.shared, given(self.shared.last), self.row, self.shared.operands
+        gradients = given(state.gradients)
+        extra = shared.outer_extra(row.stage, row.microbatch)
+        loss, *rest = run(code.train, *code.consts, *operands.last, *operands.last_once, *self.y, *extra, operands.seed)
+        aux, rest = rest[: len(code.aux_avals)], rest[len(code.aux_avals) :]
+        own, common = len(given(gradients.last)), len(given(gradients.shared))
+        dlast, dshared, dy = rest[:own], rest[own : own + common], rest[own + common :]
+        return state.updated(
+            State(
+                cotangent=shared.buffers.cotangent.write(given(state.cotangent), row.out, self.code.dy_avals, dy),
+                gradients=Gradients(last=add(given(gradients.last), dlast), shared=add(given(gradients.shared), dshared)),
+                losses=add_at(state.losses, row.microbatch, loss),
+                aux=write(given(state.aux), row.microbatch, aux),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class EvaluateLast(Block):
+    """The loss alone."""
+
+    shared: SharedCode
+    row: Forward[Any]
+    y: Leaves
+
+    def writes(self, state: State) -> State:
+        """The loss and what comes with it."""
+        return State(losses=state.losses, aux=state.aux)
+
+    def run(self, state: State) -> State:
+        """Run it."""
+        shared, code, row, operands = self.shared, given(self.shared.last), self.row, self.shared.operands
+        extra = shared.outer_extra(row.stage, row.microbatch)
+        loss, *aux = run(code.evaluate, *code.consts, *operands.last, *operands.last_once, *self.y, *extra)
+        losses = add_at(state.losses, row.microbatch, loss)
+        return state.updated(State(losses=losses, aux=write(given(state.aux), row.microbatch, aux)))

@@ -1,0 +1,92 @@
+"""The end of a step: sum once over devices what only some of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..model.functions import Loss
+from ..model.partition import leaf_plans, reduce_gradients
+from ..stage.code import Leaves, PyTree
+from ..stage.job import Job
+from ..stage.model_code import ModelCode
+from .replicas import return_replicas
+from .state import State, given
+
+
+def finish(job: Job, code: ModelCode, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    """Sum once over devices what only some of them have: losses, gradients of first, last and shared, data shards."""
+    if job.outputs:
+        return {"outputs": _outputs(job, code, state)}, {}
+    everyone = (job.axis, *job.data_axes)
+    results, scale = _losses(job, code, state, everyone)
+    results["state"] = _new_state(job, state, kept)
+    if not job.training:
+        return results, {}
+    gradients = state.gradients
+    assert gradients is not None
+    owned = return_replicas(job, [given(leaves) for leaves in gradients.chunks])
+
+    def finished(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
+        summed = reduce_gradients(values, leaf_plans(plans), axes)
+        return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
+
+    stages = []
+    for tree, plans, values in zip(params["stages"], job.plans["stages"], owned, strict=True):
+        summed = [v[None] for v in finished(values, plans, job.data_axes)]
+        stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
+    grads: dict[str, PyTree] = {"stages": tuple(stages)}
+    for key, leaves in (("first", gradients.first), ("last", gradients.last), ("shared", gradients.shared)):
+        grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), finished(given(leaves), job.plans[key], everyone))
+    return results, grads
+
+
+def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
+    """What the last stage returned for every row of this data shard, on every device of the pipe axis."""
+    assert code.last is not None
+
+    def whole(leaf: Any) -> Any:
+        # Only the last stage's device wrote any of these; the others hold zeros, and False.
+        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+        return lax.psum(number, job.axis).astype(leaf.dtype).reshape(-1, *leaf.shape[2:])
+
+    return jax.tree.map(whole, jax.tree.unflatten(code.last.aux_tree, given(state.aux))["metrics"])
+
+
+def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    """The stages' state after the step, leaves [1, ...]; what data shards disagree on is averaged."""
+
+    def merge(leaf: Any) -> Any:
+        if not job.data_axes:
+            return leaf
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return lax.pmax(leaf, job.data_axes)
+        return lax.psum(leaf, job.data_axes) / job.data_size
+
+    return tuple(
+        jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in given(state.stage_state[v])])
+        for v, tree in enumerate(kept)
+    )
+
+
+def _losses(job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]) -> tuple[PyTree, Any]:
+    """The step's loss, per-microbatch losses and metrics on every device; and what gradients are still to be scaled by."""
+    if code.last is None:
+        return {}, None
+    # Only the last stage's device wrote any of these; the others hold zeros.
+    losses = lax.psum(state.losses, everyone)
+    aux = jax.tree.unflatten(code.last.aux_tree, [lax.psum(leaf, everyone) for leaf in given(state.aux)])
+    if job.functions.loss is Loss.SUM_OVER_COUNT:
+        count = jnp.sum(aux["count"])
+        weight = 1.0 / count.astype(losses.dtype)
+        loss = jnp.sum(losses) * weight
+    else:
+        losses = losses / job.data_size
+        loss, weight = jnp.mean(losses), None
+    total = job.num_microbatches * job.data_size
+    metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / total, aux["metrics"])
+    return {"loss": loss, "losses": losses, "metrics": metrics}, weight

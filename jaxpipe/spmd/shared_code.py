@@ -1,0 +1,48 @@
+"""What the blocks of a step share: the stages' code, their buffers, and their operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ..stage.code import LastCode, Leaves, StageCode
+from ..stage.model_code import make_extra
+from .operands import Operands, SharedBuffers, StageOperand
+
+
+@dataclass(frozen=True)
+class SharedCode:
+    """The code and operands of a step, on one device."""
+
+    kinds: tuple[StageCode, ...]
+    kind_of: tuple[int, ...]  # per stage
+    wants: tuple[frozenset[str], ...]  # per kind, the keywords that its function takes
+    buffers: SharedBuffers
+    first: StageCode
+    last: LastCode | None
+    operands: Operands
+    outer_wants: frozenset[str]
+    num_chunks: int
+    training: bool  # False: forwards only, nothing is kept and `last` has no gradient
+
+    def outer_extra(self, stage: Any, microbatch: Any) -> Leaves:
+        """Leaves of what `first` and `last` are given besides parameters and x."""
+        return self._extra(stage, microbatch, self.outer_wants)
+
+    def stage_extra(self, kind: int, operand: StageOperand, stage: Any, microbatch: Any, state: Leaves) -> Leaves:
+        """Leaves of what a stage is given besides parameters and x: "ctx", "microbatch", "state"."""
+        own = operand.read_state(state) if "state" in self.wants[kind] else []
+        return [*self._extra(stage, microbatch, self.wants[kind]), *own]
+
+    def fits_last(self, code: StageCode) -> bool:
+        """Whether the last stage may be of this kind: `last` takes what it returns."""
+        return self.kinds[self.kind_of[-1]].y_avals == code.y_avals
+
+    def fits_first(self, code: StageCode) -> bool:
+        """Whether the first stage may be of this kind: it takes what `first` returns."""
+        return self.kinds[self.kind_of[0]].x_avals == code.x_avals
+
+    def _extra(self, stage: Any, microbatch: Any, wants: frozenset[str]) -> Leaves:
+        return jax.tree.leaves(make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants))

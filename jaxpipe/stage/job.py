@@ -1,0 +1,54 @@
+"""What `Pipeline` asks of an executor: one job, a step or an evaluation, and the executor that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..lowering.plan import Plan
+from ..model.functions import Functions
+from ..model.param_layout import ParamLayout
+from .code import PyTree
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything about a step that is known before its arrays are."""
+
+    plan: Plan
+    functions: Functions
+    layout: ParamLayout
+    axis: str
+    data_axes: tuple[str, ...]
+    data_size: int
+    accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
+    plans: dict[str, PyTree]  # how each parameter is spread over the mesh
+    training: bool
+    outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
+    observe: Callable[[Any], None] | None = None  # is told what was traced (a `ModelCode`), for reports
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What it returns besides gradients."""
+        if self.outputs:
+            return ("outputs",)
+        return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.plan.ticks.schedule.num_microbatches
+
+
+class Executor(Protocol):
+    """A back end: runs the program of a job.
+
+    `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the stages' placed state or (); it
+    returns ({"loss", "losses", "metrics", "state"} or {"outputs"}, gradients laid out like the parameters, {} where there are none).
+    """
+
+    def run(
+        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        """Do the job; it may be traced."""

@@ -1,0 +1,54 @@
+"""Trace `last`: the loss of a microbatch together with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..jaxprs import drop_dead, flatten
+from .code import LastCode, Leaves, PyTree, inexact
+from .split import hoist_known
+
+
+def trace_last(function: Callable[..., tuple[Any, PyTree]], params: PyTree, y: PyTree, extra: PyTree) -> LastCode:
+    """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends on parameters alone."""
+    y_leaves, y_tree = jax.tree.flatten(y)
+    wanted = [inexact(leaf) for leaf in y_leaves]
+    tree = jax.tree.structure(params)
+
+    def train(params_leaves: Leaves, y_leaves: Leaves, extra: PyTree, seed: Any) -> PyTree:
+        def call(p: Leaves, diff: Leaves) -> tuple[Any, PyTree]:
+            floats = iter(diff)
+            merged = [next(floats) if w else leaf for leaf, w in zip(y_leaves, wanted, strict=True)]
+            return function(jax.tree.unflatten(tree, p), jax.tree.unflatten(y_tree, merged), extra)
+
+        diff = [leaf for leaf, w in zip(y_leaves, wanted, strict=True) if w]
+        loss, vjp, aux = jax.vjp(call, params_leaves, diff, has_aux=True)
+        dparams, dy = vjp(seed.astype(loss.dtype))
+        return loss, aux, dparams, dy
+
+    params_leaves = jax.tree.leaves(params)
+    seed = jax.ShapeDtypeStruct((), jnp.float32)
+    traced, shapes = jax.make_jaxpr(train, return_shape=True)(params_leaves, y_leaves, extra, seed)
+    aux_leaves, aux_tree = jax.tree.flatten(shapes[1])
+    flat = flatten(traced)
+    jaxpr = flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
+    head = len(flat.consts) + len(params_leaves)
+    apart = hoist_known(jaxpr, [True] * head + [False] * (len(jaxpr.invars) - head))
+    count = len(jaxpr.invars)
+    ins = apart.second.invars
+    body = apart.second.replace(invars=[*ins[:head], *ins[count:], *ins[head:count]])
+    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: 1 + len(aux_leaves)]))
+    return LastCode(
+        consts=tuple(flat.consts),
+        hoist=apart.first.replace(invars=apart.first.invars[:head]),
+        train=body,
+        evaluate=evaluate.replace(invars=evaluate.invars[:-1]),
+        once_avals=apart.crossing,
+        aux_tree=aux_tree,
+        aux_avals=tuple(aux_leaves),
+        loss_dtype=shapes[0].dtype,
+    )

@@ -1,0 +1,151 @@
+"""Trace the whole model: the code of every kind of stage, of first and last, and the program made for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..errors import PipelineError
+from ..model.functions import Context, Functions
+from ..program.ir import Program
+from ..program.liveness import Liveness, longest
+from ..program.verify import verify
+from .code import LastCode, PyTree, StageCode, reads
+from .job import Job
+from .last import trace_last
+from .trace import trace_stage
+
+
+@dataclass(frozen=True)
+class ModelCode:
+    """The stages', first's and last's code and the program made for them."""
+
+    kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
+    kind_of: tuple[int, ...]  # per stage
+    wants: tuple[frozenset[str], ...]  # per kind, the keywords whose values differ by microbatch or stage
+    first: StageCode
+    last: LastCode | None
+    program: Program
+    outer_wants: frozenset[str]
+
+    @property
+    def liveness(self) -> Liveness:
+        """Until when what is kept is needed by any stage."""
+        return longest([code.liveness for code in self.kinds])
+
+
+def split_batch(batch: PyTree, count: int) -> PyTree:
+    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
+    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+
+
+def make_extra(batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]) -> dict[str, PyTree]:
+    """The microbatch's rows of the batch and the context, those of them that are wanted."""
+    extra: dict[str, PyTree] = {}
+    if "microbatch" in wants:
+        extra["microbatch"] = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch)
+    if "ctx" in wants:
+        key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
+        common = None if rng is None else jax.random.fold_in(rng, microbatch)
+        extra["ctx"] = Context(stage, microbatch, key, common)
+    return extra
+
+
+def trace_model(
+    job: Job,
+    owned: Sequence[PyTree],
+    kept: Sequence[PyTree],
+    shared: PyTree,
+    first: PyTree,
+    last: PyTree,
+    batch: PyTree,
+    rng: Any,
+) -> ModelCode:
+    """Trace the user's functions, check that their shapes chain, and make the program."""
+    functions = replace(job.functions, training=job.training)
+    outer_wants = frozenset({"microbatch", "ctx"})
+    index = jnp.int32(0)
+    outer = make_extra(batch, rng, index, index, outer_wants)
+    first_code = trace_stage(functions.run_first, (first, shared), (), outer)
+    x: PyTree = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
+    kinds: dict[tuple[Any, ...], StageCode] = {}
+    kind_of, wants = [], []
+    for stage, function in enumerate(functions.stages):
+        params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
+        key = (function, _form(params), _form(state), _form(x))
+        if key not in kinds:
+            extra = make_extra(batch, rng, index, index, function.wants_arrays)
+            if "state" in function.wants:
+                extra["state"] = state
+            kinds[key] = _trace_one(job, functions, stage, (params, shared), x, extra)
+            wants.append(function.wants_arrays)
+        kind_of.append(list(kinds).index(key))
+        x = jax.tree.unflatten(kinds[key].y_tree, kinds[key].y_avals)
+    codes = tuple(kinds.values())
+    last_code = None
+    if functions.last is not None:
+        last_code = trace_last(functions.run_last, (last, shared), x, outer)
+    program = verify(job.plan.program(longest([code.liveness for code in codes])))
+    return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants)
+
+
+def _form(tree: PyTree) -> Any:
+    """A tree's structure, shapes and dtypes, which can be compared."""
+    return jax.tree.structure(tree), tuple((tuple(a.shape), a.dtype) for a in jax.tree.leaves(tree))
+
+
+def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree) -> StageCode:
+    """Trace one stage and check what it returns."""
+    call = partial(functions.run_stage, stage)
+    if not job.layout.unlike:
+        _check_chain(lambda p, h, e: call(p, h, e)[0], params, x, extra)
+        return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra), extra)
+    before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
+    try:
+        jax.eval_shape(call, params, x, extra)
+    except PipelineError:
+        raise
+    except (TypeError, ValueError) as error:
+        shapes = ", ".join(f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}" for p, a in jax.tree_util.tree_leaves_with_path(x))
+        raise PipelineError(f"stage {stage} cannot take what {before} returns ({shapes}): {error}") from error
+    return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra), extra)
+
+
+def _check_state(name: str, code: StageCode, extra: PyTree) -> StageCode:
+    """PipelineError where x depends on the state in a way that the backward would have to know: by then the state is another one."""
+    count = len(jax.tree.leaves(extra.get("state", ())))
+    before = len(code.consts) + code.num_params + len(code.x_avals) + len(jax.tree.leaves(extra))
+    for jaxpr in (code.backward, code.input_grad, code.weight_grad):
+        if any(reads(jaxpr)[before - count : before]):
+            raise PipelineError(
+                f"the gradient of `{name}` depends on its state, which later microbatches have changed by the time of the backward; let x "
+                "depend on the state only where training=False, or put jax.lax.stop_gradient around all that it is multiplied with"
+            )
+    return code
+
+
+def _check_chain(call: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> None:
+    """A stage's output must fit the next stage's input: the same tree, shapes and dtypes."""
+    y = jax.eval_shape(call, params, x, extra)
+    x_tree: Any = jax.tree.structure(x)
+    y_tree: Any = jax.tree.structure(y)
+    if x_tree != y_tree:
+        raise PipelineError(
+            f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next stage's input, so return the same tree"
+        )
+    faults = []
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            where = jax.tree_util.keystr(path) or "x"
+            faults.append(
+                f"`stage` takes {where} as {a.dtype}{list(a.shape)} but returns {b.dtype}{list(b.shape)}; a stage's output is the "
+                "next stage's input, so return the same shape and dtype (or cast in `first`)"
+            )
+    if faults:
+        raise PipelineError("\n".join(faults), tuple(faults))

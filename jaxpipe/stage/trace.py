@@ -1,0 +1,108 @@
+"""Trace a stage function once, with its `jax.vjp`, into one jaxpr of forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ..jaxprs import flatten
+from ..jaxprs.flatten import Atom
+from ..model.functions import Returned
+from .code import Leaves, PyTree, StageCode, inexact
+from .split import Inputs, Joint, Returns, pieces
+
+
+def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> StageCode:
+    """Cut `function(params, x, extra) -> y`, or `(y, Returned)`, into its pieces; arguments are arrays, tracers or ShapeDtypeStructs.
+
+    Parameters must be floating; leaves of x that are not (segment ids, masks) get no gradient.
+    """
+    x_leaves, x_tree = jax.tree.flatten(x)
+    wanted = tuple(inexact(leaf) for leaf in x_leaves)
+    params_tree = jax.tree.structure(params)
+
+    def split(diff: Leaves, params_leaves: Leaves, rest: Leaves, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        def call(p: Leaves, d: Leaves) -> tuple[PyTree, PyTree]:
+            floats, others = iter(d), iter(rest)
+            merged = [next(floats) if w else next(others) for w in wanted]
+            out = function(jax.tree.unflatten(params_tree, p), jax.tree.unflatten(x_tree, merged), extra)
+            y, more = out if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Returned) else (out, Returned())
+            return (y, more.loss), more.state
+
+        y, vjp, state = jax.vjp(call, params_leaves, diff, has_aux=True)
+        return y, state, vjp
+
+    params_leaves = jax.tree.leaves(params)
+    diff = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if w]
+    rest = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if not w]
+    forward, shapes = jax.make_jaxpr(split, return_shape=True)(diff, params_leaves, rest, extra)
+    y, state, vjp = shapes
+    vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
+    y_leaves, both_tree = jax.tree.flatten(y)
+    state_leaves = jax.tree.leaves(state)
+    dy = [leaf for leaf in y_leaves if inexact(leaf)]
+
+    def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
+        cotangents = iter(dy)
+        full = [next(cotangents) if inexact(leaf) else _no_gradient(leaf) for leaf in y_leaves]
+        return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(both_tree, full))
+
+    backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
+    outputs = [*y_leaves, *state_leaves]
+    joint = _join(flatten(forward), flatten(backward), len(outputs), len(dy))
+    # Put the leaves of x back in their own order: the trace had the floating ones first and the others after params.
+    consts = len(joint.consts)
+    order = _input_order(consts, len(params_leaves), wanted, len(jax.tree.leaves(extra)), len(dy))
+    joint = Joint(joint.jaxpr.replace(invars=[joint.jaxpr.invars[i] for i in order]), joint.consts, joint.split)
+    inputs = Inputs(consts, len(params_leaves), len(x_leaves), len(jax.tree.leaves(extra)))
+    has_loss = not isinstance(y[1], tuple)
+    y_count = len(y_leaves) - has_loss
+    returns = Returns(
+        y_tree=jax.tree.structure(y[0]),
+        y=tuple(y_leaves[:y_count]),
+        loss=y_leaves[-1] if has_loss else None,
+        state=tuple(state_leaves),
+        x=tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves),
+        x_wanted=wanted,
+    )
+    return pieces(joint, inputs, returns)
+
+
+def _no_gradient(leaf: Any) -> Any:
+    """The cotangent that JAX wants for a leaf that is not floating."""
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _input_order(consts: int, params: int, wanted: Sequence[bool], extra: int, dy: int) -> list[int]:
+    """Positions, in the traced order (consts, diff, params, rest, extra, dy), of (consts, params, x, extra, dy)."""
+    diff = consts
+    base = diff + sum(wanted)
+    rest = base + params
+    after = rest + len(wanted) - sum(wanted)
+    x = []
+    for w in wanted:
+        x.append(diff if w else rest)
+        diff, rest = diff + w, rest + (not w)
+    return [*range(consts), *range(base, base + params), *x, *range(after, after + extra + dy)]
+
+
+def _join(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int) -> Joint:
+    """One jaxpr of both, the backward reading the forward's variables."""
+    f, b = forward.jaxpr, backward.jaxpr
+    residuals = f.outvars[y_count:]
+    env: dict[core.Var, Atom] = dict(zip(b.invars[: len(residuals)], residuals, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    moved = [e.replace(invars=[read(a) for a in e.invars]) for e in b.eqns]
+    dy = b.invars[len(residuals) :]
+    assert len(dy) == dy_count
+    invars = [*f.constvars, *b.constvars, *f.invars, *dy]
+    outvars = [*f.outvars[:y_count], *(read(a) for a in b.outvars)]
+    jaxpr = f.replace(constvars=[], invars=invars, outvars=outvars, eqns=[*f.eqns, *moved], effects=f.effects | b.effects)
+    return Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))
