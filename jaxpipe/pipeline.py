@@ -58,6 +58,8 @@ class Pipeline:
             tree like the canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
+        executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
+            program in eager JAX, for debugging.
 
     Raises:
         ScheduleError: the table breaks a rule.
@@ -95,6 +97,7 @@ class Pipeline:
         specs: Mapping[str, PyTree] | None = None,
         accumulate_dtype: Any = jnp.float32,
         prefer: Prefer | str = Prefer.MEMORY,
+        executor: Executor | None = None,
     ) -> None:
         _check_kinds(schedule, mesh)
         self.schedule = check(schedule)
@@ -114,7 +117,7 @@ class Pipeline:
             specs=specs,
             layered=model.layout.layers is not None,
         )
-        self._executor: Executor = SpmdExecutor(mesh, self.partition)
+        self._executor: Executor = SpmdExecutor(mesh, self.partition) if executor is None else executor
         self.functions = Functions(
             stages=tuple(_rematerialised(model.stages, remat)),
             first=model.first,
@@ -125,9 +128,8 @@ class Pipeline:
         )
         self.layout = model.layout
         self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
-        self._jit_step = jax.jit(self._step)
-        self._jit_evaluate = jax.jit(self._evaluate)
-        self._jit_outputs = jax.jit(self._outputs)
+        jit: Any = jax.jit if self._executor.compiles else lambda function: function
+        self._jit_step, self._jit_evaluate, self._jit_outputs = jit(self._step), jit(self._evaluate), jit(self._outputs)
 
     # Parameters
 

@@ -13,7 +13,7 @@ WITHOUT_JAX = (
     *("errors", "table", "simulation", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
     *("render", "cli"),
 )
-WITH_JAX = ("jaxprs", "model", "stage", "spmd", "report", "pipeline", "debug", "portable", "checkpoint", "distributed", "flax")
+WITH_JAX = ("jaxprs", "model", "stage", "spmd", "eager", "report", "pipeline", "debug", "portable", "checkpoint", "distributed", "flax")
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them
 

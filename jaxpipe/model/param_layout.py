@@ -88,6 +88,18 @@ class ParamLayout:
         order = np.array([rows[s] for s in range(self.placement.num_stages)])
         return jax.tree.map(lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed)
 
+    def of_stage(self, stage: int, placed: tuple[PyTree, ...]) -> PyTree:
+        """One stage's own tree out of placed ones."""
+        device = self.placement.devices_of[stage][0]
+        chunk = placed[self.owned[device].index(stage)]
+        return chunk.stage(device) if isinstance(chunk, Packed) else jax.tree.map(lambda leaf: leaf[device], chunk)
+
+    def place_trees(self, trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """A tree for each stage -> placed ones."""
+        if self.unlike:
+            return self.place_stages(list(trees) if self.layers is None else self.layers.join(list(trees)))
+        return self.place_stages(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
+
     def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
         """One stage's own tree of shapes, given each owned chunk on one device (leaves without the axis of devices)."""
         if not owned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -20,6 +20,7 @@ class SpmdExecutor:
 
     mesh: Mesh
     partition: Partition
+    compiles: ClassVar[bool] = True
 
     def run(
         self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]

@@ -43,10 +43,13 @@ class Job:
 
 class Executor(Protocol):
     """A back end: runs the program of a job.
-
     `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the stages' placed state or (); it
     returns ({"loss", "losses", "metrics", "state"} or {"outputs"}, gradients laid out like the parameters, {} where there are none).
     """
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `run` is to be traced and compiled, or called as it is."""
 
     def run(
         self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]

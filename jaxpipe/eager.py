@@ -1,0 +1,198 @@
+"""The eager executor: a program run by `program.interpret` in one process, with plain `jax.vjp` for the stages.
+
+No shard_map, no compilation, no cut of the backward: an oracle for the SPMD executor, and a step that a debugger can walk through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .model.functions import Loss
+from .program.interpret import interpret
+from .program.liveness import Liveness
+from .program.verify import verify
+from .stage.code import Leaves, PyTree
+from .stage.job import Job
+from .stage.model_code import make_extra, split_batch
+
+_OUTER_WANTS = frozenset({"microbatch", "ctx"})
+
+
+class EagerExecutor:
+    """Runs a job's program tick by tick, device by device, in eager JAX (an `Executor`); data shards come one after the other.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> from jaxpipe.eager import EagerExecutor
+        >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
+        >>> pipe = jp.Pipeline(lambda p, x: jnp.tanh(x @ p), schedule=s, mesh=jax.make_mesh((1,), ("pipe",)), executor=EagerExecutor(),
+        ...                    last=lambda p, x, mb: jnp.mean(x**2))
+        >>> loss, grads = pipe.value_and_grad(pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}}), {"x": jnp.zeros((4, 3))})
+        >>> float(loss)
+        0.0
+    """
+
+    compiles = False
+
+    def run(
+        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        """Do the job."""
+        where = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), params)
+        params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
+        program = verify(job.plan.program(Liveness()))
+        shards = [_Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard) for shard in range(job.data_size)]
+        for shard in shards:
+            interpret(program, shard)
+        results = _results(job, shards)
+        if not job.training:
+            return results, {}
+        scale = 1.0 if job.functions.loss is Loss.MEAN else results.pop("weight")
+        grads = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]) * scale, *(shard.gradients() for shard in shards))
+        return results, jax.tree.map(lambda grad, to: grad if to is None else jax.device_put(grad.astype(grad.dtype), to), grads, where)
+
+
+def _rows_of(batch: PyTree, shard: int, count: int) -> PyTree:
+    """A data shard's rows."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[shard * len(leaf) // count : (shard + 1) * len(leaf) // count]), batch)
+
+
+class _Shard:
+    """The model on one data shard (a `program.interpret.Model`): residuals are `jax.vjp` functions, a stash is the gradient itself."""
+
+    def __init__(self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...], shard: int) -> None:
+        self.job, self.functions = job, replace(job.functions, training=job.training)
+        self.batch = split_batch(batch, job.num_microbatches)
+        self.rng = rng if rng is None or job.data_size == 1 else jax.random.fold_in(rng, shard)
+        self.outer = {key: params[key] for key in ("first", "last", "shared")}
+        stages = range(job.layout.placement.num_stages)
+        self.stages = [job.layout.of_stage(s, params["stages"]) for s in stages]
+        self.state = [job.layout.of_stage(s, state) for s in stages] if state else [()] * len(stages)
+        self.total = jax.tree.map(self._zeros, {**self.outer, "stages": self.stages})
+        self.losses: list[Any] = [0.0] * job.num_microbatches
+        self.aux: list[Any] = [None] * job.num_microbatches
+
+    def _zeros(self, leaf: Any) -> Any:
+        return jnp.zeros(leaf.shape, leaf.dtype if self.job.accumulate is None else jnp.promote_types(leaf.dtype, self.job.accumulate))
+
+    def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
+        return make_extra(self.batch, self.rng, jnp.int32(stage), jnp.int32(microbatch), wants)
+
+    def _add(self, key: str, grads: PyTree, stage: int | None = None) -> None:
+        old = self.total[key] if stage is None else self.total[key][stage]
+        new = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), old, grads)
+        if stage is None:
+            self.total[key] = new
+        else:
+            self.total[key][stage] = new
+
+    def _seed(self, dtype: Any) -> Any:
+        """The cotangent of a microbatch's loss."""
+        if self.functions.loss is Loss.SUM_OVER_COUNT:
+            return jnp.ones((), dtype)
+        return jnp.asarray(1.0 / (self.job.num_microbatches * self.job.data_size), dtype)
+
+    def first(self, microbatch: int) -> tuple[Any, Any]:
+        """`first`, and its vjp."""
+        extra = self._extra(0, microbatch, _OUTER_WANTS)
+        x, vjp = jax.vjp(lambda own, shared: self.functions.run_first((own, shared), (), extra), self.outer["first"], self.outer["shared"])
+        return x, vjp
+
+    def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
+        """A stage, and its vjp."""
+        extra = self._extra(stage, microbatch, self.functions.stages[stage].wants_arrays)
+        if "state" in self.functions.stages[stage].wants:
+            extra["state"] = self.state[stage]
+
+        def call(own: PyTree, shared: PyTree, x: PyTree) -> tuple[Any, Any]:
+            y, returned = self.functions.run_stage(stage, (own, shared), x, extra)
+            return (y, returned.loss), returned.state
+
+        (y, loss), vjp, state = jax.vjp(call, self.stages[stage], self.outer["shared"], x, has_aux=True)
+        if not isinstance(loss, tuple):
+            self.losses[microbatch] += loss
+        if self.job.training and "state" in self.functions.stages[stage].wants:
+            self.state[stage] = state
+        return y, None, lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype)))
+
+    def last(self, microbatch: int, y: Any) -> Any:
+        """The loss and the cotangent of y."""
+        extra = self._extra(len(self.stages) - 1, microbatch, _OUTER_WANTS)
+
+        def call(own: PyTree, shared: PyTree, y: PyTree) -> tuple[Any, Any]:
+            return self.functions.run_last((own, shared), y, extra)
+
+        loss, vjp, self.aux[microbatch] = jax.vjp(call, self.outer["last"], self.outer["shared"], y, has_aux=True)
+        self.losses[microbatch] += loss
+        if not self.job.training:
+            return None
+        own, shared, dy = vjp(self._seed(loss.dtype))
+        self._add("last", own)
+        self._add("shared", shared)
+        return dy
+
+    def backward(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> Any:
+        """B."""
+        dx, stash = self.input_grad(stage, microbatch, x, residuals, dy)
+        self.weight_grad(stage, microbatch, x, residuals[1], dy, stash)
+        return dx
+
+    def input_grad(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> tuple[Any, Any]:
+        """I; the gradient of the parameters, which comes with it, is the stash."""
+        own, shared, dx = residuals[1](dy)
+        return dx, (own, shared)
+
+    def weight_grad(self, stage: int, microbatch: int, x: Any, residuals: Any, dy: Any, stash: Any) -> None:
+        """W."""
+        self._add("stages", stash[0], stage)
+        self._add("shared", stash[1])
+
+    def first_gradient(self, microbatch: int, kept: Any, dx: Any) -> None:
+        """The gradient of `first`."""
+        own, shared = kept(dx)
+        self._add("first", own)
+        self._add("shared", shared)
+
+    def gradients(self) -> dict[str, PyTree]:
+        """Laid out as parameters are placed."""
+        return {**self.total, "stages": self.job.layout.place_trees(self.total["stages"])}
+
+
+def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
+    """As the SPMD executor returns them; "weight" besides, where gradients are still to be scaled."""
+    if job.outputs:
+        rows: list[Leaves] = [jax.tree.leaves(aux["metrics"]) for shard in shards for aux in shard.aux]
+        tree = jax.tree.structure(shards[0].aux[0]["metrics"])
+        parts = [[jnp.atleast_1d(leaf) for leaf in leaves] for leaves in zip(*rows, strict=True)]
+        return {"outputs": jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])}
+    found: dict[str, Any] = {"state": _merged_state(job, shards)}
+    if job.functions.last is None:
+        return found
+    losses = jnp.stack([sum(parts[1:], parts[0]) for parts in zip(*(shard.losses for shard in shards), strict=True)])
+    auxes = [aux for shard in shards for aux in shard.aux]
+    if job.functions.loss is Loss.SUM_OVER_COUNT:
+        found["weight"] = 1.0 / jnp.asarray(sum(aux["count"] for aux in auxes)).astype(losses.dtype)
+        loss = jnp.sum(losses) * found["weight"]
+    else:
+        losses = losses / job.data_size
+        loss = jnp.mean(losses)
+    metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]) / len(auxes), *(aux["metrics"] for aux in auxes))
+    return {**found, "loss": loss, "losses": losses, "metrics": metrics}
+
+
+def _merged_state(job: Job, shards: list[_Shard]) -> tuple[PyTree, ...]:
+    """What data shards disagree on is averaged (integers: the greatest)."""
+    if not job.functions.has_state:
+        return ()
+
+    def merge(*parts: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(parts[0]), jnp.inexact):
+            return sum(parts[1:], parts[0]) / len(parts)
+        return jnp.max(jnp.stack(parts), axis=0)
+
+    return job.layout.place_trees([jax.tree.map(merge, *trees) for trees in zip(*(shard.state for shard in shards), strict=True)])

@@ -1,0 +1,138 @@
+"""A plain interpreter of programs: one process, devices in a loop, slots in lists.  Slow, and made to be read.
+
+It is the meaning of a `Program`: what the SPMD executor compiles does the same, with arrays of slots and permutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from ..table.action import Kind
+from .ir import Program
+from .pools import POOL_OF, PoolName
+from .records import NOBODY, Backward, Forward, TickRecord, map_fields
+from .segments import BlockUse, Payload, Segment
+
+
+class Model(Protocol):
+    """What the blocks compute.  Values (inputs, residuals, cotangents) are opaque to the interpreter; gradients are the model's own."""
+
+    def first(self, microbatch: int) -> tuple[Any, Any]:
+        """The first stage's input, and what the gradient of `first` needs."""
+
+    def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
+        """The stage's output, the residuals that only I (or B) needs, and those that W needs."""
+
+    def last(self, microbatch: int, y: Any) -> Any:
+        """The cotangent of the last stage's output (None in an evaluation); the model keeps the loss."""
+
+    def backward(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> Any:
+        """B: the cotangent of the stage's input; the model adds the gradient of its parameters."""
+
+    def input_grad(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> tuple[Any, Any]:
+        """I: the cotangent of the stage's input, and a stash for W."""
+
+    def weight_grad(self, stage: int, microbatch: int, x: Any, residuals: Any, dy: Any, stash: Any) -> None:
+        """W: the model adds the gradient of the stage's parameters."""
+
+    def first_gradient(self, microbatch: int, kept: Any, dx: Any) -> None:
+        """The model adds the gradient of the parameters of `first`."""
+
+
+@dataclass
+class _Device:
+    """The pools of a device, and what it has to send."""
+
+    pools: Mapping[PoolName, list[Any]]
+    sent: dict[Payload, Any] = field(default_factory=lambda: dict.fromkeys(Payload))
+
+
+def interpret(program: Program, model: Model) -> None:
+    """Run every tick: each device its blocks in the template's order, then the exchange; the model collects the results."""
+    devices = [_Device({pool.name: [None] * pool.slots for pool in program.pools}) for _ in program.schedule.rows]
+    for segment in program.segments:
+        for start in range(segment.start, segment.stop, segment.period):
+            _trip(program, model, devices, segment, start)
+
+
+def _trip(program: Program, model: Model, devices: list[_Device], segment: Segment, start: int) -> None:
+    """One period of ticks.  What a transfer with slack brings is written ticks after it was sent."""
+    awaited: dict[int, list[tuple[PoolName, int, list[Any]]]] = {}
+    for tick in range(start, start + segment.period):
+        template = segment.template(tick)
+        for use in template.blocks:
+            for number, device in enumerate(devices):
+                _run_block(use, model, device, _record(program, tick, number))
+        exchange = segment.choice(tick)
+        for lane, permute in zip(template.lanes_of(exchange), template.exchanges[exchange], strict=True):
+            brought = [None] * len(devices)
+            for source, target in permute.pairs:
+                brought[target] = devices[source].sent[permute.payload]
+            pool = POOL_OF[permute.payload]
+            awaited.setdefault(tick + permute.delay, []).append((pool, lane, [(value, tick) for value in brought]))
+        for pool, lane, arrived in awaited.pop(tick, ()):
+            for number, (value, sent_in) in enumerate(arrived):
+                arrival = _record(program, sent_in, number).arrivals[lane]
+                if arrival.takes:
+                    devices[number].pools[pool][arrival.slot] = value
+
+
+def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
+    """What one device does in one tick, as numbers."""
+    record: Any = program.ticks
+    return cast(TickRecord[int], map_fields(lambda table: int(table[tick, device]), record))
+
+
+def _run_block(use: BlockUse, model: Model, device: _Device, row: TickRecord[int]) -> None:
+    """A block, where the record asks for it."""
+    kind, chunk = use.block
+    half = row.forward if kind is Kind.F else row.backward
+    if half.chunk == NOBODY or (half.chunk, half.kind) != (chunk, kind):
+        return
+    if isinstance(half, Forward):
+        _forward(model, device, half)
+        return
+    _weight_grad(model, device, half) if kind is Kind.W else _backward(model, device, half, split=kind is Kind.I)
+
+
+def _forward(model: Model, device: _Device, f: Forward[int]) -> None:
+    """[first,] stage[, last]."""
+    pools = device.pools
+    if f.is_first:
+        pools[PoolName.X][f.x], pools[PoolName.FIRST][f.first] = model.first(f.microbatch)
+    y, by_input, by_weight = model.forward(f.stage, f.microbatch, pools[PoolName.X][f.x])
+    if f.keeps:
+        pools[PoolName.RESIDUAL_INPUT][f.residual_input] = by_input
+        pools[PoolName.RESIDUAL_WEIGHT][f.residual_weight] = by_weight
+    device.sent[Payload.ACTIVATION] = y
+    if f.is_local:
+        pools[PoolName.X][f.out] = y
+    if f.is_last:
+        dy = model.last(f.microbatch, y)
+        if f.keeps:
+            pools[PoolName.COTANGENT][f.out] = dy
+
+
+def _backward(model: Model, device: _Device, b: Backward[int], *, split: bool) -> None:
+    """B, or I."""
+    pools = device.pools
+    x, dy = pools[PoolName.X][b.x], pools[PoolName.COTANGENT][b.cotangent]
+    residuals = pools[PoolName.RESIDUAL_INPUT][b.residual_input], pools[PoolName.RESIDUAL_WEIGHT][b.residual_weight]
+    if split:
+        dx, pools[PoolName.STASH][b.stash] = model.input_grad(b.stage, b.microbatch, x, residuals, dy)
+    else:
+        dx = model.backward(b.stage, b.microbatch, x, residuals, dy)
+    device.sent[Payload.COTANGENT] = dx
+    if b.is_local:
+        pools[PoolName.COTANGENT][b.out] = dx
+    if b.is_first:
+        model.first_gradient(b.microbatch, pools[PoolName.FIRST][b.first], dx)
+
+
+def _weight_grad(model: Model, device: _Device, b: Backward[int]) -> None:
+    """W."""
+    pools = device.pools
+    x, dy, stash = pools[PoolName.X][b.x], pools[PoolName.COTANGENT][b.cotangent], pools[PoolName.STASH][b.stash]
+    model.weight_grad(b.stage, b.microbatch, x, pools[PoolName.RESIDUAL_WEIGHT][b.residual_weight], dy, stash)

@@ -1,0 +1,90 @@
+"""Two executors of one program: the SPMD program and the eager interpreter give the same numbers as each other and as plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.eager import EagerExecutor
+from tests.parity.tolerance import FLOAT64
+
+WIDTH, ROWS = 4, 2
+
+
+def first(params, microbatch, *, shared):
+    return microbatch["x"] @ params["e"] + shared["b"]
+
+
+def stage(params, x, *, shared, ctx):
+    return x + jnp.tanh(x @ params["w"]) * (1 + 0.01 * ctx.stage + 0.02 * ctx.microbatch) + shared["b"]
+
+
+def last(params, x, microbatch, *, shared):
+    error = (x @ params["h"] + jnp.sum(shared["b"]) - microbatch["y"]) ** 2
+    return jnp.sum(error * microbatch["mask"][:, None]), jnp.sum(microbatch["mask"])
+
+
+def pipelines(name, *, devices=4, microbatches=8, mesh=None, data_axes=()):
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    mesh = mesh or jax.make_mesh((devices,), ("pipe",))
+    common = {"schedule": schedule, "mesh": mesh, "first": first, "last": last, "loss": jp.Loss.SUM_OVER_COUNT, "data_axes": data_axes}
+    return [jp.Pipeline(stage, **common, executor=executor) for executor in (None, EagerExecutor())]
+
+
+def case(schedule, shards=1):
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    params = {
+        "first": {"e": jax.random.normal(next(keys), (3, WIDTH))},
+        "stages": {"w": jax.random.normal(next(keys), (schedule.num_stages, WIDTH, WIDTH))},
+        "last": {"h": jax.random.normal(next(keys), (WIDTH, 2))},
+        "shared": {"b": jax.random.normal(next(keys), (WIDTH,))},
+    }
+    rows = schedule.num_microbatches * ROWS * shards
+    batch = {
+        "x": jax.random.normal(next(keys), (rows, 3)),
+        "y": jax.random.normal(next(keys), (rows, 2)),
+        "mask": (jax.random.uniform(next(keys), (rows,)) > 0.3).astype(float),
+    }
+    return params, batch
+
+
+def close(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        # Sums of the same few hundred float64 products in another order: see tests/parity/tolerance.py.
+        assert jnp.max(jnp.abs(a - b)) <= FLOAT64 * (1 + jnp.max(jnp.abs(b)))
+
+
+@pytest.mark.parametrize("name", jp.schedules.names())
+def test_the_interpreter_gives_the_numbers_of_the_compiled_program(name):
+    devices = 1 if name == "no_pipelining" else 4
+    compiled, eager = pipelines(name, devices=devices, microbatches=8)
+    params, batch = case(compiled.schedule)
+    placed = compiled.place(params)
+    expected, found = compiled.value_and_grad(placed, batch), eager.value_and_grad(placed, batch)
+    close(found, expected)
+    close(eager.evaluate(placed, batch), expected[0])
+    close(eager.losses(placed, batch), compiled.losses(placed, batch))
+
+
+def test_over_data_shards():
+    mesh = jax.make_mesh((2, 2), ("data", "pipe"))
+    compiled, eager = pipelines("zb_h1", devices=2, microbatches=4, mesh=mesh, data_axes=("data",))
+    params, batch = case(compiled.schedule, shards=2)
+    placed = compiled.place(params)
+    close(eager.value_and_grad(placed, batch), compiled.value_and_grad(placed, batch))
+
+
+def test_state_outputs_and_unlike_layers():
+    def layer(params, x, *, state):
+        return x + jnp.tanh(x @ params["w"]), state + jnp.sum(jax.lax.stop_gradient(x))
+
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=4)
+    mesh = jax.make_mesh((2,), ("pipe",))
+    common = {"schedule": schedule, "mesh": mesh, "last": lambda p, x, mb: jnp.mean(x**2)}
+    compiled, eager = (jp.Pipeline([layer, layer], **common, executor=executor) for executor in (None, EagerExecutor()))
+    key = jax.random.key(1)
+    stages = [{"w": jax.random.normal(key, (WIDTH, WIDTH))} for _ in range(2)]
+    placed, state = compiled.place({"stages": stages, "last": {}}), compiled.place_state([jnp.zeros(()), jnp.ones(())])
+    batch = {"x": jax.random.normal(key, (8, WIDTH))}
+    close(eager.value_and_grad(placed, batch, state=state), compiled.value_and_grad(placed, batch, state=state))
+    close(eager.outputs(placed, batch, state=state), compiled.outputs(placed, batch, state=state))
