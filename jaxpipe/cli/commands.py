@@ -17,6 +17,7 @@ from ..schedules.registry import describe
 from ..simulation.costs import Cost, Costs
 from ..simulation.simulate import simulate
 from ..simulation.timeline import Timeline
+from ..table.kinds import KINDS
 from ..table.schedule import Schedule
 from ..transforms.add_transfers import add_transfers
 from .arguments import UsageError, WrongScheduleError, checked, gives_costs, is_file, load, named, read, read_costs, read_options
@@ -191,14 +192,9 @@ def _shared(costs: Costs, share: float) -> Costs:
     """The costs of a stage that is this share of a device's part of the model; messages and memory units stay what they are."""
     if share == 1:
         return costs
-    return replace(
-        costs,
-        forward=_part(costs.forward, share),
-        input_grad=_part(costs.input_grad, share),
-        weight_grad=_part(costs.weight_grad, share),
-        backward=None if costs.backward is None else _part(costs.backward, share),
-        overlap=None if costs.overlap is None else _part(costs.overlap, share),
-    )
+    names = [spec.cost for spec in KINDS if spec.cost is not None] + ["overlap"]
+    times: dict[str, Any] = {name: _part(time, share) for name in names if (time := getattr(costs, name)) is not None}
+    return replace(costs, **times)
 
 
 def _part(cost: Cost, share: float) -> float:

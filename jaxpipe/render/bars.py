@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..simulation.timeline import Timeline
-from ..table.action import Action, Kind, parts
+from ..table.action import Action, parts
+from ..table.kinds import COMPUTE
 
 
 class Part(enum.Enum):
@@ -67,8 +68,7 @@ def costs_of(timeline: Timeline) -> str:
     """`F 1, B 2, transfer 0`: the costs of the kinds that occur, `varies` where stages differ."""
     schedule, kinds = timeline.schedule, set(timeline.schedule.encoded.kind.tolist())
     costs = timeline.costs.for_stages(schedule.num_stages)
-    given = [("F", costs.forward), ("B", costs.backward), ("I", costs.input_grad), ("W", costs.weight_grad)]
-    shown = [(name, values) for name, values in given if Kind[name] in kinds]
+    shown = [(kind.name, values) for kind in COMPUTE if kind in kinds and (values := costs.of(kind)) is not None]
     return ", ".join(f"{name} {_one(values)}" for name, values in [*shown, ("transfer", costs.transfer)])
 
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from ..errors import JaxpipeError
 from ..simulation.timeline import Timeline
-from ..table.action import Kind
+from ..table.kinds import KINDS
 from .bars import Bar, Part, bars_of
 
-KIND_WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 # The columns of numbers right of the chart, with their widths.
 COLUMNS = (("idle", 44.0), ("peak act.", 68.0))
 PAD = 16.0
@@ -142,7 +141,7 @@ class Chart:
         """What the colours mean, each entry with its place: broken into lines where the picture is narrow."""
         several = self.shades > 1
         kinds = sorted({bar.action.kind for bar in self.bars if bar.part is not Part.STRIP})
-        swatches = [(tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KIND_WORDS[k]}") for k in kinds]
+        swatches = [(tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KINDS[k].words}") for k in kinds]
         swatches += [(("transfer",), "transfer")] if any(bar.part is Part.STRIP for bar in self.bars) else []
         swatches += [(("idle",), "idle")]
         swatches += [(("memory",), "activations held")] if self.memory else []

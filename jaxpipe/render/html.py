@@ -9,9 +9,9 @@ from string import Template
 from xml.etree import ElementTree
 
 from ..simulation.timeline import Timeline
-from ..table.action import KIND_NAMES
+from ..table.kinds import KIND_NAMES, KINDS
 from .bars import costs_of, number, title_of
-from .chart import KIND_WORDS, Chart
+from .chart import Chart
 from .page import PAGE
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
@@ -97,6 +97,6 @@ def _data(chart: Chart) -> dict[str, object]:
     for bar in chart.bars:
         stage, kind, microbatch = bar.action
         rows[bar.device].append((bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value))
-    words = list(KIND_WORDS.values())
+    words = [spec.words for spec in KINDS]
     geometry = {"left": chart.left, "unit": chart.unit, "top": chart.top, "row": chart.row, "pitch": chart.pitch, "width": chart.width}
     return {"rows": rows, "kinds": KIND_NAMES, "words": words, "makespan": chart.timeline.makespan, **geometry}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..table.action import Kind
+from ..table.kinds import KINDS, Kind, Shades
 
 RGB = tuple[float, float, float]
 
@@ -31,10 +31,9 @@ class Palette:
     transfer: str
     critical: str
     memory: str
-    shades: dict[Kind, tuple[str, str]]
+    shades: dict[Kind, Shades]
 
 
-# Four hues that stay apart for colour-blind readers too: the chunks of a hue differ in lightness only.
 LIGHT = Palette(
     page="#ffffff",
     text="#1b1f24",
@@ -45,12 +44,7 @@ LIGHT = Palette(
     transfer="#8a94a3",
     critical="#d7263d",
     memory="#9aa5b4",
-    shades={
-        Kind.F: ("#2563c9", "#a8caf7"),
-        Kind.B: ("#1f8a4c", "#a3ddb6"),
-        Kind.I: ("#c96a0c", "#fbd09a"),
-        Kind.W: ("#7a4cb8", "#d8c5f0"),
-    },
+    shades={spec.kind: spec.light for spec in KINDS if spec.light is not None},
 )
 DARK = Palette(
     page="#12161c",
@@ -62,12 +56,7 @@ DARK = Palette(
     transfer="#76818f",
     critical="#ff5d6c",
     memory="#5f6c7d",
-    shades={
-        Kind.F: ("#2f6fdb", "#a3c6f5"),
-        Kind.B: ("#23924f", "#9ad8b0"),
-        Kind.I: ("#cf7217", "#f6cc96"),
-        Kind.W: ("#8654c4", "#d0baee"),
-    },
+    shades={spec.kind: spec.dark for spec in KINDS if spec.dark is not None},
 )
 
 

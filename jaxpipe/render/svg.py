@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 from ..simulation.timeline import Timeline
 from ..table.action import parse_cell, parts
+from ..table.kinds import KINDS
 from .bars import Bar, Part, costs_of, number, title_of
-from .chart import COLUMNS, KIND_WORDS, PAD, Chart
+from .chart import COLUMNS, PAD, Chart
 from .palette import DARK, LIGHT, Theme, style
 
 SCOPE = ".jaxpipe"
@@ -214,7 +215,7 @@ def _draw_merged(root: ElementTree.Element, chart: Chart) -> None:
 def describe(bar: Bar) -> str:
     """What hovering over a bar tells."""
     stage, kind, microbatch = bar.action
-    word = KIND_WORDS.get(kind, "transfer")
+    word = KINDS[kind].words
     return f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}\ndevice {bar.device}, {number(bar.start)} to {number(bar.end)}"
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from ..errors import JaxpipeError
 from ..simulation.timeline import Timeline
-from ..table.action import KIND_NAMES
+from ..table.kinds import KIND_NAMES
 from .bars import Bar, Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from ..errors import CostError
-from ..table.activations import Release
+from ..table.kinds import KINDS, Kind, Release
 
 Cost: TypeAlias = float | Sequence[float]
 
@@ -96,6 +96,11 @@ class StageCosts:
     transfer: tuple[float, ...]
     overlap: tuple[float, ...] | None
     activation: tuple[float, ...]
+
+    def of(self, kind: Kind) -> tuple[float, ...] | None:
+        """The time of each stage's actions of a kind; None where these take none of their own."""
+        name = KINDS[kind].cost
+        return None if name is None else getattr(self, name)
 
 
 def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:

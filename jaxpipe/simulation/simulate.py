@@ -7,6 +7,7 @@ import numpy as np
 from ..errors import ScheduleError, Violation
 from ..table.check import check
 from ..table.encoded import Encoded
+from ..table.kinds import KINDS
 from ..table.run_order import Transfers, mates, senders, waits
 from ..table.schedule import Schedule
 from .costs import Costs, StageCosts
@@ -59,8 +60,8 @@ def simulate(
 def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     """Per action, the time it takes; a pair's time is booked on its backward half, the forward half takes none."""
     stages = table.num_stages
-    none = (0,) * stages * 4
-    flat = (*costs.forward, *costs.backward, *costs.input_grad, *costs.weight_grad, *none)
+    none = (0,) * stages
+    flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
     durations = [flat[k] for k in (table.kind * stages + table.stage).tolist()]
     for i in table.pairs.tolist():
         sum_of_halves = durations[i] + durations[i + 1]

@@ -7,29 +7,14 @@ five times faster than a frozen dataclass.
 
 from __future__ import annotations
 
-import enum
 import re
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..errors import ParseError
-
-
-class Kind(enum.IntEnum):
-    """What an action does; the order is only for compact storage."""
-
-    F = 0  # forward
-    B = 1  # full backward (input and weight gradient)
-    I = 2  # input gradient (the zero-bubble papers call it "B")  # noqa: E741
-    W = 3  # weight gradient
-    SEND_F = 4  # send the stage's output to the next stage
-    RECV_F = 5  # receive the stage's input from the stage before
-    SEND_B = 6  # send the gradient of the stage's input to the stage before
-    RECV_B = 7  # receive the gradient of the stage's output from the next stage
-
-    @property
-    def is_compute(self) -> bool:
-        """True for F, B, I and W."""
-        return self <= Kind.W
+from .kinds import BACKWARD_HALVES, COMPUTE, FORWARD_HALVES, TRANSFERS
+from .kinds import KIND_NAMES as KIND_NAMES
+from .kinds import Kind as Kind
 
 
 class Action(NamedTuple):
@@ -59,8 +44,8 @@ class Overlap(NamedTuple):
 Cell: TypeAlias = Action | Overlap | None
 Row: TypeAlias = tuple[Cell, ...]
 
-KIND_NAMES = tuple(kind.name for kind in Kind)
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
+_KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))
+_ACTION = re.compile(rf"(\d+)({_KIND})(\d+)")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -96,9 +81,14 @@ def parse_cell(text: str) -> Cell:
     if match is None:
         raise ParseError(f"{text!r} is not an overlapped pair; write (0F7;7B3)OVERLAP_F_B")
     forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
-    if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.I):
-        raise ParseError(f"{text!r} overlaps {forward.kind.name} with {backward.kind.name}; the first must be F, the second B or I")
+    if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
+        must = f"the first must be {_any_of(FORWARD_HALVES)}, the second {_any_of(BACKWARD_HALVES)}"
+        raise ParseError(f"{text!r} overlaps {forward.kind.name} with {backward.kind.name}; {must}")
     return Overlap(forward, backward)
+
+
+def _any_of(kinds: Sequence[Kind]) -> str:
+    return " or ".join(kind.name for kind in kinds)
 
 
 def _why_not(text: str) -> str:
@@ -106,9 +96,9 @@ def _why_not(text: str) -> str:
     stage = re.match(r"\d+", text)
     if stage is None:
         return "character 1 must start the stage number"
-    kind = re.compile(r"SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W").match(text, stage.end())
+    kind = re.compile(_KIND).match(text, stage.end())
     if kind is None:
-        return f"character {stage.end() + 1} must start a kind (F B I W SEND_F RECV_F SEND_B RECV_B)"
+        return f"character {stage.end() + 1} must start a kind ({' '.join(kind.name for kind in (*COMPUTE, *TRANSFERS))})"
     microbatch = re.compile(r"\d+").match(text, kind.end())
     if microbatch is None:
         return f"character {kind.end() + 1} must start the microbatch number"

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-
 import numpy as np
 
-from .action import Kind
 from .encoded import Encoded, IntArray
-
-
-class Release(enum.Enum):
-    """When a stage's activations of a microbatch may go (a full backward B always ends their life)."""
-
-    INPUT_GRAD = "input_grad"  # at the end of I: W works from something smaller
-    WEIGHT_GRAD = "weight_grad"  # at the end of W: W reads the same activations as I
+from .kinds import Release as Release
+from .kinds import Value, kinds_where, makers
 
 
 def activation_changes(table: Encoded, release: Release) -> tuple[IntArray, IntArray]:
@@ -22,11 +14,10 @@ def activation_changes(table: Encoded, release: Release) -> tuple[IntArray, IntA
 
     In a forward-only table nothing is kept: each F's activations live while it runs.
     """
-    begins = (table.kind == Kind.F).astype(np.int64)
+    begins = table.of_kinds(makers(Value.ACTIVATIONS)).astype(np.int64)
     if table.forward_only:
         return begins, begins
-    last = Kind.I if release is Release.INPUT_GRAD else Kind.W
-    return begins, ((table.kind == Kind.B) | (table.kind == last)).astype(np.int64)
+    return begins, table.of_kinds(kinds_where(lambda spec: release in spec.releases)).astype(np.int64)
 
 
 def live_activations(table: Encoded, release: Release) -> IntArray:

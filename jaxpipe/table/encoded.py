@@ -6,6 +6,7 @@ first).  Row order is then number order, and each action waits for at most one a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,14 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ScheduleError, Violation
-from .action import KIND_NAMES, Action, Kind, Overlap, Row
+from .action import Action, Overlap, Row
+from .kinds import COMPUTE, KIND_NAMES, KINDS, MESSAGES, RECEIVES, Kind, Pass, Value, kinds_where, makers
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_KINDS = len(Kind)
 _CELL_TYPES = {Action, Overlap, type(None)}
-# The look-up table has 8 S M entries.  A table this much emptier than its ranges is a slip of the pen (0F1000000).
+# The look-up table has an entry for each kind, stage and microbatch.  A table this much emptier than its ranges is a slip of the pen
+# (0F1000000).
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 20, 64
 
 
@@ -79,13 +82,26 @@ class Encoded:
     @cached_property
     def backward_at(self) -> IntArray:
         """`backward_at[stage, microbatch]` is the action that makes the input gradient: B, or else I, or else -1."""
-        found: IntArray = np.where(self.at[Kind.B] >= 0, self.at[Kind.B], self.at[Kind.I])
+        return self._maker(Value.INPUT_GRAD)
+
+    def _maker(self, value: Value) -> IntArray:
+        """`[stage, microbatch]` is the first action that makes a value, or -1."""
+        first, *others = makers(value)
+        found: IntArray = self.at[first]
+        for kind in others:
+            found = np.where(found >= 0, found, self.at[kind])
         return found
+
+    def of_kinds(self, kinds: Iterable[Kind]) -> BoolArray:
+        """Per action, whether it is of one of these kinds."""
+        wanted = np.zeros(NUM_KINDS, bool)
+        wanted[list(kinds)] = True
+        return wanted[self.kind]
 
     @cached_property
     def is_compute(self) -> BoolArray:
-        """Per action, whether it is F, B, I or W."""
-        return self.kind <= Kind.W
+        """Per action, whether it is no SEND and no RECV."""
+        return self.of_kinds(COMPUTE)
 
     @cached_property
     def pairs(self) -> IntArray:
@@ -95,7 +111,7 @@ class Encoded:
     @cached_property
     def receives(self) -> IntArray:
         """The numbers of all RECV_F and RECV_B."""
-        return np.flatnonzero((self.kind == Kind.RECV_F) | (self.kind == Kind.RECV_B))
+        return np.flatnonzero(self.of_kinds(RECEIVES))
 
     @cached_property
     def has_transfers(self) -> bool:
@@ -104,8 +120,8 @@ class Encoded:
 
     @cached_property
     def forward_only(self) -> bool:
-        """True where the table holds no B, I or W."""
-        return not bool(((self.kind >= Kind.B) & (self.kind <= Kind.W)).any())
+        """True where the table computes nothing of the backward pass."""
+        return not bool(self.of_kinds(kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)).any())
 
     @cached_property
     def producer(self) -> IntArray:
@@ -114,17 +130,17 @@ class Encoded:
         F: the F of the stage before.  B and I: the B or I of the next stage.  SEND: what it sends.  RECV: its SEND.
         """
         found = np.full(self.num_actions, -1, np.int64)
-        forward, backward = self.at[Kind.F], self.backward_at
-        for kind, source, shift in (
-            (Kind.F, forward, -1),
-            (Kind.B, backward, 1),
-            (Kind.I, backward, 1),
-            (Kind.SEND_F, forward, 0),
-            (Kind.SEND_B, backward, 0),
-            (Kind.RECV_F, self.at[Kind.SEND_F], -1),
-            (Kind.RECV_B, self.at[Kind.SEND_B], 1),
-        ):
-            mine = np.flatnonzero(self.in_range & (self.kind == kind))
+        sources = {message.value: self._maker(message.value) for message in MESSAGES}
+        for spec in KINDS:
+            if spec.needs is not None:
+                source, shift = sources[spec.needs], spec.came_from
+            elif spec.sends is not None:
+                source, shift = sources[spec.sends], 0
+            elif spec.receives is not None:
+                source, shift = self.at[spec.receives], spec.came_from
+            else:
+                continue
+            mine = np.flatnonzero(self.in_range & (self.kind == spec.kind))
             stage = self.stage[mine] + shift
             inside = (stage >= 0) & (stage < self.num_stages)
             mine, stage = mine[inside], stage[inside]
@@ -141,9 +157,9 @@ class Encoded:
     def receives_from(self) -> IntArray:
         """Per compute action of a table with transfers, the SEND of the input it receives, or -1."""
         found = np.full(self.num_actions, -1, np.int64)
-        for kind, send, shift in ((Kind.F, Kind.SEND_F, -1), (Kind.B, Kind.SEND_B, 1), (Kind.I, Kind.SEND_B, 1)):
-            mine = np.flatnonzero(self.crosses & (self.kind == kind))
-            found[mine] = self.at[send][self.stage[mine] + shift, self.microbatch[mine]]
+        for message in MESSAGES:
+            mine = np.flatnonzero(self.crosses & self.of_kinds(message.users))
+            found[mine] = self.at[message.send][self.stage[mine] + KINDS[message.receive].came_from, self.microbatch[mine]]
         return found
 
     def action(self, number: int) -> Action:

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .action import Action, Kind, Row, parts
+from .action import Row, parts
 from .encoded import Encoded, encode
+from .kinds import KINDS, makers
 from .run_order import Transfers, buffered_order, waits
 
 MARK = "<-- ERROR HERE"
@@ -40,22 +41,6 @@ def grid(rows: tuple[Row, ...], *, marked: Collection[tuple[int, int]] = (), mos
         body = "".join(f" {text:<{width}}" for text in line).rstrip()
         lines.append(f"{f'device {device}':<{label}} |{body}" + (f"  {MARK}" if device in bad_devices else ""))
     return "\n".join(lines)
-
-
-def inputs_of(action: Action, last_stage: int) -> tuple[tuple[Action, ...], ...]:
-    """What must be done before a compute action: a tuple of alternatives for each input.
-
-    A backward's input gradient comes from B or from I, whichever the table uses.
-    """
-    stage, kind, microbatch = action
-    if kind is Kind.F:
-        return () if stage == 0 else ((Action(stage - 1, Kind.F, microbatch),),)
-    if kind is Kind.W:
-        return ((Action(stage, Kind.I, microbatch),),)
-    own = (Action(stage, Kind.F, microbatch),)
-    if stage == last_stage:
-        return (own,)
-    return (own, (Action(stage + 1, Kind.B, microbatch), Action(stage + 1, Kind.I, microbatch)))
 
 
 def _exists(rows: tuple[Row, ...], device: int, position: int) -> bool:
@@ -101,15 +86,19 @@ def _has_all_it_needs(table: Encoded) -> bool:
     """Whether everything that an action needs is in the table, and before it where it is in the same row."""
     if not table.in_range.all():
         return False
-    stage, kind, m = table.stage, table.kind, table.microbatch
-    backward = (kind == Kind.B) | (kind == Kind.I)
-    own = np.where(kind == Kind.W, table.at[Kind.I, stage, m], np.where(backward, table.at[Kind.F, stage, m], table.num_actions))
-    fed = ((kind == Kind.F) & (stage > 0)) | (backward & (stage < table.num_stages - 1))
-    here = np.append(table.device, -1)[own] == table.device
-    handed = fed & ~table.crosses
-    return bool((~fed | (table.producer >= 0)).all() and (own >= 0).all()) and bool(
-        (~here | (own < np.arange(table.num_actions))).all() and (~handed | (table.producer < np.arange(table.num_actions))).all()
-    )
+    places = np.append(table.device, -1)
+    ready = np.ones(table.num_actions, bool)
+    for spec in KINDS:
+        mine = np.flatnonzero(table.kind == spec.kind)
+        stage, m = table.stage[mine], table.microbatch[mine]
+        for value in spec.reads:
+            made = table.at[list(makers(value))][:, stage, m]
+            late = (made > mine) & (places[made] == table.device[mine])
+            ready[mine] &= (made >= 0).any(axis=0) & ~late.any(axis=0)
+        source = stage + spec.came_from
+        fed = mine[(source >= 0) & (source < table.num_stages)] if spec.needs is not None else mine[:0]
+        ready[fed] &= (table.producer[fed] >= 0) & (table.crosses[fed] | (table.producer[fed] < fed))
+    return bool(ready.all())
 
 
 def _in_time(rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: Sequence[int]) -> list[list[int]]:

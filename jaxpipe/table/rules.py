@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from ..errors import Violation
-from .action import KIND_NAMES, Kind
 from .encoded import BoolArray, Encoded, IntArray
+from .kinds import BACKWARD_HALVES, COMPUTE, FORWARD_HALVES, KEPT, KIND_NAMES, KINDS, MESSAGES, Kind, Value, kinds_where, makers, readers
 from .placement import Placement
 from .run_order import RunOrder, Transfers, Wait, buffered_order, rendezvous_order, waits
 
@@ -74,16 +74,17 @@ def _completeness(table: Encoded) -> list[Violation]:
     """Every stage runs every microbatch's F once, and its B or its I and W (none of them in a forward-only table)."""
     if table.num_actions == 0:
         return [Violation("completeness", "the table holds no action; give every stage and microbatch at least an F")]
-    has = table.at[:4] >= 0
+    has = table.at >= 0
     found = [
         Violation("completeness", f"{stage}F{m} is missing: no device runs the forward of stage {stage}, microbatch {m}")
         for stage, m in np.argwhere(~has[Kind.F]).tolist()
     ]
     if table.forward_only:
         return found
-    b, i, w = has[Kind.B], has[Kind.I], has[Kind.W]
-    for stage, m in np.argwhere(~(b ^ (i & w)) | (b & (i | w))).tolist():
-        present = [k for k in (Kind.B, Kind.I, Kind.W) if has[k, stage, m]]
+    by_input, by_weight = makers(Value.INPUT_GRAD), makers(Value.WEIGHT_GRAD)
+    wrong = (has[list(by_input)].sum(axis=0) != 1) | (has[list(by_weight)].sum(axis=0) != 1)
+    for stage, m in np.argwhere(wrong).tolist():
+        present = [k for k in COMPUTE if k in by_input + by_weight and has[k, stage, m]]
         anchors = [int(table.at[k, stage, m]) for k in (*present, Kind.F) if has[k, stage, m]]
         message = f"stage {stage}, microbatch {m} has {_backward_fault(stage, m, present)}; give it B, or both I and W"
         found.append(_at(table, "completeness", anchors[0], message, anchors[1:]) if anchors else Violation("completeness", message))
@@ -116,7 +117,7 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
         stage = int(table.stage[i])
         where = " or ".join(map(str, placement.devices_of[stage]))
         found.append(_at(table, "placement", i, f"{table.text(i)} is on device {table.device[i]}, but stage {stage} is on device {where}"))
-    known = np.flatnonzero(table.in_range & table.is_compute & (table.kind != Kind.F))
+    known = np.flatnonzero(table.in_range & table.of_kinds(kinds_where(lambda spec: spec.reads)))
     forward = table.at[Kind.F, table.stage[known], table.microbatch[known]]
     parted = (forward >= 0) & (table.device[forward] != table.device[known])
     for i, f in zip(known[parted].tolist(), forward[parted].tolist(), strict=True):
@@ -129,20 +130,12 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
 def _order(table: Encoded) -> list[Violation]:
     """On each device, F comes before its B or I, I before its W, and a stage after the one that hands over to it."""
     found = []
-    for need, kinds in ((Kind.F, (Kind.B, Kind.I)), (Kind.I, (Kind.W,))):
-        mine = np.flatnonzero(table.in_range & _is_one_of(table, kinds))
-        needed = table.at[need, table.stage[mine], table.microbatch[mine]]
-        found += _late(table, "order", mine, needed)
+    for value in KEPT:
+        mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))
+        for maker in makers(value):
+            found += _late(table, "order", mine, table.at[maker, table.stage[mine], table.microbatch[mine]])
     mine = np.flatnonzero(table.is_compute & (table.producer >= 0))
     return found + _late(table, "order", mine, table.producer[mine])
-
-
-def _is_one_of(table: Encoded, kinds: Sequence[Kind]) -> BoolArray:
-    """Per action, whether it is of one of these kinds."""
-    found = np.zeros(table.num_actions, bool)
-    for kind in kinds:
-        found |= table.kind == kind
-    return found
 
 
 def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> list[Violation]:
@@ -157,9 +150,10 @@ def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> list[V
 def _overlap(table: Encoded) -> list[Violation]:
     """A pair overlaps an F with a B or I that is not of the same stage and microbatch (that one would need the F)."""
     found = []
+    forward, backward = table.of_kinds(FORWARD_HALVES), table.of_kinds(BACKWARD_HALVES)
     for i in table.pairs.tolist():
         pair = table.cell_text(i)
-        if table.kind[i] != Kind.F or table.kind[i + 1] not in (Kind.B, Kind.I):
+        if not forward[i] or not backward[i + 1]:
             found.append(_at(table, "overlap", i, f"{pair} must pair an F with a B or an I, in this order"))
         elif table.stage[i] == table.stage[i + 1] and table.microbatch[i] == table.microbatch[i + 1]:
             found.append(_at(table, "overlap", i, f"{pair} overlaps an F with its own backward, which needs it; pair it with another"))
@@ -175,11 +169,9 @@ def _transfers(table: Encoded) -> list[Violation]:
         return []
     found: list[Violation] = []
     needed = np.zeros(table.num_actions, bool)
-    for kinds, send, recv, shift in (
-        ((Kind.F,), Kind.SEND_F, Kind.RECV_F, -1),
-        ((Kind.B, Kind.I), Kind.SEND_B, Kind.RECV_B, 1),
-    ):
-        consumers = np.flatnonzero(table.crosses & _is_one_of(table, kinds))
+    for _, users, send, recv in MESSAGES:
+        shift = KINDS[recv].came_from
+        consumers = np.flatnonzero(table.crosses & table.of_kinds(users))
         stage, m = table.stage[consumers], table.microbatch[consumers]
         sends, recvs = table.at[send, stage + shift, m], table.at[recv, stage, m]
         found += _missing(table, consumers, sends, send, shift)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .action import Kind
 from .encoded import Encoded, IntArray
+from .kinds import SENDS
 
 
 class Transfers(enum.Enum):
@@ -121,7 +121,7 @@ def rendezvous_order(table: Encoded) -> RunOrder:
     cycles: list[tuple[Wait, ...]] = []
     head, stop = list(table.first[:-1]), table.first[1:]
     owner = table.device.tolist()
-    is_send = ((table.kind == Kind.SEND_F) | (table.kind == Kind.SEND_B)).tolist()
+    is_send = table.of_kinds(SENDS).tolist()
     runnable = list(range(table.num_devices))[::-1]
     while True:
         while runnable:

@@ -25,6 +25,7 @@ from ..simulation.timeline import Timeline
 from ..table.action import Action, Cell, Kind
 from ..table.encoded import Encoded, IntArray
 from ..table.garbage_collection import paused_collector
+from ..table.kinds import MESSAGES, makers
 from ..table.run_order import Transfers, cycles_of
 from ..table.schedule import Schedule
 
@@ -312,9 +313,11 @@ def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) 
 def _transfer_actions(table: Encoded, plan: _Plan, order: IntArray) -> list[Action]:
     """The SEND or RECV action of each transfer in `order`."""
     served = plan.served[order]
-    forward = table.kind[served] == Kind.F
-    send = np.array(plan.is_send, bool)[order]
-    kinds = np.where(forward, np.where(send, Kind.SEND_F, Kind.RECV_F), np.where(send, Kind.SEND_B, Kind.RECV_B))
+    by_kind = np.zeros((2, len(Kind)), np.int64)  # whether it is a SEND, and the kind that it serves
+    for value, users, send, receive in MESSAGES:
+        by_kind[1, makers(value)] = send
+        by_kind[0, users] = receive
+    kinds = by_kind[np.array(plan.is_send, np.int64)[order], table.kind[served]]
     every = tuple(Kind)
     fields = zip(table.stage[served].tolist(), [every[k] for k in kinds.tolist()], table.microbatch[served].tolist(), strict=True)
     # Action._make does the same through a Python frame of its own for each.

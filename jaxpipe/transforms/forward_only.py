@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..table.action import Action, Kind, Row, parts
+from ..table.action import Action, Row, parts
+from ..table.kinds import Value, makers
 from ..table.schedule import Schedule
 
 
@@ -14,4 +15,4 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def _forwards(row: Row) -> Iterator[Action]:
-    return (action for cell in row for action in parts(cell) if action.kind is Kind.F)
+    return (action for cell in row for action in parts(cell) if action.kind in makers(Value.OUTPUT))

@@ -293,7 +293,8 @@ def test_page_data_is_what_hovering_needs(name):
     t = TIMELINES[name]()
     data = json.loads(Page(to_html(t)).data)
     assert len(data["rows"]) == t.schedule.num_devices
-    assert data["words"] == ["forward", "backward", "input gradient", "weight gradient"], "by number of kind"
+    words = dict(zip(data["kinds"], data["words"], strict=True))
+    assert [words[kind] for kind in "FBIW"] == ["forward", "backward", "input gradient", "weight gradient"]
     found = {}
     for row in data["rows"]:
         # The page finds the bar under the pointer by bisection on the starts.

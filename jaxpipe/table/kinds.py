@@ -1,0 +1,207 @@
+"""Every kind of action, declared once: what it needs, makes and releases, what it costs, how it looks.
+
+The parser, the checker, the simulator, the count of activations and the pictures read these declarations.  They name a kind
+themselves only where a rule or a message is about that kind alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+# The colours of a kind's first and last chunk.
+Shades: TypeAlias = tuple[str, str]
+
+
+class Kind(enum.IntEnum):
+    """What an action does; the numbers are only for compact storage."""
+
+    F = 0  # forward
+    B = 1  # full backward (input and weight gradient)
+    I = 2  # input gradient (the zero-bubble papers call it "B")  # noqa: E741
+    W = 3  # weight gradient
+    SEND_F = 4  # send the stage's output to the next stage
+    RECV_F = 5  # receive the stage's input from the stage before
+    SEND_B = 6  # send the gradient of the stage's input to the stage before
+    RECV_B = 7  # receive the gradient of the stage's output from the next stage
+
+    @property
+    def is_compute(self) -> bool:
+        """False for SEND and RECV."""
+        return KINDS[self].is_compute
+
+
+class Pass(enum.Enum):
+    """The pass that an action belongs to; the value is the step from a stage to the stage that needs what it made."""
+
+    FORWARD = 1
+    BACKWARD = -1
+
+
+class Value(enum.Enum):
+    """What actions make and need, of one stage and microbatch each; only the first two travel from stage to stage."""
+
+    OUTPUT = "output"  # the next stage's input
+    INPUT_GRAD = "input gradient"  # the stage before needs it
+    WEIGHT_GRAD = "weight gradient"  # added to that of the other microbatches
+    ACTIVATIONS = "activations"  # what a backward reads of its forward
+    STASH = "stash"  # what W reads of its I
+
+
+class Release(enum.Enum):
+    """When a stage's activations of a microbatch may go (a full backward B always ends their life)."""
+
+    INPUT_GRAD = "input_grad"  # at the end of I: W works from something smaller
+    WEIGHT_GRAD = "weight_grad"  # at the end of W: W reads the same activations as I
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindSpec:
+    """The declaration of a kind.
+
+    Attributes:
+        kind: whose declaration it is.
+        words: what pictures call it.
+        direction: the pass that it belongs to.
+        needs: what it needs of the neighbour stage that its pass comes from (where there is such a stage).
+        reads: what it needs of its own stage and microbatch; made before it on the same device.
+        makes: what it makes, of its own stage and microbatch.
+        releases: the rules under which its end is the end of its activations.
+        overlaps: whether it may be half of an overlapped pair.
+        sends: of a SEND, what it sends.
+        receives: of a RECV, its SEND.
+        cost: the field of `Costs` that holds its time; None where it takes none of its own.
+        light, dark: its colours on a light and on a dark page; None where it is drawn as a transfer.
+    """
+
+    kind: Kind
+    words: str
+    direction: Pass
+    needs: Value | None = None
+    reads: tuple[Value, ...] = ()
+    makes: tuple[Value, ...] = ()
+    releases: tuple[Release, ...] = ()
+    overlaps: bool = False
+    sends: Value | None = None
+    receives: Kind | None = None
+    cost: str | None = None
+    light: Shades | None = None
+    dark: Shades | None = None
+
+    @property
+    def is_compute(self) -> bool:
+        """False for SEND and RECV."""
+        return self.sends is None and self.receives is None
+
+    @property
+    def came_from(self) -> int:
+        """The step to the neighbour stage that its pass comes from."""
+        return -self.direction.value
+
+
+# Hues that stay apart for colour-blind readers too: the chunks of a hue differ in lightness only.
+KINDS = (
+    KindSpec(
+        kind=Kind.F,
+        words="forward",
+        direction=Pass.FORWARD,
+        needs=Value.OUTPUT,
+        makes=(Value.OUTPUT, Value.ACTIVATIONS),
+        overlaps=True,
+        cost="forward",
+        light=("#2563c9", "#a8caf7"),
+        dark=("#2f6fdb", "#a3c6f5"),
+    ),
+    KindSpec(
+        kind=Kind.B,
+        words="backward",
+        direction=Pass.BACKWARD,
+        needs=Value.INPUT_GRAD,
+        reads=(Value.ACTIVATIONS,),
+        makes=(Value.INPUT_GRAD, Value.WEIGHT_GRAD),
+        releases=(Release.INPUT_GRAD, Release.WEIGHT_GRAD),
+        overlaps=True,
+        cost="backward",
+        light=("#1f8a4c", "#a3ddb6"),
+        dark=("#23924f", "#9ad8b0"),
+    ),
+    KindSpec(
+        kind=Kind.I,
+        words="input gradient",
+        direction=Pass.BACKWARD,
+        needs=Value.INPUT_GRAD,
+        reads=(Value.ACTIVATIONS,),
+        makes=(Value.INPUT_GRAD, Value.STASH),
+        releases=(Release.INPUT_GRAD,),
+        overlaps=True,
+        cost="input_grad",
+        light=("#c96a0c", "#fbd09a"),
+        dark=("#cf7217", "#f6cc96"),
+    ),
+    KindSpec(
+        kind=Kind.W,
+        words="weight gradient",
+        direction=Pass.BACKWARD,
+        reads=(Value.STASH,),
+        makes=(Value.WEIGHT_GRAD,),
+        releases=(Release.WEIGHT_GRAD,),
+        cost="weight_grad",
+        light=("#7a4cb8", "#d8c5f0"),
+        dark=("#8654c4", "#d0baee"),
+    ),
+    KindSpec(kind=Kind.SEND_F, words="transfer", direction=Pass.FORWARD, sends=Value.OUTPUT),
+    KindSpec(kind=Kind.RECV_F, words="transfer", direction=Pass.FORWARD, receives=Kind.SEND_F),
+    KindSpec(kind=Kind.SEND_B, words="transfer", direction=Pass.BACKWARD, sends=Value.INPUT_GRAD),
+    KindSpec(kind=Kind.RECV_B, words="transfer", direction=Pass.BACKWARD, receives=Kind.SEND_B),
+)
+
+
+def kinds_where(test: Callable[[KindSpec], object]) -> tuple[Kind, ...]:
+    """The kinds whose declaration passes a test, in the order of their numbers.
+
+    >>> [kind.name for kind in kinds_where(lambda spec: spec.overlaps)]
+    ['F', 'B', 'I']
+    """
+    return tuple(spec.kind for spec in KINDS if test(spec))
+
+
+def makers(value: Value) -> tuple[Kind, ...]:
+    """The kinds that make a value.
+
+    >>> [kind.name for kind in makers(Value.INPUT_GRAD)]
+    ['B', 'I']
+    """
+    return kinds_where(lambda spec: value in spec.makes)
+
+
+def readers(value: Value) -> tuple[Kind, ...]:
+    """The kinds that read a value of their own stage and microbatch."""
+    return kinds_where(lambda spec: value in spec.reads)
+
+
+class Message(NamedTuple):
+    """How a value gets to the neighbour stage: the kinds that need it there, and the SEND and RECV between devices."""
+
+    value: Value
+    users: tuple[Kind, ...]
+    send: Kind
+    receive: Kind
+
+
+def _message(value: Value) -> Message:
+    (send,) = kinds_where(lambda spec: spec.sends is value)
+    (receive,) = kinds_where(lambda spec: spec.receives is send)
+    return Message(value, kinds_where(lambda spec: spec.needs is value), send, receive)
+
+
+KIND_NAMES = tuple(kind.name for kind in Kind)
+COMPUTE, TRANSFERS = kinds_where(lambda spec: spec.is_compute), kinds_where(lambda spec: not spec.is_compute)
+# The values that stay on their device for a later action of the same stage and microbatch.
+KEPT = tuple(value for value in Value if readers(value))
+# What may be the forward half of an overlapped pair, and its backward half.
+FORWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.FORWARD)
+BACKWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.BACKWARD)
+SENDS, RECEIVES = kinds_where(lambda spec: spec.sends), kinds_where(lambda spec: spec.receives is not None)
+MESSAGES = tuple(_message(spec.sends) for spec in KINDS if spec.sends is not None)
