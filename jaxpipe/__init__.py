@@ -18,6 +18,7 @@ from .table.check import check
 from .table.placement import Placement
 from .table.run_order import Transfers
 from .table.schedule import Schedule
+from .transforms.add_recompute import add_recompute, remove_recompute
 from .transforms.add_transfers import add_transfers, remove_transfers
 from .transforms.merge_backward import merge_backward
 from .transforms.split_backward import split_backward
@@ -54,6 +55,7 @@ __all__ = [
     "Timeline",
     "Transfers",
     "Violation",
+    "add_recompute",
     "add_transfers",
     "balanced_layout",
     "check",
@@ -65,6 +67,7 @@ __all__ = [
     "parse_action",
     "parse_cell",
     "parse_layout",
+    "remove_recompute",
     "remove_transfers",
     "render",
     "schedules",

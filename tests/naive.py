@@ -13,14 +13,14 @@ RECVS = {Kind.RECV_F, Kind.RECV_B}
 
 
 def is_complete(s: Schedule) -> bool:
-    """Every F once; every backward once, as B or as I and W (or none at all); nothing else; all in range."""
+    """Every F once; every backward once, as B or as I and W (or none at all), with an R or without; nothing else; all in range."""
     actions = [a for row in s.rows for c in row for a in parts(c) if a.kind.is_compute]
     if len(set(actions)) != len(actions):
         return False
     pairs = {(stage, m) for stage in range(s.num_stages) for m in range(s.num_microbatches)}
-    by_kind = {k: {(a.stage, a.microbatch) for a in actions if a.kind is k} for k in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    by_kind = {k: {(a.stage, a.microbatch) for a in actions if a.kind is k} for k in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)}
     full, dgrad, wgrad = by_kind[Kind.B], by_kind[Kind.I], by_kind[Kind.W]
-    if by_kind[Kind.F] != pairs or dgrad != wgrad or full & dgrad:
+    if by_kind[Kind.F] != pairs or dgrad != wgrad or full & dgrad or not by_kind[Kind.R] <= full | dgrad:
         return False
     return bool(pairs) and full | dgrad in (pairs, set())
 
@@ -45,6 +45,10 @@ def needs(s: Schedule, action: Action) -> list[set[Action]]:
     if kind is Kind.W:
         return [{Action(stage, Kind.I, m)}]
     own = [{Action(stage, Kind.F, m)}]
+    if kind is Kind.R:
+        return own
+    if any(Action(stage, Kind.R, m) in row for row in s.rows):
+        own.append({Action(stage, Kind.R, m)})
     return own if stage == s.num_stages - 1 else [*own, {Action(stage + 1, Kind.B, m), Action(stage + 1, Kind.I, m)}]
 
 
@@ -155,7 +159,7 @@ def deferred(s: Schedule) -> Schedule:
         if kind is Kind.F:
             takers = [Action(stage + 1, Kind.F, m)]
         else:
-            takers = [Action(stage - 1, k, m) for k in (Kind.B, Kind.I)] if kind is not Kind.W else []
+            takers = [Action(stage - 1, k, m) for k in (Kind.B, Kind.I)] if kind in (Kind.B, Kind.I) else []
         send = Kind.SEND_F if kind is Kind.F else Kind.SEND_B
         return [Action(stage, send, m)] if any(t in where and crosses(t) for t in takers) else []
 

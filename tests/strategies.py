@@ -7,19 +7,23 @@ import random
 from hypothesis import strategies as st
 
 from jaxpipe.table.action import Action, Cell, Kind, Overlap
+from jaxpipe.table.kinds import COMPUTE
 from jaxpipe.table.placement import Placement
 from jaxpipe.table.schedule import Schedule
 
 
-def random_schedule(rng: random.Random) -> Schedule:
-    """A valid table: a random order that respects all needs, over a random placement, with B and I + W mixed, idles and pairs."""
+def random_schedule(rng: random.Random, *, recompute: bool = False) -> Schedule:
+    """A valid table: a random order that respects all needs, over a random placement, with B and I + W mixed, idles and pairs.
+
+    With `recompute`, none, some or all forwards have an R.
+    """
     placement = _random_placement(rng)
-    return _random_table(rng, placement, microbatches=rng.randint(1, 5))
+    return _random_table(rng, placement, microbatches=rng.randint(1, 5), recompute=recompute)
 
 
-def schedules() -> st.SearchStrategy[Schedule]:
+def schedules(*, recompute: bool = False) -> st.SearchStrategy[Schedule]:
     """Hypothesis strategy of `random_schedule`; a failure shrinks to a small table."""
-    return st.builds(random_schedule, st.randoms(use_true_random=False))
+    return st.builds(random_schedule, st.randoms(use_true_random=False), recompute=st.just(recompute))
 
 
 def _random_placement(rng: random.Random) -> Placement:
@@ -34,13 +38,14 @@ def _random_placement(rng: random.Random) -> Placement:
     return Placement.explicit([rng.randrange(devices) for _ in range(rng.randint(1, 6))], devices=devices)
 
 
-def _random_table(rng: random.Random, placement: Placement, microbatches: int) -> Schedule:
+def _random_table(rng: random.Random, placement: Placement, microbatches: int, *, recompute: bool) -> Schedule:
     """Draw the actions one by one from those whose needs are met, each onto its device's row: such rows cannot deadlock."""
-    needs = _needs(rng, placement.num_stages, microbatches)
+    needs = _needs(rng, placement.num_stages, microbatches, recompute=recompute)
     # In a bidirectional placement each microbatch goes one way: the r-th device of every stage.
     way = [rng.randrange(min(map(len, placement.devices_of))) for _ in range(microbatches)]
     rows: list[list[Cell]] = [[] for _ in range(placement.num_devices)]
-    kinds = rng.choice((None, *(rng.sample(list(Kind)[:4], 4) for _ in range(3))))  # a taste: breadth first, depth first, late W...
+    every = [kind for kind in COMPUTE if recompute or kind is not Kind.R]
+    kinds = rng.choice((None, *(rng.sample(every, len(every)) for _ in range(3))))  # a taste: breadth first, depth first, late W...
     idle, pair = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.5, 1.0))
     done: set[Action] = set()
     waiting = sorted(needs)
@@ -61,9 +66,10 @@ def _random_table(rng: random.Random, placement: Placement, microbatches: int) -
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="random")
 
 
-def _needs(rng: random.Random, stages: int, microbatches: int) -> dict[Action, set[Action]]:
+def _needs(rng: random.Random, stages: int, microbatches: int, *, recompute: bool) -> dict[Action, set[Action]]:
     """Every action of a table and what must be done before it; each backward is whole or split at random."""
     forward_only, split = rng.random() < 0.1, rng.choice((0.0, 0.5, 1.0))
+    recomputed = rng.choice((0.0, 0.5, 1.0)) if recompute else 0.0
     needs: dict[Action, set[Action]] = {}
     for m in range(microbatches):
         for s in range(stages):
@@ -74,10 +80,13 @@ def _needs(rng: random.Random, stages: int, microbatches: int) -> dict[Action, s
             needs[Action(s, kind, m)] = {Action(s, Kind.F, m)} | incoming
             if kind is Kind.I:
                 needs[Action(s, Kind.W, m)] = {Action(s, Kind.I, m)}
+            if recomputed and rng.random() < recomputed:
+                needs[Action(s, Kind.R, m)] = {Action(s, Kind.F, m)}
+                needs[Action(s, kind, m)].add(Action(s, Kind.R, m))
             incoming = {Action(s, kind, m)}
     return needs
 
 
 def _may_overlap(one: Action, other: Action) -> bool:
     """True for an F and a B or I (both ready, so neither needs the other)."""
-    return (one.kind is Kind.F) != (other.kind is Kind.F) and Kind.W not in (one.kind, other.kind)
+    return (one.kind is Kind.F) != (other.kind is Kind.F) and not {Kind.W, Kind.R} & {one.kind, other.kind}

@@ -8,7 +8,6 @@ before it is there, cannot run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,34 +16,15 @@ from torch import Tensor
 
 from . import tree
 from .batch import Microbatches
-from .cut import PendingWeights, Uses, full_backward, input_gradients
+from .cut import Uses, full_backward, input_gradients
 from .errors import TableError, TorchRefError
 from .gradients import Gradients
+from .kept import Input, Late, Ran, Saved
 from .models.base import Context, StagedModel, SumCount, Value, WithAux
 from .result import Result, to_numpy
 from .stuck import why_stuck
 from .table import Action, Cell, Kind, Table
 from .weights import Weights
-
-
-@dataclass
-class _Saved:
-    """What a forward keeps for its backward."""
-
-    inputs: list[Tensor]
-    uses: Uses
-    roots: list[Tensor]  # the outputs, or the loss; an auxiliary loss is the last one
-    seeds: list[Tensor | None]  # the gradients of roots that are known already: of losses
-    embedded: list[Tensor]  # what `first` made, on stage 0
-    embedding_uses: Uses | None
-
-
-@dataclass
-class _Late:
-    """What an input gradient leaves for the weight gradient."""
-
-    stage: PendingWeights
-    first: PendingWeights | None
 
 
 class Engine:
@@ -56,7 +36,7 @@ class Engine:
         self.last_stage = model.num_stages - 1
         self.activations: dict[tuple[int, int], Value] = {}  # (stage, microbatch) -> its input
         self.cotangents: dict[tuple[int, int], list[Tensor | None]] = {}  # -> the gradients of its output's leaves
-        self.kept: list[dict[tuple[int, int], _Saved | _Late]] = [{} for _ in table.rows]
+        self.kept: list[dict[tuple[int, int], Input | Saved | Late]] = [{} for _ in table.rows]
         self.peaks = [0] * table.num_devices
         self.losses: list[Tensor | None] = [None] * len(microbatches.parts)
         self.aux: list[list[Tensor]] = [[] for _ in microbatches.parts]
@@ -69,6 +49,7 @@ class Engine:
             Kind.B: self._backward,
             Kind.I: self._input_gradient,
             Kind.W: self._weight_gradient,
+            Kind.R: self._recompute,
         }
 
     def run(self) -> Result:
@@ -87,7 +68,8 @@ class Engine:
     def _run_cell(self, device: int, cell: Cell) -> None:
         for action in cell:
             self.actions[action.kind](device, action)
-            self.peaks[device] = max(self.peaks[device], len(self.kept[device]))
+            held = sum(not isinstance(kept, Input) for kept in self.kept[device].values())
+            self.peaks[device] = max(self.peaks[device], held)
         if cell:
             self.order.append(";".join(str(action) for action in cell))
 
@@ -104,8 +86,10 @@ class Engine:
             missing = stage > 0 and (stage, m) not in self.activations
             return [Action(stage - 1, Kind.F, m)] if missing else []
         if kind is Kind.W:
-            return [] if isinstance(kept, _Late) else [Action(stage, Kind.I, m)]
-        lacks = [] if isinstance(kept, _Saved) else [Action(stage, Kind.F, m)]
+            return [] if isinstance(kept, Late) else [Action(stage, Kind.I, m)]
+        if kind is Kind.R:
+            return [] if isinstance(kept, Input) else [Action(stage, Kind.F, m)]
+        lacks = [] if isinstance(kept, Saved) else [Action(stage, Kind.R if self._is_recomputed(stage, m) else Kind.F, m)]
         if stage < self.last_stage and (stage, m) not in self.cotangents:
             whole = Action(stage + 1, Kind.B, m)
             lacks.append(whole if whole in self.table.places else Action(stage + 1, Kind.I, m))
@@ -113,8 +97,33 @@ class Engine:
 
     # What an action does.
 
+    def _is_recomputed(self, stage: int, m: int) -> bool:
+        return Action(stage, Kind.R, m) in self.table.places
+
     def _forward(self, device: int, action: Action) -> None:
         stage, m = action.stage, action.microbatch
+        x = self.activations.pop((stage, m)) if stage > 0 else None
+        if self._is_recomputed(stage, m):
+            with torch.no_grad():
+                ran = self._run_stage(stage, m, x)
+            self.kept[device][stage, m] = Input(x)
+        else:
+            ran = self._run_stage(stage, m, x)
+            if not self.table.forward_only:
+                self.kept[device][stage, m] = ran.saved
+            else:
+                self.peaks[device] = max(self.peaks[device], 1)
+        self._hand_on(stage, m, ran)
+
+    def _recompute(self, device: int, action: Action) -> None:
+        """The forward once more, for what its backward reads; all else that it gives has been handed on by F."""
+        stage, m = action.stage, action.microbatch
+        kept = self.kept[device][stage, m]
+        assert isinstance(kept, Input), f"{action} ran before its forward"
+        self.kept[device][stage, m] = self._run_stage(stage, m, kept.x).saved
+
+    def _run_stage(self, stage: int, m: int, x: Value | None) -> Ran:
+        """Run a stage on its input, the first with `first` before it, the last with `last` after it; nothing is handed on."""
         ctx, batch = Context(stage, m, self.step), self.microbatches.parts[m]
         uses = Uses(self.weights.of_stage(stage), grad=torch.is_grad_enabled())
         embedded: list[Tensor] = []
@@ -123,37 +132,39 @@ class Engine:
             embedding_uses = Uses(self.weights.outer, grad=torch.is_grad_enabled())
             x = self.model.first(embedding_uses, batch, ctx)
             embedded = tree.leaves(x)
-        else:
-            x = self.activations.pop((stage, m))
         inputs = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in tree.leaves(x)]
-        y = self.model.stage(uses, tree.rebuild(x, inputs), ctx)
-        roots, seeds = self._outputs(stage, m, y, uses, ctx)
-        if not self.table.forward_only:
-            self.kept[device][stage, m] = _Saved(inputs, uses, roots, seeds, embedded, embedding_uses)
-        else:
-            self.peaks[device] = max(self.peaks[device], 1)
-
-    def _outputs(self, stage: int, m: int, y: Any, uses: Uses, ctx: Context) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Hand on a stage's output, or make the loss of it: (roots of the backward, the gradients known already)."""
-        aux: list[Tensor] = []
+        y, aux = self.model.stage(uses, tree.rebuild(x, inputs), ctx), None
         if isinstance(y, WithAux):
-            y, aux = y.x, [y.aux]
-            self.aux[m].append(aux[0].detach())
-        if stage < self.last_stage:
-            roots = tree.leaves(y)
-            # Only detached values travel: what a device keeps stays its own.
-            self.activations[stage + 1, m] = tree.rebuild(y, [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in roots])
-            seeds: list[Tensor | None] = [None] * len(roots)
-        else:
-            self.outputs[m] = tree.rebuild(y, [to_numpy(leaf) for leaf in tree.leaves(y)])
-            loss = self.model.last(uses, y, self.microbatches.parts[m], ctx)
+            y, aux = y.x, y.aux
+        roots = tree.leaves(y)
+        seeds: list[Tensor | None] = [None] * len(roots)
+        loss = count = None
+        if stage == self.last_stage:
+            loss = self.model.last(uses, y, batch, ctx)
             if isinstance(loss, SumCount):
-                loss, self.counts[m] = loss.loss_sum, loss.count.detach()
+                loss, count = loss.loss_sum, loss.count
             if loss.ndim != 0:
                 raise TorchRefError(f"`last` must return a scalar loss; it returned {tuple(loss.shape)}: take its mean, for instance")
-            self.losses[m] = loss.detach()
             roots, seeds = [loss], [self._seed(m, loss)]
-        return roots + aux, seeds + [self._seed(m, a) for a in aux]
+        if aux is not None:
+            roots, seeds = [*roots, aux], [*seeds, self._seed(m, aux)]
+        return Ran(Saved(inputs, uses, roots, seeds, embedded, embedding_uses), y, aux, loss, count)
+
+    def _hand_on(self, stage: int, m: int, ran: Ran) -> None:
+        """Give a stage's output to the next stage, or note the outputs and the loss of the last one."""
+        if ran.aux is not None:
+            self.aux[m].append(ran.aux.detach())
+        leaves = tree.leaves(ran.y)
+        if ran.loss is not None:
+            self.outputs[m] = tree.rebuild(ran.y, [to_numpy(leaf) for leaf in leaves])
+            self.losses[m] = ran.loss.detach()
+            self.counts[m] = None if ran.count is None else ran.count.detach()
+            return
+        # Only detached values travel: what a device keeps stays its own.  An F without a graph cannot tell which of its
+        # outputs have a gradient: each float may, and R drops the gradients of those that have none.
+        blind = self._is_recomputed(stage, m)
+        handed = [leaf.detach().requires_grad_(leaf.is_floating_point() if blind else leaf.requires_grad) for leaf in leaves]
+        self.activations[stage + 1, m] = tree.rebuild(ran.y, handed)
 
     def _seed(self, m: int, loss: Tensor) -> Tensor:
         """The gradient of the step's loss by a microbatch's: its share of the rows (a sum's is 1, divided once at the end)."""
@@ -163,11 +174,11 @@ class Engine:
     def _sums(self) -> bool:
         return self.model.sum_count
 
-    def _take(self, device: int, action: Action) -> tuple[_Saved, list[Tensor | None]]:
+    def _take(self, device: int, action: Action) -> tuple[Saved, list[Tensor | None]]:
         """What a backward starts from; it is dropped from where it was kept."""
         stage, m = action.stage, action.microbatch
         saved = self.kept[device].pop((stage, m))
-        assert isinstance(saved, _Saved), f"{action} ran before its forward"
+        assert isinstance(saved, Saved), f"{action} ran before its forward"
         seeds = list(saved.seeds)
         if stage < self.last_stage:
             arrived = self.cotangents.pop((stage, m))
@@ -189,12 +200,12 @@ class Engine:
         first = None
         if saved.embedding_uses is not None:
             _, first = input_gradients(saved.embedded, dx, [], saved.embedding_uses)
-        self.kept[device][action.stage, action.microbatch] = _Late(late, first)
+        self.kept[device][action.stage, action.microbatch] = Late(late, first)
         self._send_back(action, dx)
 
     def _weight_gradient(self, device: int, action: Action) -> None:
         late = self.kept[device].pop((action.stage, action.microbatch))
-        assert isinstance(late, _Late), f"{action} ran before its input gradient"
+        assert isinstance(late, Late), f"{action} ran before its input gradient"
         self.gradients.add(action.stage, late.stage.finish())
         if late.first is not None:
             self.gradients.add(0, late.first.finish())

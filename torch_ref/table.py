@@ -1,6 +1,6 @@
 """Reads a schedule table: a line a device, a cell an action, an empty cell where the device idles.
 
-Nothing is passed over: a cell that is not F, B, I, W or an overlapped pair is an error, and so is a table that does not
+Nothing is passed over: a cell that is not F, B, I, W, R or an overlapped pair is an error, and so is a table that does not
 hold every forward (and, if it has any backward, every backward) exactly once, on one device.
 """
 
@@ -19,12 +19,13 @@ from .errors import TableError
 
 
 class Kind(enum.Enum):
-    """What an action does: forward, full backward, input gradient, weight gradient."""
+    """What an action does: forward, full backward, input gradient, weight gradient, recomputation of the forward."""
 
     F = "F"
     B = "B"
     I = "I"  # noqa: E741
     W = "W"
+    R = "R"
 
 
 class Action(NamedTuple):
@@ -52,7 +53,7 @@ class Place(NamedTuple):
         return f"device {self.device}, position {self.position}"
 
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
 _TRANSFER = re.compile(r"\d+(SEND|RECV)_[FB]\d+")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
@@ -137,7 +138,7 @@ def _read_action(text: str) -> Action:
         return Action(int(match[1]), Kind(match[2]), int(match[3]))
     if _TRANSFER.fullmatch(text):
         raise TableError(f"{text!r} is a transfer; give the compute-only table, transfers follow from it")
-    raise TableError(f"{text!r} is not an action; write [stage][F, B, I or W][microbatch], e.g. 2F0")
+    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W or R][microbatch], e.g. 2F0")
 
 
 def _faults(table: Table) -> Iterator[str]:

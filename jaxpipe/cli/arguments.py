@@ -23,6 +23,8 @@ from ..table.schedule import Schedule
 
 # Columns of a table's grid that are printed around what is marked.
 MOST_COLUMNS = 60
+# Costs with a flag of their own name.
+_OTHER_COSTS = ("backward", "overlap", "recompute", "activation", "checkpoint")
 
 
 class UsageError(JaxpipeError):
@@ -113,7 +115,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
             raise UsageError(f"--costs {arguments.costs!r} must be F,I,W,T: three or four numbers joined by commas, e.g. 1,1,1,0.1")
         kinds = ("forward", "input_grad", "weight_grad", "transfer")
         given = {kind: _cost("--costs", field) for kind, field in zip(kinds, fields, strict=False)}
-    for name in ("backward", "overlap", "activation"):
+    for name in _OTHER_COSTS:
         if getattr(arguments, name) is not None:
             given[name] = _cost(f"--{name}", getattr(arguments, name))
     return Costs(**given, release=Release(arguments.release))
@@ -121,7 +123,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
 
 def gives_costs(arguments: argparse.Namespace) -> bool:
     """Whether the command line says anything of costs."""
-    return any(getattr(arguments, name) is not None for name in ("costs", "backward", "overlap", "activation"))
+    return any(getattr(arguments, name) is not None for name in ("costs", *_OTHER_COSTS))
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:

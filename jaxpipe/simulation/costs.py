@@ -30,6 +30,8 @@ class Costs:
             pairs whose forward is of that stage.
         activation: memory that a stage's activations of one microbatch take.
         release: whether they die at the end of W (the default) or of I, where the backward is split.
+        recompute: time of R; as `forward` where it is None.
+        checkpoint: memory of a stage's input of one microbatch, which is all that its F keeps where the table has an R for it.
 
     Raises:
         CostError: an entry is negative or not a finite number.  `simulate` raises it too, where a sequence has another
@@ -47,6 +49,8 @@ class Costs:
     overlap: Cost | None = None
     activation: Cost = 1
     release: Release = Release.WEIGHT_GRAD
+    recompute: Cost | None = None
+    checkpoint: Cost = 0
 
     def __post_init__(self) -> None:
         faults = []
@@ -82,6 +86,8 @@ class Costs:
             transfer=every["transfer"],
             overlap=every.get("overlap"),
             activation=every["activation"],
+            recompute=every.get("recompute", every["forward"]),
+            checkpoint=every["checkpoint"],
         )
 
 
@@ -96,6 +102,8 @@ class StageCosts:
     transfer: tuple[float, ...]
     overlap: tuple[float, ...] | None
     activation: tuple[float, ...]
+    recompute: tuple[float, ...]
+    checkpoint: tuple[float, ...]
 
     def of(self, kind: Kind) -> tuple[float, ...] | None:
         """The time of each stage's actions of a kind; None where these take none of their own."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import ParseError
 from ..table.action import Action, Overlap, parse_cell, parts
-from ..table.activations import activation_changes, live_activations
-from ..table.encoded import Encoded, IntArray
+from ..table.activations import Changes, activation_changes, live_activations
+from ..table.encoded import Encoded
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from .costs import Costs
@@ -151,8 +151,8 @@ class Timeline:
     def peak_activations(self) -> tuple[int, ...]:
         """Per device, the most activations (a stage's of one microbatch each) that live at once.
 
-        They live from the start of F to the end of B, or of I or W as `costs.release` says.  In a forward-only table they live
-        while F runs, so the peak is 1.
+        They live from the start of F (of R where the table has one) to the end of B, or of I or W as `costs.release` says.  In a
+        forward-only table they live while F runs, so the peak is 1.
         """
         table = self.schedule.encoded
         live = live_activations(table, self.costs.release)
@@ -160,26 +160,26 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """Per device, the most activation memory held at once, in the unit of `costs.activation`."""
+        """Per device, the most memory of activations and kept stage inputs at once, in the unit of `costs.activation`."""
         return tuple(max((held for _, held in self.memory(d)), default=0) for d in range(self.schedule.num_devices))
 
     @cached_property
-    def _changes(self) -> tuple[IntArray, IntArray]:
+    def _changes(self) -> Changes:
         return activation_changes(self.schedule.encoded, self.costs.release)
 
     def memory(self, device: int) -> tuple[Step, ...]:
         """Activation memory of a device over time, a step where it changes (what dies goes before what begins)."""
         table = self.schedule.encoded
         row = slice(table.first[device], table.first[device + 1])
-        begins, dies = self._changes
-        size = self.costs.for_stages(table.num_stages).activation
-        columns = (begins[row].tolist(), dies[row].tolist(), table.stage[row].tolist(), self.starts[row], self.ends[row])
+        costs = self.costs.for_stages(table.num_stages)
+        columns = (*(change[row].tolist() for change in self._changes), table.stage[row].tolist(), self.starts[row], self.ends[row])
         events: list[tuple[float, float]] = []
-        for begin, die, stage, start, end in zip(*columns, strict=True):
-            if begin:
-                events.append((start, size[stage]))
+        for begin, die, kept, stage, start, end in zip(*columns, strict=True):
+            change = begin * costs.activation[stage] + kept * costs.checkpoint[stage]
+            if begin or change:
+                events.append((start, change))
             if die:
-                events.append((end, -size[stage]))
+                events.append((end, -costs.activation[stage]))
         return _accumulate(events)
 
     @cached_property

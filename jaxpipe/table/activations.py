@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .encoded import Encoded, IntArray
+from .kinds import RECOMPUTE, Value, kinds_where, makers
 from .kinds import Release as Release
-from .kinds import Value, kinds_where, makers
 
 
-def activation_changes(table: Encoded, release: Release) -> tuple[IntArray, IntArray]:
-    """Per action, the activations of its stage that begin to live at its start, and those that die at its end (0 or 1).
+class Changes(NamedTuple):
+    """Per action, what begins and ends with it on its device, each for its own stage and microbatch.
 
-    In a forward-only table nothing is kept: each F's activations live while it runs.
+    Attributes:
+        begins: 1 where activations begin to live at its start.
+        ends: 1 where they die at its end.
+        inputs: 1 where a stage input alone is kept from its start on, -1 where activations take that one's place at its start.
+    """
+
+    begins: IntArray
+    ends: IntArray
+    inputs: IntArray
+
+
+def activation_changes(table: Encoded, release: Release) -> Changes:
+    """What each action keeps and releases: activations live from F to B (or to I or W), or from R on where the table has one.
+
+    An F whose microbatch has an R keeps the stage's input only.  In a forward-only table nothing is kept: each F's activations
+    live while it runs.
     """
     begins = table.of_kinds(makers(Value.ACTIVATIONS)).astype(np.int64)
+    inputs = -table.of_kinds(RECOMPUTE).astype(np.int64)
     if table.forward_only:
-        return begins, begins
-    return begins, table.of_kinds(kinds_where(lambda spec: release in spec.releases)).astype(np.int64)
+        return Changes(begins, begins, inputs)
+    if inputs.any():
+        sources = np.flatnonzero(table.of_kinds(makers(Value.INPUT)) & table.in_range)
+        recomputed = (table.at[list(RECOMPUTE)][:, table.stage[sources], table.microbatch[sources]] >= 0).any(axis=0)
+        inputs[sources] = recomputed
+        begins[sources] = ~recomputed
+    return Changes(begins, table.of_kinds(kinds_where(lambda spec: release in spec.releases)).astype(np.int64), inputs)
 
 
 def live_activations(table: Encoded, release: Release) -> IntArray:
-    """Per action, how many activations its device holds while it runs, its own included.
+    """Per action, how many activations its device holds while it runs, its own included (kept inputs are not counted).
 
     The halves of an overlapped pair run at the same time: what the forward makes lives while the backward runs.
     """
-    begins, dies = activation_changes(table, release)
+    begins, dies, _ = activation_changes(table, release)
     running = np.cumsum(begins) - (np.cumsum(dies) - dies)
     before_row = np.concatenate([[0], np.cumsum(begins - dies)])[np.array(table.first[:-1], np.int64)]
     live: IntArray = running - np.repeat(before_row, np.diff(table.first))

@@ -26,6 +26,7 @@ class Kind(enum.IntEnum):
     RECV_F = 5  # receive the stage's input from the stage before
     SEND_B = 6  # send the gradient of the stage's input to the stage before
     RECV_B = 7  # receive the gradient of the stage's output from the next stage
+    R = 8  # recompute the stage's forward, for its B or I
 
     @property
     def is_compute(self) -> bool:
@@ -46,6 +47,7 @@ class Value(enum.Enum):
     OUTPUT = "output"  # the next stage's input
     INPUT_GRAD = "input gradient"  # the stage before needs it
     WEIGHT_GRAD = "weight gradient"  # added to that of the other microbatches
+    INPUT = "input"  # the stage's own, kept by F for R
     ACTIVATIONS = "activations"  # what a backward reads of its forward
     STASH = "stash"  # what W reads of its I
 
@@ -108,7 +110,7 @@ KINDS = (
         words="forward",
         direction=Pass.FORWARD,
         needs=Value.OUTPUT,
-        makes=(Value.OUTPUT, Value.ACTIVATIONS),
+        makes=(Value.OUTPUT, Value.INPUT, Value.ACTIVATIONS),
         overlaps=True,
         cost="forward",
         light=("#2563c9", "#a8caf7"),
@@ -155,6 +157,16 @@ KINDS = (
     KindSpec(kind=Kind.RECV_F, words="transfer", direction=Pass.FORWARD, receives=Kind.SEND_F),
     KindSpec(kind=Kind.SEND_B, words="transfer", direction=Pass.BACKWARD, sends=Value.INPUT_GRAD),
     KindSpec(kind=Kind.RECV_B, words="transfer", direction=Pass.BACKWARD, receives=Kind.SEND_B),
+    KindSpec(
+        kind=Kind.R,
+        words="recompute",
+        direction=Pass.BACKWARD,
+        reads=(Value.INPUT,),
+        makes=(Value.ACTIVATIONS,),
+        cost="recompute",
+        light=("#c9a800", "#efe27a"),
+        dark=("#c4a60c", "#e8da78"),
+    ),
 )
 
 
@@ -198,6 +210,7 @@ def _message(value: Value) -> Message:
 
 KIND_NAMES = tuple(kind.name for kind in Kind)
 COMPUTE, TRANSFERS = kinds_where(lambda spec: spec.is_compute), kinds_where(lambda spec: not spec.is_compute)
+RECOMPUTE = readers(Value.INPUT)
 # The values that stay on their device for a later action of the same stage and microbatch.
 KEPT = tuple(value for value in Value if readers(value))
 # What may be the forward half of an overlapped pair, and its backward half.

@@ -98,7 +98,7 @@ def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str
 
 
 def _placement(table: Encoded, placement: Placement) -> list[Violation]:
-    """Every action is on a device that holds its stage, and B, I and W are where their microbatch's F is."""
+    """Every action is on a device that holds its stage, and B, I, W and R are where their microbatch's F is."""
     found = []
     if placement.num_devices != table.num_devices:
         message = f"the placement is for {placement.num_devices} devices, but the table has {table.num_devices} rows"
@@ -121,14 +121,14 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
     forward = table.at[Kind.F, table.stage[known], table.microbatch[known]]
     parted = (forward >= 0) & (table.device[forward] != table.device[known])
     for i, f in zip(known[parted].tolist(), forward[parted].tolist(), strict=True):
-        needs = f"{table.text(f)}, whose activations it needs, ran on device {table.device[f]}"
+        needs = f"{table.text(f)}, which it needs, ran on device {table.device[f]}"
         message = f"{table.text(i)} is on device {table.device[i]}, but {needs}"
         found.append(_at(table, "placement", i, message, (f,)))
     return found
 
 
 def _order(table: Encoded) -> list[Violation]:
-    """On each device, F comes before its B or I, I before its W, and a stage after the one that hands over to it."""
+    """On each device, F comes before its R, B or I, R before B or I, I before W, and a stage after the one that hands over to it."""
     found = []
     for value in KEPT:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))

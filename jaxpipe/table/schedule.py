@@ -62,7 +62,10 @@ class Schedule:
         return cls.from_rows(rows_from_csv(text), name=name)
 
     def to_csv(self) -> str:
-        """Write torch's CSV: a line a device, an action a cell, an empty cell where idle."""
+        """Write torch's CSV: a line a device, an action a cell, an empty cell where idle.
+
+        A table with R is written too, but torch's reader does not know R (`remove_recompute` takes it out).
+        """
         return rows_to_csv(self.rows)
 
     @classmethod

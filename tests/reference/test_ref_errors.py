@@ -30,6 +30,7 @@ def run(table, *, stages=2, batch=None, weights=None, **how):
         ("(0F0;0W1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
         ("(0B0;0F1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
         ("(0F0;0B1;0W1)OVERLAP_F_B\n", ["is not an action"]),
+        ("(0F0;0R1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
         ("0REDUCE_GRAD\n", ["'0REDUCE_GRAD' is not an action"]),
         ("", ["holds no action"]),
         (",,\n\n", ["holds no action"]),
@@ -53,6 +54,10 @@ def test_unreadable_tables(table, says):
         ("0F0,0B0\n1F0,1B0,1W0\n", ["1B0 is a full backward, so 1W0 must not be there too"]),
         ("0F0,0B0\n1F0,1I0,1B0,1W0\n", ["1B0 is a full backward, so 1I0 and 1W0 must not be there too"]),
         ("0F0,0F2,0B0,0B2\n1F0,1F2,1B0,1B2\n", ["0F1 is missing", "1F1 is missing"]),
+        ("0F0,0R0,0R0,0B0\n1F0,1B0\n", ["0R0 stands 2 times: device 0, position 1; device 0, position 2"]),
+        ("0F0,0R0\n1F0\n", ["0B0 is missing (or 0I0 and 0W0)"]),
+        ("0F0,0B0\n1F0,1B0,1R1\n", ["1F1 is missing", "1B1 is missing"]),
+        ("0F0,0B0,1R0\n1F0,1B0\n", ["what F saves stays on its device", "1R0 on device 0"]),
         ("0F0,1B0\n1F0,0B0\n", ["what F saves stays on its device", "1F0 on device 1, 1B0 on device 0"]),
     ],
 )
@@ -72,6 +77,9 @@ def test_tables_with_something_missing_doubled_or_misplaced(table, says):
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", ["0B0 needs 1B0, which has not run yet", "1F1 needs 0F1, which has not run yet"]),
         ("0F0,0I0,0W0\n1F0,1W0,1I0\n", ["1W0 needs 1I0", "0I0 needs 1I0"]),
         ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", ["0B0 needs 0F0, which is the other half of the same pair"]),
+        ("0R0,0F0,0B0\n1F0,1B0\n", ["0R0 needs 0F0", "used before it exists"]),
+        ("0F0,0B0,0R0\n1F0,1B0\n", ["0B0 needs 0R0", "used before it exists"]),
+        ("0F0,0B0\n1F0,1I0,1R0,1W0\n", ["1I0 needs 1R0", "used before it exists"]),
         ("1F0,0F0,0B0,1B0\n", ["1F0 needs 0F0, which comes later in the same row"]),
     ],
 )

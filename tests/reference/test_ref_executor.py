@@ -57,10 +57,11 @@ def test_every_named_schedule_on_the_gpt(name):
     assert result.peak_activations == jp.simulate(table).peak_activations
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_tables_on_the_mlp(seed):
-    """Random placements (bidirectional too), orders, mixes of B and I + W, pairs and idle cells."""
-    table = random_schedule(random.Random(seed))
+def test_random_tables_on_the_mlp(seed, recompute):
+    """Random placements (bidirectional too), orders, mixes of B and I + W, pairs, idle cells, and R."""
+    table = random_schedule(random.Random(seed), recompute=recompute)
     model, batch = MLP(num_stages=table.num_stages), mlp_batch(2 * table.num_microbatches)
     expected = jp.simulate(table).peak_activations
     if table.forward_only:
@@ -71,6 +72,42 @@ def test_random_tables_on_the_mlp(seed):
     assert result.peak_activations == expected
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_named_schedule_with_recomputation_on_the_gpt(name):
+    plain_table = jp.schedules.build(name, devices=2, microbatches=4)
+    table = jp.add_recompute(plain_table)
+    model = small_gpt(table.num_stages)
+    result = agrees(table.to_csv(), model, gpt_batch(8), microbatches=4)
+    assert result.peak_activations == jp.simulate(table).peak_activations
+    # What R computes is handed to nobody: losses and outputs are those of F.
+    without = torch_ref.run(plain_table.to_csv(), model, gpt_batch(8), weights=model.init(3))
+    np.testing.assert_allclose(result.losses, without.losses, rtol=TOLERANCE)
+    assert len(result.outputs) == len(without.outputs)
+    for ours, theirs in zip(result.outputs, without.outputs, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+
+
+class WatchedMLP(MLP):
+    """Notes whether autograd was on at each run of a stage."""
+
+    def stage(self, params, x, ctx):
+        runs.append((ctx.stage, ctx.microbatch, torch.is_grad_enabled()))
+        return super().stage(params, x, ctx)
+
+
+runs: list[tuple[int, int, bool]] = []
+
+
+def test_a_forward_with_a_recomputation_keeps_no_graph():
+    runs.clear()
+    result = agrees("0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1B1\n", WatchedMLP(num_stages=2), mlp_batch(4), microbatches=2)
+    first = [grad for stage, m, grad in runs if (stage, m) == (0, 0)]
+    assert first == [True, False, True], "plain autograd's run, then F, then R"
+    assert [grad for stage, m, grad in runs if (stage, m) == (1, 1)] == [True, True], "no R: F keeps the graph"
+    assert result.peak_activations == (1, 1)
+
+
+RECOMPUTED = "0F0,0F1,0R1,0F2,0R0,0I0,0B1,0W0,0B2\n1F0,1R0,1I0,1F1,1R1,1W0,1F2,1B1,1R2,1I2,1W2\n"
 ZERO_BUBBLE = "0F0,0F1,0I0,0F2,0I1,0W0,0I2,0W1,0W2\n1F0,1I0,1F1,1W0,1I1,,1F2,1I2,1W2,1W1\n"
 BIDIRECTIONAL = "0F0,1F1,,1B1,0B0\n1F0,0F1,(1F2;1B0)OVERLAP_F_B,0I1,1B2,0W1\n,0F2,0B2\n"
 
@@ -165,7 +202,7 @@ def test_mutated_tables_run_and_agree_or_are_refused():
     verdicts = []
     for seed in range(300):
         rng = random.Random(seed)
-        table, original = mutate(rng, random_schedule(rng))
+        table, original = mutate(rng, random_schedule(rng, recompute=seed % 2 == 1))
         try:
             read = jp.check(jp.Schedule.from_csv(table))
         except jp.ScheduleError:

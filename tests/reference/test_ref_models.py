@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_ref_executor import BIDIRECTIONAL, TOLERANCE, ZERO_BUBBLE, agrees, gpt_batch
+from test_ref_executor import BIDIRECTIONAL, RECOMPUTED, TOLERANCE, ZERO_BUBBLE, agrees, gpt_batch
 
 import torch_ref
 from torch_ref import TorchRefError
@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("table", [ZERO_BUBBLE, BIDIRECTIONAL], ids=["zero bubble", "bidirectional"])
+@pytest.mark.parametrize("table", [ZERO_BUBBLE, BIDIRECTIONAL, RECOMPUTED], ids=["zero bubble", "bidirectional", "recomputed"])
 @pytest.mark.parametrize("name", CASES)
 def test_models_agree_with_plain_autograd(name, table):
     make, batch = CASES[name]

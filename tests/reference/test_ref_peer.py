@@ -114,6 +114,7 @@ def test_torchs_own_tables_in_our_executor(name, devices, microbatches):
         ("0F0\n1F0\n", "wants a backward for every forward"),
         ("0F0,1F0,1B0,0B0\n\n", r"devices \[1\] hold no stage"),
         ("0F0,0B0\n", "the table has 1 stages, the model 2"),
+        ("0F0,0B0\n1F0,1R0,1B0\n", r"no recomputation as an action; take 1 R out of the table \(1R0, ...\)"),
     ],
 )
 def test_tables_that_torch_cannot_run(table, says):

@@ -174,6 +174,17 @@ def test_overlap_cost(run):
     assert facts["makespan"] == jp.simulate(schedule, jp.Costs(overlap=2.5)).makespan
 
 
+def test_costs_of_recomputation(run, tmp_path):
+    path = table(tmp_path, "0F0,0F1,0R0,0B0,0R1,0B1\n")
+    facts = json.loads(run("simulate", path, "--recompute", "0.5", "--checkpoint", "0.25", "--json").out)
+    assert facts["makespan"] == 2 + 2 * (0.5 + 2)
+    assert facts["peak_memory"] == [1.25]
+    assert "costs F 1, B 2, R 1, transfer 0" in run("simulate", path).out
+    halves = table(tmp_path, "0F0,1F0,1R0,1B0,0R0,0B0\n")  # two stages on one device: each is half of its model
+    (compared,) = json.loads(run("compare", halves, "--recompute", "3", "--json").out)["schedules"]
+    assert compared["makespan"] == 1 + 3 + 2
+
+
 def test_check_good(run, tmp_path):
     result = run("check", table(tmp_path, GOOD))
     assert result.status == 0

@@ -40,6 +40,32 @@ def test_one_f_one_b_by_hand():
     assert t.memory(1) == ((1, 1), (4, 0), (4, 1), (7, 0), (7, 1), (10, 0))
 
 
+def test_recomputation_by_hand():
+    # Device 0: F0 0-2, F1 2-4, R0 4-7, wait, B0 9-13, R1 13-16, B1 16-20; device 1: F0 2-4, R0 4-5, B0 5-9, F1 9-11, B1 11-15.
+    table = read("0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1B1\n")
+    t = jp.simulate(table, Costs(2, 2, 2, recompute=[3, 1], checkpoint=[0.5, 0.25], activation=[4, 8]))
+    assert [t.start[a] for a in ("0F0", "0F1", "0R0", "0B0", "0R1", "0B1")] == [0, 2, 4, 9, 13, 16]
+    assert [t.end[a] for a in ("1F0", "1R0", "1B0", "1F1", "1B1")] == [4, 5, 9, 11, 15]
+    assert t.busy == (18, 13)
+    assert t.peak_activations == (1, 1)
+    assert t.memory(0) == ((0, 0.5), (2, 1), (4, 4.5), (13, 0.5), (13, 4), (20, 0))
+    assert t.memory(1) == ((2, 0.25), (4, 8), (9, 0), (9, 8), (15, 0))
+    assert t.peak_memory == (4.5, 8)
+
+
+def test_a_recomputation_takes_a_forward_and_keeps_no_input_unless_told():
+    table = read("0F0,0R0,0B0\n")
+    assert jp.simulate(table, Costs(forward=5)).makespan == 5 + 5 + 2
+    assert jp.simulate(table).memory(0) == ((1, 1), (4, 0))
+
+
+def test_recomputed_activations_die_where_others_do():
+    # F0 0-1, R0 1-2, I0 2-3, F1 3-4, W0 4-5, R1 5-6, I1 6-7, W1 7-8.
+    table = read("0F0,0R0,0I0,0F1,0W0,0R1,0I1,0W1\n")
+    assert jp.simulate(table, Costs(release=jp.Release.WEIGHT_GRAD)).memory(0) == ((1, 1), (5, 0), (5, 1), (8, 0))
+    assert jp.simulate(table, Costs(release=jp.Release.INPUT_GRAD)).memory(0) == ((1, 1), (3, 0), (5, 1), (7, 0))
+
+
 def test_a_transfer_delays_what_crosses_devices_and_nothing_else():
     t = jp.simulate(read("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"), Costs(transfer=0.5))
     assert [t.start[a] for a in ("0F0", "1F0", "2F0", "3F0", "3B0", "2B0", "1B0", "0B0")] == [0, 1.5, 2.5, 4, 5, 7.5, 9.5, 12]
@@ -226,7 +252,7 @@ def random_costs(rng: random.Random, stages: int) -> Costs:
     def some() -> object:
         return rng.choice((rng.randint(0, 5), [rng.randint(0, 5) for _ in range(stages)]))
 
-    optional = {key: some() for key in ("backward", "overlap") if rng.random() < 0.5}
+    optional = {key: some() for key in ("backward", "overlap", "recompute", "checkpoint") if rng.random() < 0.5}
     return Costs(forward=some(), input_grad=some(), weight_grad=some(), transfer=some(), activation=some(), **optional)
 
 
@@ -243,6 +269,7 @@ def plain_times(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, f
         if cell.kind is Kind.B and costs.backward is None:
             return entry(costs.input_grad, cell.stage) + entry(costs.weight_grad, cell.stage)
         by_kind = {Kind.F: costs.forward, Kind.B: costs.backward, Kind.I: costs.input_grad, Kind.W: costs.weight_grad}
+        by_kind[Kind.R] = costs.forward if costs.recompute is None else costs.recompute
         return entry(by_kind[cell.kind], cell.stage)
 
     return times(schedule, duration, lambda producer: entry(costs.transfer, producer.stage))
@@ -250,7 +277,7 @@ def plain_times(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, f
 
 @given(st.randoms(use_true_random=False))
 def test_random_tables_as_simulated_plainly(rng):
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
     t = jp.simulate(schedule, costs)
     assert {parse_action(a): (t.start[a], t.end[a]) for a in t.start if "(" not in a} == plain_times(schedule, costs)
@@ -258,7 +285,7 @@ def test_random_tables_as_simulated_plainly(rng):
 
 @given(st.randoms(use_true_random=False))
 def test_idle_and_busy_fill_the_time(rng):
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, recompute=True)
     t = jp.simulate(schedule, random_costs(rng, schedule.num_stages))
     for device in range(schedule.num_devices):
         assert min(t.idle[device]) >= 0
@@ -270,7 +297,7 @@ def test_idle_and_busy_fill_the_time(rng):
 
 @given(st.randoms(use_true_random=False))
 def test_the_critical_path_leads_from_zero_to_the_makespan(rng):
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
     whole = rng.random() < 0.5
     mode = rng.choice(list(Transfers)) if whole else Transfers.ASYNC
@@ -289,7 +316,7 @@ def test_the_critical_path_leads_from_zero_to_the_makespan(rng):
 
 @given(st.randoms(use_true_random=False))
 def test_memory_over_time_is_what_is_alive(rng):
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
     t = jp.simulate(schedule, costs)
     for device, row in enumerate(schedule.rows):
@@ -301,13 +328,17 @@ def test_memory_over_time_is_what_is_alive(rng):
         ends = {(a.stage, a.microbatch): t.end[a] for a in actions if a.kind in (Kind.B, Kind.W)}
         if schedule.forward_only:
             ends = {(a.stage, a.microbatch): t.end[a] for a in actions}
-        alive = [a for a in actions if a.kind is Kind.F and t.start[a] <= moment < ends[a.stage, a.microbatch]]
+        again = {(a.stage, a.microbatch): t.start[a] for a in actions if a.kind is Kind.R}
+        started = [(a.stage, a.microbatch) for a in actions if a.kind is Kind.F and t.start[a] <= moment]
+        inputs = [stage for stage, m in started if moment < again.get((stage, m), -1)]
+        alive = [stage for stage, m in started if again.get((stage, m), -1) <= moment < ends[stage, m]]
         held = [s.held for s in steps if s.time <= moment]
-        assert (held[-1] if held else 0) == sum(entry(costs.activation, a.stage) for a in alive)
+        kept = sum(entry(costs.activation, s) for s in alive) + sum(entry(costs.checkpoint, s) for s in inputs)
+        assert (held[-1] if held else 0) == kept
         assert t.peak_memory[device] == max((s.held for s in steps), default=0)
 
 
-@given(schedules())
+@given(schedules(recompute=True))
 def test_no_costs_but_one_make_steps(schedule):
     """With every cell at cost 1 and transfers free, times are steps."""
     costs = Costs(forward=1, input_grad=1, weight_grad=1, backward=1, overlap=1)

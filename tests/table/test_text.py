@@ -128,7 +128,7 @@ def test_what_is_not_a_json_table_is_refused(text):
         Schedule.from_json(text)
 
 
-@given(schedules())
+@given(schedules(recompute=True))
 def test_round_trips(schedule):
     for table in (schedule, jp.add_transfers(schedule)):
         assert Schedule.from_csv(table.to_csv()).rows == table.rows
@@ -136,7 +136,7 @@ def test_round_trips(schedule):
         assert (again, again.name) == (table, table.name)
 
 
-@given(st.text(alphabet="0123FBIWSENDRCV_();OLAP x", max_size=24))
+@given(st.text(alphabet="0123FBIWRSENDCV_();OLAP x", max_size=24))
 def test_the_parser_accepts_only_what_it_prints(text):
     try:
         cell = parse_cell(text)

@@ -69,7 +69,7 @@ def test_a_table_with_transfers_and_a_broken_one_are_refused():
     assert caught.value.violations
 
 
-@given(schedules())
+@given(schedules(recompute=True))
 def test_the_result_runs_both_ways_and_computes_the_same(schedule):
     whole = jp.add_transfers(schedule)
     assert jp.check(whole) is whole
@@ -79,7 +79,7 @@ def test_the_result_runs_both_ways_and_computes_the_same(schedule):
     assert (whole.placement, whole.num_microbatches) == (schedule.placement, schedule.num_microbatches)
 
 
-@given(schedules())
+@given(schedules(recompute=True))
 def test_exactly_what_crosses_devices_is_sent(schedule):
     where = {a: d for d, row in enumerate(schedule.rows) for c in row for a in parts(c)}
     crossings = 0
@@ -95,7 +95,7 @@ def test_exactly_what_crosses_devices_is_sent(schedule):
 @given(st.randoms(use_true_random=False))
 def test_no_longer_than_receives_right_before_their_consumers(rng):
     """Where transfers take no time, the makespan is that of the table itself, which nothing can beat; with the costs given."""
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
     free = Costs(costs.forward, costs.input_grad, costs.weight_grad, 0, costs.backward, costs.overlap)
     assert held_makespan(jp.add_transfers(schedule, costs=free), free) == jp.simulate(schedule, free).makespan
@@ -105,12 +105,12 @@ def test_no_longer_than_receives_right_before_their_consumers(rng):
 @given(st.randoms(use_true_random=False))
 def test_posted_receives_cost_nothing_at_any_cost(rng):
     """Where a RECV is only posted, the messages go as early as in the table itself."""
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
     assert jp.simulate(jp.add_transfers(schedule), costs).makespan == jp.simulate(schedule, costs).makespan
 
 
-@given(schedules())
+@given(schedules(recompute=True))
 def test_a_receive_is_early_only_where_it_must_be(schedule):
     """Receives right before their consumers are kept wherever they are safe."""
     wanted = deferred(schedule)
@@ -131,7 +131,7 @@ def sorted_gaps(row) -> list[object]:
     return out
 
 
-@given(schedules())
+@given(schedules(recompute=True))
 def test_lock_step_with_both_sides_waiting_is_no_shorter(schedule):
     whole = jp.add_transfers(schedule)
     strict = jp.simulate_steps(whole, transfers=Transfers.RENDEZVOUS)
@@ -203,7 +203,7 @@ def test_merging_and_splitting_backwards():
     assert jp.merge_backward(read("0F0,0F1,0I0,0I1,0W0,0W1\n")).to_csv() == "0F0,0F1,0I0,0I1,0W0,0W1\n"
 
 
-@given(schedules())
+@given(schedules(recompute=True))
 def test_merging_undoes_splitting(schedule):
     merged = jp.check(jp.merge_backward(schedule))
     split = jp.check(jp.split_backward(merged))
@@ -214,6 +214,6 @@ def test_merging_undoes_splitting(schedule):
 
 def test_random_tables_are_mostly_unsafe_when_deferred():
     """What `add_transfers` must repair does occur: receives right before their consumers deadlock in many random tables."""
-    tables = [random_schedule(random.Random(seed)) for seed in range(60)]
+    tables = [random_schedule(random.Random(seed), recompute=True) for seed in range(60)]
     unsafe = [s for s in tables if not runs_with_transfers(deferred(s), rendezvous=True)]
     assert len(unsafe) > 15

@@ -18,7 +18,7 @@ from ..errors import PeerError
 from ..gradients import Gradients
 from ..models.base import Arrays, StagedModel
 from ..result import Array
-from ..table import Table, read_table
+from ..table import Kind, Table, read_table
 from ..weights import Weights
 from .processes import spawn
 from .rank import RankResult, Split, run_rank
@@ -100,6 +100,11 @@ def _check(job: Job) -> Table:
     _cut(job)
     if table.forward_only:
         raise PeerError("torch's runtime wants a backward for every forward; give it the table of a training step")
+    recomputed = [str(action) for _, action in table.actions() if action.kind is Kind.R]
+    if recomputed:
+        raise PeerError(
+            f"torch's runtime has no recomputation as an action; take {len(recomputed)} R out of the table ({recomputed[0]}, ...)"
+        )
     devices: dict[int, set[int]] = {}
     for place, action in table.actions():
         devices.setdefault(action.stage, set()).add(place.device)

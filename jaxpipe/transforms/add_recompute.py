@@ -1,0 +1,147 @@
+"""R before the backwards of a table: a stage's forward is computed again where its device would idle.
+
+Recomputation (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost) keeps a stage's input instead of its activations.
+As an action of its own it needs nothing of the next stage, so it can fill the wait for a gradient.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ..errors import ScheduleError
+from ..simulation.costs import Costs
+from ..simulation.simulate import action_durations, simulate
+from ..table.action import Action, Cell, parts
+from ..table.check import check
+from ..table.kinds import Kind, Value, readers
+from ..table.run_order import Transfers, senders, waits
+from ..table.schedule import Schedule
+
+_USERS = readers(Value.ACTIVATIONS)
+
+
+def add_recompute(
+    schedule: Schedule,
+    *,
+    stages: Collection[int] | None = None,
+    lead: int | None = 1,
+    costs: Costs | None = None,
+) -> Schedule:
+    """Put an R before each B or I: in an earlier bubble that has room for it where this makes the table shorter, else right before it.
+
+    Right before its B or I, an R runs while that one waits for its gradient.  In an earlier bubble it holds activations from there
+    on, which `lead` bounds.  R that are in the table already are placed anew; idle cells are dropped.
+
+    Args:
+        schedule: a compute-only table that `check` accepts.
+        stages: the stages that recompute; all where it is None.
+        lead: how many activations a device may have recomputed already and not used yet while it runs another action; 0 puts each R
+            right before its B or I, None sets no bound.
+        costs: the costs by which bubbles are found; all 1 where it is None.
+
+    Raises:
+        ScheduleError: the table breaks a rule, has SEND and RECV, or no backward; a stage does not exist; `lead` is negative.
+        CostError: a sequence of costs does not have one entry a stage.
+
+    >>> import jaxpipe as jp
+    >>> print(add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=2)).to_csv(), end="")
+    0F0,0F1,0R0,0B0,0R1,0B1
+    1F0,1R0,1B0,1F1,1R1,1B1
+    """
+    _refuse(schedule, stages, lead)
+    chosen = range(schedule.num_stages) if stages is None else stages
+    wanted = {Action(stage, Kind.R, m) for stage in chosen for m in range(schedule.num_microbatches)}
+    wanted |= {action for _, _, action in schedule.actions() if action.kind is Kind.R}
+    plain = remove_recompute(schedule)
+    latest, early = (simulate(_with_recompute(plain, wanted, costs or Costs(), lead=most), costs) for most in (0, lead))
+    return (early if early.makespan < latest.makespan else latest).schedule
+
+
+def remove_recompute(schedule: Schedule) -> Schedule:
+    """The table without R, everything else as it is: every F keeps its activations.
+
+    >>> import jaxpipe as jp
+    >>> print(remove_recompute(jp.Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")).to_csv(), end="")
+    0F0,0F1,0B0,0B1
+    """
+    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.R] for row in schedule.rows])
+
+
+def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None) -> None:
+    """ScheduleError for what cannot take an R, or arguments that make no sense."""
+    check(schedule)
+    if schedule.has_transfers:
+        raise ScheduleError("the table has SEND and RECV; add R first, then transfers (jaxpipe.remove_transfers takes them out)")
+    if schedule.forward_only:
+        raise ScheduleError("the table has no backward, so nothing is recomputed; give it B, or I and W, for every F")
+    unknown = sorted(set(stages or ()) - set(range(schedule.num_stages)))
+    if unknown:
+        raise ScheduleError(f"stages={unknown} do not exist; stages go from 0 to {schedule.num_stages - 1}")
+    if lead is not None and lead < 0:
+        raise ScheduleError(f"lead={lead} must be 0 or more, or None for no bound")
+
+
+def _recompute_of(cell: Cell) -> Action | None:
+    """The R that the action of a cell that reads activations may have; None where no action does."""
+    user = next((action for action in parts(cell) if action.kind in _USERS), None)
+    return None if user is None else user._replace(kind=Kind.R)
+
+
+class _Row:
+    """A device's row as it grows, run along in time.
+
+    `waiting` are the R that are placed while their B or I is still to come; `pending` those to be placed, in the order of use.
+    """
+
+    def __init__(self, row: Sequence[Cell], wanted: Collection[Action], times: Sequence[float], lead: int | None) -> None:
+        self.cells: list[Cell] = []
+        self.free: float = 0
+        self._times, self._lead = times, lead
+        self._pending = deque(found for cell in row if (found := _recompute_of(cell)) is not None and found in wanted)
+        self._waiting: set[Action | None] = set()
+        self._done: set[Action] = set()
+
+    def add(self, cell: Cell, ready: float) -> None:
+        """Append a cell whose input is there at `ready`, after its own R and those that fit into the wait."""
+        own = _recompute_of(cell)
+        if self._pending and self._pending[0] == own:
+            self._place()
+        self._waiting.discard(own)
+        while self._pending and self.free < ready and len(self._waiting) != self._lead:
+            following = self._pending[0]
+            too_long = self.free + self._times[following.stage] > ready
+            if too_long or following._replace(kind=Kind.F) not in self._done:
+                break
+            self._place()
+        self.cells.append(cell)
+        self._done.update(parts(cell))
+
+    def _place(self) -> None:
+        recompute = self._pending.popleft()
+        self._waiting.add(recompute)
+        self.cells.append(recompute)
+        self.free += self._times[recompute.stage]
+
+
+def _with_recompute(plain: Schedule, wanted: Collection[Action], costs: Costs, *, lead: int | None) -> Schedule:
+    """The table with the wanted R, each as early as a wait of its device has room for it.
+
+    No wait gets longer by what is put into it, so no action comes later than with every R right before its B or I.
+    """
+    table = plain.encoded
+    by_stage = costs.for_stages(table.num_stages)
+    durations, wait = action_durations(table, by_stage), waits(table, Transfers.ASYNC)
+    latency = np.array(by_stage.transfer)[table.stage[senders(table, wait)]].tolist()
+    rows = [_Row(row, wanted, by_stage.recompute, lead) for row in plain.rows]
+    ends: list[float] = [0] * table.num_actions
+    for i in plain.run_order(Transfers.ASYNC).order:
+        device, position = table.cell_of(i)
+        row = rows[device]
+        ready = ends[wait[i]] + latency[i] if wait[i] >= 0 else 0
+        if not i or table.last_half[i - 1] != i:  # not the second half of a pair, before which there is no place
+            row.add(plain.rows[device][position], ready)
+        row.free = ends[i] = max(row.free, ready) + durations[i]
+    return plain.with_rows([row.cells for row in rows])
