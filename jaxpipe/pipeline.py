@@ -23,7 +23,6 @@ from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job
 from .stage.model_code import ModelCode
 from .table.check import check
-from .table.kinds import RECOMPUTE
 from .table.schedule import Schedule
 
 PyTree: TypeAlias = Any
@@ -426,11 +425,6 @@ def _check_kinds(schedule: Any, mesh: Any) -> None:
     if not isinstance(schedule, Schedule):
         name = schedule if isinstance(schedule, str) else "1f1b"
         faults.append(f"schedule must be a Schedule, not {schedule!r}; write jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)")
-    elif schedule.encoded.of_kinds(RECOMPUTE).any():
-        faults.append(
-            f"schedule {schedule.name!r} holds R (recomputation as an action), which Pipeline does not run; "
-            'jaxpipe.remove_recompute takes it out, and remat="full" recomputes inside each backward'
-        )
     if not isinstance(mesh, Mesh):
         faults.append(f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))')
     if faults:

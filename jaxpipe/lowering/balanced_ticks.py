@@ -10,13 +10,13 @@ import numpy as np
 
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
-from ..table.action import Kind
+from ..table.kinds import RUNS_FORWARD
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks, needs_of, run_order
 
 
 def balanced_ticks(schedule: Schedule, costs: Costs | None = None) -> Ticks:
-    """Fill tick after tick, each with cells that take about equally long; a device may do an F and the backward behind it in one.
+    """Fill tick after tick, each with cells that take about equally long; a device may do an F (or R) and the backward after it in one.
 
     For each tick one length is chosen: devices run what they can within it.  The choice is list scheduling by the critical path
     (Graham 1969): that which leaves the least time from the end of the tick to the end of the table, then that which gets most done.
@@ -39,7 +39,7 @@ class _Table:
     needs: list[tuple[int, ...]]  # the cells of other devices that feed it
     lengths: list[float]
     tails: list[float]  # from the start of the cell, the least time to the end of the table
-    fusible: list[bool]  # an F alone, with a backward alone behind it
+    fusible: list[bool]  # an F or R alone, with a backward alone after it
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> _Table:
@@ -54,7 +54,7 @@ class _Table:
                 needs[last] += (need,)
         lengths = action_durations(table, costs.for_stages(table.num_stages))
         alone[table.pairs + 1] = False
-        forward = table.kind == Kind.F
+        forward = table.of_kinds(RUNS_FORWARD)
         fusible = np.append((alone & forward)[:-1] & (alone & ~forward)[1:] & (np.diff(table.device) == 0), False)
         return cls(tuple(cells), needs, lengths, _tails(schedule, lengths), fusible.tolist())
 

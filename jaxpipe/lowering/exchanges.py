@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.segments import Block, BlockUse, Payload, Permute, Presence, TickTemplate
-from ..table.action import Kind
 from ..table.encoded import BoolArray, IntArray
 from .requirements import Edge, Requirements
 
@@ -47,7 +46,7 @@ def template_of(requirements: Requirements, group: slice, *, room: int = 0, gate
         )
         # Backward blocks go first, so that the forward of the same tick may write what they free; in fused ticks last.
         for block, (active, first, last, local) in sorted(
-            total.items(), key=lambda item: ((item[0].kind is Kind.F) is not requirements.forward_first, item[0])
+            total.items(), key=lambda item: (item[0].runs_forward is not requirements.forward_first, item[0])
         )
     )
     needs = [frozenset(requirements.kinds[code].slack) for code in present]

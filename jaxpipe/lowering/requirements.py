@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..program.segments import Block, Payload
-from ..table.action import Kind
-from ..table.encoded import Encoded, IntArray
+from ..table.encoded import BoolArray, Encoded, IntArray
+from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks
 
@@ -78,6 +78,21 @@ def chunks_of(schedule: Schedule) -> IntArray:
     return chunk[table.device, table.stage]
 
 
+def recompute_of(table: Encoded, forward: IntArray) -> IntArray:
+    """The R of each of these forwards, or -1."""
+    (kind,) = RECOMPUTE
+    found: IntArray = table.at[kind][table.stage[forward], table.microbatch[forward]]
+    return found
+
+
+def keeps(table: Encoded) -> BoolArray:
+    """Per action, False for an F that keeps no residuals: those that have an R."""
+    forward = np.flatnonzero(table.kind == Kind.F)
+    found = np.ones(table.num_actions, bool)
+    found[forward] = recompute_of(table, forward) < 0
+    return found
+
+
 def collect(ticks: Ticks) -> Requirements:
     """The requirements of every tick."""
     schedule, table = ticks.schedule, ticks.schedule.encoded
@@ -87,9 +102,11 @@ def collect(ticks: Ticks) -> Requirements:
     target = np.where(local, -1, target)
     slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
     # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines are equal ticks.
-    fields = np.stack([table.kind, chunks_of(schedule), table.stage == 0, table.stage == table.num_stages - 1, local, target, slack], 1)
+    chain = ~table.of_kinds(RECOMPUTE)  # R hands nothing on
+    first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
+    fields = np.stack([table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack], 1)
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int64)
-    lines[ticks.when, table.device, (table.kind != Kind.F).astype(np.int64)] = fields
+    lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
     flat = lines.reshape(ticks.num_ticks, -1)
     numbers: dict[bytes, int] = {}
     codes = [numbers.setdefault(line.tobytes(), len(numbers)) for line in flat]
@@ -103,10 +120,10 @@ def _tick_requirements(line: IntArray) -> TickRequirements:
     blocks: dict[Block, Count] = {}
     slack: dict[Edge, int] = {}
     for device, halves in enumerate(line.tolist()):
-        for kind, chunk, first, last, local, target, room in halves:
+        for kind, chunk, kept, first, last, local, target, room in halves:
             if kind < 0:
                 continue
-            block = Block(Kind(kind), chunk)
+            block = Block(Kind(kind), chunk, bool(kept))
             old = blocks.get(block, Count(0, 0, 0, 0))
             blocks[block] = Count(old.active + 1, old.first + first, old.last + last, old.local + local)
             if target >= 0:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ..program.segments import Segment
 from ..simulation.costs import Costs
-from ..table.action import Kind
 from ..table.encoded import BoolArray, IntArray
+from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
 from .cost_model import LITTLE_CODE, Prices, advance, cost_matrix, program_makespan, program_price
 from .exchanges import template_of
@@ -102,7 +102,7 @@ def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
     """`[tick, device]`: whether it runs a forward, and whether it runs a backward."""
     table = ticks.schedule.encoded
     busy = np.zeros((2, ticks.num_ticks, table.num_devices), bool)
-    busy[(table.kind != Kind.F).astype(np.int64), ticks.when, table.device] = True
+    busy[(~table.of_kinds(RUNS_FORWARD)).astype(np.int64), ticks.when, table.device] = True
     return busy[0], busy[1]
 
 

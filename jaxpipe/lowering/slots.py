@@ -13,10 +13,10 @@ from ..program.liveness import LastUse, Liveness
 from ..program.pools import POOL_OF, Pool, PoolName
 from ..program.records import IntTable, empty_ticks
 from ..program.segments import Payload, Segment
-from ..table.action import Kind
 from ..table.encoded import BoolArray, IntArray
+from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
-from .requirements import chunks_of, consumers
+from .requirements import chunks_of, consumers, keeps, recompute_of
 
 # Within a tick: blocks of one direction, then of the other, then what arrives over transfers.
 _PHASES = 3
@@ -80,17 +80,18 @@ class _Writer:
 
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
-        table, forward = self._actions, self._actions.kind == Kind.F
+        table = self._actions
+        forward, chain = table.of_kinds(RUNS_FORWARD), ~table.of_kinds(RECOMPUTE)
         f, b = self._ticks.forward, self._ticks.backward
         chunk = chunks_of(self._schedule)
         common = ((f.kind, b.kind, table.kind), (f.chunk, b.chunk, chunk), (f.stage, b.stage, table.stage))
         more = ((f.microbatch, b.microbatch, table.microbatch), (f.is_local, b.is_local, self._local))
-        for of_forward, of_backward, entries in (*common, *more, (f.is_first, b.is_first, table.stage == 0)):
+        for of_forward, of_backward, entries in (*common, *more, (f.is_first, b.is_first, chain & (table.stage == 0))):
             for target, mine in ((of_forward, forward), (of_backward, ~forward)):
                 target[self._when[mine], table.device[mine]] = entries[mine]
         place = (self._when[forward], table.device[forward])
-        f.is_last[place] = table.stage[forward] == table.num_stages - 1
-        f.keeps[place] = not table.forward_only
+        f.is_last[place] = (chain & (table.stage == table.num_stages - 1))[forward]
+        f.keeps[place] = keeps(table)[forward] & (not table.forward_only)
 
     def _values(self) -> dict[PoolName, _Values]:
         """What each pool must hold."""
@@ -99,14 +100,16 @@ class _Writer:
         by_input, _ = self._last_uses(forward)
         kept = forward[by_input >= 0]
         by_input, by_weight = self._last_uses(kept)
+        again = recompute_of(table, kept)
+        maker = np.where(again >= 0, again, kept)  # of the residuals
         first = table.stage[kept] == 0
         dgrad = np.flatnonzero(table.kind == Kind.I)
         wgrad = table.at[Kind.W][table.stage[dgrad], table.microbatch[dgrad]]
         stashed = _moment(self._when[dgrad], self._backward_phase)
         return {
             PoolName.X: self._inputs(forward),
-            PoolName.RESIDUAL_INPUT: self._residuals(kept, f.residual_input, b.residual_input, by_input, by_input),
-            PoolName.RESIDUAL_WEIGHT: self._residuals(kept, f.residual_weight, b.residual_weight, by_input, by_weight),
+            PoolName.RESIDUAL_INPUT: self._residuals(maker, f.residual_input, b.residual_input, by_input, by_input),
+            PoolName.RESIDUAL_WEIGHT: self._residuals(maker, f.residual_weight, b.residual_weight, by_input, by_weight),
             PoolName.COTANGENT: self._cotangents(kept),
             PoolName.STASH: self._for_backward(dgrad, stashed, self._all(b.stash, self._when[dgrad]), b.stash, wgrad, wgrad),
             PoolName.FIRST: self._residuals(kept[first], f.first, b.first, by_input[first], by_input[first]),
@@ -154,8 +157,11 @@ class _Writer:
         by_input, by_weight = self._last_uses(forward)
         late = by_input if self._liveness.x is LastUse.INPUT_GRAD else by_weight
         kept = (late >= 0) & (self._liveness.x is not LastUse.FORWARD)
-        end = np.where(kept, _moment(when[late], self._backward_phase), now)
-        entries = [*self._all(f.x, tick), *self._some(f.out, local, when[source]), *arrivals]
+        again = recompute_of(table, forward)
+        recomputed = again >= 0
+        end = np.where(recomputed, _moment(when[again], self._forward_phase), now)
+        end = np.where(kept, _moment(when[late], self._backward_phase), end)
+        entries = [*self._all(f.x, tick), *self._some(f.out, local, when[source]), *arrivals, *self._some(f.x, recomputed, when[again])]
         entries += [*self._some(b.x, kept, when[by_input]), *self._some(b.x, kept, when[late])]
         return _Values(table.device[forward], begin, end, tuple(entries))
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.action import Kind
-from .code_rules import Running, ticks_of
+from ..table.kinds import Kind, Value, makers
+from .code_rules import Running, half_of, ticks_of
 from .ir import Program
 from .liveness import LastUse
 from .pools import POOL_OF, PoolName
@@ -17,6 +17,8 @@ from .records import IntTable
 from .segments import Payload, Presence, Segment
 
 Ints = NDArray[np.int64]
+# The kinds whose result is sent to another stage.
+FORWARD_MAKERS, BACKWARD_MAKERS = makers(Value.OUTPUT), makers(Value.INPUT_GRAD)
 # What is in a slot that nobody wrote, or that a permute without a message for the device wrote.
 NOTHING = -1
 # Order within a block: what `first` writes, then all reads, then all writes.
@@ -47,11 +49,11 @@ def accesses(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Acc
 
 def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Iterator[Accesses]:
     for block in blocks:
-        touches = _of_forward if block.use.block.kind is Kind.F else _of_backward
+        touches = _of_forward if block.use.block.runs_forward else _of_backward
         for of, slots, order, where, shift in touches(program, block.use.block.kind):
             if of is not pool:
                 continue
-            half = program.ticks.forward if block.use.block.kind is Kind.F else program.ticks.backward
+            half = half_of(program, block.use.block)
             k, device = np.nonzero(block.runs if where is None else block.runs & (where[block.ticks] != 0))
             tick = block.ticks[k]
             at = (tick, device)
@@ -70,13 +72,12 @@ def _of_forward(program: Program, kind: Kind) -> Iterator[_Touch]:
     f = program.ticks.forward
     yield PoolName.X, f.x, _BEFORE, f.is_first, 0
     yield PoolName.X, f.x, _READ, None, 0
-    yield PoolName.X, f.out, _WRITE, f.is_local, 1
-    if program.schedule.forward_only:
-        return
-    yield PoolName.FIRST, f.first, _BEFORE, f.is_first, 0
     yield PoolName.RESIDUAL_INPUT, f.residual_input, _WRITE, f.keeps, 0
     yield PoolName.RESIDUAL_WEIGHT, f.residual_weight, _WRITE, f.keeps, 0
-    yield PoolName.COTANGENT, f.out, _WRITE, f.is_last, 0
+    yield PoolName.X, f.out, _WRITE, f.is_local, 1
+    if not program.schedule.forward_only:
+        yield PoolName.FIRST, f.first, _BEFORE, f.is_first, 0
+        yield PoolName.COTANGENT, f.out, _WRITE, f.is_last, 0
 
 
 def _of_backward(program: Program, kind: Kind) -> Iterator[_Touch]:
@@ -127,12 +128,12 @@ def _made(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Pay
     found = np.full((len(ticks), program.schedule.num_devices), NOTHING, np.int64)
     for block in blocks:
         use, kind = block.use, block.use.block.kind
-        if (kind is Kind.F) is not (payload is Payload.ACTIVATION) or kind is Kind.W:
+        if kind not in (FORWARD_MAKERS if payload is Payload.ACTIVATION else BACKWARD_MAKERS):
             continue
         # Code whose output always stays on the device, or goes to `first` or `last`, puts nothing where what is sent lies.
         if Presence.ALWAYS in ((use.last, use.local) if kind is Kind.F else (use.first, use.local)):
             continue
-        half = program.ticks.forward if kind is Kind.F else program.ticks.backward
+        half = half_of(program, use.block)
         stage = half.stage[ticks].astype(np.int64) + (1 if kind is Kind.F else -1)
         found = np.where(block.runs, stage * program.schedule.num_microbatches + half.microbatch[ticks], found)
     return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.action import KIND_NAMES, Kind
+from ..table.kinds import KIND_NAMES, RECOMPUTE, Kind
 from .faults import Fault, Rule
 from .ir import Program
 from .records import NOBODY, Backward, Forward, IntTable
@@ -30,7 +30,7 @@ class Running(NamedTuple):
 
 def half_of(program: Program, block: Block) -> Forward[IntTable] | Backward[IntTable]:
     """The records that a block reads."""
-    return program.ticks.forward if block.kind is Kind.F else program.ticks.backward
+    return program.ticks.forward if block.runs_forward else program.ticks.backward
 
 
 def running(program: Program) -> tuple[Running, ...]:
@@ -44,7 +44,10 @@ def _running(program: Program) -> Iterator[Running]:
             ticks = ticks_of(segment, j)
             for place, use in enumerate(template.blocks):
                 half = half_of(program, use.block)
-                yield Running(use, place, ticks, (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind)))
+                runs = (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))
+                if use.block.kind is Kind.F and not program.schedule.forward_only:
+                    runs &= (program.ticks.forward.keeps[ticks] != 0) == use.block.keeps
+                yield Running(use, place, ticks, runs)
 
 
 def ticks_of(segment: Segment, j: int) -> NDArray[np.int64]:
@@ -109,11 +112,14 @@ def _flags(program: Program, half: Any, number: Any) -> Iterator[tuple[str, IntT
     needed = np.flatnonzero(table.producer >= 0)
     user[table.producer[needed]] = needed
     local = (user >= 0) & (table.device[user] == table.device)
-    yield "is_first", half.is_first, table.stage[number] == 0
+    chain = ~table.of_kinds(RECOMPUTE)[number]
+    yield "is_first", half.is_first, chain & (table.stage[number] == 0)
     yield "is_local", half.is_local, local[number]
     if isinstance(half, Forward):
-        yield "is_last", half.is_last, table.stage[number] == table.num_stages - 1
-        yield "keeps", half.keeps, np.full(len(number), not table.forward_only)
+        yield "is_last", half.is_last, chain & (table.stage[number] == table.num_stages - 1)
+        (kind,) = RECOMPUTE
+        recomputed = chain & (table.at[kind][table.stage[number], table.microbatch[number]] >= 0)
+        yield "keeps", half.keeps, ~recomputed & (not table.forward_only)
 
 
 def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
@@ -137,8 +143,8 @@ def _part_faults(use: BlockUse, half: Any, ticks: Any, runs: BoolTable) -> Itera
     parts = [("first", use.first, half.is_first), ("local", use.local, half.is_local)]
     if isinstance(half, Forward):
         parts.append(("last", use.last, half.is_last))
-    elif use.block.kind is Kind.W:
-        parts = []  # W hands nothing on
+    if use.block.kind in (Kind.W, *RECOMPUTE):
+        parts = []  # they hand nothing on
     for part, presence, flag in parts:
         asked = flag[ticks] != 0
         happens = {Presence.ALWAYS: np.ones_like(asked), Presence.NEVER: np.zeros_like(asked), Presence.SOMETIMES: asked}[presence]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from ..table.action import Kind
+from ..table.kinds import Kind
 from .ir import Program
 from .pools import POOL_OF, PoolName
 from .records import NOBODY, Backward, Forward, TickRecord, map_fields
@@ -64,7 +64,7 @@ def _trip(program: Program, model: Model, devices: list[_Device], segment: Segme
         template = segment.template(tick)
         for use in template.blocks:
             for number, device in enumerate(devices):
-                _run_block(use, model, device, _record(program, tick, number))
+                _run_block(use, model, device, _record(program, tick, number), training=not program.schedule.forward_only)
         exchange = segment.choice(tick)
         for lane, permute in zip(template.lanes_of(exchange), template.exchanges[exchange], strict=True):
             brought = [None] * len(devices)
@@ -85,14 +85,16 @@ def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
     return cast(TickRecord[int], map_fields(lambda table: int(table[tick, device]), record))
 
 
-def _run_block(use: BlockUse, model: Model, device: _Device, row: TickRecord[int]) -> None:
+def _run_block(use: BlockUse, model: Model, device: _Device, row: TickRecord[int], *, training: bool) -> None:
     """A block, where the record asks for it."""
-    kind, chunk = use.block
-    half = row.forward if kind is Kind.F else row.backward
+    kind, chunk = use.block.kind, use.block.chunk
+    half = row.forward if use.block.runs_forward else row.backward
     if half.chunk == NOBODY or (half.chunk, half.kind) != (chunk, kind):
         return
     if isinstance(half, Forward):
-        _forward(model, device, half)
+        if kind is Kind.F and training and bool(half.keeps) is not use.block.keeps:
+            return
+        (_forward if kind is Kind.F else _recompute)(model, device, half)
         return
     _weight_grad(model, device, half) if kind is Kind.W else _backward(model, device, half, split=kind is Kind.I)
 
@@ -110,9 +112,14 @@ def _forward(model: Model, device: _Device, f: Forward[int]) -> None:
     if f.is_local:
         pools[PoolName.X][f.out] = y
     if f.is_last:
-        dy = model.last(f.microbatch, y)
-        if f.keeps:
-            pools[PoolName.COTANGENT][f.out] = dy
+        pools[PoolName.COTANGENT][f.out] = model.last(f.microbatch, y)
+
+
+def _recompute(model: Model, device: _Device, f: Forward[int]) -> None:
+    """R: the residuals once more."""
+    _, by_input, by_weight = model.forward(f.stage, f.microbatch, device.pools[PoolName.X][f.x])
+    device.pools[PoolName.RESIDUAL_INPUT][f.residual_input] = by_input
+    device.pools[PoolName.RESIDUAL_WEIGHT][f.residual_weight] = by_weight
 
 
 def _backward(model: Model, device: _Device, b: Backward[int], *, split: bool) -> None:

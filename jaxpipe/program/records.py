@@ -25,7 +25,7 @@ class Forward(Generic[A]):
     chunk: A  # of the device, or NOBODY where it runs no forward
     stage: A
     microbatch: A
-    keeps: A  # 1 where the residuals are kept; 0 where an R will make them
+    keeps: A  # 1 where residuals are kept; 0 where an R will make them, and in an evaluation
     is_first: A  # 1 where the stage is the model's first: `first` writes the stage's input
     is_last: A  # 1 where the stage is the model's last: `last` writes the cotangent
     is_local: A  # 1 where the output is consumed on this device

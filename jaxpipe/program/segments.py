@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.action import Kind
+from ..table.kinds import RUNS_FORWARD, Kind
 
 
 class Payload(enum.IntEnum):
@@ -40,9 +40,15 @@ class Block(NamedTuple):
 
     kind: Kind
     chunk: int
+    keeps: bool = True  # of an F: residuals; not where an R makes them
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether it runs the code of a stage's forward (F, R), and so reads the tick's `Forward` record."""
+        return self.kind in RUNS_FORWARD
 
     def __str__(self) -> str:
-        return f"{self.kind.name}.{self.chunk}"
+        return f"{self.kind.name}.{self.chunk}" + ("" if self.keeps else "-")
 
 
 @dataclass(frozen=True)

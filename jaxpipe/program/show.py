@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..table.action import Kind
+from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .pools import POOL_OF, Pool, PoolName
 from .records import NOBODY, IntTable, TickRecord, map_fields
@@ -46,7 +46,7 @@ def _cell(ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int,
     record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
     template, choice = segment.template(tick), segment.choice(tick)
     parts = [_backward(record.backward), _forward(record.forward, training=training)]
-    if template.blocks and template.blocks[0].block.kind is Kind.F:
+    if template.blocks and template.blocks[0].block.runs_forward:
         parts.reverse()
     for lane, permute in zip(template.lanes_of(choice), template.exchanges[choice], strict=True):
         arrival = record.arrivals[lane]
@@ -63,7 +63,7 @@ def _forward(f: Any, *, training: bool) -> str:
     if f.chunk == NOBODY:
         return ""
     written = _slots(
-        (PoolName.FIRST, f.first, bool(f.is_first and f.keeps)),
+        (PoolName.FIRST, f.first, bool(f.is_first and training)),
         (PoolName.RESIDUAL_INPUT, f.residual_input, bool(f.keeps)),
         (PoolName.RESIDUAL_WEIGHT, f.residual_weight, bool(f.keeps)),
         (PoolName.X, f.out, bool(f.is_local)),

@@ -40,7 +40,7 @@ class RunBackward(Block):
     def writes(self, state: State) -> State:
         """B and W: gradients of parameters; B and I: the gradient of the input, and by `first` what its gradient writes; I: the stash."""
         use, gradients, part = self.use, given(state.gradients), State()
-        action, chunk = use.block
+        action, chunk = use.block.kind, use.block.chunk
         first, local = (presence is not Presence.NEVER for presence in (use.first, use.local))
         if action is not Kind.I:
             own = chunk_part(given(gradients.chunks[chunk]), chunk, self.shared.num_chunks)

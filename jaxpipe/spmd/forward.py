@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jax.extend import core
+
 from ..jaxprs import run_in_slots
 from ..program.records import Forward
 from ..program.segments import BlockUse, Presence
@@ -18,8 +20,8 @@ from .state import Gradients, State, chunk_part, given
 
 
 @dataclass(frozen=True)
-class RunForward(Block):
-    """F of one kind of stage on one chunk."""
+class _StageForward(Block):
+    """The forward code of one kind of stage on one chunk."""
 
     shared: SharedCode
     use: BlockUse
@@ -36,6 +38,46 @@ class RunForward(Block):
         """The stage's."""
         return self.shared.operands.stages[self.use.block.chunk, self.kind]
 
+    def arguments(self, state: State) -> Leaves:
+        """(consts, parameters, x, extra, once)."""
+        shared, code, row, operand = self.shared, self.code, self.row, self.operand
+        x = shared.buffers.x.read(given(state.x), row.x, code.x_avals)
+        extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, given(state.stage_state[self.use.block.chunk]))
+        return [*code.consts, *operand.params(), *x, *extra, *operand.once]
+
+    def keep(self, jaxpr: core.Jaxpr, count: int, state: State) -> tuple[Leaves, State]:
+        """Run a forward whose outputs after the first `count` are residuals, which go into their slots: those, and the state after it."""
+        code, buffers, row = self.code, self.shared.buffers, self.row
+        early = len(code.residual_input)
+        pools = (given(state.residual_input), given(state.residual_weight))
+        entries = (
+            (buffers.residual_input, pools[0], row.residual_input, code.residual_input),
+            (buffers.residual_weight, pools[1], row.residual_weight, code.residual_weight),
+        )
+        slots = [slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)]
+        outs = run_in_slots(jaxpr, self.arguments(state), writes={count + i: s for i, s in enumerate(slots) if s is not None})
+        found = (outs[count : count + early], outs[count + early :])
+        by_input, by_weight = (
+            buffer.stored(pool, at, avals, values) for (buffer, pool, at, avals), values in zip(entries, found, strict=True)
+        )
+        return outs[:count], state.updated(State(residual_input=by_input, residual_weight=by_weight))
+
+
+class RunRecompute(_StageForward):
+    """R: the residuals of a forward whose microbatch kept its input alone."""
+
+    def writes(self, state: State) -> State:
+        """Residuals."""
+        return State(residual_input=state.residual_input, residual_weight=state.residual_weight)
+
+    def run(self, state: State) -> State:
+        """Run it."""
+        return self.keep(self.code.recompute, 0, state)[1]
+
+
+class RunForward(_StageForward):
+    """F."""
+
     def writes(self, state: State) -> State:
         """Residuals and the stage's own state; its input by `first`, its output for this device, or by `last` what that writes."""
         use, training = self.use, self.shared.training
@@ -50,7 +92,9 @@ class RunForward(Block):
         if not training:
             return part
         own = chunk_part(given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks)
-        part = part.updated(State(residual_input=state.residual_input, residual_weight=state.residual_weight, stage_state=own))
+        part = part.updated(State(stage_state=own))
+        if use.block.keeps:
+            part = part.updated(State(residual_input=state.residual_input, residual_weight=state.residual_weight))
         if first:
             part = part.updated(State(first=state.first))
         if last:
@@ -63,13 +107,10 @@ class RunForward(Block):
         shared, code, use, row, operand = self.shared, self.code, self.use, self.row, self.operand
         chunk, buffer = use.block.chunk, self.shared.buffers.x
         state = run_where(use.first, row.is_first != 0, RunFirst(shared, row), state)
-        x = buffer.read(given(state.x), row.x, code.x_avals)
-        extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, given(state.stage_state[chunk]))
-        arguments = [*code.consts, *operand.params(), *x, *extra, *operand.once]
-        if shared.training:
-            outs, state = self._keep(arguments, state)
+        if shared.training and use.block.keeps:
+            outs, state = self.keep(code.forward, code.num_outputs, state)
         else:
-            outs = run(code.evaluate, *arguments)
+            outs = run(code.evaluate, *self.arguments(state))
         y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
         if code.loss is not None:
             loss, *rest = rest
@@ -84,23 +125,6 @@ class RunForward(Block):
             state = run_where(use.local, row.is_local != 0, _HandOver(self, y), state)
         last = RunLast(shared, code, row, y) if shared.training else EvaluateLast(shared, row, y)
         return run_where(use.last if shared.fits_last(code) else Presence.NEVER, row.is_last != 0, last, state)
-
-    def _keep(self, arguments: Leaves, state: State) -> tuple[Leaves, State]:
-        """Run a forward whose residuals go into their slots: what it returns besides them, and the state after it."""
-        code, buffers, row = self.code, self.shared.buffers, self.row
-        early, count = len(code.residual_input), code.num_outputs
-        pools = (given(state.residual_input), given(state.residual_weight))
-        entries = (
-            (buffers.residual_input, pools[0], row.residual_input, code.residual_input),
-            (buffers.residual_weight, pools[1], row.residual_weight, code.residual_weight),
-        )
-        slots = [slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)]
-        outs = run_in_slots(code.forward, arguments, writes={count + i: s for i, s in enumerate(slots) if s is not None})
-        found = (outs[count : count + early], outs[count + early :])
-        by_input, by_weight = (
-            buffer.stored(pool, at, avals, values) for (buffer, pool, at, avals), values in zip(entries, found, strict=True)
-        )
-        return outs[:count], state.updated(State(residual_input=by_input, residual_weight=by_weight))
 
 
 @dataclass(frozen=True)

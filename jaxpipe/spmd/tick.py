@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.ir import Program
-from ..program.records import Arrival, TickRecord
+from ..program.records import Arrival, Backward, Forward, TickRecord
 from ..program.segments import BlockUse, Payload, Presence, Segment
 from ..stage.code import Leaves
-from ..table.action import Kind
+from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
-from .block import run_in_order
+from .block import Block, run_in_order
 from .exchange import RunExchange, arrive, permuted
-from .forward import RunForward
+from .forward import RunForward, RunRecompute
 from .shared_code import SharedCode
 from .state import State
 
@@ -29,6 +29,10 @@ class TickEmitter:
     program: Program
     axis: str
     shared: SharedCode
+
+    @property
+    def _has_recompute(self) -> bool:
+        return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
     def trip(self, segment: Segment, rows: list[TickRecord[Any]], state: State) -> State:
         """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32 scalars)."""
@@ -57,14 +61,17 @@ class TickEmitter:
 
     def _block(self, use: BlockUse, kind: int, row: TickRecord[Any], state: State, *, asks: bool) -> State:
         """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run it too."""
-        action, chunk = use.block
-        if action is Kind.F:
-            block: RunForward | RunBackward = RunForward(self.shared, use, kind, row.forward)
-            predicate, stage = row.forward.chunk == chunk, row.forward.stage
+        half: Forward[Any] | Backward[Any] = row.forward if use.block.runs_forward else row.backward
+        predicate, stage = half.chunk == use.block.chunk, half.stage
+        if isinstance(half, Backward) or self._has_recompute:
+            predicate = jnp.logical_and(predicate, half.kind == int(use.block.kind))
+        if isinstance(half, Forward):
+            if self._has_recompute and use.block.kind is Kind.F:
+                predicate = jnp.logical_and(predicate, (half.keeps != 0) == use.block.keeps)
+            run = RunForward if use.block.kind is Kind.F else RunRecompute
+            block: Block = run(self.shared, use, kind, half)
         else:
-            block = RunBackward(self.shared, use, kind, row.backward)
-            predicate = jnp.logical_and(row.backward.chunk == chunk, row.backward.kind == int(action))
-            stage = row.backward.stage
+            block = RunBackward(self.shared, use, kind, half)
         if asks:
             predicate = jnp.logical_and(predicate, jnp.array(self.shared.kind_of)[stage] == kind)
         return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, block, state)
@@ -80,9 +87,8 @@ class TickEmitter:
 
     def _stages(self, use: BlockUse, ticks: slice) -> NDArray[np.int32]:
         """The stages that run a block in these ticks."""
-        action, chunk = use.block
-        half = self.program.ticks.forward if action is Kind.F else self.program.ticks.backward
-        return half.stage[ticks][(half.chunk[ticks] == chunk) & (half.kind[ticks] == int(action))]
+        half = self.program.ticks.forward if use.block.runs_forward else self.program.ticks.backward
+        return half.stage[ticks][(half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))]
 
     def _keeps_at(self, segment: Segment) -> list[list[bool]]:
         """For each template and lane, whether a slot may keep what it has."""

@@ -1,7 +1,9 @@
 """One stage's forward, full backward, input gradient and weight gradient as jaxprs, with minimal residuals between them.
 
     hoist(parameters)                                 -> once       what depends on parameters alone; once a step
-    forward(parameters, once, x, extra)               -> y, loss, state, residuals
+    forward(parameters, once, x, extra)               -> y, loss, state, residuals              (F)
+    evaluate(parameters, once, x, extra)              -> y, loss, state                         (F that keeps nothing)
+    recompute(parameters, once, x, extra)             -> residuals                              (R)
     backward(parameters, once, x, extra, residuals, dy)       -> dparameters, dx          (B)
     input_grad(parameters, once, x, extra, residuals, dy)     -> dx, stash                (I)
     weight_grad(parameters, once, x, extra, residuals, dy, stash) -> dparameters          (W)
@@ -37,6 +39,7 @@ class StageCode:
     hoist: core.Jaxpr
     forward: core.Jaxpr
     evaluate: core.Jaxpr
+    recompute: core.Jaxpr
     backward: core.Jaxpr
     input_grad: core.Jaxpr
     weight_grad: core.Jaxpr

@@ -130,12 +130,15 @@ def _classify(
     x_weight, x_any = any(apart.second_reads[x_slice]), any(both_reads[x_slice])
     dy_weight = any(apart.second_reads[start + residuals :])
     evaluate, _ = drop_dead(forward.replace(outvars=forward.outvars[:outputs]))
+    ordered = [*(outs[i] for i in early), *(outs[i] for i in late)]
+    recompute, _ = drop_dead(forward.replace(outvars=ordered))
     x_use = LastUse.WEIGHT_GRAD if x_weight else LastUse.INPUT_GRAD if x_any else LastUse.FORWARD
     return StageCode(
         consts=consts,
         hoist=hoist,
-        forward=forward.replace(outvars=[*forward.outvars[:outputs], *(outs[i] for i in early), *(outs[i] for i in late)]),
+        forward=forward.replace(outvars=[*forward.outvars[:outputs], *ordered]),
         evaluate=evaluate,
+        recompute=recompute,
         backward=reorder(backward),
         input_grad=reorder(apart.first),
         weight_grad=reorder(apart.second),

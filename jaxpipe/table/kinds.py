@@ -211,6 +211,8 @@ def _message(value: Value) -> Message:
 KIND_NAMES = tuple(kind.name for kind in Kind)
 COMPUTE, TRANSFERS = kinds_where(lambda spec: spec.is_compute), kinds_where(lambda spec: not spec.is_compute)
 RECOMPUTE = readers(Value.INPUT)
+# What runs the code of a stage's forward, whichever pass it belongs to.
+RUNS_FORWARD = makers(Value.ACTIVATIONS)
 # The values that stay on their device for a later action of the same stage and microbatch.
 KEPT = tuple(value for value in Value if readers(value))
 # What may be the forward half of an overlapped pair, and its backward half.

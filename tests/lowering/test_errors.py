@@ -86,11 +86,6 @@ def test_a_broken_table_is_refused_with_its_grid():
     assert caught.value.violations
 
 
-def test_a_table_with_recomputation_is_refused():
-    with raises("holds R", "jaxpipe.remove_recompute", 'remat="full"'):
-        pipe_of(schedule=jp.add_recompute(schedule()))
-
-
 # The batch
 
 
