@@ -46,7 +46,7 @@ def verify(program: Program) -> Program:
 
 def faults(program: Program) -> tuple[Fault, ...]:
     """Every broken rule; what a broken structure means for values is looked at once the structure holds."""
-    found = [*_segment_faults(program.segments, program.num_ticks), *_exchange_faults(program)]
+    found = list(_segment_faults(program.segments, program.num_ticks)) or list(_exchange_faults(program))
     if found:
         return tuple(found)
     blocks = running(program)
