@@ -19,6 +19,7 @@ from ..table.activations import Release
 from ..table.check import check
 from ..table.grid import MARK, grid
 from ..table.placement import Placement
+from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 
 # Columns of a table's grid that are printed around what is marked.
@@ -42,7 +43,7 @@ def is_file(source: str) -> bool:
     return source == "-" or Path(source).suffix in (".csv", ".json") or "/" in source or "\\" in source or Path(source).exists()
 
 
-def load(source: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule:
+def load(source: str, arguments: argparse.Namespace, costs: Costs | None, *, transfers: Transfers = Transfers.RENDEZVOUS) -> Schedule:
     """Read or build one schedule and check it.
 
     `costs` go to schedules that are made to measure.  UsageError where the arguments do not fit the source, WrongScheduleError where
@@ -55,7 +56,7 @@ def load(source: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
     given += ["--forward-only"] if arguments.forward_only else []
     if given:
         raise UsageError(f"{', '.join(given)} cannot be given for {source}: a file has its own shape; write the name of a schedule instead")
-    return checked(read(source))
+    return checked(read(source), transfers=transfers)
 
 
 def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chunks: int | None = None) -> Schedule:
@@ -93,10 +94,10 @@ def read(source: str) -> Schedule:
         raise WrongScheduleError(f"{source}: {error}") from error
 
 
-def checked(schedule: Schedule, *, max_activations: int | None = None) -> Schedule:
+def checked(schedule: Schedule, *, transfers: Transfers = Transfers.RENDEZVOUS, max_activations: int | None = None) -> Schedule:
     """The schedule, or WrongScheduleError with every violation (an error's own text stops at a hundred) and the marked grid."""
     try:
-        return check(schedule, max_activations=max_activations)
+        return check(schedule, transfers=transfers, max_activations=max_activations)
     except ScheduleError as error:
         found = error.violations
         marked = {(v.device, v.position) for v in found if v.device is not None and v.position is not None}

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from ..errors import JaxpipeError
 from ..render import Theme
 from ..table.activations import Release
+from ..table.run_order import Transfers
 from .arguments import UsageError, WrongScheduleError
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
 from .terminal import Terminal, make_terminal
@@ -105,12 +106,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     _add_source(parser)
     _add_shape(parser)
     _add_costs(parser)
+    _add_transfers(parser, Transfers.ASYNC)
     _add_json(parser)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check a table: completeness, order, placement, deadlock, and a cap on activations."
     parser.add_argument("file", metavar="FILE", help="a .csv table (torch's form) or a .json one; - is CSV from standard input")
+    _add_transfers(parser, Transfers.RENDEZVOUS)
     parser.add_argument("--max-activations", type=int, metavar="N", help="most activations that a device may hold at once")
     _add_json(parser)
 
@@ -161,6 +164,16 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         choices=[release.value for release in Release],
         default=Release.WEIGHT_GRAD.value,
         help="when activations die where the backward is split (default: weight_grad)",
+    )
+
+
+def _add_transfers(parser: argparse.ArgumentParser, default: Transfers) -> None:
+    parser.add_argument(
+        "--transfers",
+        choices=[transfers.value for transfers in Transfers],
+        default=default.value,
+        help="who waits in a table with SEND and RECV: the consumer (async), the RECV (buffered), or SEND and RECV for each other "
+        f"(rendezvous); default: {default.value}",
     )
 
 

@@ -28,7 +28,7 @@ def simulate(
     who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and RECV (RENDEZVOUS).
 
     Args:
-        schedule: a table that `check` accepts.
+        schedule: a table that `check` accepts for these `transfers`.
         costs: times and sizes; all 1, and transfers 0, where it is None.
         transfers: what SEND and RECV hold up, in a table that has them.
         max_memory: the most activation memory (in units of `costs.activation`) that a device may hold.
@@ -43,7 +43,7 @@ def simulate(
     (33, 3, (4, 3, 2, 1))
     """
     costs = costs or Costs()
-    check(schedule)
+    check(schedule, transfers=transfers)
     table = schedule.encoded
     stage_costs = costs.for_stages(table.num_stages)
     durations = action_durations(table, stage_costs)
