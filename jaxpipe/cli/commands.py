@@ -21,7 +21,19 @@ from ..table.kinds import KINDS
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..transforms.add_transfers import add_transfers
-from .arguments import UsageError, WrongScheduleError, checked, gives_costs, is_file, load, named, read, read_costs, read_options
+from .arguments import (
+    UsageError,
+    WrongScheduleError,
+    checked,
+    file_path,
+    gives_costs,
+    is_file,
+    load,
+    named,
+    read,
+    read_costs,
+    read_options,
+)
 from .terminal import Terminal
 
 # Said of a table that was checked for less than the strictest transfers.
@@ -70,7 +82,7 @@ def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     if arguments.output in (None, "-"):
         terminal.write(text)
         return True
-    Path(arguments.output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    file_path(arguments.output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
     terminal.complain(f"wrote {arguments.output}")
     return True
 

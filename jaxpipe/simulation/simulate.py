@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation
+from ..errors import ScheduleError, Violation, quoted
 from ..table.check import check
 from ..table.encoded import Encoded
 from ..table.kinds import KINDS
+from ..table.limits import is_number
 from ..table.run_order import Transfers, mates, senders, waits
 from ..table.schedule import Schedule
 from .costs import Costs, StageCosts
@@ -53,6 +54,8 @@ def simulate(
         starts, ends = _times(schedule, durations, stage_costs, transfers)
     timeline = Timeline(schedule, costs, transfers, tuple(starts), tuple(ends))
     if max_memory is not None:
+        if not is_number(max_memory):
+            raise ScheduleError(f"max_memory must be a number, not {quoted(max_memory)}")
         _check_memory(timeline, max_memory)
     return timeline
 

@@ -182,8 +182,9 @@ def _transfers(table: Encoded) -> list[Violation]:
 
 def _is_first(table: Encoded) -> BoolArray:
     """Per action in range, whether it is the first of its duplicates."""
-    stage, m = np.clip(table.stage, 0, table.num_stages - 1), np.clip(table.microbatch, 0, table.num_microbatches - 1)
-    first: BoolArray = table.at[table.kind, stage, m] == np.arange(table.num_actions)
+    first = np.zeros(table.num_actions, bool)
+    known = np.flatnonzero(table.in_range)
+    first[known] = table.at[table.kind[known], table.stage[known], table.microbatch[known]] == known
     return first
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..errors import ScheduleError, Violation
 from .action import Action, Cell, Overlap, Row, parts
-from .encoded import Encoded, encode
+from .encoded import Encoded, encode, require_cells
 from .grid import grid
 from .placement import Placement
 from .rules import broken_rules, deadlocks, run_order
@@ -48,6 +48,8 @@ class Schedule:
         ScheduleError where a stage number is far beyond what the number of actions allows (a slip of the pen in a file).
         """
         table = tuple(tuple(row) for row in rows)
+        for device, row in enumerate(table):
+            require_cells(device, row)
         if num_microbatches is None:
             num_microbatches = 1 + max((a.microbatch for row in table for c in row for a in parts(c)), default=-1)
         return cls(table, placement or _placement_of(table), num_microbatches, name)

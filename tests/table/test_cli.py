@@ -355,7 +355,7 @@ BAD_USAGE = [
     (("show", "1f2b", "-P", 4, "-M", 8), "there is no schedule '1f2b'"),
     (("list", "nope"), "there is no schedule 'nope'"),
     (("show", "1f1b", "-P", 0, "-M", 8), "devices must be"),
-    (("show", "1f1b", "-P", "x", "-M", 8), "invalid int value"),
+    (("show", "1f1b", "-P", "x", "-M", 8), "'x' is not a whole number"),
     (("show", "1f1b", "-P", 4, "-M", 8, "-V", 2), "the nearest that works is chunks=1"),
     ((*SHOW, "--option", "group_size=4"), "group_size"),
     ((*SHOW, "--option", "group_size"), "must be KEY=VALUE"),
