@@ -87,6 +87,11 @@ _NEEDS_JAX = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names: what completion shows."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Import the parts that need JAX when they are first asked for."""
     if name not in _NEEDS_JAX:

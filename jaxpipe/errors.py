@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+# A message stays readable, however much is wrong: this many characters of a value, and this many faults.
+_MOST_CHARACTERS, _MOST_FAULTS = 60, 100
+_MOST_BITS = 512  # of a whole number that is written out
 
 
 class JaxpipeError(ValueError):
@@ -58,9 +63,9 @@ class FaultsError(JaxpipeError):
 
     @classmethod
     def listing(cls, head: str, faults: Iterable[str]) -> Self:
-        """The error whose message has a line for each fault, below `head`."""
+        """The error whose message has a line for each fault (the first hundred), below `head`."""
         found = tuple(faults)
-        return cls(f"{head}:\n" + "\n".join(f"  {fault}" for fault in found), found)
+        return cls(listed(head, found), found)
 
 
 class PipelineError(FaultsError):
@@ -73,3 +78,36 @@ class CheckpointError(FaultsError):
 
 class ProgramError(FaultsError):
     """A lowered program that does not compute its schedule: a bug of jaxpipe, found before anything is compiled."""
+
+
+def quoted(value: object, most: int = _MOST_CHARACTERS) -> str:
+    """What an error shows of a value that it refuses: its repr, cut where it is long.  Never fails, whatever the value is.
+
+    >>> quoted("2F0"), quoted("x" * 1000, 3), quoted(10**5000)
+    ("'2F0'", "'xxx'... (1,000 characters)", 'a number of about 5,001 digits')
+    """
+    if isinstance(value, str) and len(value) > most:
+        return f"{value[:most]!r}... ({len(value):,} characters)"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = most
+    try:
+        text = short.repr(value)
+    except Exception:  # a repr of the user's own
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 2 * most else text[: 2 * most] + "..."
+
+
+def listed(head: str, faults: Sequence[object]) -> str:
+    """A message with a line for each fault below `head`; of very many, the first ones and how many there are more.
+
+    >>> print(listed("two things are wrong", ["this", "that"]))
+    two things are wrong:
+      this
+      that
+    """
+    lines = [f"{head}:", *(f"  {fault}" for fault in faults[:_MOST_FAULTS])]
+    if len(faults) > _MOST_FAULTS:
+        lines.append(f"  ... and {len(faults) - _MOST_FAULTS:,} more")
+    return "\n".join(lines)

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .errors import ScheduleError
+from .errors import ScheduleError, quoted
 from .table.action import Action, Kind
+from .table.limits import MAX_COUNT, MAX_PAIRS
 
 
 class VirtualMicrobatch(NamedTuple):
@@ -44,6 +45,8 @@ def schedule_table(microbatches: int, chunks: int, *, group_size: int) -> tuple[
     [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
     """
     _require(microbatches=microbatches, chunks=chunks, group_size=group_size)
+    if microbatches * chunks > MAX_PAIRS:
+        raise ScheduleError(f"microbatches={microbatches} and chunks={chunks} make more than {MAX_PAIRS:,} virtual microbatches")
     return tuple(
         VirtualMicrobatch(microbatch, chunk)
         for start in range(0, microbatches, group_size)
@@ -74,7 +77,7 @@ def warmup_counts(
     group_size = devices if group_size is None else group_size
     _require(microbatches=microbatches, devices=devices, chunks=chunks, group_size=group_size)
     if not 0 <= device < devices:
-        raise ScheduleError(f"device must be 0 ... {devices - 1}; got {device}")
+        raise ScheduleError(f"device must be 0 ... {devices - 1}; got {quoted(device)}")
     total = microbatches * chunks
     if forward_only:
         warmup = total
@@ -100,9 +103,9 @@ def execution_order(table: Sequence[tuple[int, int]], *, chunks: int, warmup: in
     _require(chunks=chunks)
     wrong = sorted({chunk for _, chunk in table if not 0 <= chunk < chunks})
     if wrong:
-        raise ScheduleError(f"the table names chunks {wrong}, but chunks={chunks} allows only 0 ... {chunks - 1}")
+        raise ScheduleError(f"the table names chunks {quoted(wrong)}, but chunks={chunks} allows only 0 ... {chunks - 1}")
     if not 0 <= warmup <= len(table):
-        raise ScheduleError(f"warmup must be 0 ... {len(table)}, the length of the table; got {warmup}")
+        raise ScheduleError(f"warmup must be 0 ... {len(table)}, the length of the table; got {quoted(warmup)}")
     forward = [chunk + 1 for _, chunk in table]
     backward = [chunk - chunks for _, chunk in table]
     steady = [step for pair in zip(forward[warmup:], backward, strict=False) for step in pair]
@@ -118,7 +121,7 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
     """
     _require(devices=devices)
     if not 0 <= device < devices:
-        raise ScheduleError(f"device must be 0 ... {devices - 1}; got {device}")
+        raise ScheduleError(f"device must be 0 ... {devices - 1}; got {quoted(device)}")
     if 0 in order:
         raise ScheduleError("0 is no step of an order: write 1 for a forward of chunk 0, -1 for its backward")
     seen: Counter[int] = Counter()
@@ -131,7 +134,7 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
 
 
 def _require(**numbers: int) -> None:
-    """ScheduleError naming every number below one."""
-    low = [f"{name}={value}" for name, value in numbers.items() if value < 1]
+    """ScheduleError naming every number that is below one, or beyond all counts."""
+    low = [f"{name}={quoted(value)}" for name, value in numbers.items() if not 1 <= value <= MAX_COUNT]
     if low:
-        raise ScheduleError(f"{', '.join(low)}: {'each' if len(low) > 1 else 'it'} must be at least 1")
+        raise ScheduleError(f"{', '.join(low)}: {'each' if len(low) > 1 else 'it'} must be at least 1, and at most {MAX_COUNT:,}")

@@ -6,6 +6,7 @@ Everything here works on sets of actions and tries again until nothing moves; no
 from __future__ import annotations
 
 from jaxpipe.table.action import Action, Kind, Overlap, parts
+from jaxpipe.table.run_order import Transfers
 from jaxpipe.table.schedule import Schedule
 
 SENDS = {Kind.SEND_F, Kind.SEND_B}
@@ -74,8 +75,9 @@ def mate(action: Action) -> Action:
     return Action(stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1), other, m)
 
 
-def runs_with_transfers(s: Schedule, *, rendezvous: bool) -> bool:
+def runs_with_transfers(s: Schedule, transfers: Transfers) -> bool:
     """Whether a table with transfers runs to its end, each device seeing only what it has made or received."""
+    rendezvous = transfers is Transfers.RENDEZVOUS
     head = [0] * s.num_devices
     has: list[set[Action]] = [set() for _ in s.rows]
     sent: set[Action] = set()
@@ -88,7 +90,8 @@ def runs_with_transfers(s: Schedule, *, rendezvous: bool) -> bool:
             made = {Action(a.stage, k, a.microbatch) for k in ([Kind.F] if a.kind is Kind.SEND_F else [Kind.B, Kind.I])}
             return bool(has[d] & made)
         received = Action(a.stage, Kind.RECV_F if a.kind is Kind.F else Kind.RECV_B, a.microbatch)
-        return all(has[d] & need or (index_of_neighbour(need, a) and received in has[d]) for need in needs(s, a))
+        arrived = received in has[d] and (transfers is not Transfers.ASYNC or mate(received) in sent)
+        return all(has[d] & need or (index_of_neighbour(need, a) and arrived) for need in needs(s, a))
 
     def index_of_neighbour(need: set[Action], a: Action) -> bool:
         return all(n.stage != a.stage for n in need)
@@ -105,7 +108,7 @@ def runs_with_transfers(s: Schedule, *, rendezvous: bool) -> bool:
                 other = next((e for e in range(s.num_devices) if here(e) == mate(cell) and e != d), None)
                 if rendezvous and (other is None or not fed(other, here(other))):
                     continue
-                if not rendezvous and mate(cell) not in sent:
+                if transfers is Transfers.BUFFERED and mate(cell) not in sent:
                     continue
                 if rendezvous:
                     head[other] += 1

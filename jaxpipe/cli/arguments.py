@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import csv
-import io
-import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ..errors import JaxpipeError, ScheduleError
+from ..errors import JaxpipeError, ScheduleError, quoted
 from ..schedules import build, names
 from ..schedules.registry import describe
 from ..simulation.costs import Cost, Costs
 from ..table.activations import Release
 from ..table.check import check
 from ..table.grid import MARK, grid
+from ..table.limits import MAX_TEXT
 from ..table.placement import Placement
+from ..table.run_order import Transfers
 from ..table.schedule import Schedule
+from ..table.text import csv_lines, csv_place, json_place, json_value
 
 # Columns of a table's grid that are printed around what is marked.
 MOST_COLUMNS = 60
 # Costs with a flag of their own name.
 _OTHER_COSTS = ("backward", "overlap", "recompute", "activation", "checkpoint")
+MOST_WIDTH = 24  # of a cell as it was written: room for (10F100;11B100)OVERLAP_F_B
+
+
+_MOST_DIGITS = 18  # of a whole number: what is too large for its purpose is told by who uses it
+_WHOLE = re.compile(f"[+-]?[0-9]{{1,{_MOST_DIGITS}}}")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# Arguments of `build` that have a flag of their own.
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("devices", "microbatches", "chunks", "forward_only")}
 
 
 class UsageError(JaxpipeError):
@@ -42,7 +51,7 @@ def is_file(source: str) -> bool:
     return source == "-" or Path(source).suffix in (".csv", ".json") or "/" in source or "\\" in source or Path(source).exists()
 
 
-def load(source: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule:
+def load(source: str, arguments: argparse.Namespace, costs: Costs | None, *, transfers: Transfers = Transfers.RENDEZVOUS) -> Schedule:
     """Read or build one schedule and check it.
 
     `costs` go to schedules that are made to measure.  UsageError where the arguments do not fit the source, WrongScheduleError where
@@ -55,7 +64,7 @@ def load(source: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
     given += ["--forward-only"] if arguments.forward_only else []
     if given:
         raise UsageError(f"{', '.join(given)} cannot be given for {source}: a file has its own shape; write the name of a schedule instead")
-    return checked(read(source))
+    return checked(read(source), transfers=transfers)
 
 
 def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chunks: int | None = None) -> Schedule:
@@ -82,21 +91,21 @@ def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chun
 
 def read(source: str) -> Schedule:
     """Read a table from a .csv or .json file, or CSV from standard input; it may be wrong still."""
-    text, name = (sys.stdin.read(), "stdin") if source == "-" else (_text_of(Path(source)), Path(source).stem)
+    text, name = (_limited(sys.stdin, source), "stdin") if source == "-" else (_text_of(file_path(source)), Path(source).stem)
     try:
         if Path(source).suffix == ".json":
             return Schedule.from_json(text)
         return Schedule.from_csv(text, name=name)
     except ScheduleError as error:
-        raise WrongScheduleError(f"{source}: {_with_raw_grid(text, error)}", error.violations) from error
+        raise WrongScheduleError(f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations) from error
     except JaxpipeError as error:
         raise WrongScheduleError(f"{source}: {error}") from error
 
 
-def checked(schedule: Schedule, *, max_activations: int | None = None) -> Schedule:
+def checked(schedule: Schedule, *, transfers: Transfers = Transfers.RENDEZVOUS, max_activations: int | None = None) -> Schedule:
     """The schedule, or WrongScheduleError with every violation (an error's own text stops at a hundred) and the marked grid."""
     try:
-        return check(schedule, max_activations=max_activations)
+        return check(schedule, transfers=transfers, max_activations=max_activations)
     except ScheduleError as error:
         found = error.violations
         marked = {(v.device, v.position) for v in found if v.device is not None and v.position is not None}
@@ -112,7 +121,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
     if arguments.costs is not None:
         fields = arguments.costs.split(",")
         if len(fields) not in (3, 4):
-            raise UsageError(f"--costs {arguments.costs!r} must be F,I,W,T: three or four numbers joined by commas, e.g. 1,1,1,0.1")
+            raise UsageError(f"--costs {quoted(arguments.costs)} must be F,I,W,T: three or four numbers joined by commas, e.g. 1,1,1,0.1")
         kinds = ("forward", "input_grad", "weight_grad", "transfer")
         given = {kind: _cost("--costs", field) for kind, field in zip(kinds, fields, strict=False)}
     for name in _OTHER_COSTS:
@@ -130,8 +139,31 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     """`["group_size=4", "lean=true"]` -> {"group_size": 4, "lean": True}; UsageError lists every pair without '='."""
     bad = [pair for pair in pairs if not pair.partition("=")[0].isidentifier() or "=" not in pair]
     if bad:
-        raise UsageError(f"--option {', '.join(map(repr, bad))} must be KEY=VALUE, e.g. --option group_size=4")
-    return {key: _value(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+        raise UsageError(f"--option {', '.join(map(quoted, bad))} must be KEY=VALUE, e.g. --option group_size=4")
+    given: dict[str, Any] = {}
+    for key, _, value in (pair.partition("=") for pair in pairs):
+        if key in given:
+            raise UsageError(f"--option {quoted(key)} is given twice; give it once")
+        if key in _FLAGS:
+            raise UsageError(f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {_FLAGS[key]}")
+        if key == "name":
+            raise UsageError("--option name=... is the schedule's name; write it after the command, e.g. jaxpipe show 1f1b")
+        given[key] = _value(value)
+    return given
+
+
+def whole_number(text: str) -> int:
+    """An argument that is a whole number, for argparse."""
+    if _WHOLE.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number (of at most {_MOST_DIGITS} digits)")
+    return int(text)
+
+
+def real_number(text: str) -> float:
+    """An argument that is a number, for argparse."""
+    if _REAL.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
+    return float(text)
 
 
 def _placement(given: object, devices: int, chunks: int) -> Placement:
@@ -142,18 +174,18 @@ def _placement(given: object, devices: int, chunks: int) -> Placement:
         return Placement.vee(devices=devices, chunks=chunks)
     if isinstance(given, tuple) and all(isinstance(device, int) for device in given):
         return Placement.explicit(given, devices=devices)
-    raise UsageError(f"--option placement={given} must be loop, vee, or the device of each stage, e.g. placement=0,1,1,0")
+    raise UsageError(f"--option placement={quoted(given)} must be loop, vee, or the device of each stage, e.g. placement=0,1,1,0")
 
 
 def _value(text: str) -> object:
-    """A number, a truth value or None where the text is one, else the text."""
+    """A whole number, several joined by commas, a truth value or None where the text is one, else the text."""
     words: dict[str, object] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    fields = text.split(",")
+    if not all(_WHOLE.fullmatch(field.strip()) for field in fields):
         return text
+    return int(text) if len(fields) == 1 else tuple(map(int, fields))
 
 
 def _cost(flag: str, text: str) -> Cost:
@@ -161,37 +193,56 @@ def _cost(flag: str, text: str) -> Cost:
     try:
         numbers = [_number(part) for part in text.split(":")]
     except ValueError:
-        raise UsageError(f"{flag}: {text!r} is not a number (numbers joined by : are one a stage)") from None
+        raise UsageError(f"{flag}: {quoted(text)} is not a number (numbers joined by : are one a stage)") from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _number(text: str) -> float:
-    """An int where it is one, so that whole costs give whole makespans."""
-    try:
+    """An int where it is one, so that whole costs give whole makespans; ValueError for what is no number."""
+    if _WHOLE.fullmatch(text.strip()):
         return int(text)
-    except ValueError:
+    if _REAL.fullmatch(text.strip()):
         return float(text)
+    raise ValueError(text)
+
+
+def file_path(text: str) -> Path:
+    """The path of a file; UsageError for what can be none."""
+    if "\0" in text:
+        raise UsageError(f"{quoted(text)} is no file name: it holds a character of number 0")
+    return Path(text)
 
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            return _limited(file, str(path))
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a text file ({error.reason} at byte {error.start}); give a .csv or .json table") from error
 
 
-def _with_raw_grid(text: str, error: ScheduleError) -> str:
+def _limited(file: TextIO, name: str) -> str:
+    """The text of a file; UsageError for one that is far too long for a table, or never ends."""
+    text = file.read(MAX_TEXT + 1)
+    if len(text) > MAX_TEXT:
+        raise UsageError(f"{name}: more than {MAX_TEXT:,} characters, which no table has; give a .csv or .json table")
+    return text
+
+
+def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
     """The error and, where it is about cells, the cells as they were written, with those marked."""
-    faulty = {v.message.partition(": ")[0] for v in error.violations}
-    rows = _raw_cells(text)
-    marked = {(d, p) for d, row in enumerate(rows) for p, (place, _) in enumerate(row) if place in faulty}
-    if not marked:
+    faulty = {v.message.partition(": ")[0]: v.device for v in error.violations if v.device is not None}
+    if not faulty:
         return str(error)
+    place = json_place if suffix == ".json" else csv_place
+    rows = list(_raw_cells(text, suffix))
+    marked = {(d, p) for d in set(faulty.values()) for p in range(len(rows[d])) if place(d, p) in faulty}
     columns = range(max(map(len, rows)))
     if len(columns) > MOST_COLUMNS:
         first = min(p for _, p in marked)
         columns = range(max(0, first - MOST_COLUMNS // 2), min(len(columns), first + MOST_COLUMNS // 2))
-    cells = [[f"[{row[p][1]}]" if (d, p) in marked else row[p][1] for p in columns if p < len(row)] for d, row in enumerate(rows)]
+    shown = [[_cut(cell) for cell in row[columns.start : columns.stop]] for row in rows]
+    cells = [[f"[{cell}]" if (d, p) in marked else cell for p, cell in enumerate(row, columns.start)] for d, row in enumerate(shown)]
     width = max(len(c) for row in cells for c in row)
     label = len(f"device {len(rows) - 1}")
     lines = [str(error)] + ([f"columns {columns.start + 1} to {columns.stop}:"] if len(columns) < max(map(len, rows)) else [])
@@ -201,11 +252,15 @@ def _with_raw_grid(text: str, error: ScheduleError) -> str:
     return "\n".join(lines)
 
 
-def _raw_cells(text: str) -> list[list[tuple[str, str]]]:
-    """Per device, (place as the readers' errors name it, text) of each cell of a CSV or JSON table."""
-    try:
-        lines = json.loads(text)["rows"]
-        return [[(f'"rows"[{d}][{p}]', c or "") for p, c in enumerate(row)] for d, row in enumerate(lines)]
-    except (ValueError, KeyError, TypeError):
-        lines = csv.reader(io.StringIO(text))
-        return [[(f"line {d + 1}, column {p + 1}", c.strip()) for p, c in enumerate(row)] for d, row in enumerate(lines)]
+def _raw_cells(text: str, suffix: str) -> Iterator[list[str]]:
+    """Per device, the text of each cell of a CSV or JSON table whose cells alone are wrong."""
+    if suffix != ".json":
+        return csv_lines(text)
+    data: Any = json_value(text)
+    return ([cell or "" for cell in row] for row in data["rows"])
+
+
+def _cut(cell: str) -> str:
+    """A cell as the grid shows it."""
+    cell = cell.strip()
+    return cell if len(cell) <= MOST_WIDTH else f"{cell[: MOST_WIDTH - 3]}..."

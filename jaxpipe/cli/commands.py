@@ -18,11 +18,30 @@ from ..simulation.costs import Cost, Costs
 from ..simulation.simulate import simulate
 from ..simulation.timeline import Timeline
 from ..table.kinds import KINDS
+from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..transforms.add_transfers import add_transfers
-from .arguments import UsageError, WrongScheduleError, checked, gives_costs, is_file, load, named, read, read_costs, read_options
+from .arguments import (
+    UsageError,
+    WrongScheduleError,
+    checked,
+    file_path,
+    gives_costs,
+    is_file,
+    load,
+    named,
+    read,
+    read_costs,
+    read_options,
+)
 from .terminal import Terminal
 
+# Said of a table that was checked for less than the strictest transfers.
+_WHERE = {
+    Transfers.ASYNC: " where SEND and RECV are posted (async)",
+    Transfers.BUFFERED: " where a SEND returns at once (buffered)",
+    Transfers.RENDEZVOUS: "",
+}
 _SUFFIXES = {".trace.json": "trace", ".csv": "csv", ".svg": "svg", ".html": "html", ".htm": "html", ".json": "json"}
 
 
@@ -63,7 +82,7 @@ def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     if arguments.output in (None, "-"):
         terminal.write(text)
         return True
-    Path(arguments.output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    file_path(arguments.output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
     terminal.complain(f"wrote {arguments.output}")
     return True
 
@@ -71,8 +90,10 @@ def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """`jaxpipe simulate`: the numbers of one schedule."""
     costs = read_costs(arguments)
+    transfers = Transfers(arguments.transfers)
     with terminal.doing(f"simulating {arguments.source}"):
-        t = simulate(load(arguments.source, arguments, costs if gives_costs(arguments) else None), costs)
+        schedule = load(arguments.source, arguments, costs if gives_costs(arguments) else None, transfers=transfers)
+        t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
         terminal.write(json.dumps(_timeline_facts(t)))
         return True
@@ -91,10 +112,11 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """`jaxpipe check`: whether a table is right; every violation on stdout where it is not."""
     if arguments.max_activations is not None and arguments.max_activations < 0:
         raise UsageError(f"--max-activations must be at least 0, not {arguments.max_activations}")
-    facts: dict[str, Any] = {"file": arguments.file, "ok": True}
+    transfers = Transfers(arguments.transfers)
+    facts: dict[str, Any] = {"file": arguments.file, "ok": True, "transfers": transfers.value}
     try:
         with terminal.doing(f"checking {arguments.file}"):
-            schedule = checked(read(arguments.file), max_activations=arguments.max_activations)
+            schedule = checked(read(arguments.file), transfers=transfers, max_activations=arguments.max_activations)
     except WrongScheduleError as error:
         found = [{"rule": v.rule, "message": v.message, "device": v.device, "position": v.position} for v in error.violations]
         text = json.dumps(facts | {"ok": False, "violations": found, "report": str(error)}) if arguments.json else str(error)
@@ -106,7 +128,7 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         s = schedule
         terminal.write(
             f"{arguments.file} is right: {s.num_devices} devices, {s.num_stages} stages, {s.num_microbatches} microbatches, "
-            f"{s.encoded.num_actions} actions; it cannot deadlock"
+            f"{s.encoded.num_actions} actions; it cannot deadlock{_WHERE[transfers] if s.has_transfers else ''}"
         )
     return True
 

@@ -14,7 +14,8 @@ from importlib.metadata import version
 from ..errors import JaxpipeError
 from ..render import Theme
 from ..table.activations import Release
-from .arguments import UsageError, WrongScheduleError
+from ..table.run_order import Transfers
+from .arguments import UsageError, WrongScheduleError, real_number, whole_number
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
 from .terminal import Terminal, make_terminal
 
@@ -58,6 +59,9 @@ def _run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     except OSError as error:
         terminal.complain(f"jaxpipe {arguments.command}: {error.filename or 'output'}: {error.strerror or error}")
         return USAGE
+    except UnicodeEncodeError as error:
+        terminal.complain(f"jaxpipe {arguments.command}: {error.object[error.start]!a} cannot be written as {error.encoding}")
+        return USAGE
     sys.stdout.flush()
     return GOOD if is_right else WRONG
 
@@ -94,7 +98,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write to a file; - is standard output")
     drawing = parser.add_argument_group("svg and html")
     drawing.add_argument("--title")
-    drawing.add_argument("--width", type=float, metavar="PIXELS", help="of the picture (default: as the numbers need)")
+    drawing.add_argument("--width", type=real_number, metavar="PIXELS", help="of the picture (default: as the numbers need)")
     drawing.add_argument("--theme", choices=[theme.value for theme in Theme], default=Theme.AUTO.value, help="of the svg (default: auto)")
     drawing.add_argument("--memory", action="store_true", help="draw the activations held over time (the page always does)")
     drawing.add_argument("--critical-path", action="store_true", help="outline a longest chain of actions (the page has a switch)")
@@ -105,13 +109,15 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     _add_source(parser)
     _add_shape(parser)
     _add_costs(parser)
+    _add_transfers(parser, Transfers.ASYNC)
     _add_json(parser)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.description = "Check a table: completeness, order, placement, deadlock, and a cap on activations."
     parser.add_argument("file", metavar="FILE", help="a .csv table (torch's form) or a .json one; - is CSV from standard input")
-    parser.add_argument("--max-activations", type=int, metavar="N", help="most activations that a device may hold at once")
+    _add_transfers(parser, Transfers.RENDEZVOUS)
+    parser.add_argument("--max-activations", type=whole_number, metavar="N", help="most activations that a device may hold at once")
     _add_json(parser)
 
 
@@ -135,9 +141,9 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("shape (of a named schedule)")
-    shape.add_argument("-P", "--devices", type=int, metavar="P")
-    shape.add_argument("-M", "--microbatches", type=int, metavar="M")
-    shape.add_argument("-V", "--chunks", type=int, metavar="V", help="stages a device holds (default: what is natural for the schedule)")
+    shape.add_argument("-P", "--devices", type=whole_number, metavar="P")
+    shape.add_argument("-M", "--microbatches", type=whole_number, metavar="M")
+    shape.add_argument("-V", "--chunks", type=whole_number, metavar="V", help="stages a device holds (default: the schedule's own)")
     shape.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the schedule; see jaxpipe list NAME"
     )
@@ -161,6 +167,16 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         choices=[release.value for release in Release],
         default=Release.WEIGHT_GRAD.value,
         help="when activations die where the backward is split (default: weight_grad)",
+    )
+
+
+def _add_transfers(parser: argparse.ArgumentParser, default: Transfers) -> None:
+    parser.add_argument(
+        "--transfers",
+        choices=[transfers.value for transfers in Transfers],
+        default=default.value,
+        help="who waits in a table with SEND and RECV: the consumer (async), the RECV (buffered), or SEND and RECV for each other "
+        f"(rendezvous); default: {default.value}",
     )
 
 

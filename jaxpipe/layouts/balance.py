@@ -8,22 +8,28 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from .layout import LETTERS, Layout, LayoutError, parse_layout
+from ..errors import listed, quoted
+from ..table.limits import MAX_COST, MAX_STAGES, is_number, is_whole
+from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
+
+# The search keeps the cost of every run of layers, a square of that many numbers.
+MAX_SPLIT = 4096
 
 
 def split_layers(costs: Sequence[float], *, stages: int, allow_empty: bool = False) -> tuple[range, ...]:
     """Cut layers, in order, into stages so that the most expensive stage is as cheap as can be; per stage its layer numbers.
 
     Of all cuts with that largest stage, the one with the least sum of squared stage costs: the most even one.  LayoutError on a
-    negative cost, or on more stages than layers unless `allow_empty`.  Exact, by dynamic programming in O(stages * layers^2).
+    negative cost, or on more stages than layers unless `allow_empty`.  Exact, by dynamic programming in O(stages * layers^2); at most
+    4096 layers and stages.
 
     >>> [len(layers) for layers in split_layers([3, 1, 1, 1, 1, 2], stages=3)]
     [1, 3, 2]
     """
-    values = np.asarray(costs, dtype=np.float64)
-    faults = _cost_faults(values, stages, allow_empty)
+    faults = _cost_faults(costs, stages, allow_empty)
     if faults:
-        raise LayoutError("cannot split the layers:\n" + "\n".join(f"  {f}" for f in faults))
+        raise LayoutError(listed("cannot split the layers", faults))
+    values = np.asarray(costs, dtype=np.float64)
     total = np.concatenate([[0.0], np.cumsum(values)])
     size = total[None, :] - total[:, None]  # [start, end] -> cost of a stage that holds layers start ... end - 1
     gap = np.arange(len(total))[None, :] - np.arange(len(total))[:, None]
@@ -52,14 +58,17 @@ def balanced_layout(
     >>> str(balanced_layout("Et*8,L", {"E": 0.5, "t": 1, "L": 1.5}, devices=4))
     'Ett|tt|t*3|tL'
     """
+    _require_whole(devices=devices, chunks=chunks)
     model = parse_layout(layers, devices=1, letters=letters)
     if model.num_stages > 1:
-        raise LayoutError(f"layers={layers!r} already holds '|'; write the layers alone, e.g. 'Et*61,mL', or use parse_layout")
+        raise LayoutError(f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. 'Et*61,mL', or use parse_layout")
     if isinstance(costs, Mapping):
         missing = sorted(set(model.layers) - set(costs))
         if missing:
-            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {layers!r} one")
+            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {quoted(layers)} one")
         costs = [costs[letter] for letter in model.layers]
+    if not _is_flat(costs):
+        raise LayoutError(f"costs={quoted(costs)} must be a number for each letter, or for each layer")
     if len(costs) != len(model.layers):
         raise LayoutError(f"{len(costs)} costs are given for {len(model.layers)} layers; give each layer, or each letter, one")
     pieces = split_layers(costs, stages=devices * chunks, allow_empty=allow_empty)
@@ -88,6 +97,8 @@ def even_layout(
     >>> str(even_layout(6, devices=4, count_embedding=True, count_loss=True))
     'Et|tt|tt|tL'
     """
+    optional = {name: n for name, n in (("first_device", first_device), ("last_device", last_device)) if n is not None}
+    _require_whole(num_layers=num_layers, devices=devices, chunks=chunks, mtp_layers=mtp_layers, **optional)
     fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
     faults = _even_faults(num_layers, devices, chunks, mtp_layers, fixed)
     if (first_device is not None or last_device is not None) and (count_embedding or count_loss):
@@ -95,7 +106,7 @@ def even_layout(
     if first_device is not None and last_device is not None and devices == 1:
         faults.append("first_device and last_device are the same device where devices=1; give neither")
     if faults:
-        raise LayoutError("cannot lay the layers out:\n" + "\n".join(f"  {f}" for f in faults))
+        raise LayoutError(listed("cannot lay the layers out", faults))
     number = [0] * (devices * chunks)
     for device, held in fixed.items():
         for stage, share in zip(range(device, len(number), devices), _spread(held, chunks), strict=True):
@@ -141,15 +152,32 @@ def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> 
     return cuts[::-1], float(best[layers])
 
 
-def _cost_faults(costs: NDArray[np.float64], stages: int, allow_empty: bool) -> list[str]:
+def _require_whole(**numbers: object) -> None:
+    """LayoutError for each argument that is no whole number."""
+    bad = [f"{name} must be a whole number; got {quoted(n)}" for name, n in numbers.items() if not is_whole(n)]
+    if bad:
+        raise LayoutError(listed("these are not numbers of layers, devices or stages", bad))
+
+
+def _is_flat(costs: object) -> bool:
+    """True for a list, a tuple or an array of one dimension."""
+    return isinstance(costs, Sequence) and not isinstance(costs, str | bytes) if not hasattr(costs, "ndim") else costs.ndim == 1
+
+
+def _cost_faults(costs: Sequence[float], stages: int, allow_empty: bool) -> list[str]:
     """Everything that is wrong with the arguments of `split_layers`."""
-    if costs.ndim != 1:
-        return [f"costs must be a flat list of numbers, one a layer; got shape {costs.shape}"]
+    _require_whole(stages=stages)
+    if not _is_flat(costs):
+        return [f"costs must be a flat list of numbers, one a layer; got {quoted(costs)}"]
+    if len(costs) > MAX_SPLIT or stages > MAX_SPLIT:
+        return [f"{len(costs):,} layers over {quoted(stages)} stages; {MAX_SPLIT:,} of each are the most"]
     faults = [
-        f"layer {i} costs {costs[i]:g}; a cost must be a finite number >= 0" for i in np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+        f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0"
+        for i, cost in enumerate(costs)
+        if not (is_number(cost) and 0 <= cost <= MAX_COST)
     ]
     if stages < 1:
-        faults.append(f"stages must be >= 1; got {stages}")
+        faults.append(f"stages must be >= 1; got {quoted(stages)}")
     if not allow_empty and stages > len(costs):
         faults.append(f"{len(costs)} layers cannot fill {stages} stages; use at most {len(costs)}, or allow_empty=True for empty stages")
     return faults
@@ -165,11 +193,17 @@ def _even_faults(num_layers: int, devices: int, chunks: int, mtp_layers: int, fi
         ("mtp_layers", mtp_layers, 0),
     ):
         if value < least:
-            faults.append(f"{name} must be >= {least}; got {value}")
-    faults += [f"device {d} cannot hold {n} layers; give a number >= 0" for d, n in fixed.items() if n < 0]
+            faults.append(f"{name} must be >= {least}; got {quoted(value)}")
+    if num_layers + mtp_layers > MAX_SYMBOLS:
+        faults.append(f"{quoted(num_layers + mtp_layers)} layers are too many; {MAX_SYMBOLS:,} are the most")
+    if devices * chunks > MAX_STAGES:
+        faults.append(f"{quoted(devices * chunks)} stages are too many; {MAX_STAGES:,} are the most")
+    faults += [f"device {quoted(d)} cannot hold {quoted(n)} layers; give a number >= 0" for d, n in fixed.items() if n < 0]
     held = sum(fixed.values())
     if held > max(num_layers, 0):
-        faults.append(f"the first and last device are to hold {held} layers, but there are {num_layers}")
+        faults.append(f"the first and last device are to hold {quoted(held)} layers, but there are {quoted(num_layers)}")
     if held < num_layers and len(fixed) == devices:
-        faults.append(f"every device's number is fixed, {held} layers in all, but there are {num_layers}; leave one number out")
+        faults.append(
+            f"every device's number is fixed, {quoted(held)} layers in all, but there are {quoted(num_layers)}; leave one number out"
+        )
     return faults

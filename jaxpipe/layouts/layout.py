@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from ..errors import ParseError
+from ..errors import ParseError, listed, quoted
+from ..table.limits import MAX_STAGES, is_whole
 from ..table.placement import Placement
 
 LETTERS = "EtmL"
-# A typed-in repeat such as ((t*999)*999)*999 must not eat the machine; no model has a hundred thousand layers.
-MAX_SYMBOLS = 1_000_000
+# A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a hundred thousand layers.
+MAX_SYMBOLS = 100_000  # of the text, and of what it stands for with every repeat written out
+MAX_NESTING = 100  # groups in groups
 DIGITS = "0123456789"
 _SYNTAX = "|()*,"
 
@@ -45,8 +47,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         """LayoutError where the stages do not divide over the devices."""
-        if self.num_devices < 1:
-            raise LayoutError(f"a layout needs devices >= 1; got {self.num_devices}")
+        _require_devices(self.num_devices)
+        if len(self.stages) > MAX_STAGES:
+            raise LayoutError(f"the layout has {len(self.stages):,} stages; {MAX_STAGES:,} are the most")
         if not self.stages or len(self.stages) % self.num_devices:
             raise LayoutError(_does_not_divide(len(self.stages), self.num_devices))
 
@@ -100,7 +103,7 @@ class Layout:
         """Per stage, the sum of its layers' costs, e.g. for `Costs(forward=...)`; LayoutError names letters without a cost."""
         missing = sorted(set(self.layers) - set(costs))
         if missing:
-            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {self} one")
+            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {_short(self)} one")
         return tuple(float(sum(costs[letter] for letter in stage)) for stage in self.stages)
 
     def table(self) -> str:
@@ -132,13 +135,25 @@ def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: i
         elif layers[index] != letter:
             faults.append(f"the {name} {letter} must be the {'first' if index == 0 else 'last'} layer, but that is {layers[index]}")
     if "m" in layers and "t" in layers[layers.index("m") :]:
-        faults.append("a transformer layer t stands behind a multi-token-prediction layer m; put every m behind the last t")
+        faults.append("a transformer layer t comes after a multi-token-prediction layer m; put every m after the last t")
     for letter, expected in (("t", num_layers), ("m", mtp_layers)):
         if expected is not None and layers.count(letter) != expected:
             faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {expected}")
     if faults:
-        raise LayoutError(f"the layout {layout} is not a whole model:\n" + "\n".join(f"  {f}" for f in faults))
+        raise LayoutError(listed(f"the layout {_short(layout)} is not a whole model", faults))
     return layout
+
+
+def _short(layout: Layout) -> str:
+    """A layout as an error names it."""
+    text = str(layout)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _require_devices(devices: object) -> None:
+    """LayoutError for what is no number of devices."""
+    if not is_whole(devices) or devices < 1:
+        raise LayoutError(f"a layout needs devices >= 1; got {quoted(devices)}")
 
 
 def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
@@ -151,11 +166,14 @@ def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
     >>> parse_layout("Et*3|(tt|)*29,m|L", devices=16).stages[:2]
     ('Ettt', 'tt')
     """
+    if not isinstance(text, str) or not isinstance(letters, str):
+        raise LayoutError(f"a layout and its letters are text; got {quoted(text)} and letters={quoted(letters)}")
     bad = [c for c in letters if c in _SYNTAX or c.isspace() or c.isdigit()]
     if bad or len(set(letters)) != len(letters):
-        raise LayoutError(f"letters={letters!r} must be distinct characters, none of them a digit, a space or one of {_SYNTAX}")
-    if devices < 1:
-        raise LayoutError(f"a layout needs devices >= 1; got {devices}")
+        raise LayoutError(f"letters={quoted(letters)} must be distinct characters, none of them a digit, a space or one of {_SYNTAX}")
+    _require_devices(devices)
+    if len(text) > MAX_SYMBOLS:
+        raise LayoutError(f"the layout has {len(text):,} characters; {MAX_SYMBOLS:,} are the most (repeats are written t*3)")
     stages = tuple(_Reader(text, letters).read().split("|"))
     if len(stages) % devices:
         raise LayoutError(_point(text, [(len(text), _does_not_divide(len(stages), devices))]), (len(text),))
@@ -169,7 +187,8 @@ def _does_not_divide(stages: int, devices: int) -> str:
     add = -stages % devices
     fits = [d for d in range(1, stages + 1) if stages % d == 0]
     return (
-        f"{stages} stage{'s do' if stages > 1 else ' does'} not divide over {devices} devices: add {add} more (write '{'|' * min(add, 4)}"
+        f"{stages} stage{'s do' if stages > 1 else ' does'} not divide over {quoted(devices)} devices: "
+        f"add {quoted(add)} more (write '{'|' * min(add, 4)}"
         f"{'...' if add > 4 else ''}' where it may be empty), or use {' or '.join(map(str, fits))} device{'s' if fits[-1] > 1 else ''}"
     )
 
@@ -197,12 +216,19 @@ def _canonical(stages: tuple[str, ...]) -> str:
     return text
 
 
+_SHOWN = 100  # characters of a layout that an error shows
+
+
 def _point(text: str, faults: list[tuple[int, str]]) -> str:
-    """The layout with a caret under each faulty character."""
-    # Tabs and newlines would move the caret: they are cosmetic, so show them as spaces.
-    shown = "".join(" " if c.isspace() else c for c in text)
-    head = f"the layout has {len(faults)} fault{'s' if len(faults) > 1 else ''}:"
-    return "\n".join([head, *(line for at, why in faults for line in (f"  {shown}", f"  {' ' * at}^ character {at + 1}: {why}"))])
+    """The layout, or the part where the first fault is, with a caret under each faulty character; then what is wrong with each."""
+    start = max(0, min(faults[0][0] - _SHOWN // 3, len(text) + 1 - _SHOWN))
+    before, after = "..." if start else "", "..." if start + _SHOWN < len(text) else ""
+    # Tabs and newlines would move the carets: they are cosmetic, so show them as spaces.
+    shown = before + "".join(" " if c.isspace() else c for c in text[start : start + _SHOWN]) + after
+    places = {at - start + len(before) for at, _ in faults if start <= at <= start + _SHOWN}
+    carets = "".join("^" if place in places else " " for place in range(max(places) + 1))
+    head = f"the layout has {len(faults)} fault{'s' if len(faults) > 1 else ''}"
+    return listed(head, [shown, carets, *(f"character {at + 1}: {why}" for at, why in faults)])
 
 
 class _Reader:
@@ -210,11 +236,13 @@ class _Reader:
 
     def __init__(self, text: str, letters: str) -> None:
         self.text, self.letters, self.at = text, letters, 0
+        self.made = 0  # symbols so far, with every repeat written out
+        self.stopped = False
         self.faults: list[tuple[int, str]] = []
 
     def read(self) -> str:
         """The text with every repeat written out; LayoutError with all faults."""
-        expanded = self.items(opened_at=None)
+        expanded = self.items(opened_at=())
         if self.faults:
             self.faults.sort()
             raise LayoutError(_point(self.text, self.faults), tuple(at for at, _ in self.faults))
@@ -230,21 +258,26 @@ class _Reader:
         """Note a fault and read on, to find the others too."""
         self.faults.append((at, why))
 
-    def items(self, *, opened_at: int | None) -> str:
-        """Read up to the end, or to the parenthesis that closes this group."""
+    def items(self, *, opened_at: tuple[int, ...]) -> str:
+        """Read up to the end, or to the parenthesis that closes this group; `opened_at` are those that are open."""
         pieces: list[str] = []
-        while (char := self.peek()) and not (char == ")" and opened_at is not None):
+        while (char := self.peek()) and not (char == ")" and opened_at):
             at = self.at
             self.at += 1
+            if char == "(" and len(opened_at) == MAX_NESTING:
+                self.fault(at, f"this '(' opens the {MAX_NESTING + 1}th group inside another; write fewer parentheses")
+                self.at, self.stopped = len(self.text), True
+                return ""
             if char == "(":
-                pieces.append(self.repeated(self.items(opened_at=at), at))
+                pieces.append(self.repeated(self.items(opened_at=(*opened_at, at)), at))
             elif char == "|" or char in self.letters:
+                self.made += 1
                 pieces.append(self.repeated(char, at))
             else:
                 self.fault(at, self.why_not(char))
-        if opened_at is not None and not self.peek():
-            self.fault(opened_at, "this '(' is never closed; write ')' behind its group")
-        self.at += opened_at is not None
+        if opened_at and not self.peek() and not self.stopped:
+            self.fault(opened_at[-1], "this '(' is never closed; write ')' after its group")
+        self.at += bool(opened_at)
         return "".join(pieces)
 
     def repeated(self, piece: str, at: int) -> str:
@@ -255,7 +288,7 @@ class _Reader:
         self.at += 1
         number = self.number()
         if not number:
-            self.fault(star, "'*' needs a number behind it, as in t*3")
+            self.fault(star, "'*' needs a number after it, as in t*3")
             return piece
         if self.peek() == "*":
             self.fault(self.at, "a repeat cannot be repeated; put it in parentheses, as in (t*2)*3")
@@ -263,9 +296,11 @@ class _Reader:
             self.number()
         # Python refuses to read numbers of thousands of digits, so judge the length first.
         times = int(number) if len(number) <= 9 else MAX_SYMBOLS + 1
-        if len(piece) * times > MAX_SYMBOLS:
-            self.fault(at, f"this repeat makes more than {MAX_SYMBOLS:,} layers and stages; write a smaller number")
+        more = len(piece) * (times - 1)
+        if self.made + more > MAX_SYMBOLS:
+            self.fault(at, f"with this repeat there are more than {MAX_SYMBOLS:,} layers and stages; write a smaller number")
             return piece
+        self.made += more
         return piece * times
 
     def number(self) -> str:
@@ -285,5 +320,5 @@ class _Reader:
             return "'*' needs a layer or a group before it, as in t*3 or (tt|)*29"
         if char in DIGITS:
             self.at -= 1
-            return f"the number {self.number()} has no '*' before it; write t*3 for ttt"
-        return f"{char!r} is no layer; write one of {' '.join(self.letters)}, or pass letters={self.letters + char!r} to allow it"
+            return f"the number {self.number()[:_SHOWN]} has no '*' before it; write t*3 for ttt"
+        return f"{char!r} is no layer; write one of {' '.join(self.letters)}, or pass letters={quoted(self.letters + char)} to allow it"

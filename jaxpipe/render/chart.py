@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..errors import JaxpipeError
+from ..errors import JaxpipeError, quoted
 from ..simulation.timeline import Timeline
 from ..table.kinds import KINDS
-from .bars import Bar, Part, bars_of
+from ..table.limits import is_number
+from .bars import Bar, Part, bars_of, title_of
 
 # The columns of numbers right of the chart, with their widths.
 COLUMNS = (("idle", 44.0), ("peak act.", 68.0))
@@ -18,7 +19,15 @@ PAD = 16.0
 AXIS = 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
-_MOST_WIDTH = 12000.0
+_MOST_WIDTH, _MOST_ASKED_WIDTH = 12000.0, 100_000.0
+# What XML 1.0 forbids: control characters, halves of surrogate pairs, two that are no characters.
+_NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+
+def require_printable(heading: str) -> None:
+    """JaxpipeError for a heading that no picture can show."""
+    if _NOT_XML.search(heading):
+        raise JaxpipeError(f"the title {quoted(heading)} holds characters that a picture cannot show; give a title without them")
 
 
 class Entry(NamedTuple):
@@ -41,10 +50,12 @@ class Chart:
     heading: str
 
     def __post_init__(self) -> None:
-        """JaxpipeError where the width asked for leaves less than 100 pixels for time."""
+        """JaxpipeError where the width asked for leaves less than 100 pixels for time or is far too large, or for a heading XML forbids."""
         least = self.left + self.right + 100
-        if self.asked_width is not None and not least <= self.asked_width < math.inf:
-            raise JaxpipeError(f"width={self.asked_width} leaves no room for the chart; give at least {least:g} pixels")
+        if self.asked_width is not None and not (is_number(self.asked_width) and least <= self.asked_width <= _MOST_ASKED_WIDTH):
+            why = "is too large" if is_number(self.asked_width) and self.asked_width > least else "leaves no room for the chart"
+            raise JaxpipeError(f"width={quoted(self.asked_width)} {why}; give {least:g} to {_MOST_ASKED_WIDTH:,.0f} pixels")
+        require_printable(self.heading or title_of(self.timeline))
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES, KINDS
 from .bars import costs_of, number, title_of
-from .chart import Chart
+from .chart import Chart, require_printable
 from .page import PAGE
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
@@ -37,6 +37,7 @@ def to_html(timeline: Timeline, *, title: str | None = None, width: float | None
     """
     chart = Chart(timeline, width, memory=True, heading="")
     heading = title or title_of(timeline)
+    require_printable(heading)
     csv = timeline.schedule.to_csv()
     return Template(PAGE).substitute(
         title=escape(heading),

@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from ..errors import JaxpipeError
+from ..errors import JaxpipeError, quoted
 from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES
+from ..table.limits import MAX_COST, is_number
 from .bars import Bar, Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]
@@ -37,8 +38,9 @@ def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True)
     >>> json.loads(to_trace(jp.simulate(jp.schedules.build("gpipe", devices=2, microbatches=1))))["otherData"]["makespan"]
     6
     """
-    if not unit_us > 0:
-        raise JaxpipeError(f"unit_us must be positive, not {unit_us}: it is the length of one unit of cost in microseconds")
+    if not (is_number(unit_us) and 0 < unit_us <= MAX_COST):
+        why = f"it is the length of one unit of cost in microseconds, of {MAX_COST:g} at most"
+        raise JaxpipeError(f"unit_us must be positive, not {quoted(unit_us)}: {why}")
     bars = tuple(bars_of(timeline))
     events = [*_names(timeline, bars), *(_slice(bar, unit_us) for bar in bars), *_counters(timeline, unit_us)]
     if flows:

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from numbers import Integral
 from typing import Any, NamedTuple
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, listed, quoted
 from ..simulation.costs import Costs
 from ..table.garbage_collection import paused_collector
+from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_whole
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only as only_forwards
@@ -167,12 +167,15 @@ def describe(name: str) -> Entry:
     ['group_size', 'lean', 'forward_only']
     """
     known = {entry.name: entry for entry in _entries()}
-    if name in known:
+    if isinstance(name, str) and name in known:
         return known[name]
     plain = {_plain(n): n for n in known}
-    close = get_close_matches(_plain(str(name)), plain, n=1, cutoff=0.7)
+    close = get_close_matches(_plain(str(name)[:_LONGEST_NAME]), plain, n=1, cutoff=0.7)
     hint = f"did you mean {plain[close[0]]!r}? " if close else ""
-    raise ScheduleError(f"there is no schedule {name!r}; {hint}The names are {', '.join(names())}")
+    raise ScheduleError(f"there is no schedule {quoted(name)}; {hint}The names are {', '.join(names())}")
+
+
+_LONGEST_NAME = 100  # that is compared with the names there are
 
 
 def build(
@@ -195,8 +198,8 @@ def build(
         options: what else the schedule takes (`describe(name).options`).
 
     Raises:
-        ScheduleError: the name, a number or an option makes no sense; the message lists every fault and the nearest
-            setting that does.
+        ScheduleError: the name, a number or an option makes no sense, or there would be more than a million (2**20) pairs of stage
+            and microbatch; the message lists every fault and the nearest setting that works.
 
     >>> print(build("gpipe", devices=2, microbatches=2, forward_only=True))
              | 0   1   2
@@ -206,7 +209,7 @@ def build(
     entry = describe(name)
     faults = _faults(entry, devices, microbatches, chunks, {**options, "forward_only": forward_only})
     if faults:
-        raise ScheduleError(f"{name} cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
+        raise ScheduleError(listed(f"{name} cannot be built", faults))
     if chunks is None:
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}
@@ -220,12 +223,15 @@ def build(
 def _faults(entry: Entry, devices: object, microbatches: object, chunks: object, options: Mapping[str, object]) -> list[str]:
     """Everything that is wrong with the arguments of `build`, each with what to write instead."""
     found = [
-        f"{what} must be a whole number of at least 1, not {value!r}; the nearest that works is {what}=1"
+        f"{what} must be a whole number of at least 1, not {quoted(value)}; the nearest that works is {what}=1"
         for what, value in (("devices", devices), ("microbatches", microbatches))
-        if not _is_count(value)
+        if not _is_count(value, most=None)
     ]
-    if entry.even_devices and isinstance(devices, Integral) and int(devices) % 2:
-        found.append(f"devices must be even, since two pipelines run against each other; not {devices}: write {int(devices) + 1}")
+    found = found or _size_faults(entry, devices, microbatches, chunks)
+    if entry.even_devices and is_whole(devices) and int(devices) % 2:
+        found.append(
+            f"devices must be even, since two pipelines run against each other; not {quoted(devices)}: write {quoted(int(devices) + 1)}"
+        )
     if chunks is not None and not _fits(entry, chunks):
         found.append(_chunk_fault(entry, chunks))
     found += _option_faults(entry, options)
@@ -238,28 +244,42 @@ def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
     known = [option.name for option in entry.options]
     for name, value in options.items():
         if name not in known:
-            close = get_close_matches(name, known, n=1)
+            close = get_close_matches(name[:_LONGEST_NAME], known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-            found.append(f"there is no option {name!r}; {hint}")
+            found.append(f"there is no option {quoted(name)}; {hint}")
             continue
         kind = _option_kinds()[name]
         if value is not None and not kind.accepts(value):
-            found.append(f"{name} must be {kind.wants}, not {value!r} ({kind.summary})")
+            found.append(f"{name} must be {kind.wants}, not {quoted(value)} ({kind.summary})")
     return found
 
 
+def _size_faults(entry: Entry, devices: Any, microbatches: Any, chunks: Any) -> list[str]:
+    """A table that is far too large for a machine's memory: what was asked for, and how much there may be."""
+    devices, microbatches, each = int(devices), int(microbatches), int(chunks) if _fits(entry, chunks) else entry.chunks.natural
+    if devices > MAX_DEVICES:
+        return [f"devices={quoted(devices)} is too many; a table has at most {MAX_DEVICES:,} devices"]
+    if devices * each * microbatches <= MAX_PAIRS:
+        return []
+    asked = f"devices={quoted(devices)}, chunks={quoted(each)} and microbatches={quoted(microbatches)} make"
+    most = f"a table holds at most {MAX_PAIRS:,}"
+    fits = MAX_PAIRS // (devices * each)
+    hint = f"the nearest that works is microbatches={fits}" if fits else "ask for fewer chunks"
+    return [f"{asked} {quoted(devices * each * microbatches)} pairs of stage and microbatch; {most}: {hint}"]
+
+
 def _fits(entry: Entry, chunks: object) -> bool:
-    return _is_count(chunks) and entry.chunks.nearest(int(chunks)) == chunks  # type: ignore[call-overload]
+    return _is_count(chunks, most=None) and entry.chunks.nearest(int(chunks)) == chunks  # type: ignore[call-overload]
 
 
 def _chunk_fault(entry: Entry, chunks: object) -> str:
-    nearest = entry.chunks.nearest(int(chunks)) if isinstance(chunks, Integral) else entry.chunks.natural
+    nearest = entry.chunks.nearest(int(chunks)) if is_whole(chunks) else entry.chunks.natural
     why = f" ({entry.why_chunks})" if entry.why_chunks else ""
-    return f"chunks (stages a device) must be {entry.chunks}{why}, not {chunks!r}; the nearest that works is chunks={nearest}"
+    return f"chunks (stages a device) must be {entry.chunks}{why}, not {quoted(chunks)}; the nearest that works is chunks={nearest}"
 
 
-def _is_count(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+def _is_count(value: object, *, most: int | None = MAX_COUNT) -> bool:
+    return is_whole(value) and value >= 1 and (most is None or value <= most)
 
 
 def _plain(name: str) -> str:

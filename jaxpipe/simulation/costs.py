@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from ..errors import CostError
+from ..errors import CostError, listed, quoted
 from ..table.kinds import KINDS, Kind, Release
+from ..table.limits import MAX_COST, MAX_STAGES, is_number
 
 Cost: TypeAlias = float | Sequence[float]
+MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 
 @dataclass(frozen=True)
 class Costs:
     """Costs in any one unit of time (and of memory); each is a number, or a sequence of one entry a stage.
 
-    Whole numbers stay whole, so `makespan` of whole costs is an int.
+    Whole numbers (up to 2**40) stay whole, so `makespan` of whole costs is an int.
 
     Args:
         forward: time of F.
@@ -53,14 +54,21 @@ class Costs:
     checkpoint: Cost = 0
 
     def __post_init__(self) -> None:
-        faults = []
-        for name, value in self._given():
-            entries = (value,) if _is_number(value) else tuple(value)  # type: ignore[arg-type]
-            if not _is_number(value):
-                object.__setattr__(self, name, entries)
-            faults += [f"{name} holds {e!r}; a cost is a finite number >= 0" for e in entries if not _is_cost(e)]
+        faults = [] if isinstance(self.release, Release) else [f"release is {quoted(self.release)}; it is a jaxpipe.Release"]
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name == "release" or (value is None and field.default is None):
+                continue
+            entries = _entries(value)
+            if len(entries) > MAX_STAGES:
+                faults.append(f"{name} has {len(entries):,} entries; {MAX_STAGES:,} stages are the most")
+                continue
+            bad = [f"{name} holds {quoted(e)}; a cost is a finite number >= 0, of {MAX_COST:g} at most" for e in entries if not _is_cost(e)]
+            if not bad:
+                object.__setattr__(self, name, _summable(value) if is_number(value) else tuple(map(_summable, entries)))
+            faults += bad
         if faults:
-            raise CostError("\n".join(faults))
+            raise CostError(listed("these are not costs", faults))
 
     def _given(self) -> list[tuple[str, Cost]]:
         """(name, value) of each cost that is not None."""
@@ -115,10 +123,20 @@ def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
 
 
-def _is_number(value: object) -> bool:
-    """True for Python's and numpy's real numbers."""
-    return not isinstance(value, str) and hasattr(value, "__float__") and not hasattr(value, "__len__")
+def _entries(value: object) -> tuple[object, ...]:
+    """The entries of a cost: a number is one, and so is what can be no cost."""
+    if is_number(value) or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return (value,)
+    try:
+        return tuple(value)
+    except TypeError:  # an array without dimensions
+        return (value,)
+
+
+def _summable(value: Any) -> float:
+    """The number; a whole one so large that sums of it would leave 64 bits, as a float."""
+    return float(value) if isinstance(value, int) and value > MAX_WHOLE else value
 
 
 def _is_cost(value: object) -> bool:
-    return _is_number(value) and math.isfinite(float(value)) and float(value) >= 0  # type: ignore[arg-type]
+    return is_number(value) and 0 <= value <= MAX_COST

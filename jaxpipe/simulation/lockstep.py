@@ -36,7 +36,7 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     compares with that of torch 2.13's `_simulate_comms_compute`.
 
     Args:
-        schedule: a table that `check` accepts.
+        schedule: a table that `check` accepts for these `transfers`.
         transfers: BUFFERED or RENDEZVOUS; ASYNC reads as BUFFERED, since a RECV takes its step.
 
     Raises:
@@ -46,11 +46,12 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     >>> str(simulate_steps(schedules.build("gpipe", devices=2, microbatches=1)))
     '0F0 | 1F0 | 1B0 | 0B0'
     """
-    check(schedule)
+    held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
+    check(schedule, transfers=held)
     table = schedule.encoded
     if not table.has_transfers:
         at = _steps(schedule, Transfers.ASYNC)
-    elif transfers is Transfers.RENDEZVOUS:
+    elif held is Transfers.RENDEZVOUS:
         at = _rendezvous_steps(schedule)
     else:
         at = _steps(schedule, Transfers.BUFFERED)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation
+from ..errors import ScheduleError, Violation, quoted
 from ..table.check import check
 from ..table.encoded import Encoded
 from ..table.kinds import KINDS
+from ..table.limits import is_number
 from ..table.run_order import Transfers, mates, senders, waits
 from ..table.schedule import Schedule
 from .costs import Costs, StageCosts
@@ -28,7 +29,7 @@ def simulate(
     who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and RECV (RENDEZVOUS).
 
     Args:
-        schedule: a table that `check` accepts.
+        schedule: a table that `check` accepts for these `transfers`.
         costs: times and sizes; all 1, and transfers 0, where it is None.
         transfers: what SEND and RECV hold up, in a table that has them.
         max_memory: the most activation memory (in units of `costs.activation`) that a device may hold.
@@ -43,7 +44,7 @@ def simulate(
     (33, 3, (4, 3, 2, 1))
     """
     costs = costs or Costs()
-    check(schedule)
+    check(schedule, transfers=transfers)
     table = schedule.encoded
     stage_costs = costs.for_stages(table.num_stages)
     durations = action_durations(table, stage_costs)
@@ -53,6 +54,8 @@ def simulate(
         starts, ends = _times(schedule, durations, stage_costs, transfers)
     timeline = Timeline(schedule, costs, transfers, tuple(starts), tuple(ends))
     if max_memory is not None:
+        if not is_number(max_memory):
+            raise ScheduleError(f"max_memory must be a number, not {quoted(max_memory)}")
         _check_memory(timeline, max_memory)
     return timeline
 

@@ -11,10 +11,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..errors import ParseError
+from ..errors import ParseError, quoted
 from .kinds import BACKWARD_HALVES, COMPUTE, FORWARD_HALVES, TRANSFERS
 from .kinds import KIND_NAMES as KIND_NAMES
 from .kinds import Kind as Kind
+from .limits import MAX_DIGITS
 
 
 class Action(NamedTuple):
@@ -44,8 +45,9 @@ class Overlap(NamedTuple):
 Cell: TypeAlias = Action | Overlap | None
 Row: TypeAlias = tuple[Cell, ...]
 
+_NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"
 _KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))
-_ACTION = re.compile(rf"(\d+)({_KIND})(\d+)")
+_ACTION = re.compile(rf"{_NUMBER}({_KIND}){_NUMBER}")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -60,10 +62,10 @@ def parts(cell: Cell) -> tuple[Action, ...]:
 
 def parse_action(text: str) -> Action:
     """Read one action, `2F0`; ParseError points at the first character that does not fit."""
-    match = _ACTION.fullmatch(text)
+    match = _ACTION.fullmatch(_text(text))
     if match is not None:
         return Action(int(match[1]), Kind[match[2]], int(match[3]))
-    raise ParseError(f"{text!r} is not an action: {_why_not(text)}; write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3")
+    raise ParseError(f"{quoted(text)} is not an action: {_why_not(text)}; write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3")
 
 
 def parse_cell(text: str) -> Cell:
@@ -72,18 +74,18 @@ def parse_cell(text: str) -> Cell:
     >>> parse_cell("2F0")
     Action(stage=2, kind=<Kind.F: 0>, microbatch=0)
     """
-    text = text.strip()
+    text = _text(text).strip()
     if not text:
         return None
     if not text.startswith("("):
         return parse_action(text)
     match = _OVERLAP.fullmatch(text)
     if match is None:
-        raise ParseError(f"{text!r} is not an overlapped pair; write (0F7;7B3)OVERLAP_F_B")
+        raise ParseError(f"{quoted(text)} is not an overlapped pair; write (0F7;7B3)OVERLAP_F_B")
     forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
     if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
         must = f"the first must be {_any_of(FORWARD_HALVES)}, the second {_any_of(BACKWARD_HALVES)}"
-        raise ParseError(f"{text!r} overlaps {forward.kind.name} with {backward.kind.name}; {must}")
+        raise ParseError(f"{quoted(text)} overlaps {forward.kind.name} with {backward.kind.name}; {must}")
     return Overlap(forward, backward)
 
 
@@ -91,15 +93,26 @@ def _any_of(kinds: Sequence[Kind]) -> str:
     return " or ".join(kind.name for kind in kinds)
 
 
+def _text(given: str) -> str:
+    """The text as it is; ParseError for what is not a str."""
+    if isinstance(given, str):
+        return given
+    raise ParseError(f"{quoted(given)} is not text; write a str, e.g. '2F0'")
+
+
 def _why_not(text: str) -> str:
     """Say at which character an action's text goes wrong."""
-    stage = re.match(r"\d+", text)
+    stage = re.match("[0-9]+", text)
     if stage is None:
         return "character 1 must start the stage number"
+    if stage.end() > MAX_DIGITS:
+        return f"the stage number has {stage.end():,} digits, of {MAX_DIGITS} at most"
     kind = re.compile(_KIND).match(text, stage.end())
     if kind is None:
         return f"character {stage.end() + 1} must start a kind ({' '.join(kind.name for kind in (*COMPUTE, *TRANSFERS))})"
-    microbatch = re.compile(r"\d+").match(text, kind.end())
+    microbatch = re.compile("[0-9]+").match(text, kind.end())
     if microbatch is None:
         return f"character {kind.end() + 1} must start the microbatch number"
-    return f"character {microbatch.end() + 1} is one too many ({text[microbatch.end() :]!r})"
+    if len(microbatch[0]) > MAX_DIGITS:
+        return f"the microbatch number has {len(microbatch[0]):,} digits, of {MAX_DIGITS} at most"
+    return f"character {microbatch.end() + 1} is one too many ({quoted(text[microbatch.end() :])})"

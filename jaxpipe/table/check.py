@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation
+from ..errors import ScheduleError, Violation, quoted
 from .activations import Release, live_activations
 from .grid import grid
+from .limits import is_number
+from .run_order import Transfers
 from .schedule import Schedule
 
 # An error's text stays readable: the rest is in `.violations`.
@@ -18,16 +20,19 @@ _MOST_SHOWN, _MOST_COLUMNS = 100, 60
 def check(
     schedule: Schedule,
     *,
+    transfers: Transfers = Transfers.RENDEZVOUS,
     max_activations: int | Sequence[int] | None = None,
     release: Release = Release.WEIGHT_GRAD,
 ) -> Schedule:
-    """Return the schedule if it is right, or raise ScheduleError with every broken rule in `.violations`.
+    """Return the schedule if it is valid, or raise ScheduleError with every broken rule in `.violations`.
 
     The rules are named range, duplicate, completeness, placement, order, overlap, transfer, deadlock and memory.  The error shows
     the grid with the cells marked `<-- ERROR HERE`; a deadlock is shown as the cycle of devices that wait for each other.
 
     Args:
         schedule: the table, with or without SEND and RECV.
+        transfers: how SEND and RECV behave where it runs.  RENDEZVOUS is the strictest: a table that cannot deadlock there
+            cannot deadlock anywhere.  It makes no difference to a table without SEND and RECV.
         max_activations: cap on the activations (stage and microbatch pairs between F and B or W) that a device may
             hold at once; one number, or one for each device.
         release: whether activations die at W (the default) or already at I, where the backward is split.
@@ -40,7 +45,11 @@ def check(
     >>> jp.check(s, max_activations=4) is s
     True
     """
-    found = schedule.violations
+    if not isinstance(transfers, Transfers):
+        raise ScheduleError(f"transfers must be one of {', '.join(map(str, Transfers))}, not {quoted(transfers)}")
+    if not isinstance(release, Release):
+        raise ScheduleError(f"release must be one of {', '.join(map(str, Release))}, not {quoted(release)}")
+    found = schedule.violations_under(transfers)
     if max_activations is not None and not schedule.encoded.too_sparse:
         found = (*found, *_over_cap(schedule, max_activations, release))
     if not found:
@@ -52,6 +61,8 @@ def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) ->
     """The rule of memory: one violation for each device that goes over its cap, at the first action that does."""
     table = schedule.encoded
     caps = list(cap) if isinstance(cap, Sequence) else [cap] * table.num_devices
+    if bad := [most for most in caps if not is_number(most)]:
+        return [Violation("memory", f"max_activations holds {quoted(bad[0])}; give one whole number, or one for each device")]
     if len(caps) != table.num_devices:
         return [
             Violation(

@@ -6,7 +6,7 @@ first).  Row order is then number order, and each action waits for at most one a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,9 +15,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ScheduleError, Violation
-from .action import Action, Overlap, Row
+from ..errors import ScheduleError, Violation, listed, quoted
+from .action import Action, Cell, Overlap, Row, parts
 from .kinds import COMPUTE, KIND_NAMES, KINDS, MESSAGES, RECEIVES, Kind, Pass, Value, kinds_where, makers
+from .limits import is_whole
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -26,7 +27,7 @@ NUM_KINDS = len(Kind)
 _CELL_TYPES = {Action, Overlap, type(None)}
 # The look-up table has an entry for each kind, stage and microbatch.  A table this much emptier than its ranges is a slip of the pen
 # (0F1000000).
-_LEAST_ROOM, _ROOM_PER_ACTION = 1 << 20, 64
+_LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,18 +187,20 @@ def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Enc
     fields, positions, last_half = [], [], []
     first = [0]
     for device, row in enumerate(rows):
-        types = set(map(type, row))
-        if not types <= _CELL_TYPES or not {type(half) for cell in row if type(cell) is Overlap for half in cell} <= {Action}:
-            raise _not_a_cell(device, row)
-        cells, where, paired = _flat(row, simple=types <= {Action})
+        require_cells(device, row)
+        cells, where, paired = _flat(row, simple=set(map(type, row)) <= {Action})
         count = len(cells)
-        fields.append(np.fromiter(chain.from_iterable(cells), np.int64, 3 * count).reshape(count, 3))
+        try:
+            fields.append(np.fromiter(chain.from_iterable(cells), np.int64, 3 * count).reshape(count, 3))
+        except (OverflowError, TypeError, ValueError):
+            raise _not_a_cell(device, row, _not_numbers) from None
         positions.append(where)
         last_half.append(np.arange(first[-1], first[-1] + count) + paired)
         first.append(first[-1] + count)
     table = np.ascontiguousarray(np.concatenate([np.zeros((0, 3), np.int64), *fields]).T)
     if table.size and not 0 <= table[1].min() <= table[1].max() < NUM_KINDS:
-        raise ScheduleError(f"the table holds an action of kind {table[1].max()}; a kind is one of {', '.join(KIND_NAMES)}")
+        wrong = table[1][(table[1] < 0) | (table[1] >= NUM_KINDS)][0]
+        raise ScheduleError(f"the table holds an action of kind {wrong}; a kind is one of {', '.join(KIND_NAMES)}")
     nothing = np.zeros(0, np.int64)
     return Encoded(
         num_stages=num_stages,
@@ -233,11 +236,27 @@ def _flat(row: Row, *, simple: bool) -> tuple[list[Action], IntArray, IntArray]:
     return cells, np.array(where, np.int64), np.array(paired, np.int64)
 
 
-def _not_a_cell(device: int, row: Row) -> ScheduleError:
-    """The error for a row that holds something else than cells."""
-    bad = tuple(
-        Violation("cell", f"{cell!r} is not an Action, an Overlap or None; jaxpipe.parse_cell reads text", device, position)
-        for position, cell in enumerate(row)
-        if type(cell) not in _CELL_TYPES or (type(cell) is Overlap and {type(half) for half in cell} != {Action})
-    )
-    return ScheduleError("the table holds things that are not actions:\n" + "\n".join(f"  {v}" for v in bad), bad)
+def require_cells(device: int, row: Row) -> None:
+    """ScheduleError where a row holds something else than cells."""
+    if not set(map(type, row)) <= _CELL_TYPES or not {type(half) for cell in row if type(cell) is Overlap for half in cell} <= {Action}:
+        raise _not_a_cell(device, row, _not_actions)
+
+
+def _not_a_cell(device: int, row: Row, fault: Callable[[Cell], str]) -> ScheduleError:
+    """The error for a row that holds something else than cells; `fault` says what is wrong with one, or nothing."""
+    faults = {position: fault(cell) for position, cell in enumerate(row)}
+    bad = tuple(Violation("cell", f"{quoted(row[p])} {why}", device, p) for p, why in faults.items() if why)
+    return ScheduleError(listed("the table holds things that are not actions", bad), bad)
+
+
+def _not_actions(cell: Cell) -> str:
+    if type(cell) in _CELL_TYPES and (type(cell) is not Overlap or {type(half) for half in cell} == {Action}):
+        return ""
+    return "is not an Action, an Overlap or None; jaxpipe.parse_cell reads text"
+
+
+def _not_numbers(cell: Cell) -> str:
+    numbers = [number for action in parts(cell) for number in action]
+    if all(is_whole(number) and abs(number) < 2**63 for number in numbers):
+        return ""
+    return "must have whole numbers for its stage, kind and microbatch"

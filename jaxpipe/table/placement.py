@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, quoted
+from .limits import MAX_DEVICES, MAX_STAGES, is_whole
 
 
 @dataclass(frozen=True)
@@ -25,31 +26,39 @@ class Placement:
     @classmethod
     def loop(cls, *, devices: int, chunks: int = 1) -> Placement:
         """Stage s on device s mod P (Megatron's interleaving, Narayanan et al. 2021, figure 4)."""
+        _require_size(devices, chunks)
         return cls(tuple((s % devices,) for s in range(devices * chunks)), devices)
 
     @classmethod
     def vee(cls, *, devices: int, chunks: int = 2) -> Placement:
         """Up the devices, then down, and so on (ZB-V, Qi et al. 2024, figure 5)."""
+        _require_size(devices, chunks)
         up = tuple((d,) for d in range(devices))
         return cls(tuple(pair for v in range(chunks) for pair in (up if v % 2 == 0 else up[::-1])), devices)
 
     @classmethod
     def bidirectional(cls, *, devices: int) -> Placement:
         """Stage s on devices s and P - 1 - s (DualPipe, DeepSeek-V3, figure 5)."""
+        _require_size(devices, 1)
         return cls(tuple((s, devices - 1 - s) for s in range(devices)), devices)
 
     @classmethod
     def explicit(cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None) -> Placement:
         """Any map; an entry is a device or a sequence of them.  ScheduleError on a negative or missing device."""
-        entries = tuple((e,) if isinstance(e, int) else tuple(e) for e in stage_to_device)
-        bad = [s for s, e in enumerate(entries) if not e or min(e) < 0]
+        if len(stage_to_device) > MAX_STAGES:
+            raise ScheduleError(f"the placement has {len(stage_to_device):,} stages; {MAX_STAGES:,} are the most")
+        entries = tuple(tuple(e) if isinstance(e, Iterable) else (e,) for e in stage_to_device)
+        bad = [s for s, e in enumerate(entries) if not e or not all(is_whole(d) and d >= 0 for d in e)]
         if bad:
-            raise ScheduleError(f"stages {bad} have no device, or a negative one; give every stage a device >= 0")
-        highest = 1 + max((d for e in entries for d in e), default=-1)
+            raise ScheduleError(f"stages {quoted(bad)} have no device, or a negative one; give every stage a device >= 0")
+        highest = 1 + max((int(d) for e in entries for d in e), default=-1)
+        if highest > MAX_DEVICES:
+            raise ScheduleError(f"a stage is placed on device {quoted(highest - 1)}; a table has at most {MAX_DEVICES:,} devices")
         count = highest if devices is None else devices
+        _require_size(count, 1)
         if highest > count:
             raise ScheduleError(f"a stage is placed on device {highest - 1}, but there are only {count} devices")
-        return cls(entries, count)
+        return cls(tuple(tuple(int(d) for d in e) for e in entries), count)
 
     @property
     def num_stages(self) -> int:
@@ -87,3 +96,12 @@ class Placement:
     def chunk_of(self, stage: int, device: int) -> int:
         """The chunk number that `stage` has on `device`; ValueError if it is not there."""
         return self.stages_of[device].index(stage)
+
+
+def _require_size(devices: int, chunks: int) -> None:
+    """ScheduleError for numbers that are none, or that ask for far too many stages."""
+    if not all(map(is_whole, (devices, chunks))):
+        raise ScheduleError(f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers")
+    if devices > MAX_DEVICES or devices * chunks > MAX_STAGES:
+        asked = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
+        raise ScheduleError(f"{asked} are too many; a table has at most {MAX_DEVICES:,} devices and {MAX_STAGES:,} stages")

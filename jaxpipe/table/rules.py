@@ -15,12 +15,8 @@ from .run_order import RunOrder, Transfers, Wait, buffered_order, rendezvous_ord
 Order = Callable[[Transfers], RunOrder]
 
 
-def broken_rules(table: Encoded, placement: Placement, order: Order) -> tuple[Violation, ...]:
-    """Every violation of every rule but the memory cap.
-
-    The rules: range, duplicate, completeness, placement, order, overlap, transfer, deadlock.  `order` gives the (cached)
-    run order of the table for each kind of transfer.
-    """
+def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
+    """Every violation of the rules that look at the table alone: range, duplicate, completeness, placement, order, overlap, transfer."""
     if table.too_sparse:
         return (_too_sparse(table),)
     return (
@@ -31,7 +27,6 @@ def broken_rules(table: Encoded, placement: Placement, order: Order) -> tuple[Vi
         *_order(table),
         *_overlap(table),
         *_transfers(table),
-        *_deadlocks(table, order),
     )
 
 
@@ -187,8 +182,9 @@ def _transfers(table: Encoded) -> list[Violation]:
 
 def _is_first(table: Encoded) -> BoolArray:
     """Per action in range, whether it is the first of its duplicates."""
-    stage, m = np.clip(table.stage, 0, table.num_stages - 1), np.clip(table.microbatch, 0, table.num_microbatches - 1)
-    first: BoolArray = table.at[table.kind, stage, m] == np.arange(table.num_actions)
+    first = np.zeros(table.num_actions, bool)
+    known = np.flatnonzero(table.in_range)
+    first[known] = table.at[table.kind[known], table.stage[known], table.microbatch[known]] == known
     return first
 
 
@@ -220,18 +216,29 @@ def _strayed(table: Encoded, transfers: IntArray, ends: IntArray, *, before: boo
     return found
 
 
-def _deadlocks(table: Encoded, order: Order) -> list[Violation]:
-    """No devices wait for each other: proved over the whole table by running it.
+def deadlocks(table: Encoded, order: Order, transfers: Transfers) -> tuple[Violation, ...]:
+    """The rule of deadlock: no devices wait for each other, proved over the whole table by running it.
 
-    A table with transfers must run where SEND and RECV each wait for the other (rendezvous), and so where a SEND returns at
-    once (buffered) too.  A missing action is waited for by nobody here: that is the rule of completeness.
+    `order` gives the (cached) run order of the table for each kind of transfer.  What runs under one kind of transfer runs under
+    every laxer one; a table that does not run under `transfers` is reported for the laxest under which it does not.
+    A missing action is waited for by nobody here: that is the rule of completeness.
     """
-    if not table.has_transfers:
-        return [_deadlock(table, cycle, "") for cycle in order(Transfers.ASYNC).cycles]
-    if always := order(Transfers.BUFFERED).cycles:
-        return [_deadlock(table, cycle, "") for cycle in always]
-    how = " where SEND and RECV wait for each other (rendezvous)"
-    return [_deadlock(table, cycle, how) for cycle in order(Transfers.RENDEZVOUS).cycles]
+    if table.too_sparse:
+        return ()
+    kinds = tuple(Transfers)  # the laxest first
+    asked = kinds.index(transfers) if table.has_transfers else 0
+    for laxer in kinds[: asked + 1]:
+        if cycles := order(laxer).cycles:
+            return tuple(_deadlock(table, cycle, _WHERE[laxer]) for cycle in cycles)
+    return ()
+
+
+# When a table deadlocks, if not always.
+_WHERE = {
+    Transfers.ASYNC: "",
+    Transfers.BUFFERED: " where a RECV holds its device until the message is there (buffered)",
+    Transfers.RENDEZVOUS: " where SEND and RECV wait for each other (rendezvous)",
+}
 
 
 def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Violation:

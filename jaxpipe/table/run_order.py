@@ -18,7 +18,10 @@ from .kinds import SENDS
 
 
 class Transfers(enum.Enum):
-    """How the SEND and RECV of a table behave (a compute-only table has none, and its transfers are all ASYNC)."""
+    """How the SEND and RECV of a table behave, from the laxest to the strictest: what runs under one runs under those before it.
+
+    A compute-only table has no SEND or RECV, and its transfers are all ASYNC.
+    """
 
     ASYNC = "async"  # SEND and RECV are posted and take no device time; the consumer waits for the data
     BUFFERED = "buffered"  # SEND returns at once; RECV holds its device until the data is there

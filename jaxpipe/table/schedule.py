@@ -8,10 +8,10 @@ from functools import cached_property
 
 from ..errors import ScheduleError, Violation
 from .action import Action, Cell, Overlap, Row, parts
-from .encoded import Encoded, encode
+from .encoded import Encoded, encode, require_cells
 from .grid import grid
 from .placement import Placement
-from .rules import broken_rules, run_order
+from .rules import broken_rules, deadlocks, run_order
 from .run_order import RunOrder, Transfers
 from .text import TableText, rows_from_csv, rows_to_csv, table_from_json, table_to_json
 
@@ -48,6 +48,8 @@ class Schedule:
         ScheduleError where a stage number is far beyond what the number of actions allows (a slip of the pen in a file).
         """
         table = tuple(tuple(row) for row in rows)
+        for device, row in enumerate(table):
+            require_cells(device, row)
         if num_microbatches is None:
             num_microbatches = 1 + max((a.microbatch for row in table for c in row for a in parts(c)), default=-1)
         return cls(table, placement or _placement_of(table), num_microbatches, name)
@@ -113,10 +115,18 @@ class Schedule:
         """True where some action is a SEND or RECV, as after `add_transfers`."""
         return self.encoded.has_transfers
 
-    @cached_property
+    @property
     def violations(self) -> tuple[Violation, ...]:
-        """Every broken rule of the table itself (made once; `jaxpipe.check` raises them and adds the memory cap)."""
-        return broken_rules(self.encoded, self.placement, self.run_order)
+        """Every broken rule, where both sides of a transfer wait (`jaxpipe.check` raises them and adds the memory cap)."""
+        return self.violations_under(Transfers.RENDEZVOUS)
+
+    def violations_under(self, transfers: Transfers) -> tuple[Violation, ...]:
+        """Every broken rule where SEND and RECV behave as `transfers` says; the work is done once."""
+        return (*self._broken_rules, *deadlocks(self.encoded, self.run_order, transfers))
+
+    @cached_property
+    def _broken_rules(self) -> tuple[Violation, ...]:
+        return broken_rules(self.encoded, self.placement)
 
     def run_order(self, transfers: Transfers) -> RunOrder:
         """An order in which all actions can run, or the deadlocks; made once for each kind of transfer.

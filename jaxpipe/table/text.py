@@ -6,16 +6,17 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import ParseError, ScheduleError, Violation
+from ..errors import ParseError, ScheduleError, Violation, listed, quoted
 from .action import Cell, Row, parse_cell
+from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT
 from .placement import Placement
 
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
 # What torch's tables hold besides: sharding of parameters and reduction of gradients, which jaxpipe does elsewhere.
-_NOT_OF_THE_PIPELINE = re.compile(r"\s*\d+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
+_NOT_OF_THE_PIPELINE = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,34 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
     """Read a line a device, an action a cell, an empty cell where idle (an empty line is a device without actions).
 
     Reads compute-only and compute-and-transfer tables, also those that torch 2.13 writes: their actions UNSHARD, RESHARD and
-    REDUCE_GRAD are left out.  ScheduleError lists every cell that is not an action.
+    REDUCE_GRAD are left out.  ScheduleError lists every cell that is not an action (reading stops after a thousand).
     """
     rows: list[list[Cell]] = []
     bad: list[Violation] = []
-    for device, line in enumerate(csv.reader(io.StringIO(text.removeprefix("\ufeff")))):
-        places = {f"line {device + 1}, column {column + 1}": cell for column, cell in enumerate(line)}
-        rows.append(_cells({p: c for p, c in places.items() if not _NOT_OF_THE_PIPELINE.fullmatch(c)}, device, bad))
+    for device, line in enumerate(csv_lines(text)):
+        kept = [(column, cell) for column, cell in enumerate(line) if not cell or not _NOT_OF_THE_PIPELINE.fullmatch(cell)]
+        rows.append(_cells(kept, device, bad, csv_place))
+        if len(bad) >= MAX_FAULTS:
+            break
     _raise_if(bad, "the CSV is not a schedule")
     if not any(cell for row in rows for cell in row):
         raise ScheduleError("the CSV holds no action; write a line a device and an action a cell, e.g. 0F0,0B0")
     return rows
+
+
+def csv_lines(text: str) -> Iterator[list[str]]:
+    """The cells of each line, as text; ScheduleError where it is not CSV, or is far too long for a table."""
+    reader = csv.reader(io.StringIO(_readable(text, "CSV").removeprefix("\ufeff")))
+    try:
+        for count, line in enumerate(reader, 1):
+            if count > MAX_DEVICES:
+                raise ScheduleError(f"the CSV has more than {MAX_DEVICES:,} lines; write a line a device")
+            yield line
+    except csv.Error as error:
+        where = f"line {reader.line_num}"
+        if "field limit" in str(error):
+            raise ScheduleError(f"{where}: a cell has more than {csv.field_size_limit():,} characters; write an action, e.g. 2F0") from None
+        raise ScheduleError(f"{where}: a carriage return without a line feed; end lines with \\n or \\r\\n") from None
 
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
@@ -67,33 +85,65 @@ def table_to_json(table: TableText) -> str:
 
 def table_from_json(text: str) -> TableText:
     """Read what `table_to_json` writes; ScheduleError lists every field and cell that is wrong."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ScheduleError(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    data = json_value(text)
     if not isinstance(data, dict) or data.get("format") != JSON_FORMAT:
         raise ScheduleError(f'the JSON is not a schedule: it must be an object with "format": "{JSON_FORMAT}"')
     if data.get("version") != JSON_VERSION:
-        raise ScheduleError(f"the JSON has version {data.get('version')!r}; this jaxpipe reads version {JSON_VERSION}")
+        raise ScheduleError(f"the JSON has version {quoted(data.get('version'))}; this jaxpipe reads version {JSON_VERSION}")
     bad = _field_faults(data)
     rows: list[list[Cell]] = []
     if not bad:
         for device, line in enumerate(data["rows"]):
-            places = {f'"rows"[{device}][{column}]': cell or "" for column, cell in enumerate(line)}
-            rows.append(_cells(places, device, bad))
+            rows.append(_cells([(column, cell or "") for column, cell in enumerate(line)], device, bad, json_place))
+            if len(bad) >= MAX_FAULTS:
+                break
     _raise_if(bad, "the JSON is not a schedule")
     placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
     return TableText(tuple(map(tuple, rows)), placement, data["num_microbatches"], data.get("name") or "")
 
 
-def _cells(texts: dict[str, str], device: int, bad: list[Violation]) -> list[Cell]:
-    """Read the cells of a row, given by place, adding what is wrong to `bad`."""
+def json_value(text: str) -> object:
+    """What a JSON text holds; ScheduleError says where it is not JSON."""
+    _readable(text, "JSON")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise ScheduleError("the JSON is nested too deeply; a schedule is an object with lists of lists") from None
+    except ValueError:  # Python reads no number of more than some thousand digits
+        raise ScheduleError(f"the JSON holds a number of thousands of digits; {MAX_COUNT:,} is the largest that a schedule holds") from None
+
+
+def _readable(text: str, what: str) -> str:
+    """The text as it is; ScheduleError for what is not a str, or is far too long for a table."""
+    if not isinstance(text, str):
+        raise ScheduleError(f"{quoted(text)} is not text; give the {what} as a str")
+    if len(text) > MAX_TEXT:
+        raise ScheduleError(f"the {what} has {len(text):,} characters; a table has at most {MAX_TEXT:,}")
+    return text
+
+
+def csv_place(device: int, column: int) -> str:
+    """How errors name a cell of a CSV."""
+    return f"line {device + 1}, column {column + 1}"
+
+
+def json_place(device: int, column: int) -> str:
+    """How errors name a cell of a JSON table."""
+    return f'"rows"[{device}][{column}]'
+
+
+def _cells(texts: Iterable[tuple[int, str]], device: int, bad: list[Violation], place: Callable[[int, int], str]) -> list[Cell]:
+    """Read the cells of a row, given with their columns, adding what is wrong to `bad` until that is full."""
     row: list[Cell] = []
-    for position, (place, text) in enumerate(texts.items()):
+    for position, (column, text) in enumerate(texts):
         try:
-            row.append(parse_cell(text))
+            row.append(parse_cell(text) if text else None)
         except ParseError as error:
-            bad.append(Violation("parse", f"{place}: {error}", device, position))
+            bad.append(Violation("parse", f"{place(device, column)}: {error}", device, position))
+            if len(bad) >= MAX_FAULTS:
+                break
     return row
 
 
@@ -107,7 +157,7 @@ def _field_faults(data: dict[str, object]) -> list[Violation]:
         ("rows", "a list of lists of actions (strings) and nulls, one for each device", _is_rows),
     )
     bad = [
-        Violation("parse", f'"{key}" must be {what}, not {data.get(key)!r:.60}') for key, what, good in checks if not good(data.get(key))
+        Violation("parse", f'"{key}" must be {what}, not {quoted(data.get(key))}') for key, what, good in checks if not good(data.get(key))
     ]
     rows, devices = data.get("rows"), data.get("num_devices")
     if not bad and isinstance(rows, list) and len(rows) != devices:
@@ -116,7 +166,7 @@ def _field_faults(data: dict[str, object]) -> list[Violation]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 def _is_placement(value: object) -> bool:
@@ -128,5 +178,8 @@ def _is_rows(value: object) -> bool:
 
 
 def _raise_if(bad: Sequence[Violation], what: str) -> None:
+    """ScheduleError with all that was found to be wrong."""
+    if len(bad) >= MAX_FAULTS:
+        what = f"{what}, and is read no further after {len(bad):,} faults"
     if bad:
-        raise ScheduleError(f"{what}:\n" + "\n".join(f"  {v.message}" for v in bad), tuple(bad))
+        raise ScheduleError(listed(what, [v.message for v in bad]), tuple(bad))

@@ -31,6 +31,12 @@ def test_every_public_name_has_an_entry() -> None:
     assert not missing
 
 
+def test_only_public_names_are_shown() -> None:
+    assert dir(jp) == sorted(jp.__all__)
+    assert all(hasattr(jp, name) for name in dir(jp))
+    assert not [name for name in dir(jp) if name.startswith("_")]
+
+
 @pytest.mark.parametrize("module", [action, layout, placement, schedule, pipeline, distributed], ids=lambda m: m.__name__)
 def test_docstring_examples_run(module) -> None:
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

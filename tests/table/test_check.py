@@ -13,7 +13,7 @@ from naive import deferred, is_complete, is_well_placed, runs, runs_with_transfe
 from strategies import random_schedule, schedules
 
 import jaxpipe as jp
-from jaxpipe import Action, Kind, Overlap, Placement, Schedule, ScheduleError
+from jaxpipe import Action, Kind, Overlap, Placement, Schedule, ScheduleError, Transfers
 from jaxpipe.table.grid import MARK
 
 Rows = list[list[object]]
@@ -240,6 +240,44 @@ def test_a_rendezvous_deadlock_says_so_and_a_buffered_one_does_not():
     assert all("rendezvous" not in v.message for v in plain)
 
 
+# Laxer transfers: what the caller asks for decides.  Device 1 sends before it receives: safe only where a SEND returns at once.
+CROSSED = broken(SENT, swap(1, 3, 4))
+# Device 0 receives before it sends what the other needs for its answer: safe only where a RECV is posted.
+POSTED = Schedule.from_csv("0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "runs_under", "how"),
+    [(CROSSED, [Transfers.ASYNC, Transfers.BUFFERED], "rendezvous"), (POSTED, [Transfers.ASYNC], "buffered")],
+    ids=["crossed", "posted"],
+)
+def test_the_transfers_that_are_asked_for_decide(schedule, runs_under, how):
+    for transfers in Transfers:
+        if transfers in runs_under:
+            assert jp.check(schedule, transfers=transfers) is schedule
+            assert jp.simulate(schedule, transfers=transfers).makespan > 0
+            continue
+        for refuses in (jp.check, jp.simulate):
+            with pytest.raises(ScheduleError) as caught:
+                refuses(schedule, transfers=transfers)
+            assert [v.rule for v in caught.value.violations] == ["deadlock"]
+            assert f"({how})" in caught.value.violations[0].message
+    assert schedule.violations, "strict by default"
+
+
+def test_steps_are_counted_where_the_asked_for_transfers_run():
+    assert len(jp.simulate_steps(CROSSED)) == 10
+    for schedule, transfers in ((CROSSED, Transfers.RENDEZVOUS), (POSTED, Transfers.BUFFERED)):
+        with pytest.raises(ScheduleError, match="wait for each other"):
+            jp.simulate_steps(schedule, transfers=transfers)
+
+
+@pytest.mark.parametrize("call", [jp.check, jp.simulate, jp.simulate_steps])
+def test_a_word_is_no_kind_of_transfer(call):
+    with pytest.raises(ScheduleError, match=r"one of Transfers\.ASYNC, Transfers\.BUFFERED, Transfers\.RENDEZVOUS, not 'rendezvous'"):
+        call(CROSSED, transfers="rendezvous")
+
+
 def test_a_slip_of_the_pen_does_not_take_all_memory():
     found = faults(Schedule.from_csv("0F0,0F1000000000\n"))
     assert "slip" in found[0].message
@@ -302,8 +340,9 @@ def shaken(rng: random.Random, schedule: Schedule) -> Schedule:
     return schedule.with_rows(rows)
 
 
-def agrees(schedule: Schedule, *, valid: bool) -> None:
-    assert (not schedule.violations) == valid, "\n".join(map(str, schedule.violations)) or "no violation"
+def agrees(schedule: Schedule, *, valid: bool, transfers: Transfers = Transfers.RENDEZVOUS) -> None:
+    found = schedule.violations_under(transfers)
+    assert (not found) == valid, "\n".join(map(str, found)) or "no violation"
 
 
 @given(st.randoms(use_true_random=False))
@@ -328,7 +367,7 @@ def test_check_says_what_running_the_table_with_transfers_says(rng):
         whole = whole.with_rows(rows)
     if not whole.has_transfers:
         return
-    both_ways = runs_with_transfers(whole, rendezvous=True)
-    if both_ways:
-        assert runs_with_transfers(whole, rendezvous=False)
-    agrees(whole, valid=both_ways)
+    runs_under = [runs_with_transfers(whole, transfers) for transfers in Transfers]
+    assert runs_under == sorted(runs_under, reverse=True), "what runs under one kind of transfer runs under the laxer ones"
+    for transfers, valid in zip(Transfers, runs_under, strict=True):
+        agrees(whole, valid=valid, transfers=transfers)

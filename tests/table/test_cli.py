@@ -269,6 +269,28 @@ def test_check_reads_standard_input(run, monkeypatch, tmp_path):
     assert run("check", "-").status == 1
 
 
+CROSSED = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+
+
+def test_check_and_simulate_take_the_transfers(run, tmp_path):
+    path = table(tmp_path, CROSSED)
+    result = run("check", path)
+    assert result.status == 1
+    assert "(rendezvous)" in result.out
+    result = run("check", path, "--transfers", "buffered")
+    assert result.status == 0
+    assert result.out.endswith("it cannot deadlock where a SEND returns at once (buffered)\n")
+    assert json.loads(run("check", path, "--transfers", "async", "--json").out)["transfers"] == "async"
+    assert run("check", table(tmp_path, GOOD), "--transfers", "buffered").out.endswith("it cannot deadlock\n")
+    path = table(tmp_path, CROSSED)
+    assert run("simulate", path).status == 0
+    assert run("simulate", path, "--transfers", "rendezvous").status == 1
+    for transfers in (jp.Transfers.ASYNC, jp.Transfers.BUFFERED):
+        facts = json.loads(run("simulate", path, "--transfers", transfers.value, "--costs", "1,1,1,1", "--json").out)
+        expected = jp.simulate(jp.Schedule.from_csv(CROSSED), jp.Costs(transfer=1), transfers=transfers)
+        assert facts["makespan"] == expected.makespan
+
+
 def test_check_caps_activations(run, tmp_path):
     path = table(tmp_path, GOOD)
     assert run("check", path, "--max-activations", 2).status == 0
@@ -333,7 +355,7 @@ BAD_USAGE = [
     (("show", "1f2b", "-P", 4, "-M", 8), "there is no schedule '1f2b'"),
     (("list", "nope"), "there is no schedule 'nope'"),
     (("show", "1f1b", "-P", 0, "-M", 8), "devices must be"),
-    (("show", "1f1b", "-P", "x", "-M", 8), "invalid int value"),
+    (("show", "1f1b", "-P", "x", "-M", 8), "'x' is not a whole number"),
     (("show", "1f1b", "-P", 4, "-M", 8, "-V", 2), "the nearest that works is chunks=1"),
     ((*SHOW, "--option", "group_size=4"), "group_size"),
     ((*SHOW, "--option", "group_size"), "must be KEY=VALUE"),

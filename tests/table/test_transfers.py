@@ -73,8 +73,8 @@ def test_a_table_with_transfers_and_a_broken_one_are_refused():
 def test_the_result_runs_both_ways_and_computes_the_same(schedule):
     whole = jp.add_transfers(schedule)
     assert jp.check(whole) is whole
-    assert runs_with_transfers(whole, rendezvous=True)
-    assert runs_with_transfers(whole, rendezvous=False)
+    assert runs_with_transfers(whole, Transfers.RENDEZVOUS)
+    assert runs_with_transfers(whole, Transfers.BUFFERED)
     assert jp.remove_transfers(whole).rows == tuple(tuple(c for c in row if c is not None) for row in schedule.rows)
     assert (whole.placement, whole.num_microbatches) == (schedule.placement, schedule.num_microbatches)
 
@@ -114,7 +114,7 @@ def test_posted_receives_cost_nothing_at_any_cost(rng):
 def test_a_receive_is_early_only_where_it_must_be(schedule):
     """Receives right before their consumers are kept wherever they are safe."""
     wanted = deferred(schedule)
-    if runs_with_transfers(wanted, rendezvous=True):
+    if runs_with_transfers(wanted, Transfers.RENDEZVOUS):
         assert [sorted_gaps(row) for row in jp.add_transfers(schedule).rows] == [sorted_gaps(row) for row in wanted.rows]
 
 
@@ -215,5 +215,5 @@ def test_merging_undoes_splitting(schedule):
 def test_random_tables_are_mostly_unsafe_when_deferred():
     """What `add_transfers` must repair does occur: receives right before their consumers deadlock in many random tables."""
     tables = [random_schedule(random.Random(seed), recompute=True) for seed in range(60)]
-    unsafe = [s for s in tables if not runs_with_transfers(deferred(s), rendezvous=True)]
+    unsafe = [s for s in tables if not runs_with_transfers(deferred(s), Transfers.RENDEZVOUS)]
     assert len(unsafe) > 15
