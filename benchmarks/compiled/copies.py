@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -51,6 +52,18 @@ class LargeMove:
     source: str  # the innermost line of the program for that, "file.py:12 function"
 
     @property
+    def is_carried(self) -> bool:
+        """Whether the outermost loop around it carries, or reads in each trip, an array of that dtype and so many elements.
+
+        So are pools, accumulators, parameters and what is sent: it is a whole one of them that is made anew.  Arrays of a block's own
+        count too where they happen to be as large; sizes of which none is the product of others tell them apart.
+        """
+        loop = self.place.segment
+        return loop is not None and any(
+            (each.dtype, math.prod(each.dims)) == (self.array.dtype, math.prod(self.array.dims)) for each in loop.instruction.results
+        )
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the array."""
         return self.array.nbytes
@@ -63,7 +76,8 @@ class LargeMove:
     def __str__(self) -> str:
         often = f"{self.place.trips} x{' guarded' if self.place.guarded else ''}"
         where = " ".join(filter(None, (self.origin, self.source)))
-        return f"{self.move.value} {self.array} {self.nbytes / 2**20:.1f} MiB, {often}: {self.instruction.name} for {where or '?'}"
+        whose = "carried " if self.is_carried else ""
+        return f"{self.move.value} {whose}{self.array} {self.nbytes / 2**20:.1f} MiB, {often}: {self.instruction.name} for {where or '?'}"
 
 
 def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
@@ -118,7 +132,11 @@ def _made_by(fused: Computation, root: Instruction) -> Move | None:
         # XLA updates the operand in place where it is a parameter of the fusion, and copies before the fusion where it may not.
         in_place = _behind(fused, fused.by_name[maker.operands[0]], through=("bitcast",)).opcode == "parameter"
         return None if in_place else Move.REWRITE
-    return _OPCODES.get(maker.opcode)
+    made = _OPCODES.get(maker.opcode)
+    if made is Move.COPY:  # a slice in another layout
+        read = _OPCODES.get(_behind(fused, maker, through=(*_SEEN_THROUGH, "copy")).opcode)
+        return Move.SLICE if read is Move.SLICE else made
+    return made
 
 
 def _behind(fused: Computation, instruction: Instruction, through: tuple[str, ...] = _SEEN_THROUGH) -> Instruction:
