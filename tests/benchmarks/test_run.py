@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.programs import needs_gpu_compiler
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -72,3 +74,11 @@ def test_flatness(tmp_path):
     assert [cell.split("+")[0] for cell in (few, many)] == ["4", "4"]
     assert float(worst) <= 1.2
     assert float(sent) <= 1.05
+
+
+@needs_gpu_compiler
+def test_gpu_programs(tmp_path):
+    text = table_of(tmp_path, "gpu_programs", "--schedules", "1f1b", "--grid", "--devices", "2", "--microbatches", "8")
+    ((_, axes, remat, predicates, on_host, *_),) = rows_of(text, "1f1b")
+    assert (axes, remat) == ("pipe", "-")
+    assert 0 <= int(on_host) <= int(predicates)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -38,6 +39,20 @@ def gpu_fault() -> str | None:
     except Exception as error:  # whatever the missing plugin raises
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
+
+
+def needs_gpu_compiler(test: Any) -> Any:
+    """Marks a test that compiles GPU programs: it is skipped where that is not possible."""
+    fault = gpu_fault()
+    why = f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version"
+    return pytest.mark.gpu_compile(pytest.mark.skipif(fault is not None, reason=why)(test))
+
+
+def lower_for_gpu(function: Any, *shapes: Any) -> Any:
+    """A function of whole arrays lowered for described H100s; `.compile()` gives the GPU program."""
+    everywhere = NamedSharding(gpu_mesh((2,), ("device",)), PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in shapes]
+    return jax.jit(function).lower(*placed)
 
 
 def stage(params: dict[str, Any], x: Any) -> Any:

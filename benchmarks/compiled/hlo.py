@@ -1,0 +1,231 @@
+"""The text of a compiled program (scheduled HLO after optimisation) as computations of instructions.
+
+The format is that of XLA's HLO parser (openxla.org/xla/operation_semantics names the opcodes).  Only what the readers of this package
+need is taken from a line: name, shapes of the results, opcode, operands, and attributes as text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+_BITS = re.compile(r"^(?:bf|[sufc]|f8e\d\w*?)(\d+)")
+_ARRAY = re.compile(r"\b(pred|token|opaque|bf16|f8e\w+|f4e\w+|[sufc]\d+)\[([\d,<=]*)\]")
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(
+    r"(?P<role>condition|body|calls|to_apply|true_computation|false_computation)=%(?P<one>[\w.\-]+)|branch_computations=\{(?P<many>[^}]*)\}"
+)
+
+
+class Array(NamedTuple):
+    """The dtype and dimensions of one result."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, a dtype of less than a byte rounded up over the array."""
+        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def _bits(dtype: str) -> int:
+    if dtype in ("token", "opaque"):
+        return 0
+    if dtype == "pred" or dtype.startswith("f8"):
+        return 8
+    if dtype.startswith("f4"):
+        return 4
+    match = _BITS.match(dtype)
+    assert match, f"a dtype that is not known: {dtype}"
+    return int(match[1])
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction; `results` are the arrays of a tuple in order, nested ones too."""
+
+    name: str
+    results: tuple[Array, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all results."""
+        return sum(array.nbytes for array in self.results)
+
+    @cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Names of the computations it runs, by role: condition, body, calls, to_apply, branches."""
+        found: dict[str, tuple[str, ...]] = {}
+        for match in _CALLED.finditer(self.attributes):
+            if match["many"] is not None:
+                found["branches"] = tuple(_NAME.findall(match["many"]))
+            elif match["role"] in ("true_computation", "false_computation"):
+                found["branches"] = (*found.get("branches", ()), match["one"])
+            else:
+                found[match["role"]] = (match["one"],)
+        return found
+
+    @property
+    def trip_count(self) -> int | None:
+        """Of a while loop, where the compiler knows it: then the host asks for nothing between trips."""
+        match = _TRIPS.search(self.attributes)
+        return int(match[1]) if match else None
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX names and scopes that it comes from."""
+        return _quoted(self.attributes, "op_name=")
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        return _quoted(self.attributes, "custom_call_target=")
+
+    @property
+    def frame(self) -> int | None:
+        """The number of its stack frame in the module's tables of source lines."""
+        match = _FRAME.search(self.attributes)
+        return int(match[1]) if match else None
+
+
+def _quoted(text: str, key: str) -> str:
+    match = re.search(re.escape(key) + r'"([^"]*)"', text)
+    return match[1] if match else ""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions in the order in which they are issued."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """The same by name."""
+        return {each.name: each for each in self.instructions}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Which instructions read each."""
+        found: dict[str, list[Instruction]] = {}
+        for each in self.instructions:
+            for name in dict.fromkeys(each.operands):
+                found.setdefault(name, []).append(each)
+        return found
+
+    @cached_property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(each for each in self.instructions if each.is_root)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program."""
+
+    entry: str
+    computations: Mapping[str, Computation]
+    sources: Mapping[int, str]  # of stack frames: "file.py:12 function", the innermost line
+
+    def calls(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that it runs: loops, branches, fusions, what a reduction applies."""
+        for names in instruction.called.values():
+            yield from (self.computations[name] for name in names)
+
+    def source(self, instruction: Instruction) -> str:
+        """The line of the program that it comes from, or ""."""
+        return self.sources.get(instruction.frame or 0, "")
+
+
+def parse(text: str) -> Module:
+    """Read `compiled.as_text()`.
+
+    Raises:
+        ValueError: the text is not a scheduled HLO module, so the order of its lines says nothing.
+    """
+    lines = text.splitlines()
+    if not lines or "is_scheduled=true" not in lines[0]:
+        raise ValueError("not a scheduled HLO module: read what `compile()` returns, not what is lowered")
+    computations: dict[str, Computation] = {}
+    entry, name = "", ""
+    current: list[Instruction] = []
+    for line in lines:
+        head = _HEAD.match(line)
+        if head:
+            name, current = head["name"], []
+            entry = name if head["entry"] else entry
+        elif line == "}" and name:
+            computations[name] = Computation(name, tuple(current))
+            name = ""
+        elif name and (match := _INSTRUCTION.match(line)):
+            current.append(_instruction(match, line))
+    return Module(entry, computations, _sources(lines))
+
+
+def _instruction(match: re.Match[str], line: str) -> Instruction:
+    start = match.end()
+    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    results = tuple(Array(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(line[start:end]))
+    opcode = _OPCODE.match(line, end)
+    assert opcode, f"an instruction without an opcode: {line[:200]}"
+    close = _closing(line, opcode.end() - 1)
+    inside = line[opcode.end() : close - 1]
+    operands = (inside,) if opcode[1] == "parameter" else tuple(_NAME.findall(inside))
+    return Instruction(match["name"], results, opcode[1], operands, line[close:], match["root"] is not None)
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(each.lstrip("<=")) for each in text.split(",") if each)
+
+
+def _closing(line: str, start: int) -> int:
+    """One past the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(line, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    raise ValueError(f"a parenthesis that is not closed: {line[:200]}")
+
+
+def _sources(lines: list[str]) -> dict[int, str]:
+    """The source line of each stack frame, from the tables at the head of the text."""
+    tables: dict[str, dict[int, str]] = {"FileNames": {}, "FunctionNames": {}, "FileLocations": {}, "StackFrames": {}}
+    table: dict[int, str] | None = None
+    for line in lines:
+        if line in tables:
+            table = tables[line]
+        elif line.startswith(("%", "ENTRY")):
+            break
+        elif table is not None and (match := re.match(r"^(\d+) (.*)$", line)):
+            table[int(match[1])] = match[2]
+    files, functions, locations = tables["FileNames"], tables["FunctionNames"], tables["FileLocations"]
+    places = {}
+    for number, text in locations.items():
+        file = files.get(_field(text, "file_name_id"), '""').strip('"').rsplit("/", 1)[-1]
+        function = functions.get(_field(text, "function_name_id"), '""').strip('"')
+        places[number] = f"{file}:{_field(text, 'line')} {function}"
+    return {number: places.get(_field(text, "file_location_id"), "") for number, text in tables["StackFrames"].items()}
+
+
+def _field(text: str, name: str) -> int:
+    match = re.search(rf"\b{name}=(\d+)", text)
+    return int(match[1]) if match else 0

@@ -1,0 +1,127 @@
+"""How often a compiled program makes the host wait for the GPU.
+
+A `while` without a known trip count is run by the host: it runs the condition, copies the flag to the host and waits for the stream,
+before each trip and once more at the end, so a predicate made of a loop of at most one trip waits once where it is not taken and twice
+where it is.  A `conditional` waits once, for the number of its branch.  Neither waits inside a CUDA graph, nor does a loop whose trip
+count is known (XLA's WhileThunk and ConditionalThunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
+
+from .hlo import Computation, Instruction, Module
+from .walk import Frame, Place, inner
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A loop of unknown trip count, or a conditional."""
+
+    instruction: Instruction
+    place: Place
+    asked: int  # times a step, or, inside another predicate, each time that one is taken
+    in_graph: bool  # a node of a CUDA graph: the host does not wait
+    sends: bool  # it holds a permute: the gate of an exchange
+    nested: tuple[Predicate, ...]
+
+    @property
+    def is_loop(self) -> bool:
+        """A loop, which waits once more each time that it is taken."""
+        return self.instruction.opcode == "while"
+
+    def __str__(self) -> str:
+        kind = "loop" if self.is_loop else "conditional"
+        return f"{kind} {self.instruction.name} asked {self.asked}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
+
+
+# Given a predicate and how often it is asked, how many trips it makes.
+Taken: TypeAlias = Callable[[Predicate, float], float]
+
+
+def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
+    """The predicates of a program, nested ones inside those around them; in the order in which they are asked."""
+    entry = Place(module.computations[module.entry], ())
+    return tuple(_predicates(module, frozenset(graph_nodes), entry, 1))
+
+
+def _predicates(module: Module, graph_nodes: frozenset[str], place: Place, times: int) -> Iterator[Predicate]:
+    for instruction in place.computation.instructions:
+        inside = [(Place(body, (*place.frames, *frames)), frames) for body, frames in inner(module, instruction)]
+        if any(frame.trips is None for _, frames in inside for frame in frames):
+            nested = tuple(each for body, _ in inside for each in _predicates(module, graph_nodes, body, 1))
+            sends = any(_sends(module, body.computation) for body, _ in inside)
+            yield Predicate(instruction, place, times, instruction.name in graph_nodes, sends, nested)
+        else:
+            for body, frames in inside:
+                yield from _predicates(module, graph_nodes, body, times * _trips(frames))
+
+
+def _trips(frames: Sequence[Frame]) -> int:
+    trips = 1
+    for frame in frames:
+        trips *= frame.trips or 1
+    return trips
+
+
+def _sends(module: Module, computation: Computation) -> bool:
+    """Whether it, or what it issues, has a permute."""
+    for instruction in computation.instructions:
+        if instruction.opcode.startswith("collective-permute"):
+            return True
+        if any(_sends(module, body) for body, _ in inner(module, instruction)):
+            return True
+    return False
+
+
+def flat(predicates: Sequence[Predicate]) -> Iterator[Predicate]:
+    """All of them, nested ones after those around them."""
+    for predicate in predicates:
+        yield predicate
+        yield from flat(predicate.nested)
+
+
+def count_waits(predicates: Sequence[Predicate], taken: Taken, *, times: float = 1) -> float:
+    """Waits a step, of a device whose predicates are taken so often."""
+    total = 0.0
+    for predicate in predicates:
+        asked = times * predicate.asked
+        trips = taken(predicate, asked)
+        total += 0 if predicate.in_graph else asked + (trips if predicate.is_loop else 0)
+        total += count_waits(predicate.nested, taken, times=trips)
+    return total
+
+
+def never(predicate: Predicate, asked: float) -> float:
+    """Nothing is taken: a bound from below."""
+    return 0.0
+
+
+def always(predicate: Predicate, asked: float) -> float:
+    """Each predicate is taken once each time: a bound from above."""
+    return asked
+
+
+def most_waits(predicates: Sequence[Predicate], actions: int) -> float:
+    """The most waits a step, of a device that runs so many actions.
+
+    Each action takes one predicate that is no gate of an exchange; of the gates that follow one another with no other predicate between,
+    those of one tick, at most one is taken.
+    """
+    total, gains = 0.0, []
+    for (sends, _), run in groupby(predicates, lambda each: (each.sends, each.place.computation.name)):
+        these = list(run)
+        total += count_waits(these, never)
+        each_gain = [((count_waits([p], always) - count_waits([p], never)) / max(1, p.asked), p.asked) for p in these]
+        if sends:
+            total += max(gain * times for gain, times in each_gain)
+        else:
+            gains += each_gain
+    left = actions
+    for gain, times in sorted(gains, reverse=True):
+        total += gain * min(left, times)
+        left -= min(left, times)
+    return total

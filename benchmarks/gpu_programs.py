@@ -1,0 +1,221 @@
+"""What XLA makes of the steps of the catalogue on GPUs: host waits, large copies, collectives beside compute, memory.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs -o benchmarks/results/gpu_programs.txt
+
+A small transformer is compiled for H100s that are only described, and the program is read (`benchmarks.compiled`).  Nothing is run, and
+no GPU is needed; how long a wait or a copy takes is for `benchmarks.gpu_single` to say, where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpipe as jp
+from benchmarks.compiled import GpuProgram, LargeMove, Move, compile_and_read, count_waits, flat, most_waits, never, steady
+from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
+from benchmarks.machine import describe
+from benchmarks.output import Result, add_output
+from jaxpipe.table.action import Overlap
+from tests.gpu.programs import gpu_fault, gpu_mesh
+
+GIB = 2**30
+DATA = "data"
+# Activations of 2 MiB a layer, so that their halves on a second axis count as large too; and of sizes that tell what an array is.
+SHAPE = Shape(width=512, heads=6, kv_heads=2, head_dim=64, hidden=1408, vocab=2176, rows=1, time=2048)
+LAYERS = 2  # of a stage
+
+
+class Axes(Enum):
+    """The mesh's axes; all but the pipe axis are of size 2."""
+
+    PIPE = "pipe"
+    DATA = "pipe x data"
+    FSDP = "fsdp"
+    TENSOR = "tensor"  # with sequence parallelism
+
+
+class Remat(Enum):
+    """What the backward recomputes."""
+
+    NOTHING = "-"
+    LAYER = "layer"  # each layer keeps its input alone
+    DOTS = "dots"  # each layer keeps its matmuls
+    FULL = "full"  # each stage keeps its input alone
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, a mesh and what is kept for the backward."""
+
+    schedule: str
+    devices: int
+    microbatches: int
+    axes: Axes = Axes.PIPE
+    remat: Remat = Remat.NOTHING
+    shape: Shape = SHAPE
+
+    def build(self) -> jp.Schedule:
+        """The table, with the schedule's usual number of chunks."""
+        return jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
+
+    def lower(self) -> Any:
+        """The step, lowered for described GPUs."""
+        schedule, tensor = self.build(), self.axes is Axes.TENSOR
+        shape = dataclasses.replace(self.shape, layers=LAYERS * schedule.num_stages)
+        data = self.axes in (Axes.DATA, Axes.FSDP)
+        second = (TENSOR,) if tensor else (DATA,) if data else ()
+        mesh = gpu_mesh((self.devices, *(2 for _ in second)), ("pipe", *second))
+        model = Model(shape, remat_layer=_layer_policy(self.remat), sequence=tensor, tensor=tensor)
+        pipe = jp.Pipeline(
+            model.stage,
+            schedule=schedule,
+            mesh=mesh,
+            first=model.first,
+            last=model.last,
+            data_axes=(DATA,) if data else (),
+            fsdp=DATA if self.axes is Axes.FSDP else None,
+            specs=specs() if tensor else None,
+            remat="full" if self.remat is Remat.FULL else None,
+        )
+        rows = self.microbatches * (2 if data else 1)
+        sharding = NamedSharding(mesh, PartitionSpec(DATA if data else None))
+        return pipe.lower(pipe.place(parameters(shape, schedule.num_stages)), batch(shape, rows, sharding))
+
+
+def _layer_policy(remat: Remat) -> Callable[..., bool] | bool:
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat is Remat.DOTS else remat is Remat.LAYER
+
+
+def most_actions(schedule: jp.Schedule) -> int:
+    """The most actions of any device, an overlapped pair counted as two."""
+    return max(sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None) for row in schedule.rows)
+
+
+COLUMNS = (
+    "schedule",
+    "axes",
+    "remat",
+    "predicates",
+    "on host",
+    "waits",
+    "copies",
+    "transposes",
+    "fills",
+    "others",
+    "in blocks",
+    "slices",
+    "GiB moved",
+    "permutes",
+    "collectives",
+    "temp",
+    "total",
+    "CPU s",
+)
+NOTES = (
+    "predicates: loops of unknown trip count and conditionals; on host: those that are no nodes of CUDA graphs, so that the host waits.",
+    "waits: host waits of a device a step, at least (where nothing is taken) and at most (where each action takes a predicate).",
+    "copies, transposes, fills (with zeros) and others (pads, concatenations, rewrites): of 1 MiB or more, of whole arrays that a segment",
+    "carries or reads (pools, accumulators, stacked parameters, what is sent), in its loop: instructions, and MiB if each is run once.",
+    "in blocks: the same of other arrays, which are a block's own.  slices: what is read apart from a pool or stack before its reader.",
+    "GiB moved: all but slices, a step, where every predicate around them is taken every time.",
+    "permutes: of the loop of most trips, those with compute between start and done / all.  collectives: the same of the others, anywhere.",
+    "temp, total: GiB of one device.  CPU s: to trace and compile, of all threads.",
+)
+
+
+def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
+    """A line of the table of results."""
+    predicates = program.predicates
+    least, most = count_waits(predicates, never), most_waits(predicates, most_actions(case.build()))
+    waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
+    on_host = sum(not each.in_graph for each in flat(predicates))
+    looped = [each for each in program.large_moves if each.place.in_loop]
+    anew = [each for each in looped if each.move is not Move.SLICE]
+    groups = [[each for each in anew if each.is_carried and each.move in kinds] for kinds in KINDS]
+    groups += [[each for each in anew if not each.is_carried], [each for each in looped if each.move is Move.SLICE]]
+    permutes = steady(program.collectives)
+    others = [each for each in program.collectives if each.kind != "collective-permute"]
+    return (
+        case.schedule,
+        case.axes.value,
+        case.remat.value,
+        str(len(list(flat(predicates)))),
+        str(on_host),
+        waits,
+        *map(_group, groups),
+        f"{sum(each.nbytes_a_step for each in anew) / GIB:.2f}",
+        *(f"{sum(each.overlapped for each in those)}/{len(those)}" for those in (permutes, others)),
+        f"{program.memory.temp / GIB:.2f}",
+        f"{program.memory.total / GIB:.2f}",
+        f"{seconds:.0f}",
+    )
+
+
+KINDS = ((Move.COPY,), (Move.TRANSPOSE,), (Move.FILL,), (Move.PAD, Move.CONCATENATE, Move.REWRITE))
+
+
+def _group(moves: Sequence[LargeMove]) -> str:
+    """How many instructions, and MiB."""
+    return f"{len(moves)} ({sum(each.nbytes for each in moves) / 2**20:.0f})" if moves else "0"
+
+
+def details(program: GpuProgram) -> Iterator[str]:
+    """Each predicate, large copy in a loop, and collective, a line each."""
+    yield from (f"  {each}" for each in flat(program.predicates))
+    yield from (f"  {each}" for each in program.large_moves if each.place.in_loop)
+    yield from (f"  {each}" for each in program.collectives)
+    yield from (f"  buffer {each.nbytes / 2**20:.1f} MiB: {each.shapes[:120]}" for each in program.memory.largest)
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Every schedule on the pipe axis with everything kept; the chosen ones with each mesh and each choice of what is kept."""
+    for name in args.schedules:
+        base = Case(name, args.devices, args.microbatches)
+        yield base
+        if name in args.grid:
+            for axes in args.axes:
+                found = (dataclasses.replace(base, axes=axes, remat=remat) for remat in args.remat)
+                yield from (case for case in found if case != base)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    catalogue = [name for name in jp.schedules.names() if name != "no_pipelining"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=catalogue, metavar="NAME")
+    parser.add_argument(
+        "--grid", nargs="*", default=["1f1b", "zb_h1"], metavar="NAME", help="those compiled for all meshes and choices of remat"
+    )
+    parser.add_argument("--axes", nargs="+", type=Axes, choices=list(Axes), default=list(Axes), metavar="AXES")
+    parser.add_argument("--remat", nargs="+", type=Remat, choices=list(Remat), default=list(Remat), metavar="REMAT")
+    parser.add_argument("--devices", type=int, default=8, metavar="P")
+    parser.add_argument("--microbatches", type=int, default=32, metavar="M")
+    parser.add_argument("--details", action="store_true", help="print every predicate, copy and collective to the error output")
+    add_output(parser)
+    args = parser.parse_args(argv)
+    fault = gpu_fault()
+    if fault is not None:
+        parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
+    machine, rows = describe(), []
+    for case in cases(args):
+        begin = time.process_time()
+        program = compile_and_read(case.lower())
+        rows.append(line(case, program, time.process_time() - begin))
+        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+        if args.details:
+            print(*details(program), sep="\n", file=sys.stderr, flush=True)
+    title = f"Steps of a transformer ({LAYERS} layers a stage, {SHAPE}) on {args.devices} described H100s a pipe, M = {args.microbatches}"
+    Result(title, machine, COLUMNS, rows, NOTES).write(args.output)
+
+
+if __name__ == "__main__":
+    main()

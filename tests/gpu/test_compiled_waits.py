@@ -1,0 +1,186 @@
+"""The reader of host waits counts those of small programs with known answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from benchmarks.compiled import GpuProgram, always, compile_and_read, count_waits, flat, most_waits, never, parse
+from benchmarks.compiled.thunks import graph_nodes
+from benchmarks.compiled.waits import Predicate, find_predicates
+from tests.gpu import programs
+from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
+
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+}
+TICKS, LAYERS = 5, 3
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+W = jax.ShapeDtypeStruct((LAYERS, 16, 16), jnp.float32)
+FLAGS = jax.ShapeDtypeStruct((TICKS, 2), jnp.int32)
+
+
+def layers(x: Any, w: Any) -> Any:
+    """A loop of known trip count that reads its rows by an index array."""
+
+    def take(x: Any, i: Any) -> Any:
+        return jnp.tanh(x @ lax.dynamic_index_in_dim(w, i, 0, keepdims=False)), None
+
+    return lax.scan(take, x, jnp.arange(LAYERS))[0]
+
+
+def when(flag: Any, body: Any, x: Any) -> Any:
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), body(c[1])), (flag > 0, x))[1]
+
+
+def ticks(tick: Any) -> Any:
+    return lambda x, w, flags: lax.scan(lambda x, flag: (tick(x, w, flag), None), x, flags)[0]
+
+
+def one(x: Any, w: Any, flag: Any) -> Any:
+    return when(flag[0], lambda x: layers(x, w), x)
+
+
+def one_in_another(x: Any, w: Any, flag: Any) -> Any:
+    return when(flag[0], lambda x: when(flag[1], lambda x: x * 2, layers(x, w)), x)
+
+
+def conditional(x: Any, w: Any, flag: Any) -> Any:
+    return lax.cond(flag[0] > 0, lambda x: layers(x, w), lambda x: x, x)
+
+
+def read(tick: Any, options: dict[str, Any] | None = None) -> GpuProgram:
+    return compile_and_read(lower_for_gpu(ticks(tick), X, W, FLAGS), options)
+
+
+@needs_gpu_compiler
+def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
+    predicates = read(one).predicates
+    assert [each.asked for each in flat(predicates)] == [TICKS]
+    assert count_waits(predicates, never) == TICKS
+    assert count_waits(predicates, always) == 2 * TICKS
+    assert count_waits(predicates, lambda *_: 2) == TICKS + 2
+    assert most_waits(predicates, actions=2) == TICKS + 2
+
+
+@needs_gpu_compiler
+def test_a_nested_predicate_is_asked_where_the_outer_one_is_taken() -> None:
+    (outer,) = predicates = read(one_in_another).predicates
+    assert (outer.asked, [each.asked for each in outer.nested]) == (TICKS, [1])
+    assert count_waits(predicates, never) == TICKS
+    assert count_waits(predicates, always) == 4 * TICKS
+    assert count_waits(predicates, lambda p, asked: 3 if p is outer else asked) == (TICKS + 3) + 2 * 3
+
+
+@needs_gpu_compiler
+def test_loops_of_known_trip_count_do_not_wait() -> None:
+    assert read(lambda x, w, flag: layers(x, w)).predicates == ()
+
+
+@needs_gpu_compiler
+def test_a_conditional_is_a_graph_node_unless_graphs_are_off() -> None:
+    (off,) = read(conditional, {"xla_gpu_enable_command_buffer": ""}).predicates
+    assert not off.in_graph
+    assert count_waits([off], never) == count_waits([off], always) == TICKS
+    (on,) = read(conditional, GRAPHS).predicates
+    assert on.in_graph
+    assert count_waits([on], always) == 0
+
+
+@needs_gpu_compiler
+def test_a_loop_in_a_graph_does_not_wait() -> None:
+    """Also what is nested in it; and XLA puts none there unasked."""
+    (outer,) = read(one_in_another, GRAPHS).predicates
+    assert outer.in_graph
+    assert outer.nested[0].in_graph
+    assert count_waits([outer], always) == 0
+    assert not any(each.in_graph for each in flat(read(one_in_another).predicates))
+
+
+def test_graph_nodes_are_read_from_the_tree_of_thunks() -> None:
+    sequence = """000: kCommandBuffer [source | next=002 (1)]
+    001: kCustomKernel [source | sink] fusion
+    002: kWhile         [source | sink]
+condition:
+        No thunks.      body:
+        003: kConditional [source | sink]
+004: kWhile        [prev=000 (1) | sink]
+condition:
+    005: kCustomKernel [source | sink] compare
+  body:
+    000: kCommandBuffer [source | sink]
+        006: kConditional [source | sink]
+    007: kWhile [source | sink]"""
+    loops, conditionals = {2: "while.a", 4: "while.c", 7: "while.e"}, {3: "cond.b", 6: "cond.d"}
+    entry = 'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{}"\n    thunk_id: {}\n  }}\n  thunk_kind: "k{}"\n}}\n'
+    metadata = "".join(entry.format(name, number, "While") for number, name in loops.items())
+    metadata += "".join(entry.format(name, number, "Conditional") for number, name in conditionals.items())
+    assert graph_nodes(sequence, metadata) == {"while.a", "cond.b", "cond.d"}
+
+
+GATES = """HloModule gates, is_scheduled=true
+
+%yes (p: (pred[], f32[4])) -> pred[] {
+  %p = (pred[], f32[4]{0}) parameter(0)
+  ROOT %flag = pred[] get-tuple-element(%p), index=0
+}
+
+%block (p.1: (pred[], f32[4])) -> (pred[], f32[4]) {
+  ROOT %p.1 = (pred[], f32[4]{0}) parameter(0)
+}
+
+%gate (p.2: (pred[], f32[4])) -> (pred[], f32[4]) {
+  %p.2 = (pred[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%p.2), index=1
+  %flag.2 = pred[] get-tuple-element(%p.2), index=0
+  %start = (f32[4]{0}, f32[4]{0}) collective-permute-start(%x), channel_id=1, source_target_pairs={{0,1}}
+  %done = f32[4]{0} collective-permute-done(%start)
+  ROOT %out = (pred[], f32[4]{0}) tuple(%flag.2, %done)
+}
+
+ENTRY %main (a: (pred[], f32[4])) -> (pred[], f32[4]) {
+  %a = (pred[], f32[4]{0}) parameter(0)
+  %w1 = (pred[], f32[4]{0}) while(%a), condition=%yes, body=%block
+  %w2 = (pred[], f32[4]{0}) while(%w1), condition=%yes, body=%gate
+  %w3 = (pred[], f32[4]{0}) while(%w2), condition=%yes, body=%gate
+  %w4 = (pred[], f32[4]{0}) while(%w3), condition=%yes, body=%block
+  ROOT %w5 = (pred[], f32[4]{0}) while(%w4), condition=%yes, body=%gate
+}
+"""
+
+
+def test_of_the_gates_of_a_tick_one_is_taken() -> None:
+    predicates = find_predicates(parse(GATES), ())
+    assert [each.sends for each in predicates] == [False, True, True, False, True]
+    assert count_waits(predicates, never) == 5
+    # Five asked, both blocks taken, and one gate of each of the two ticks.
+    assert most_waits(predicates, actions=9) == 5 + 2 + 2
+    assert most_waits(predicates, actions=1) == 5 + 1 + 2
+    assert count_waits(predicates, always) == 10
+
+
+def test_what_is_only_lowered_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a scheduled HLO module"):
+        parse(GATES.replace(", is_scheduled=true", ""))
+
+
+def test_predicates_print_what_they_are() -> None:
+    found: tuple[Predicate, ...] = find_predicates(parse(GATES), ("w5",))
+    assert [str(each) for each in found][3:] == ["loop w4 asked 1", "loop w5 asked 1 (graph) (sends)"]
+
+
+@needs_gpu_compiler
+def test_without_versions_no_loop_becomes_a_graph_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Why the described GPU has them."""
+    bare = tmp_path / "h100.txtpb"
+    bare.write_text("\n".join(line for line in programs.TARGET.read_text().splitlines() if "_version:" not in line))
+    monkeypatch.setattr(programs, "TARGET", bare)
+    monkeypatch.setattr(programs, "gpu_mesh", programs.gpu_mesh.__wrapped__)
+    (outer,) = read(one, GRAPHS).predicates
+    assert not outer.in_graph
