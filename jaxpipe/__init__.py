@@ -22,6 +22,7 @@ from .transforms.add_recompute import add_recompute, remove_recompute
 from .transforms.add_transfers import add_transfers, remove_transfers
 from .transforms.merge_backward import merge_backward
 from .transforms.split_backward import split_backward
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .debug import Nonfinite, find_nonfinite

@@ -15,8 +15,8 @@ from .portable import Natural
 
 try:
     import orbax.checkpoint as ocp
-except ImportError as error:  # pragma: no cover
-    raise ImportError("jaxpipe.checkpoint needs orbax: pip install orbax-checkpoint") from error
+except ImportError as error:
+    raise ImportError("jaxpipe.checkpoint needs orbax-checkpoint, which is not installed: pip install 'jaxpipe[checkpoint]'") from error
 
 PyTree: TypeAlias = Any
 

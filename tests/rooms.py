@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 # A room imports itself and rooms before it.  A file beside the rooms is a room of its own.
 WITHOUT_JAX = (
-    *("errors", "table", "simulation", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
+    *("errors", "version", "table", "simulation", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
     *("render", "cli"),
 )
 WITH_JAX = ("jaxprs", "model", "stage", "spmd", "eager", "report", "pipeline", "debug", "portable", "checkpoint", "distributed", "flax")
@@ -26,16 +27,21 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
 def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
     """(dotted name, whether it is in the package) of all that a file imports, inside functions too."""
     package = name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _import_statements(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, False) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+        elif not node.level:
             yield node.module or "", False
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1]
             target = ".".join([*base, *([node.module] if node.module else [])])
             # `from . import megatron` names modules, not things in one.
             yield from ((f"{target}.{alias.name}".strip("."), True) for alias in node.names) if not node.module else [(target, True)]
+
+
+@cache
+def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:

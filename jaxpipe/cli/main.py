@@ -9,12 +9,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from ..errors import JaxpipeError
 from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers
+from ..version import __version__
 from .arguments import UsageError, WrongScheduleError, real_number, whole_number
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
 from .terminal import Terminal, make_terminal
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Design, check, compare and draw pipeline-parallel schedules.",
         epilog="Exit status: 0 good, 1 the schedule is wrong, 2 bad usage.",
     )
-    parser.add_argument("--version", action="version", version=f"jaxpipe {version('jaxpipe')}")
+    parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_list(commands.add_parser("list", help="the schedules that can be built"))
     _add_show(commands.add_parser("show", help="print or draw a schedule"))

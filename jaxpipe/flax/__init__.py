@@ -2,8 +2,8 @@
 
 try:
     import flax  # noqa: F401
-except ImportError as error:  # pragma: no cover
-    raise ImportError("jaxpipe.flax needs flax: pip install flax") from error
+except ImportError as error:
+    raise ImportError("jaxpipe.flax needs flax, which is not installed: pip install 'jaxpipe[flax]'") from error
 
 from .common import End
 from .linen import LinenStages, from_linen, submodule, submodules

@@ -1,0 +1,47 @@
+"""jaxpipe runs without flax, orbax and optax, and says which extra to install where one of them is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+# A module that is None in sys.modules cannot be imported.
+WITHOUT = """
+import sys
+sys.modules |= dict.fromkeys(("flax", "optax", "orbax", "orbax.checkpoint", "matplotlib", "torch"))
+import jax, jax.numpy as jnp, jaxpipe as jp
+
+pipe = jp.Pipeline(
+    lambda w, x: x * w,
+    schedule=jp.schedules.build("1f1b", devices=2, microbatches=2),
+    mesh=jax.make_mesh((2,), ("pipe",)),
+    last=lambda w, x, microbatch: jnp.sum(x),
+)
+loss, grads = pipe.value_and_grad(pipe.place({"stages": jnp.array([2.0, 3.0]), "last": {}}), {"x": jnp.array([[1.0], [3.0]])})
+assert loss == 12, loss
+assert pipe.canonical(grads)["stages"].tolist() == [6, 4]
+assert jp.find_nonfinite is not None
+import jaxpipe.distributed
+"""
+
+
+def test_a_pipeline_runs_without_flax_orbax_and_optax():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [("jaxpipe.flax", "flax", "jaxpipe[flax]"), ("jaxpipe.checkpoint", "orbax.checkpoint", "jaxpipe[checkpoint]")],
+)
+def test_what_an_extra_is_for_names_it(monkeypatch, module, missing, extra):
+    for name in [n for n in sys.modules if n == module or n.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module(module)
+    assert str(caught.value).startswith(f"{module} needs {missing.split('.')[0]}")
+    assert f"pip install '{extra}'" in str(caught.value)
