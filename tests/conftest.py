@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 NUM_DEVICES = 8
+# Compare numbers of compiled programs: what is run under several instruction sets (`make test-numeric ISA=AVX2`).
+NUMERIC = ("axes", "checkpoint", "flax", "lowering", "models", "parity", "precision", "unlike")
 NO_JAX = ("table", "schedules", "passes", "render", "simulate")
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -25,6 +27,7 @@ HERE = Path(__file__).parent
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "no_jax: tests of the rooms that need neither jax nor torch")
+    config.addinivalue_line("markers", "numeric: tests that compare numbers of compiled programs, for runs under several instruction sets")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,3 +35,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
         if room in NO_JAX:
             item.add_marker(pytest.mark.no_jax)
+        if room in NUMERIC:
+            item.add_marker(pytest.mark.numeric)
