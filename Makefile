@@ -3,6 +3,8 @@
 #
 #   make train ARGS="--schedule gpipe --steps 50"     flags of examples/train_gpt.py
 #   make test  ARGS="tests/table -x" WORKERS=0        arguments of pytest, and how many processes run tests
+#   make test-numeric ISA=AVX2                        the tests that compare numbers, compiled for an older instruction set
+#   make test-versions                                a quick choice with the lowest and the highest versions that are allowed
 #   make ... PYTHON=/path/to/python3.12               which Python makes .venv
 
 SHELL := /bin/bash
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 train: $(VENV)/.ready-train
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -29,6 +31,19 @@ verify: $(VENV)/.ready-test
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# Other machines: the tests that compare numbers, compiled for an older instruction set (SSE4_2, AVX, AVX2, AVX512) than the machine's own.
+# Compiled programs must not be kept from one set to the next: give each a cache of its own, or none.
+.PHONY: test-numeric
+test-numeric: $(VENV)/.ready-test
+	XLA_FLAGS="$(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m "numeric and not slow" \
+	  --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# Other versions: the lowest and the highest that pyproject.toml allows, each in an environment of its own.
+.PHONY: test-versions
+test-versions: $(BIN)/python
+	$(BIN)/python .ci/versions.py lowest $(ARGS)
+	$(BIN)/python .ci/versions.py highest $(ARGS)
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

@@ -1,6 +1,5 @@
 """Every benchmark runs on a CPU at a size that takes no time, and writes its table."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import outside
 from tests.gpu.programs import needs_gpu_compiler
 
 ROOT = Path(__file__).parent.parent.parent
@@ -16,9 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 def table_of(tmp_path, module, *arguments):
     """The table that a benchmark writes, as text."""
     out = tmp_path / "table.txt"
-    # Benchmarks choose their own devices and precision: what conftest.py sets for the tests is left out.
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
-    environment["JAX_PLATFORMS"] = "cpu"
+    environment = outside(JAX_PLATFORMS="cpu")  # benchmarks choose their own devices and precision
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "-o", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,7 +17,7 @@ KILLED_AFTER = 4
 
 
 def main(folder: str, losses: str) -> None:
-    pipe, tx = runs.pipeline("1f1b", 2), runs.optimizer()
+    pipe, tx = runs.pipeline("1f1b", 2, mesh=runs.explicit_mesh(2)), runs.optimizer()
     state, step = runs.start(pipe, tx), runs.stepper(pipe, tx)
     checkpoints = Checkpoints(folder, pipe)
     for number in range(100):

@@ -68,6 +68,11 @@ def pipeline(name: str, devices: int, *, chunks: int | None = None, **options: A
     return jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
 
 
+def explicit_mesh(devices: int) -> Mesh:
+    """A mesh of explicit axes, as `jax.make_mesh` makes them; those of `pipeline` are automatic."""
+    return jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
+
+
 @cache
 def _plain_value_and_grad() -> Any:
     step = {"first": first, "stage": stage, "last": last, "microbatches": 1}

@@ -30,8 +30,7 @@ STEPS = 7
 
 @cache
 def pipe_and_optimizer() -> tuple[jp.Pipeline, optax.GradientTransformation]:
-    # A mesh of explicit axes, as `jax.make_mesh` makes them; those of the other tests are automatic.
-    return runs.pipeline("1f1b", 2, mesh=jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])), runs.optimizer()
+    return runs.pipeline("1f1b", 2, mesh=runs.explicit_mesh(2)), runs.optimizer()
 
 
 def like() -> Any:
@@ -39,6 +38,7 @@ def like() -> Any:
 
 
 def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(tmp_path: Path) -> None:
+    """The child runs the program of this process, compiled by the same compiler for the same processor: the same code."""
     pipe, tx = pipe_and_optimizer()
     step = runs.stepper(pipe, tx)
     _, whole = runs.run(step, like(), range(STEPS))

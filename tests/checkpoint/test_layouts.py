@@ -61,6 +61,7 @@ def merged(params: Any, pipe: jp.Pipeline | None) -> Any:
 def test_the_same_schedule_goes_on_bit_for_bit(folder: Any) -> None:
     state, losses = resumed(folder, pipe_of("1f1b", 4))
     _, end, wanted = whole_run()
+    # One pipeline and so one compiled step, on what was saved.
     assert losses == wanted[SAVED:]
     for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):
         assert np.array_equal(ours, theirs)

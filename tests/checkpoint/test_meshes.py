@@ -36,7 +36,7 @@ def test_parameters_spread_over_all_axes_are_read_on_any_mesh(tmp_path: Path) ->
         with Checkpoints(tmp_path, pipe) as checkpoints:
             _, found = checkpoints.restore(like)
         for ours, theirs in zip(*(jax.tree.leaves((s["params"], s["opt_state"])) for s in (found, saved)), strict=True):
-            assert np.array_equal(ours, theirs)
+            assert np.array_equal(ours, theirs)  # numbers are moved, not computed
         # Moments lie where their parameters do, so that no step moves them.
         for tree in (found["params"], found["opt_state"].mu, found["opt_state"].nu):
             assert jax.tree.map(lambda a: a.sharding, tree) == jax.tree.map(lambda a: a.sharding, like["params"])

@@ -117,6 +117,7 @@ def test_placed_parameters_take_the_same_steps_and_leave_the_same_state(name: st
     natural = Natural(pipe).of({"params": params, "opt_state": state})
     like = Natural(None).of({"params": wanted, "opt_state": wanted_state})
     close(natural, like)
+    # There and back: numbers are moved, not computed.
     back = Natural(pipe).placed(natural, {"params": params, "opt_state": state})
     for ours, theirs in zip(jax.tree.leaves(back), jax.tree.leaves({"params": params, "opt_state": state}), strict=True):
         assert np.array_equal(ours, theirs)
@@ -150,6 +151,7 @@ def test_a_history_has_a_natural_layout() -> None:
     found = natural.of({"params": params, "history": history})
     assert found["history"]["stages"]["w"].shape == (3, runs.LAYERS, runs.WIDTH, runs.WIDTH)
     for i in range(3):
+        # A product with a small integer is one operation, rounded in one way.
         wanted = (i + 1) * np.concatenate(runs.canonical(4)["stages"]["w"])
         assert np.array_equal(found["history"]["stages"]["w"][i], wanted)
     back = natural.placed(found, {"params": params, "history": history})["history"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import quick
+
 from .run_page import blocks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("examples/**/README.md")])
-# As a reader runs it, but compiled without LLVM's optimisations, which halves the time.
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")} | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+ENVIRONMENT = quick()
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[\w-]+)?\)")
 # Its snippets are fragments; tests/reference/test_ref_peer.py runs what they show.
 FRAGMENTS = ("torch_peer.md",)

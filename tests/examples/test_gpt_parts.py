@@ -18,6 +18,7 @@ from gpt.devices import on_mesh
 from gpt.model import GPT
 from gpt.optimizer import adamw, decayed
 from jaxpipe.checkpoint import Checkpoints
+from tests.tolerance import FLOAT64, relative
 from torch_ref.models import GPT as TorchGPT
 
 SIZES = {"layers": 4, "vocab": 32, "context": 8, "width": 16, "heads": 2}
@@ -95,8 +96,8 @@ class TestModel:
         for s in range(4):
             x = model.stage(jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"]), x)
         loss = model.last(params["last"], x, batch, shared=params.get("shared"))
-        # Same operations in the same order but for the scan's length: equal to the last digits of float64.
-        assert float(loss) == pytest.approx(float(model.plain_loss(params, batch)), rel=1e-14)
+        # The same operations, in four scans of one layer that are compiled apart from one of four.
+        assert relative(loss, model.plain_loss(params, batch)) <= FLOAT64
 
     def test_no_token_sees_a_later_one(self):
         model = model_of()
@@ -104,6 +105,7 @@ class TestModel:
         changed = tokens.copy()
         changed[:, 5] = (changed[:, 5] + 1) % SIZES["vocab"]
         before, after = model.logits(params, tokens), model.logits(params, changed)
+        # The same compiled code twice, and what is masked is added as an exact zero: the same bits.
         assert np.array_equal(before[:, :5], after[:, :5])
         assert not np.allclose(before[:, 5], after[:, 5])
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.environment import outside, quick
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# As a person runs it: one device, float32, no flags.
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
 # Compiling without LLVM's optimisations halves the time where compute is little; convolutions would take longer than they save.
-QUICK = ENVIRONMENT | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+ENVIRONMENT, QUICK = outside(), quick()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ class Block(nnx.Module):
         self.scale = scale
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
         self.norm = nnx.BatchNorm(WIDTH, momentum=0.5, param_dtype=F64, rngs=rngs) if norm else None
+        if self.norm is not None:
+            # flax makes them float32; JAX warns when float64 is written into such an array, and will refuse it.
+            self.norm.mean, self.norm.var = nnx.BatchStat(jnp.zeros(WIDTH, F64)), nnx.BatchStat(jnp.ones(WIDTH, F64))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         u = self.norm(x) if self.norm is not None else x

@@ -54,7 +54,7 @@ def test_batch_statistics_are_carried_from_microbatch_to_microbatch(kind: str, n
     found = pipe.canonical(grads)
     # A bias before a batch norm has no effect on the loss: its gradient is rounding alone, so arrays are compared as one.
     assert worst_error(*(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (found, wanted_grads))) <= FLOAT64
-    # flax keeps statistics in float32: one rounding of 6e-8 a microbatch.
+    # linen keeps statistics in float32: one rounding of 6e-8 a microbatch.
     assert worst_error(pipe.canonical_state(state), wanted_state) <= M * 6e-8
     evaluated = pipe.evaluate(params, batch, state=state)
     assert evaluated == pytest.approx(float(through(model, model.params, batch, state=wanted_state, training=False)[0]), rel=1e-6)

@@ -11,7 +11,7 @@ import torch_ref
 from tests.models import to_flat, to_tree, twin
 from tests.oracle import oracle_value_and_grad
 from tests.parity.engines import Outcome, case_data, mesh_of, pipeline, truth, worst_error
-from tests.parity.tolerance import FLOAT64
+from tests.tolerance import FLOAT64, relative
 
 ROWS = 2
 WIDTH = 3
@@ -72,6 +72,7 @@ def test_evaluation_is_the_training_loss_on_every_device_and_leaves_no_trace():
     evaluated = pipe.evaluate(params, batch)
     after, _ = pipe.value_and_grad(params, batch)
     assert abs(float(evaluated) - float(before)) <= FLOAT64 * float(before)
+    # One compiled program run twice; and every device gets one sum of the same numbers, of which all but one are zero.
     assert float(before) == float(after)
     assert {float(np.asarray(shard.data)) for shard in evaluated.addressable_shards} == {float(evaluated)}
     assert len(evaluated.addressable_shards) == 2
@@ -352,7 +353,7 @@ def test_stages_without_parameters():
     x = np.tanh(np.tanh(batch["x"]))
     error = x @ canonical["last"]["w"] - batch["y"]
     assert float(loss) == pytest.approx((error**2).mean(), rel=FLOAT64)
-    np.testing.assert_allclose(grads["last"]["w"], x.T @ (2 * error / error.size), rtol=1e-11)
+    assert relative(np.asarray(grads["last"]["w"]), x.T @ (2 * error / error.size)) <= FLOAT64
 
 
 def test_rules_of_their_own_for_the_gradient_are_obeyed():

@@ -10,11 +10,12 @@ from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 
 M, ROWS, WIDTH = 4, 2, 3
+LARGE = 0.3
 
 
 def stage(params, x):
     h = jnp.tanh(x["h"] @ params["w"])
-    return {"h": h, "large": jnp.max(h, axis=-1) > 0.3, "id": x["id"]}
+    return {"h": h, "large": jnp.max(h, axis=-1) > LARGE, "id": x["id"]}
 
 
 def first(params, microbatch):
@@ -34,5 +35,7 @@ def test_outputs_are_those_of_the_model_row_by_row(name, data):
     for s in range(schedule.num_stages):
         wanted = stage({"w": canonical["stages"]["w"][s]}, wanted)
     assert found["id"].tolist() == batch["id"].tolist()
+    # A row at the threshold could come out either way where programs round otherwise; there is none.
+    assert np.min(np.abs(np.max(wanted["h"], axis=-1) - LARGE)) > 1e-6
     assert found["large"].tolist() == np.asarray(wanted["large"]).tolist()
     assert np.max(np.abs(jax.device_get(found["h"]) - wanted["h"])) <= FLOAT64

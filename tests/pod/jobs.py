@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.environment import quick
+
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples" / "pod" / "train.py"
-# Virtual devices are asked for by flag, and in the example's own precision.  Compiling without LLVM's optimisations takes half as long.
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")} | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# Virtual devices are asked for by flag, and in the example's own precision.
+ENVIRONMENT = quick()
 
 
 @dataclass

@@ -129,10 +129,10 @@ def test_order_of_microbatches_does_not_show():
     model, batch = small_gpt(2), gpt_batch(6)
     usual = torch_ref.run(jp.schedules.build("gpipe", devices=2, microbatches=3).to_csv(), model, batch, weights=model.init())
     other = torch_ref.run(forwards, model, batch, weights=model.init())
-    # Forwards do not depend on one another: the very same bits.
-    np.testing.assert_array_equal(other.losses, usual.losses)
+    # Forwards do not depend on one another, and losses and outputs come in the order of microbatches.
+    np.testing.assert_allclose(other.losses, usual.losses, rtol=TOLERANCE)
     for ours, theirs in zip(other.outputs, usual.outputs, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE * np.abs(theirs).max())
     assert other.order.index("1F2") < other.order.index("1F0")
 
 
@@ -158,7 +158,7 @@ def test_weighted_targets_as_a_mean_of_each_microbatch():
 
 
 def test_loss_scale_leaves_no_trace():
-    """A power of two, so that scaling and unscaling are exact."""
+    """A power of two, so that scaling and unscaling are exact; torch runs the same kernels, one after the other, in both."""
     model, batch = MLP(num_stages=2), mlp_batch(6)
     plainly = torch_ref.run(ZERO_BUBBLE, model, batch, weights=model.init())
     scaled = torch_ref.run(ZERO_BUBBLE, model, batch, weights=model.init(), loss_scale=1024.0)
@@ -170,6 +170,7 @@ def test_loss_scale_leaves_no_trace():
 def test_a_second_run_knows_nothing_of_the_first():
     model, batch = MLP(num_stages=2), mlp_batch(6)
     first, second = (torch_ref.run(ZERO_BUBBLE, model, batch, weights=model.init()) for _ in range(2))
+    # The same kernels in the same order on the same numbers: the same bits.
     for name, gradient in first.grads.items():
         np.testing.assert_array_equal(second.grads[name], gradient)
 
@@ -178,7 +179,7 @@ def test_forward_only_table_gives_the_training_loss():
     model, batch = small_gpt(2), gpt_batch(6)
     trained = torch_ref.run(ZERO_BUBBLE, model, batch, weights=model.init())
     evaluated = torch_ref.run("0F0,0F1,0F2\n1F0,1F1,1F2\n", model, batch, weights=model.init())
-    np.testing.assert_array_equal(evaluated.losses, trained.losses)
+    np.testing.assert_allclose(evaluated.losses, trained.losses, rtol=TOLERANCE)
     assert evaluated.grads == {}
     assert evaluated.peak_activations == (1, 1)
 

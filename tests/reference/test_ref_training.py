@@ -151,6 +151,7 @@ def test_command_writes_gradients(files, capsys):
     assert printed == {"loss": result.loss, "losses": result.losses.tolist(), "counts": None, "peak_activations": [3, 2]}
     written = load_arrays(folder / "out")
     assert written.keys() == result.grads.keys()
+    # The command runs in this process: the same kernels on the same numbers.
     for name, gradient in result.grads.items():
         np.testing.assert_array_equal(written[name], gradient)
 

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Test jaxpipe with the lowest and with the highest versions that pyproject.toml allows of what it runs with.
+
+python .ci/versions.py lowest [ARGUMENTS OF PYTEST]       in .venv-lowest
+python .ci/versions.py highest [ARGUMENTS OF PYTEST]      in .venv-highest
+
+The environment is made on the first run, brought up to date on every run, and kept.  Without arguments the quick choice below runs, some
+minutes on two cores: what meets jax, flax, optax and orbax where they change.  The Python that runs this makes the environment; for
+`lowest` it should be the oldest that is allowed, since old releases have no wheels for newer ones.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Extras that tests or tools need; their versions are not what this is about.
+TOOLS = ("test", "dev", "gpu-compile")
+RANGE = re.compile(r"^(?P<name>[\w-]+)>=(?P<lowest>[\w.]+),")
+QUICK = (
+    "tests/checkpoint/test_interrupted.py",
+    "tests/checkpoint/test_layouts.py",
+    "tests/checkpoint/test_meshes.py",
+    "tests/flax/test_linen.py",
+    "tests/flax/test_nnx.py",
+    "tests/lowering/test_contract.py",
+    "tests/lowering/test_stage.py",
+    "tests/models",
+    "tests/parity/test_loss_contract.py",
+    "tests/table/test_cli.py",
+    "tests/table/test_render.py",
+)
+
+
+def ranges() -> dict[str, str]:
+    """Name -> lowest version, of everything that jaxpipe and its extras run with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [needs for name, needs in project.get("optional-dependencies", {}).items() if name not in TOOLS]
+    found = [RANGE.match(need) for needs in (project["dependencies"], *extras) for need in needs]
+    return {match["name"]: match["lowest"] for match in found if match}
+
+
+def torch() -> str:
+    """The requirement of torch, which goes first and alone: pip takes a CPU build where one is at hand."""
+    (need,) = re.findall(r'"(torch==[\w.]+)"', (ROOT / "pyproject.toml").read_text())
+    return str(need)
+
+
+def main(which: str, *arguments: str) -> int:
+    """Make or update the environment, say what is in it, run the tests; the status of pytest."""
+    if which not in ("lowest", "highest"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    folder = ROOT / f".venv-{which}"
+    python = str(folder / "bin" / "python")
+    if not folder.exists():
+        venv.create(folder, with_pip=True)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pinned = [f"{name}=={version}" for name, version in ranges().items()] if which == "lowest" else []
+    constraints = folder / "constraints.txt"
+    constraints.write_text("".join(f"{pin}\n" for pin in pinned))
+    newest = ["--upgrade", "--upgrade-strategy", "eager"] if which == "highest" else []
+    subprocess.run([*pip, torch()], check=True)
+    subprocess.run([*pip, *newest, "--constraint", str(constraints), "--editable", f"{ROOT}[examples,test]"], check=True)
+    subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "list", "--format", "freeze"], check=True)
+    return subprocess.run([python, "-m", "pytest", *(arguments or QUICK)], cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]) if len(sys.argv) > 1 else main(""))
