@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
+from .arrays import PyTree
 from .errors import CheckpointError
 from .pipeline import Pipeline
 from .portable import Natural
@@ -17,8 +18,6 @@ try:
     import orbax.checkpoint as ocp
 except ImportError as error:
     raise ImportError("jaxpipe.checkpoint needs orbax-checkpoint, which is not installed: pip install 'jaxpipe[checkpoint]'") from error
-
-PyTree: TypeAlias = Any
 
 
 class Checkpoints:

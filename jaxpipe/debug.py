@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .arrays import PyTree
 from .errors import PipelineError
 from .model.functions import Functions, Loss
 from .model.packed import Packed
@@ -21,7 +22,6 @@ from .pipeline import Pipeline
 from .spmd.body import shard_key
 from .stage.model_code import make_extra, split_batch
 
-PyTree: TypeAlias = Any
 OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
 

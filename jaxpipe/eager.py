@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .arrays import Leaves, PyTree
 from .model.functions import Loss
 from .program.interpret import interpret
 from .program.liveness import Liveness
 from .program.verify import verify
-from .stage.code import Leaves, PyTree
 from .stage.job import Job
 from .stage.model_code import make_extra, split_batch
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
 
+from .arrays import PyTree
 from .errors import PipelineError
 from .layouts.layout import Layout
 from .lowering.plan import Prefer, forward_plan, plan_of
@@ -24,8 +25,6 @@ from .stage.job import Executor, Job
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.schedule import Schedule
-
-PyTree: TypeAlias = Any
 
 
 class Pipeline:

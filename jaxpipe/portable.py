@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding, auto_axes
 
+from .arrays import PyTree
 from .errors import CheckpointError
 from .model.param_layout import OUTER
 from .pipeline import Pipeline
 
-PyTree: TypeAlias = Any
 Path: TypeAlias = Any
 
 

@@ -14,7 +14,10 @@ WITHOUT_JAX = (
     *("errors", "version", "table", "simulation", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
     *("render", "cli"),
 )
-WITH_JAX = ("jaxprs", "model", "stage", "spmd", "eager", "report", "pipeline", "debug", "portable", "checkpoint", "distributed", "flax")
+WITH_JAX = (
+    *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
+    *("report", "pipeline", "debug", "portable", "checkpoint", "distributed", "flax"),
+)
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them
 

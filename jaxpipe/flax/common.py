@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..arrays import PyTree
 from ..errors import PipelineError
 
-PyTree: TypeAlias = Any
 OFFERED = ("ctx", "microbatch", "shared", "training")
 
 

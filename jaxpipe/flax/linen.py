@@ -11,10 +11,10 @@ import jax
 from flax import errors
 from flax import linen as nn
 
+from ..arrays import PyTree
 from ..errors import PipelineError
 from .common import End, blocks_per_stage, divided, key_of, layered, no_key, period, scanned, stacked, wanted, with_keywords
 
-PyTree: TypeAlias = Any
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..arrays import PyTree
 from ..errors import PipelineError
 from .common import End, blocks_per_stage, divided, key_of, layered, no_key, period, scanned, stacked, wanted, with_keywords
 
-PyTree: TypeAlias = Any
 MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
 
 

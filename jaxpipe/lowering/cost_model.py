@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,26 +12,11 @@ from ..program.segments import Exchange, Permute, Segment
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
 from .assign_ticks import Ticks
+from .limits import Prices
 from .requirements import Requirements
 
 # (delay, partners of each device, how long the permutes of each device last)
 _Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
-
-
-class Prices(NamedTuple):
-    """What emissions are compared by, besides the makespan with F = I = W = 1 and B = 2."""
-
-    predicate: float  # time of a predicate
-    transfer: float  # time of a permute, for each device in it, while it waits
-    traffic: float  # time of what a device sends, whether it waits or not
-    block: float  # share of the makespan that one compiled block of stage code is worth
-    permute: float = 5e-5  # the same for a compiled permute
-
-
-# Little code: no transfer is made for nothing, but a ramp of a few ticks must not cost a second of compile time.
-LITTLE_CODE = Prices(predicate=0.003, transfer=0.01, traffic=0.035, block=4e-3)
-# Early transfers: code for each kind of tick in the steady state, so that what has slack moves while blocks run.
-EARLY_TRANSFERS = Prices(predicate=0.003, transfer=0.1, traffic=0.03, block=2e-3)
 
 
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:

@@ -9,11 +9,8 @@ from numpy.typing import NDArray
 
 from ..program.segments import Block, BlockUse, Payload, Permute, Presence, TickTemplate
 from ..table.encoded import BoolArray, IntArray
+from .limits import LIMITS
 from .requirements import Edge, Requirements
-
-# Two exchanges become one where no more than this share of all transfers is made for nothing by that, or where there are too many.
-SAVES_ENOUGH = 0.01
-MOST_EXCHANGES = 12
 
 
 def template_of(requirements: Requirements, group: slice, *, room: int = 0, gated: bool = False) -> tuple[TickTemplate, IntArray]:
@@ -71,11 +68,11 @@ def exchanges_of(needs: Sequence[frozenset[Edge]], times: IntArray) -> tuple[lis
     cluster = np.array([distinct.index(need) for need in needs])
     count: NDArray[np.float64] = np.bincount(cluster, weights=times).astype(np.float64)
     members = np.array([[edge in need for edge in edges] for need in distinct])
-    enough = SAVES_ENOUGH * float(count @ members.sum(axis=1))
+    enough = LIMITS.saves_enough * float(count @ members.sum(axis=1))
     more = np.array([_additional(members, count, a) for a in range(len(count))])
     for left in range(len(count), 1, -1):
         a, b = divmod(int(more.argmin()), len(count))
-        if left <= MOST_EXCHANGES and more[a, b] > enough:
+        if left <= LIMITS.most_exchanges and more[a, b] > enough:
             break
         cluster[cluster == b] = a
         members[a] |= members[b]

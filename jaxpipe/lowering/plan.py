@@ -16,13 +16,11 @@ from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only
 from .assign_ticks import Ticks, assign_ticks, modulo_ticks
 from .balanced_ticks import balanced_ticks
-from .cost_model import EARLY_TRANSFERS, LITTLE_CODE, Prices, cost_matrix, least_makespan, program_makespan, program_price
+from .cost_model import cost_matrix, least_makespan, program_makespan, program_price
+from .limits import EARLY_TRANSFERS, LIMITS, LITTLE_CODE, Prices
 from .requirements import collect
 from .segments import find_segments
 from .slots import assign_slots
-
-# A program this much longer than its table keeps the table's makespan; if none does, more costly ways are tried.
-KEEPS_MAKESPAN = 1.005
 
 
 class Prefer(Enum):
@@ -48,7 +46,7 @@ def choose_candidate(schedule: Schedule, *, prefer: Prefer = Prefer.MEMORY) -> C
     ticks.  Where nothing keeps the makespan, the shortest is taken.
     """
     prices = EARLY_TRANSFERS if prefer is Prefer.SPEED else LITTLE_CODE
-    enough = KEEPS_MAKESPAN * simulate(schedule).makespan
+    enough = LIMITS.keeps_makespan * simulate(schedule).makespan
     found: list[Candidate] = []
     for candidates in _more_and_more(schedule):
         bounds = [least_makespan(collect(ticks), cost_matrix(ticks)) for ticks in candidates]

@@ -15,17 +15,10 @@ from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import LITTLE_CODE, Prices, advance, cost_matrix, program_makespan, program_price
+from .cost_model import advance, cost_matrix, program_makespan, program_price
 from .exchanges import template_of
+from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
-
-LONGEST_PERIOD = 12
-# Of the first guesses, so many are improved on.
-STARTS = 4
-# Ticks that may repeat without being the same code: an interleaved table comes back to the same chunks after P V microbatches.
-LONGEST_CYCLE = 512
-# The search stops when it has simulated this many ticks: tables without any rhythm would take minutes.
-MOST_WORK = 400_000
 
 
 class Span(NamedTuple):
@@ -85,12 +78,12 @@ def kept_ticks(codes: IntArray) -> IntArray:
 def _longest_removal(codes: IntArray) -> slice | None:
     """Turns in the middle of the longest steady state, so that one turn and a little more are left; None if there are none."""
     best = slice(0, 0)
-    for cycle in range(1, min(LONGEST_CYCLE, len(codes) // 2) + 1):
+    for cycle in range(1, min(LIMITS.longest_cycle, len(codes) // 2) + 1):
         if codes[cycle:].size <= best.stop - best.start:
             break
         begin, length = _longest_true(codes[cycle:] == codes[:-cycle])
-        turn = math.lcm(cycle, LONGEST_PERIOD)
-        room = length + cycle - turn - 2 * LONGEST_PERIOD
+        turn = math.lcm(cycle, LIMITS.longest_period)
+        room = length + cycle - turn - 2 * LIMITS.longest_period
         count = max(0, room // turn) * turn
         if count > best.stop - best.start:
             margin = (length + cycle - count) // 2
@@ -124,7 +117,7 @@ def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
                 if end - begin < 2 * period:
                     continue
                 marks = sorted({0, min(first_backward), begin, end, max(after_forward), stop})
-                spans = [Span(a, b, period if (a, b) == (begin, end) else min(b - a, LONGEST_PERIOD)) for a, b in pairwise(marks)]
+                spans = [Span(a, b, period if (a, b) == (begin, end) else min(b - a, LIMITS.longest_period)) for a, b in pairwise(marks)]
                 found.append(spans)
     return found
 
@@ -143,7 +136,7 @@ class _Chooser:
 
     def best(self, starts: Sequence[list[Span]]) -> list[Span]:
         """Improve the most promising starts."""
-        promising = sorted(starts, key=self.score)[:STARTS]
+        promising = sorted(starts, key=self.score)[: LIMITS.starts]
         return min((self.improve(start) for start in promising), key=self.score)
 
     def score(self, spans: Sequence[Span]) -> float:
@@ -171,7 +164,7 @@ class _Chooser:
     def improve(self, spans: list[Span]) -> list[Span]:
         """Try other periods for each span, and one span for two neighbours, while the score falls."""
         better = True
-        while better and self._work < MOST_WORK:
+        while better and self._work < LIMITS.most_work:
             better = False
             for candidate in self._neighbours(spans):
                 if self.score(candidate) < self.score(spans) - 1e-12:
@@ -225,7 +218,7 @@ def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span
     signature = np.array([numbers.setdefault(kind.signature, len(numbers)) for kind in requirements.kinds])
     codes = signature[requirements.codes[start:stop]]
     best: Span | None = None
-    for period in range(1, min(LONGEST_PERIOD, (stop - start) // 2) + 1):
+    for period in range(1, min(LIMITS.longest_period, (stop - start) // 2) + 1):
         begin, length = _longest_true(codes[period:] == codes[:-period])
         trips = (length + period) // period
         if trips < 3 and not (trips == 2 and period == 1):

@@ -7,14 +7,13 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ..arrays import PyTree
 from ..errors import PipelineError
-
-PyTree: TypeAlias = Any
 
 
 class Context(NamedTuple):

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
 from .functions import Context, Function
 
-PyTree: TypeAlias = Any
 EMBEDDING, LOSS = "E", "L"
 
 

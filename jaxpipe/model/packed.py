@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, keystr
 
+from ..arrays import PyTree
 from ..errors import PipelineError
 from .places import Place, Places
-
-PyTree: TypeAlias = Any
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays import PyTree
 from ..errors import PipelineError
 from ..table.placement import Placement
 from .layers import LayerMap
 from .packed import Packed, pack
 from .places import Places
 
-PyTree: TypeAlias = Any
 OUTER = ("first", "last", "shared")
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..arrays import PyTree
 from ..errors import PipelineError
-
-PyTree: TypeAlias = Any
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from ..arrays import Leaves, Scalar
 from ..jaxprs import Slot, run_in_slots
 from ..program.records import Backward
 from ..program.segments import BlockUse, Presence
-from ..stage.code import Leaves, StageCode
+from ..stage.code import StageCode
 from ..table.action import Kind
 from .block import Block, run_where
 from .operands import StageOperand
@@ -25,7 +25,7 @@ class RunBackward(Block):
     shared: SharedCode
     use: BlockUse
     kind: int  # of stage
-    row: Backward[Any]
+    row: Backward[Scalar]
 
     @property
     def code(self) -> StageCode:

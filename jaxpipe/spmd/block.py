@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..arrays import Flag
 from ..program.segments import Presence
 from .pools import while_once
-from .state import State, part_names
+from .state import State, given, part_names
 
 
 class Block(abc.ABC):
@@ -25,23 +25,23 @@ class Block(abc.ABC):
         """The state after it."""
 
 
-def run_where(presence: Presence, predicate: Any, block: Block, state: State) -> State:
+def run_where(presence: Presence, predicate: Flag, block: Block, state: State) -> State:
     """Run a block where the predicate holds."""
     return _run(presence, predicate, block, state)[1]
 
 
-def run_in_order(presence: Presence, predicate: Any, block: Block, state: State) -> State:
+def run_in_order(presence: Presence, predicate: Flag, block: Block, state: State) -> State:
     """Run a block where the predicate holds, after all that ran before; what is run so next starts after it.
 
     The state's token is False after every block, but XLA cannot know: a block that reads pools must be done before the next writes
     them, and without this dependency XLA:GPU may run the writer first, on a copy of every pool.
     """
-    after_all = jnp.logical_and(predicate, jnp.logical_not(state.token))
+    after_all = jnp.logical_and(predicate, jnp.logical_not(given(state.token)))
     token, state = _run(presence, after_all, block, state)
     return state.updated(State(token=token))
 
 
-def _run(presence: Presence, predicate: Any, block: Block, state: State) -> tuple[Any, State]:
+def _run(presence: Presence, predicate: Flag, block: Block, state: State) -> tuple[Flag, State]:
     """A flag that is False once the block is over, and the state after it.
 
     A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at most one trip updates
@@ -66,6 +66,6 @@ def _checked(block: Block, state: State) -> State:
     return part
 
 
-def false() -> Any:
+def false() -> Flag:
     """A token of what is over."""
     return jnp.zeros((), bool)

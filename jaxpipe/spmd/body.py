@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..arrays import Leaves, PyTree, Scalar
 from ..model.functions import Loss
 from ..model.partition import gather, leaf_plans
 from ..program.records import TickRecord, arrays, map_fields
 from ..program.segments import Segment
-from ..stage.code import Leaves, PyTree, run
+from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, split_batch, trace_model
 from .block import false
@@ -193,7 +194,7 @@ def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: Stat
     return lax.scan(trip, state, rows)[0]
 
 
-def _record(like: TickRecord[Any], row: Any) -> TickRecord[Any]:
+def _record(like: TickRecord[Any], row: Any) -> TickRecord[Scalar]:
     """A line of the table as a record of scalars."""
     column = iter(range(row.shape[0]))
     return map_fields(lambda _: row[next(column)], like)

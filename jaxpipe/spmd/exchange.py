@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays import Leaves, Scalar
 from ..program.records import Arrival
 from ..program.segments import Payload, Permute, TickTemplate
-from ..stage.code import Leaves
 from .block import Block
 from .pools import read, write
 from .state import State, given
@@ -23,7 +22,7 @@ def permuted(permute: Permute, axis: str, state: State) -> Leaves:
     return [lax.ppermute(leaf, axis, permute.pairs) for leaf in given(sent)]
 
 
-def arrive(state: State, payload: Payload, arrival: Arrival[Any], leaves: Leaves, *, keep: bool) -> State:
+def arrive(state: State, payload: Payload, arrival: Arrival[Scalar], leaves: Leaves, *, keep: bool) -> State:
     """Write what has arrived; `keep`: some slots keep what they have, since nothing is meant for their device and none is free."""
     pool = given(state.x if payload is Payload.ACTIVATION else state.cotangent)
     if keep:
@@ -44,7 +43,7 @@ class RunExchange(Block):
     template: TickTemplate
     number: int
     axis: str
-    arrivals: Sequence[Arrival[Any]]
+    arrivals: Sequence[Arrival[Scalar]]
     keeps: Sequence[bool]  # by lane
     before: State  # what is sent is not carried
 

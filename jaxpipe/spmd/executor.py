@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..arrays import PyTree
 from ..model.partition import Partition
-from ..stage.code import PyTree
 from ..stage.job import Job
 from .body import body
 

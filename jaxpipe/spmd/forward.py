@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from jax.extend import core
 
+from ..arrays import Leaves, Scalar
 from ..jaxprs import run_in_slots
 from ..program.records import Forward
 from ..program.segments import BlockUse, Presence
-from ..stage.code import Leaves, StageCode, run
+from ..stage.code import StageCode, run
 from .block import Block, run_where
 from .operands import StageOperand
 from .outer import EvaluateLast, RunFirst, RunLast
@@ -26,7 +26,7 @@ class _StageForward(Block):
     shared: SharedCode
     use: BlockUse
     kind: int  # of stage
-    row: Forward[Any]
+    row: Forward[Scalar]
 
     @property
     def code(self) -> StageCode:

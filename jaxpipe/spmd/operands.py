@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
+from ..arrays import Leaves, PyTree
 from ..model.places import Place, Places
-from ..stage.code import Leaves, StageCode
+from ..stage.code import StageCode
 from .pools import add
 from .shared_buffers import SharedBuffer
-
-PyTree: TypeAlias = Any
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from ..arrays import Leaves, Scalar
 from ..program.records import Backward, Forward
-from ..stage.code import Leaves, StageCode, run
+from ..stage.code import StageCode, run
 from .block import Block
 from .pools import add, add_at, read, write
 from .shared_code import SharedCode
@@ -18,7 +18,7 @@ class RunFirst(Block):
     """`first`: the input of the model's first stage, and residuals for its gradient."""
 
     shared: SharedCode
-    row: Forward[Any]
+    row: Forward[Scalar]
 
     def writes(self, state: State) -> State:
         """The stage's input, and what `first` keeps."""
@@ -40,7 +40,7 @@ class FirstGradient(Block):
     """The gradient of `first`, from that of the first stage's input."""
 
     shared: SharedCode
-    row: Backward[Any]
+    row: Backward[Scalar]
     dx: Leaves
 
     def writes(self, state: State) -> State:
@@ -66,7 +66,7 @@ class RunLast(Block):
 
     shared: SharedCode
     code: StageCode  # of the last stage
-    row: Forward[Any]
+    row: Forward[Scalar]
     y: Leaves
 
     def writes(self, state: State) -> State:
@@ -99,7 +99,7 @@ class EvaluateLast(Block):
     """The loss alone."""
 
     shared: SharedCode
-    row: Forward[Any]
+    row: Forward[Scalar]
     y: Leaves
 
     def writes(self, state: State) -> State:

@@ -9,32 +9,32 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs import Slot
-from ..stage.code import Leaves
 
 T = TypeVar("T")
 
 
-def while_once(predicate: Any, body: Callable[[T], T], carry: T) -> tuple[Any, T]:
+def while_once(predicate: Flag, body: Callable[[T], T], carry: T) -> tuple[Flag, T]:
     """A loop of one trip where the predicate holds, of none elsewhere: a flag that is False once it is over, and the carry after it."""
 
-    def once(state: tuple[Any, T]) -> tuple[Any, T]:
+    def once(state: tuple[Any, T]) -> tuple[Flag, T]:
         return jnp.zeros_like(state[0]), body(state[1])
 
     return lax.while_loop(lambda state: state[0], once, (predicate, carry))
 
 
-def read(pool: Sequence[Any], slot: Any) -> Leaves:
+def read(pool: Sequence[Any], slot: Scalar) -> Leaves:
     """One slot of every leaf of a pool ([slots, ...])."""
     return [Slot(leaf, slot).load() for leaf in pool]
 
 
-def write(pool: Sequence[Any], slot: Any, values: Sequence[Any]) -> Leaves:
+def write(pool: Sequence[Any], slot: Scalar, values: Sequence[Any]) -> Leaves:
     """The pool with one slot replaced."""
     return [Slot(leaf, slot).store(value) for leaf, value in zip(pool, values, strict=True)]
 
 
-def add_at(pool: Any, slot: Any, value: Any) -> Any:
+def add_at(pool: Any, slot: Scalar, value: Any) -> Any:
     """The leaf with a value added to one slot."""
     entry = Slot(pool, slot)
     return entry.store(entry.load() + value.astype(pool.dtype))

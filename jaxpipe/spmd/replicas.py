@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..stage.code import Leaves, PyTree
+from ..arrays import Leaves, PyTree
 from ..stage.job import Job
 from .pools import add
 

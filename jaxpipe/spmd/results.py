@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays import Leaves, PyTree
 from ..model.functions import Loss
 from ..model.partition import leaf_plans, reduce_gradients
-from ..stage.code import Leaves, PyTree
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from .replicas import return_replicas

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from ..arrays import Leaves, Scalar
 from ..jaxprs import Slot
 from ..model.places import Place, Places
-from ..stage.code import Leaves
 
 Avals: TypeAlias = "Sequence[Any]"
 _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
@@ -78,31 +78,31 @@ class SharedBuffer:
         """The places of a kind's leaves."""
         return self.places[_keys(avals)]
 
-    def read(self, pool: Sequence[Any], slot: Any, avals: Avals) -> Leaves:
+    def read(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
         """A kind's values out of one slot of a pool of buffers."""
         return [p.take(Slot(pool[p.at], slot).load()) for p in self.of_kind(avals)]
 
-    def write(self, pool: Sequence[Any], slot: Any, avals: Avals, values: Sequence[Any]) -> Leaves:
+    def write(self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]) -> Leaves:
         """The pool with a kind's values in one slot."""
         return self._write(list(pool), slot, list(zip(self.of_kind(avals), values, strict=True)))
 
     @staticmethod
-    def _write(found: Leaves, slot: Any, values: Sequence[tuple[Place, Any]]) -> Leaves:
+    def _write(found: Leaves, slot: Scalar, values: Sequence[tuple[Place, Any]]) -> Leaves:
         for place, value in values:
             entry = Slot(found[place.at], slot)
             found[place.at] = entry.store_flat(value) if place.flat else entry.store(value)
         return found
 
-    def slots(self, pool: Sequence[Any], slot: Any, avals: Avals) -> list[Slot | None]:
+    def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
         """A slot for each leaf of a kind that lies in the buffer as it is."""
         return [None if p.flat else Slot(pool[p.at], slot) for p in self.of_kind(avals)]
 
-    def lazily(self, pool: Sequence[Any], slot: Any, avals: Avals) -> Leaves:
+    def lazily(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
         """A kind's values out of one slot, still as slots where they can be."""
         slots = [(p, Slot(pool[p.at], slot)) for p in self.of_kind(avals)]
         return [p.take(s.load()) if p.flat else s for p, s in slots]
 
-    def stored(self, pool: Sequence[Any], slot: Any, avals: Avals, values: Sequence[Any]) -> Leaves:
+    def stored(self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]) -> Leaves:
         """The pool after a kind's values went into a slot; for those that `slots` gave a slot, `values` holds their updated pool."""
         found = list(pool)
         places = self.of_kind(avals)

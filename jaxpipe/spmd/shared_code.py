@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
-from ..stage.code import LastCode, Leaves, StageCode
+from ..arrays import Leaves, Scalar
+from ..stage.code import LastCode, StageCode
 from ..stage.model_code import make_extra
 from .operands import Operands, SharedBuffers, StageOperand
 
@@ -27,11 +27,11 @@ class SharedCode:
     num_chunks: int
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
 
-    def outer_extra(self, stage: Any, microbatch: Any) -> Leaves:
+    def outer_extra(self, stage: Scalar, microbatch: Scalar) -> Leaves:
         """Leaves of what `first` and `last` are given besides parameters and x."""
         return self._extra(stage, microbatch, self.outer_wants)
 
-    def stage_extra(self, kind: int, operand: StageOperand, stage: Any, microbatch: Any, state: Leaves) -> Leaves:
+    def stage_extra(self, kind: int, operand: StageOperand, stage: Scalar, microbatch: Scalar, state: Leaves) -> Leaves:
         """Leaves of what a stage is given besides parameters and x: "ctx", "microbatch", "state"."""
         own = operand.read_state(state) if "state" in self.wants[kind] else []
         return [*self._extra(stage, microbatch, self.wants[kind]), *own]
@@ -44,5 +44,5 @@ class SharedCode:
         """Whether the first stage may be of this kind: it takes what `first` returns."""
         return self.kinds[self.kind_of[0]].x_avals == code.x_avals
 
-    def _extra(self, stage: Any, microbatch: Any, wants: frozenset[str]) -> Leaves:
+    def _extra(self, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:
         return jax.tree.leaves(make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants))

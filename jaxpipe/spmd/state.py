@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..stage.code import Leaves
+from ..arrays import Flag, Leaves
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class State:
     stage_state: tuple[Leaves | None, ...] = ()  # by chunk: what the stages themselves hand from microbatch to microbatch
     losses: Any = None  # [M]
     aux: Leaves | None = None  # [M, ...]
-    token: Any = None  # False, but XLA cannot know: see `tick`
+    token: Flag | None = None  # False, but XLA cannot know: see `tick`
 
     def updated(self, part: State) -> State:
         """The state with what is in the part replaced."""

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import Leaves, Scalar
 from ..program.ir import Program
 from ..program.records import Arrival, Backward, Forward, TickRecord
 from ..program.segments import BlockUse, Payload, Presence, Segment
-from ..stage.code import Leaves
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
 from .block import Block, run_in_order
 from .exchange import RunExchange, arrive, permuted
 from .forward import RunForward, RunRecompute
 from .shared_code import SharedCode
-from .state import State
+from .state import State, given
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,10 @@ class TickEmitter:
     def _has_recompute(self) -> bool:
         return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
-    def trip(self, segment: Segment, rows: list[TickRecord[Any]], state: State) -> State:
+    def trip(self, segment: Segment, rows: list[TickRecord[Scalar]], state: State) -> State:
         """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32 scalars)."""
         kinds, keeps = self._kinds_at(segment), self._keeps_at(segment)
-        awaited: dict[int, list[tuple[Payload, bool, Arrival[Any], Leaves]]] = {}
+        awaited: dict[int, list[tuple[Payload, bool, Arrival[Scalar], Leaves]]] = {}
         for j, (template, row) in enumerate(zip(segment.templates, rows, strict=True)):
             for use, those in zip(template.blocks, kinds[j], strict=True):
                 for kind in those:
@@ -54,14 +53,14 @@ class TickEmitter:
             # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
             # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
             for payload, keep, arrival, leaves in awaited.pop(j, ()):
-                at = replace(arrival, slot=jnp.where(state.token, 0, arrival.slot))
+                at = replace(arrival, slot=jnp.where(given(state.token), 0, arrival.slot))
                 state = arrive(state, payload, at, leaves, keep=keep)
         assert not awaited, "a transfer is awaited after its trip"
         return state
 
-    def _block(self, use: BlockUse, kind: int, row: TickRecord[Any], state: State, *, asks: bool) -> State:
+    def _block(self, use: BlockUse, kind: int, row: TickRecord[Scalar], state: State, *, asks: bool) -> State:
         """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run it too."""
-        half: Forward[Any] | Backward[Any] = row.forward if use.block.runs_forward else row.backward
+        half: Forward[Scalar] | Backward[Scalar] = row.forward if use.block.runs_forward else row.backward
         predicate, stage = half.chunk == use.block.chunk, half.stage
         if isinstance(half, Backward) or self._has_recompute:
             predicate = jnp.logical_and(predicate, half.kind == int(use.block.kind))

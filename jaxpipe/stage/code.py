@@ -17,15 +17,13 @@ a layout change of one of these gives.  Every matmul of B is done in exactly one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
+from ..arrays import Leaves
 from ..program.liveness import Liveness
-
-Leaves: TypeAlias = "list[Any]"
-PyTree: TypeAlias = Any
 
 
 @dataclass(frozen=True)

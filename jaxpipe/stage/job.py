@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..arrays import PyTree
 from ..lowering.plan import Plan
 from ..model.functions import Functions
 from ..model.param_layout import ParamLayout
-from .code import PyTree
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arrays import Leaves, PyTree
 from ..jaxprs import drop_dead, flatten
-from .code import LastCode, Leaves, PyTree, inexact
+from .code import LastCode, inexact
 from .split import hoist_known
 
 

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays import PyTree
 from ..errors import PipelineError
 from ..model.functions import Context, Functions
 from ..program.ir import Program
 from ..program.liveness import Liveness, longest
 from ..program.verify import verify
-from .code import LastCode, PyTree, StageCode, reads
+from .code import LastCode, StageCode, reads
 from .job import Job
 from .last import trace_last
 from .trace import trace_stage

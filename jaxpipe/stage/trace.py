@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from ..arrays import Leaves, PyTree
 from ..jaxprs import flatten
 from ..jaxprs.flatten import Atom
 from ..model.functions import Returned
-from .code import Leaves, PyTree, StageCode, inexact
+from .code import StageCode, inexact
 from .split import Inputs, Joint, Returns, pieces
 
 
