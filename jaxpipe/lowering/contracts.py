@@ -1,0 +1,94 @@
+"""The promise of every lowering pass: ticks keep the table, segments have all that ticks need, slots hold every value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ..program.ir import Program
+from ..program.segments import Block, Payload, Segment
+from ..program.verify import faults as program_faults
+from ..table.contract import Contract
+from ..table.kinds import Kind
+from ..table.schedule import Schedule
+from .assign_ticks import Ticks, assign_ticks, modulo_ticks, needs_of
+from .balanced_ticks import balanced_ticks
+from .requirements import collect
+from .segments import find_segments
+from .slots import assign_slots
+
+Faults = tuple[str, ...]
+
+
+class Cut(NamedTuple):
+    """Ticks with the segments that they were cut into."""
+
+    ticks: Ticks
+    segments: tuple[Segment, ...]
+
+
+def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
+    """Each device keeps its row's order, one cell a tick (or a forward and a backward); what a cell needs is there a tick before."""
+    table, when = schedule.encoded, ticks.when
+    found = [] if ticks.schedule is schedule else ["the ticks are of another table"]
+    if len(when) != table.num_actions or (len(when) and when.min() < 0):
+        return (*found, "not every action has a tick")
+    for i, j in pairwise(range(table.num_actions)):
+        if table.device[i] != table.device[j]:
+            continue
+        paired = when[i] == when[j] and Block(Kind(table.kind[i]), 0).runs_forward and not Block(Kind(table.kind[j]), 0).runs_forward
+        if when[i] > when[j] or (when[i] == when[j] and not paired):
+            found.append(f"{table.text(i)} and {table.text(j)} of one row run in ticks {when[i]} and {when[j]}")
+    for i, need in enumerate(needs_of(schedule)):
+        if need < len(when) and when[need] >= when[i]:
+            found.append(f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in tick {when[need]}")
+    if ticks.num_ticks % ticks.period:
+        found.append(f"{ticks.num_ticks} ticks are no multiple of the period {ticks.period}")
+    return tuple(found)
+
+
+def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
+    """Segments follow each other, have every block that their ticks need, and carry every transfer in time."""
+    found = []
+    marks = [0, *(segment.stop for segment in cut.segments)]
+    if [segment.start for segment in cut.segments] != marks[:-1] or marks[-1] != ticks.num_ticks:
+        return ("the segments do not cover the ticks once, in order",)
+    requirements = collect(ticks)
+    for segment in cut.segments:
+        for tick in range(segment.start, segment.stop):
+            need = requirements.kinds[requirements.codes[tick]]
+            missing = set(need.blocks) - {use.block for use in segment.template(tick).blocks}
+            found += [f"tick {tick} has no code for {block}" for block in sorted(missing)]
+            carried = {(p.payload, *pair): p.delay for p in segment.exchange(tick) for pair in p.pairs}
+            for edge, slack in need.slack.items():
+                delay = carried.get((Payload(edge.payload), edge.source, edge.target))
+                if delay is None or delay > slack:
+                    found.append(f"tick {tick}: {edge.payload.name} {edge.source} > {edge.target} is not carried within {slack} ticks")
+    return tuple(found)
+
+
+def slots_faults(cut: Cut, program: Program) -> Faults:
+    """The program has the cut's segments, and is valid (`program.verify`)."""
+    same = program.segments == cut.segments and np.array_equal(program.ticks.exchange[:, 0], _choices(cut.segments))
+    return (*(() if same else ("the program has other segments",)), *map(str, program_faults(program)))
+
+
+def _choices(segments: Sequence[Segment]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.concatenate([segment.chosen.ravel() for segment in segments] or [np.zeros(0, np.int64)])
+
+
+def _ticks(name: str, run: Callable[[Schedule], Ticks]) -> Contract[Schedule, Ticks]:
+    return Contract(name, run, ticks_faults)
+
+
+TICKS = (
+    _ticks("assign_ticks", assign_ticks),
+    _ticks("modulo_ticks", modulo_ticks),
+    _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
+    _ticks("balanced_ticks", balanced_ticks),
+)
+SEGMENTS: Contract[Ticks, Cut] = Contract("find_segments", lambda ticks: Cut(ticks, find_segments(ticks)), segments_faults)
+SLOTS: Contract[Cut, Program] = Contract("assign_slots", lambda cut: assign_slots(cut.ticks, cut.segments), slots_faults)

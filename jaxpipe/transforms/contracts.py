@@ -1,0 +1,70 @@
+"""The promise of every table transform: what it keeps and what it changes, checked from the two tables alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from ..table.action import Action, parts
+from ..table.contract import Contract
+from ..table.kinds import COMPUTE, RECOMPUTE, TRANSFERS, Kind
+from ..table.schedule import Schedule
+from .add_recompute import add_recompute, remove_recompute
+from .add_transfers import add_transfers, remove_transfers
+from .forward_only import forward_only
+from .merge_backward import merge_backward
+from .split_backward import split_backward
+
+Faults = tuple[str, ...]
+
+
+def _keeps(kept: Collection[Kind], *, holds: Collection[Kind] = tuple(Kind), whole: bool = False) -> Callable[[Schedule, Schedule], Faults]:
+    """A promise: a valid table of the same stages, with the actions of `kept` in each row's order, and none but `holds`.
+
+    With `whole`, what each stage and microbatch has done besides is the same too, a B counted as its I and its W.
+    """
+
+    def faults(before: Schedule, after: Schedule) -> Faults:
+        found = [f"the table is not valid: {violation}" for violation in after.violations]
+        if (before.num_stages, before.num_microbatches, before.placement) != (after.num_stages, after.num_microbatches, after.placement):
+            found.append("stages, microbatches or placement changed")
+        for device, (old, new) in enumerate(zip(_rows(before), _rows(after), strict=True)):
+            if [a for a in old if a.kind in kept] != [a for a in new if a.kind in kept]:
+                found.append(f"device {device} does other actions of kinds {_names(kept)}, or in another order")
+            if any(a.kind not in holds for a in new):
+                found.append(f"device {device} holds other kinds than {_names(holds)}")
+            if whole and _work(old) != _work(new):
+                found.append(f"device {device} does other work")
+        return tuple(found)
+
+    return faults
+
+
+def _rows(schedule: Schedule) -> Iterator[list[Action]]:
+    return ([action for cell in row for action in parts(cell)] for row in schedule.rows)
+
+
+def _work(row: list[Action]) -> list[Action]:
+    """What is computed, a B as its I and its W."""
+    halves = [half for a in row for half in ([a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a])]
+    return sorted(a for a in halves if a.kind in COMPUTE)
+
+
+def _names(kinds: Collection[Kind]) -> str:
+    return ", ".join(kind.name for kind in kinds)
+
+
+def _without(*kinds: Kind) -> tuple[Kind, ...]:
+    return tuple(kind for kind in Kind if kind not in kinds)
+
+
+_BACKWARD = (Kind.B, Kind.I, Kind.W)
+# The transforms that take a table alone, of compute actions.
+CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
+    Contract("add_transfers", add_transfers, _keeps(COMPUTE, whole=True)),
+    Contract("remove_transfers", remove_transfers, _keeps(COMPUTE, holds=COMPUTE, whole=True)),
+    Contract("merge_backward", merge_backward, _keeps(_without(*_BACKWARD), whole=True)),
+    Contract("split_backward", split_backward, _keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True)),
+    Contract("forward_only", forward_only, _keeps((Kind.F,), holds=(Kind.F,))),
+    Contract("add_recompute", add_recompute, _keeps(_without(*RECOMPUTE, *TRANSFERS))),
+    Contract("remove_recompute", remove_recompute, _keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE))),
+)
