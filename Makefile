@@ -2,7 +2,9 @@
 # Each sets up what it needs in .venv on its first run, and starts at once afterwards.
 #
 #   make train ARGS="--schedule gpipe --steps 50"     flags of examples/train_gpt.py
-#   make test  ARGS="tests/table -x" WORKERS=0        arguments of pytest, and how many processes run tests
+#   make test  ARGS="tests/axes -x" WORKERS=0         arguments of pytest, and how many processes run tests
+#   make test-slow                                    what CI runs besides: larger sizes and more random examples
+#   make test-tables                                  the tests that need no device, in seconds and without JAX
 #   make test-numeric ISA=AVX2                        the tests that compare numbers, compiled for an older instruction set
 #   make test-versions                                a quick choice with the lowest and the highest versions that are allowed
 #   make ... PYTHON=/path/to/python3.12               which Python makes .venv
@@ -16,12 +18,15 @@ TORCH := 2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PARALLEL = --numprocesses $(WORKERS) --dist worksteal
+# Without compiled bytecode every process compiles the tests and what they import anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test verify lint clean
+.PHONY: help train test test-slow test-tables verify lint clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 train: $(VENV)/.ready-train
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -30,14 +35,21 @@ verify: $(VENV)/.ready-test
 	$(BIN)/python examples/train_gpt.py --verify $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+# With LLVM's optimisations, which `make test` leaves out (tests/conftest.py says why).
+test-slow: $(VENV)/.ready-test
+	XLA_FLAGS="--xla_llvm_disable_expensive_passes=false $$XLA_FLAGS" HYPOTHESIS_PROFILE=slow \
+	  $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
+
+test-tables: $(VENV)/.ready-tables
+	PYTHONPATH=. $(BIN)/python -m pytest -m no_jax $(ARGS)
 
 # Other machines: the tests that compare numbers, compiled for an older instruction set (SSE4_2, AVX, AVX2, AVX512) than the machine's own.
 # Compiled programs must not be kept from one set to the next: give each a cache of its own, or none.
 .PHONY: test-numeric
 test-numeric: $(VENV)/.ready-test
-	XLA_FLAGS="$(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m "numeric and not slow" \
-	  --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	XLA_FLAGS="$(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
 
 # Other versions: the lowest and the highest that pyproject.toml allows, each in an environment of its own.
 .PHONY: test-versions
@@ -66,6 +78,10 @@ $(BIN)/python:
 	echo "Install one with its venv module (Debian: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python3.11" >&2; \
 	exit 1
 
+$(VENV)/.ready-tables: | $(BIN)/python
+	$(PIP) numpy rich pytest pytest-timeout hypothesis
+	@touch $@
+
 $(VENV)/.ready-train: pyproject.toml | $(BIN)/python
 	@echo "installing jaxpipe and what the example needs into $(VENV)"
 	$(PIP) -e '.[examples]'
@@ -82,4 +98,4 @@ $(VENV)/.ready-test: pyproject.toml | $(BIN)/python
 	  echo "WARNING: jax-cuda13-plugin and jax-cuda13-pjrt $$version could not be installed: the tests that"; \
 	  echo "compile GPU programs without a GPU will be SKIPPED.  Everything else is tested."; \
 	  echo "**********************************************************************************************"; }
-	@touch $@ $(VENV)/.ready-train
+	@touch $@ $(VENV)/.ready-train $(VENV)/.ready-tables

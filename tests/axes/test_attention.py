@@ -34,11 +34,11 @@ def tokens(shape: Shape, microbatches: int) -> dict[str, Any]:
     ("name", "options"),
     [
         ("1f1b", {"remat_layer": True, "sequence": True}),
-        pytest.param("zb_h1", {"remat_layer": True, "sequence": True}, marks=pytest.mark.slow),
-        pytest.param("zb_h1", {}, marks=pytest.mark.slow),
-        pytest.param("1f1b", {}, marks=pytest.mark.slow),
-        pytest.param("1f1b", {"sequence": True}, marks=pytest.mark.slow),
-        pytest.param("1f1b", {"remat_layer": True}, marks=pytest.mark.slow),
+        pytest.param("zb_h1", {"remat_layer": True, "sequence": True}, marks=pytest.mark.exhaustive),
+        pytest.param("zb_h1", {}, marks=pytest.mark.exhaustive),
+        pytest.param("1f1b", {}, marks=pytest.mark.exhaustive),
+        pytest.param("1f1b", {"sequence": True}, marks=pytest.mark.exhaustive),
+        pytest.param("1f1b", {"remat_layer": True}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_tensor_parallel_llama_equals_one_device(name: str, options: dict[str, Any]) -> None:

@@ -50,11 +50,11 @@ def name_of(options: dict[str, Any]) -> str:
 
 
 def cases() -> list[Any]:
-    """1f1b with one option at a time, and all schedules with all options; the rest is slow."""
+    """1f1b with one option at a time, and all schedules with all options; the rest is exhaustive."""
     found = []
     for name, options in itertools.product(SCHEDULES, combinations()):
         quick = options == EVERYTHING or (name == "1f1b" and (len(options) < 2 or options == {"data_axes": ("data",), "fsdp": "data"}))
-        found.append(pytest.param(name, options, id=f"{name}-{name_of(options)}", marks=() if quick else pytest.mark.slow))
+        found.append(pytest.param(name, options, id=f"{name}-{name_of(options)}", marks=() if quick else pytest.mark.exhaustive))
     return found
 
 

@@ -39,10 +39,10 @@ def over(axis: str, ops: list[Collective], *, in_loop: bool) -> Counter[str]:
 
 
 def cases() -> list[Any]:
-    """1f1b with each of the options, all schedules with the most; the rest is slow."""
+    """1f1b with each of the options, all schedules with the most; the rest is exhaustive."""
     quick = {(name, options) for name in SCHEDULES for options in OPTIONS if name == "1f1b" or options == "everything"}
     pairs = ((name, options) for name in SCHEDULES for options in OPTIONS)
-    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.exhaustive) for pair in pairs]
 
 
 @pytest.mark.parametrize(("name", "options"), cases())

@@ -28,7 +28,7 @@ def rows_of(text, name):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler")
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_emulated_devices_are_never_faster_than_their_table(tmp_path, processes):
     arguments = ["--devices", "2", "--schedules", "1f1b:1", "zb_h1:1", "--microbatches", "4", "--processes", str(processes)]
     text = table_of(tmp_path, "emulated", *arguments, "--prefer", "memory", "--repeats", "1", "--unit", "0.01")
@@ -37,7 +37,7 @@ def test_emulated_devices_are_never_faster_than_their_table(tmp_path, processes)
         assert float(least) >= 1, "sleeps only end late, so a step below its makespan has lost one"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_step_time_compares_equal_work(tmp_path):
     """The benchmark itself stops where a contender's loss or gradient differs from plain accumulation's."""
     text = table_of(tmp_path, "step_time", "--tiny", "--microbatches", "4", "--repeats", "1")
@@ -61,7 +61,7 @@ def test_program_makespan(tmp_path):
     assert why == "l"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stage_costs(tmp_path):
     assert rows_of(table_of(tmp_path, "stage_costs", "--tiny", "--repeats", "2"), "W")
 

@@ -74,7 +74,7 @@ def test_the_same_schedule_goes_on_bit_for_bit(folder: Any) -> None:
         ("interleaved_1f1b", 2, 4),
         ("zbv", 2, None),
         ("dualpipe", 4, None),
-        pytest.param("v_min", 4, None, marks=pytest.mark.slow),
+        pytest.param("v_min", 4, None, marks=pytest.mark.exhaustive),
         ("plain", 0, None),
     ],
 )

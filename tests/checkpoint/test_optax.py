@@ -101,7 +101,7 @@ def close(found: Any, wanted: Any) -> None:
 
 QUICK = {("uneven", "adamw-mask"), ("uneven", "multi_steps"), ("dualpipe", "clip"), ("zbv", "ema")}
 CASES = [
-    pytest.param(name, kind, id=f"{name}-{kind}", marks=() if (name, kind) in QUICK else pytest.mark.slow)
+    pytest.param(name, kind, id=f"{name}-{kind}", marks=() if (name, kind) in QUICK else pytest.mark.exhaustive)
     for name, kind in itertools.product(NAMES, TRANSFORMATIONS)
 ]
 

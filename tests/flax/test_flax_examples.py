@@ -17,8 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ("name", "says"),
     [
         ("flax_nnx", "by the nnx model itself"),
-        pytest.param("flax_linen", "by the linen model itself", marks=pytest.mark.slow),
-        pytest.param("checkpoint_layouts", "by 1f1b, 4 devices: differs by 0.0e+00", marks=pytest.mark.slow),
+        pytest.param("flax_linen", "by the linen model itself", marks=pytest.mark.exhaustive),
+        pytest.param("checkpoint_layouts", "by 1f1b, 4 devices: differs by 0.0e+00", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_example_runs_to_its_end(name: str, says: str) -> None:

@@ -105,7 +105,7 @@ def test_a_pattern_of_unlike_blocks_that_stages_repeat() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(variables), strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dropout_draws_from_the_step_s_key() -> None:
     block, x = LinenBlock(dropout=0.5), jnp.ones((ROWS, WIDTH))
     variables = [block.init({"params": jax.random.key(i), "dropout": jax.random.key(0)}, x) for i in range(4)]
@@ -121,7 +121,7 @@ def test_dropout_draws_from_the_step_s_key() -> None:
         through(model, model.params, x)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_tied_embedding_is_shared() -> None:
     net = LinenNet()
     variables = initialised(net)

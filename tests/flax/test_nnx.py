@@ -35,7 +35,8 @@ def gradient_of(net: Net) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "scales"), [(2, (1.0, 0.5, 2.0)), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, (1.0,)), (6, (1.0,))])]
+    ("num_stages", "scales"),
+    [(2, (1.0, 0.5, 2.0)), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, (1.0,)), (6, (1.0,))])],
 )
 def test_a_list_of_blocks_gives_the_model_s_loss_and_gradients(num_stages: int, scales: tuple[float, ...]) -> None:
     """Also where blocks differ in a pattern that each stage repeats."""

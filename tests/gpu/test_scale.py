@@ -41,7 +41,7 @@ def test_memory_is_what_the_plan_predicts() -> None:
     assert abs((gpipe.temp - one.temp) - (gpipe.pools - one.pools)) <= 2 * activation
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_uneven_layout_compiles_for_the_same_mesh() -> None:
     """Seven layers on the four stages of two devices."""
     uneven = replace(GPIPE, schedule="interleaved_1f1b", chunks=2, shape=replace(SHAPE, layers=7), layout="Et|tt|tt|ttL")

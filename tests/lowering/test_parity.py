@@ -51,7 +51,7 @@ def test_every_named_schedule_equals_the_oracle(name):
     assert error <= limit
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [3, 8])
 @pytest.mark.parametrize("name", jp.schedules.names())
 def test_every_named_schedule_equals_the_oracle_on_four_devices(name, microbatches):
@@ -110,7 +110,7 @@ def test_every_model_equals_the_oracle_and_torch(name, flags):
     check_model(jp.schedules.build("zb_h1", devices=2, microbatches=3), name, flags)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv", "dualpipe"])
 @pytest.mark.parametrize(("name", "flags"), MODELS)
 def test_every_model_equals_the_oracle_and_torch_on_two_chunks(name, flags, schedule):

@@ -55,7 +55,7 @@ def test_random_tables_give_the_same_numbers_in_every_layout(how):
         run += 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("how", [*TICKS])
 def test_long_random_tables_give_the_same_numbers_in_every_layout(how, seed):

@@ -14,9 +14,9 @@ from tests.parity.small import ROWS, batch, build, gradients_of, step, weights
 from tests.parity.tolerance import FLOAT64
 
 MICROBATCHES, KEEP = 4, 0.7
-# One of each sort; the others differ from these in their order of actions alone, and take part with -m slow.
+# One of each sort; the others differ from these in their order of actions alone, and take part with -m exhaustive.
 DEFAULT = ("1f1b", "interleaved_1f1b", "zb_h2", "zbv", "dualpipe")
-NAMES = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in jp.schedules.names()]
+NAMES = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in jp.schedules.names()]
 
 
 def dropped(key, x):

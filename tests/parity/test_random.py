@@ -50,7 +50,7 @@ def test_a_mutated_table_is_refused_or_runs_and_agrees():
         assert jaxpipe_error(schedule) <= FLOAT64
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @STUCK
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_engines_agree_on_random_tables_of_any_length(seed):

@@ -28,7 +28,7 @@ def test_ten_steps_of_sgd_with_momentum_equal_torch_optim():
     agree(jp.schedules.build("gpipe", devices=2, microbatches=3), twin("mlp", 2), 10, momentum(0.1), FEW)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "schedule", "optimizer"), RUNS)
 def test_two_hundred_steps_equal_torch_optim(name, schedule, optimizer):
@@ -39,7 +39,7 @@ def test_two_hundred_steps_equal_torch_optim(name, schedule, optimizer):
         assert curve.losses[-20:].mean() < curve.losses[:20].mean()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_every_schedule_gives_the_same_curve(stages):

@@ -54,7 +54,7 @@ def launch(script: str, environment: dict[str, str], folder: Path, flags: list[s
         return job.wait(240)[0], job.log(0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", ["launch_slurm.sh", "launch_mpi.sh", "launch_ssh.sh"])
 def test_a_launcher_starts_a_job_that_trains(script, tmp_path, path):
     environment = {

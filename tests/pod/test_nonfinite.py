@@ -10,7 +10,7 @@ import pytest
 from .jobs import free_port, start
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_processes_name_the_shard_of_one(tmp_path):
     worker = str(Path(__file__).with_name("nonfinite_worker.py"))
     address = f"127.0.0.1:{free_port()}"

@@ -44,7 +44,7 @@ def test_two_processes_train_the_losses_of_one(tmp_path):
     assert fed == {0: list(range(8)), 1: list(range(8))}  # both are stages of one replica
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("pipe", "data", "schedule"), [(2, 2, "1f1b"), (4, 1, "zb_h1"), (1, 4, "1f1b")])
 def test_four_processes_train_the_losses_of_one(tmp_path, pipe, data, schedule):
     flags = f"--pipe {pipe} --data {data} --schedule {schedule} --layers 4 --steps 6 --save-every 0"
@@ -57,7 +57,7 @@ def test_four_processes_train_the_losses_of_one(tmp_path, pipe, data, schedule):
     assert fed == {i: list(range(i % data * share, (i % data + 1) * share)) for i in range(4)}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_of_two_devices_train_the_losses_of_one(tmp_path):
     """One process a host: the data axis lies inside a process, so each feeds all rows."""
     flags = "--pipe 2 --data 2 --steps 3 --save-every 0"
@@ -68,7 +68,7 @@ def test_two_processes_of_two_devices_train_the_losses_of_one(tmp_path):
     assert "{'pipe': (2, 2), 'data': (0, 2)}" in log
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "other"])
 def test_a_killed_process_ends_the_others_and_the_job_resumes(tmp_path, victim):
     flags = f"{TINY} --pipe 2 --save-every 2 --steps 12 --heartbeat 10 --checkpoints"
@@ -94,7 +94,7 @@ def test_a_killed_process_ends_the_others_and_the_job_resumes(tmp_path, victim):
     assert resumed == {step: loss for step, loss in whole.items() if step > done}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_is_told_to_stop_stops_all_behind_the_same_step_with_a_checkpoint(tmp_path):
     flags = f"{TINY} --pipe 2 --steps 100000 --save-every 0 --checkpoints {tmp_path / 'checkpoints'}"
     with start(train_commands(2, 1, flags), tmp_path / "logs") as job:
@@ -106,7 +106,7 @@ def test_a_process_that_is_told_to_stop_stops_all_behind_the_same_step_with_a_ch
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(stopped)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_stuck_process_ends_the_others_at_the_step_limit(tmp_path):
     """Stopped, not dead, and the heartbeat is set far too long to notice: the watchdog has to."""
     flags = f"{TINY} --pipe 2 --steps 100000 --save-every 0 --heartbeat 300 --step-limit 5 --checkpoints {tmp_path / 'checkpoints'}"
@@ -120,7 +120,7 @@ def test_a_stuck_process_ends_the_others_at_the_step_limit(tmp_path):
         assert "train.py" in job.log(0)  # where its threads stood
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_never_comes_is_missed(tmp_path):
     commands = train_commands(2, 1, f"{TINY} --pipe 2 --start-limit 5 --checkpoints {tmp_path / 'checkpoints'}")
     with start(commands[:1], tmp_path / "logs") as job:

@@ -62,7 +62,7 @@ def buffers() -> list[tuple[int, ...]]:
     return [*stages, *((1, *shape) for shape in stages), (VOCAB, WIDTH), (WIDTH, VOCAB)]
 
 
-NAMES = ["1f1b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zb_h1", "zbv", "dualpipe", "interleaved_1f1b"))]
+NAMES = ["1f1b", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("zb_h1", "zbv", "dualpipe", "interleaved_1f1b"))]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +73,7 @@ def test_donated_state_is_written_in_place(name: str) -> None:
     assert not large_copies(step.as_text(), buffers())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_donation_nothing_is_aliased() -> None:
     """The check above has teeth: the same step that keeps its arguments aliases nothing, and needs more memory."""
     (kept, _), (given, _) = compiled("1f1b", donate=False), compiled("1f1b", donate=True)

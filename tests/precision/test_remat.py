@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [c if i < 2 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("case", [c if i < 2 else pytest.param(c, marks=pytest.mark.exhaustive) for i, c in enumerate(CASES)])
 def test_the_numbers_stay_and_residuals_shrink(case: str) -> None:
     function, remat, wanted = CASES[case]
     (loss, grads), size = step(function, remat)

@@ -150,14 +150,14 @@ def test_a_hang_becomes_an_error_and_leaves_nothing_behind():
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hang_says_where_each_process_stood():
     with pytest.raises(PeerError) as caught:
         spawn(peer_probes.never_ends, 2, time_limit=60)
     assert str(caught.value).count("in never_ends") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_failure_is_told_at_once():
     with pytest.raises(PeerError, match="KeyError: 'it was never there'"):
         spawn(peer_probes.fails, 2, time_limit=LIMIT)
@@ -173,7 +173,7 @@ def test_torchs_1f1b_is_off_by_one_on_its_last_rank():
         torch_ref.run(own_table("1F1B", devices=2, microbatches=2), model, mlp_batch(6), weights=model.init())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_faults_in_one_process():
     (found,) = spawn(peer_probes.one_process, 1, time_limit=LIMIT)
     assert "can't steal_bwd_input if this stage doesn't have backward" in found["evaluated on one device"]
@@ -184,7 +184,7 @@ def test_faults_in_one_process():
     assert found["trailing letters"] == "0F0"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_faults_in_two_processes():
     first, last = spawn(peer_probes.two_processes, 2, time_limit=LIMIT)
     before, after = first["eval"]
@@ -199,14 +199,14 @@ def test_faults_in_two_processes():
     assert found["output"].requires_grad  # an evaluation that keeps the graph of a step
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("probe", [peer_probes.mixed, peer_probes.uneven])
 def test_faults_that_end_in_an_error(probe):
     with pytest.raises(PeerError, match="Failed to run stage backward"):
         spawn(probe, 2, time_limit=LIMIT)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_group_norm_crashes_for_weights_alone_of_a_channels_last_input():
     import subprocess
     import sys

@@ -11,6 +11,7 @@ import jaxpipe as jp
 from jaxpipe.schedules._list_scheduling import Rule, least_peak, list_schedule
 from jaxpipe.schedules._waves import Wave, wave_order
 from jaxpipe.table.activations import Release
+from tests.tiers import slow
 
 
 def auto(devices, microbatches, chunks=1, **options):
@@ -26,7 +27,7 @@ def random_costs(rng, stages):
     )
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(5), *map(slow, range(5, 25))])
 def test_never_invalid_and_never_over_the_cap(seed):
     rng = random.Random(seed)
     devices, chunks, microbatches = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 9)
@@ -35,24 +36,25 @@ def test_never_invalid_and_never_over_the_cap(seed):
     jp.check(auto(devices, microbatches, chunks, costs=costs, max_activations=cap), max_activations=cap)
 
 
-def test_optimal_at_equal_costs_with_1f1bs_memory():
-    for devices, chunks in ((1, 1), (2, 1), (4, 1), (7, 1), (3, 2), (4, 2), (4, 3)):
-        for microbatches in (devices, 2 * devices + 1, 8 * devices):
-            schedule = jp.check(auto(devices, microbatches, chunks), max_activations=chunks * devices)
-            assert jp.simulate(schedule).makespan == 3 * chunks * microbatches + devices - 1
+@pytest.mark.parametrize(("devices", "chunks"), [(1, 1), (2, 1), (3, 2), *(slow(*size) for size in ((4, 1), (7, 1), (4, 2), (4, 3)))])
+def test_optimal_at_equal_costs_with_1f1bs_memory(devices, chunks):
+    for microbatches in (devices, 2 * devices + 1, 8 * devices):
+        schedule = jp.check(auto(devices, microbatches, chunks), max_activations=chunks * devices)
+        assert jp.simulate(schedule).makespan == 3 * chunks * microbatches + devices - 1
 
 
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 2), (3, 6), slow(3, 9), slow(4, 12)])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_h2", "zb_1p", "interleaved_1f1b", "interleaved_zb", "zbv", "v_half", "v_min"])
-def test_never_longer_than_a_named_schedule_with_its_memory(name):
+def test_never_longer_than_a_named_schedule_with_its_memory(name, devices, microbatches):
     costs = jp.Costs(forward=10, input_grad=13, weight_grad=9)
-    for devices, microbatches in ((2, 2), (3, 9), (4, 12)):
-        named = jp.schedules.build(name, devices=devices, microbatches=microbatches)
-        timeline = jp.simulate(named, costs)
-        cap = max(timeline.peak_activations)
-        ours = auto(devices, microbatches, named.num_chunks, costs=costs, max_activations=cap)
-        assert jp.simulate(ours, costs).makespan <= timeline.makespan
+    named = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    timeline = jp.simulate(named, costs)
+    cap = max(timeline.peak_activations)
+    ours = auto(devices, microbatches, named.num_chunks, costs=costs, max_activations=cap)
+    assert jp.simulate(ours, costs).makespan <= timeline.makespan
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_by_much_and_little_memory_still_runs():
     spans = [jp.simulate(auto(4, 16, 2, max_activations=cap)).makespan for cap in (2, 3, 4, 6, 8, 16)]
     assert spans[-1] == spans[-2] == 6 * 16 + 3

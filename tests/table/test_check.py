@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from naive import deferred, is_complete, is_well_placed, runs, runs_with_transfers
-from strategies import random_schedule, schedules
+from strategies import random_schedule, randoms, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Kind, Overlap, Placement, Schedule, ScheduleError, Transfers
@@ -345,7 +344,7 @@ def agrees(schedule: Schedule, *, valid: bool, transfers: Transfers = Transfers.
     assert (not found) == valid, "\n".join(map(str, found)) or "no violation"
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_check_says_what_running_the_table_says(rng):
     schedule = shaken(rng, random_schedule(rng, recompute=True))
     pairs_ok = all(v.rule != "overlap" for v in schedule.violations)
@@ -353,7 +352,7 @@ def test_check_says_what_running_the_table_says(rng):
     agrees(schedule, valid=good)
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_check_says_what_running_the_table_with_transfers_says(rng):
     schedule = random_schedule(rng, recompute=True)
     whole = jp.add_transfers(schedule) if rng.random() < 0.5 else deferred(schedule)

@@ -1,6 +1,6 @@
 """Whatever is given as text or as a number: an answer, or a JaxpipeError (exit status 1 or 2) within a second, never a traceback.
 
-Few examples by default; `HYPOTHESIS_PROFILE=thorough` tries many.
+Few examples by default; `HYPOTHESIS_PROFILE=thorough` tries many more.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from jaxpipe.program.verify import faults, verify
 from jaxpipe.table.action import Action, Kind, parts
 from tests.golden import check_golden
 from tests.strategies import random_schedule, schedules
+from tests.tiers import exhaustive, slow
 
 MAKERS = {
     "fewest": assign_ticks,
@@ -249,11 +250,13 @@ def test_equal_trips_are_simulated_once():
 # --- the whole program, run with symbols -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_tables_run_right(seed):
+@pytest.mark.parametrize(
+    ("seed", "count"), [(3, 6), *(slow(seed, 25) for seed in range(3)), *(exhaustive(seed, 25) for seed in range(100, 140))]
+)
+def test_random_tables_run_right(seed, count):
     """Every read finds what it should, whatever the table, the ticks, the segments and the liveness; and no pool is too large."""
     rng = random.Random(seed)
-    for _ in range(25):
+    for _ in range(count):
         schedule = random_schedule(rng, recompute=rng.random() < 0.4)
         for _, ticks in every_ticks(schedule):
             liveness = random_liveness(rng)
@@ -261,24 +264,19 @@ def test_random_tables_run_right(seed):
             assert faults(program) == ()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 140))
-def test_many_random_tables_run_right(seed):
-    test_random_tables_run_right(seed)
-
-
+@pytest.mark.parametrize(("seed", "count"), [(8, 2), slow(7, 12)])
 @pytest.mark.parametrize("prefer", Prefer)
-def test_what_is_chosen_for_random_tables_runs_right(prefer):
-    rng = random.Random(7)
-    for _ in range(12):
+def test_what_is_chosen_for_random_tables_runs_right(prefer, seed, count):
+    rng = random.Random(seed)
+    for _ in range(count):
         ticks, segments, *_ = choose_candidate(random_schedule(rng), prefer=prefer)
         verify(assign_slots(ticks, segments))
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("devices", "counts"), [(2, (3,)), slow(2, (1, 8)), exhaustive(4, (1, 3, 8))])
 @pytest.mark.parametrize("name", jp.schedules.names())
-def test_named_tables_run_right(name, devices):
-    for microbatches in (1, 3, 8):
+def test_named_tables_run_right(name, devices, counts):
+    for microbatches in counts:
         try:
             schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
         except jp.ScheduleError:
@@ -344,14 +342,15 @@ def rules_broken(program):
     return {fault.rule for fault in faults(program)}
 
 
+@pytest.mark.parametrize("most", [3, slow(12)])
 @pytest.mark.parametrize(("half", "field"), ENTRIES, ids=lambda name: name)
-def test_a_wrong_entry_is_found(half, field):
+def test_a_wrong_entry_is_found(half, field, most):
     program = sound_program()
     assert faults(program) == ()
     rng = random.Random(f"{half}.{field}")
     chosen = entries(program, half, field).tolist()
     record = getattr(getattr(program.ticks, half), field)
-    for tick, device in rng.sample(chosen, min(12, len(chosen))):
+    for tick, device in rng.sample(chosen, min(most, len(chosen))):
         size = 2 if field.startswith("is_") or field == "keeps" else 1 + max(1, int(record.max()))
         broken = with_entry(program, half, field, tick, device, (record[tick, device] + 1) % size)
         found = rules_broken(broken)
@@ -390,6 +389,7 @@ def test_devices_that_choose_different_exchanges_are_found():
     assert rules_broken(replace(program, ticks=replace(program.ticks, exchange=exchange))) == {Rule.EXCHANGE}
 
 
+@pytest.mark.slow
 def test_a_message_in_the_wrong_slot_is_found():
     program = sound_program()
     made_in = exchanges(program.segments)
@@ -510,6 +510,10 @@ FAMILIES = [
 ]
 
 
+# One of each sort in the quick tier: a loop, one with chunks, a split backward, a V, pairs both ways.
+SAMPLE = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2), ("dualpipe", 2))
+
+
 @cache
 def emitted(name, chunks, devices, microbatches, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
@@ -521,17 +525,17 @@ def size_of(emission):
     return sum(s.size + 0.1 * s.permutes for s in emission.segments)
 
 
-def slow_unless(run, *case):
-    return pytest.param(*case, marks=[] if run else [pytest.mark.slow])
+def natural(name, chunks):
+    return jp.schedules.describe(name).chunks.natural == chunks
 
 
 # By default the most devices, which have the longest ramps, and each table's natural number of chunks.
 GROWTH = [
-    slow_unless((devices, chunks) == (8, jp.schedules.describe(name).chunks.natural), name, chunks, devices, microbatches)
+    (slow if natural(name, chunks) and devices == 8 else exhaustive)(name, chunks, devices, microbatches)
     for name, chunks in FAMILIES
     for devices in (4, 8)
     for microbatches in (64, 512)
-]
+] + [(*case, 4, 48) for case in SAMPLE[:2]]
 
 
 @pytest.mark.parametrize(("name", "chunks", "devices", "microbatches"), GROWTH)
@@ -539,7 +543,7 @@ def test_code_does_not_grow_with_microbatches(name, chunks, devices, microbatche
     assert size_of(emitted(name, chunks, devices, microbatches)) <= 1.2 * size_of(emitted(name, chunks, devices, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES)
 def test_code_for_speed_stops_growing(name, chunks, devices):
@@ -548,7 +552,8 @@ def test_code_for_speed_stops_growing(name, chunks, devices):
     assert max(sizes[1:]) <= 1.25 * sizes[0]
 
 
-@pytest.mark.parametrize("microbatches", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [8, exhaustive(32)])
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES)
 def test_code_grows_no_faster_than_chunks_and_slower_than_devices(name, chunks, microbatches):
     few, many = (emitted(name, chunks, devices, microbatches) for devices in (4, 8))
@@ -563,17 +568,19 @@ MOST = {"dualpipe": 1.011, "dualpipev": 1.02}
 
 
 # `tests/lowering/test_program_time.py` has 32 microbatches and the natural number of chunks.
-CASES = [slow_unless(m == 8, d, m) for d in (4, 8) for m in (8, 32)]
+CASES = [(4, 8), slow(8, 8), *(exhaustive(d, 32) for d in (4, 8))]
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), CASES)
-@pytest.mark.parametrize(("name", "chunks"), FAMILIES)
+@pytest.mark.parametrize(("name", "chunks"), [case if case in SAMPLE else slow(*case) for case in FAMILIES])
 def test_the_program_keeps_the_tables_makespan(name, chunks, devices, microbatches):
     emission = emitted(name, chunks, devices, microbatches)
     assert emission.makespan <= MOST.get(name, 1.005) * jp.simulate(emission.ticks.schedule).makespan
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("gpipe", 2), ("1f1b", 4), ("zb_h1", 3), ("interleaved_1f1b", 8), ("interleaved_zb", 12)])
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("gpipe", 2), ("1f1b", 4), slow("zb_h1", 3), slow("interleaved_1f1b", 8), slow("interleaved_zb", 12)]
+)
 def test_each_kind_of_each_chunk_is_compiled_about_once(name, blocks):
     chunks = 4 if name.startswith("interleaved") else 1
     assert sum(s.size for s in emitted(name, chunks, 8, 64).segments) == blocks
@@ -594,7 +601,7 @@ def moved(emission):
 
 @pytest.mark.parametrize(
     ("name", "chunks", "devices"),
-    [slow_unless(chunks == jp.schedules.describe(name).chunks.natural, name, chunks, d) for name, chunks in FAMILIES for d in (4, 8)],
+    [(slow if natural(name, chunks) else exhaustive)(name, chunks, d) for name, chunks in FAMILIES for d in (4, 8)],
 )
 def test_a_microbatch_more_moves_what_the_table_moves(name, chunks, devices):
     """In the steady state: the ramps, which move up to twice as much as they must, are the same for both."""

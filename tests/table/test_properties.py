@@ -6,8 +6,7 @@ import random
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from strategies import random_schedule, schedules
+from strategies import random_schedule, randoms, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers
@@ -68,7 +67,7 @@ def test_the_producer_of_each_action(schedule):
         assert producer < 0 or table.action(producer) in expected
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_a_run_order_keeps_rows_and_waits(rng):
     schedule = random_schedule(rng, recompute=True)
     mode = Transfers.ASYNC
@@ -95,7 +94,7 @@ def test_idle_cells_change_no_number(schedule):
     assert jp.add_transfers(bare) == jp.add_transfers(schedule)
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_dearer_actions_never_make_a_table_shorter(rng):
     schedule = random_schedule(rng, recompute=True)
     cheap = [rng.randint(0, 4) for _ in range(4)]

@@ -6,8 +6,7 @@ import random
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from strategies import random_schedule, schedules
+from strategies import random_schedule, randoms, schedules
 from test_simulate import random_costs
 
 import jaxpipe as jp
@@ -97,7 +96,7 @@ def test_what_cannot_be_recomputed_is_refused():
         jp.add_recompute(schedule, costs=Costs(forward=[1, 2, 3]))
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_a_valid_table_with_every_r_and_nothing_else_changed(rng):
     schedule = random_schedule(rng, recompute=True)
     if schedule.forward_only:

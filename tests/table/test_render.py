@@ -310,6 +310,7 @@ def test_page_follows_the_readers_theme():
     assert ":root[data-theme=dark] .jaxpipe .F0" in text
 
 
+@pytest.mark.slow
 def test_big_page_leaves_the_table_out():
     text = to_html(timeline("gpipe", devices=8, microbatches=2000))
     assert "write it with --format csv" in text

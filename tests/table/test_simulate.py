@@ -9,9 +9,8 @@ import random
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from naive import times
-from strategies import random_schedule, schedules
+from strategies import random_schedule, randoms, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers, parse_action
@@ -275,7 +274,7 @@ def plain_times(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, f
     return times(schedule, duration, lambda producer: entry(costs.transfer, producer.stage))
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_random_tables_as_simulated_plainly(rng):
     schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
@@ -283,7 +282,7 @@ def test_random_tables_as_simulated_plainly(rng):
     assert {parse_action(a): (t.start[a], t.end[a]) for a in t.start if "(" not in a} == plain_times(schedule, costs)
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_idle_and_busy_fill_the_time(rng):
     schedule = random_schedule(rng, recompute=True)
     t = jp.simulate(schedule, random_costs(rng, schedule.num_stages))
@@ -295,7 +294,7 @@ def test_idle_and_busy_fill_the_time(rng):
     assert t.span <= t.makespan
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_the_critical_path_leads_from_zero_to_the_makespan(rng):
     schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
@@ -314,7 +313,7 @@ def test_the_critical_path_leads_from_zero_to_the_makespan(rng):
         assert all(t.end[before] == t.start[after] for before, after in itertools.pairwise(path))
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_memory_over_time_is_what_is_alive(rng):
     schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)

@@ -6,9 +6,8 @@ import random
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from naive import deferred, runs_with_transfers
-from strategies import random_schedule, schedules
+from strategies import random_schedule, randoms, schedules
 from test_simulate import random_costs
 
 import jaxpipe as jp
@@ -92,7 +91,7 @@ def test_exactly_what_crosses_devices_is_sent(schedule):
     assert sum(k in SENDS for k in found) == sum(k in RECVS for k in found) == crossings
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_no_longer_than_receives_right_before_their_consumers(rng):
     """Where transfers take no time, the makespan is that of the table itself, which nothing can beat; with the costs given."""
     schedule = random_schedule(rng, recompute=True)
@@ -102,7 +101,7 @@ def test_no_longer_than_receives_right_before_their_consumers(rng):
     assert held_makespan(jp.add_transfers(schedule), Costs()) == jp.simulate(schedule, Costs()).makespan
 
 
-@given(st.randoms(use_true_random=False))
+@given(randoms())
 def test_posted_receives_cost_nothing_at_any_cost(rng):
     """Where a RECV is only posted, the messages go as early as in the table itself."""
     schedule = random_schedule(rng, recompute=True)

@@ -43,7 +43,7 @@ def with_penalties(params, microbatch, _):
     return total + last({}, x, microbatch)
 
 
-@pytest.mark.parametrize("name", ["zbv", "dualpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zbv", "dualpipe", pytest.param("1f1b", marks=pytest.mark.exhaustive)])
 def test_losses_of_stages_are_added_to_that_of_their_microbatch(name):
     schedule = build(name)
     canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH), "v": (schedule.num_stages, WIDTH)}), "last": {}}
@@ -109,7 +109,7 @@ def one_by_one(params, state, batch, *, training):
     return jnp.mean(jnp.stack(losses)), state
 
 
-@pytest.mark.parametrize("name", ["zb_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "interleaved_1f1b"))])
+@pytest.mark.parametrize("name", ["zb_h1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1f1b", "interleaved_1f1b"))])
 def test_state_goes_from_microbatch_to_microbatch_and_from_step_to_step(name):
     schedule = build(name)
     canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH)}), "last": {}}

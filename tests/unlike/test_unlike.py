@@ -101,7 +101,7 @@ def rows(width=3, seed=7):
         ("dualpipe", 4, 4),
         ("zbv", 2, 4),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [("1f1b", 4, 4), ("zb_h1", 4, 4), ("interleaved_1f1b", 4, 8), ("dualpipev", 4, 8)]
         ),
     ],
@@ -241,9 +241,9 @@ def layered_loss(layout, key):
     [
         ("E|ttmt||tL", "zb_h1", 4, 1),
         ("Ett|t|tt|tmL", "zbv", 2, 2),
-        pytest.param("Ettt|tt|tt|tL", "1f1b", 4, 1, marks=pytest.mark.slow),
-        pytest.param("Et|tt|t|ttt|mtt|t|t|mL", "interleaved_1f1b", 4, 2, marks=pytest.mark.slow),
-        pytest.param("Etttt|mtt|tm|L", "dualpipe", 4, 1, marks=pytest.mark.slow),
+        pytest.param("Ettt|tt|tt|tL", "1f1b", 4, 1, marks=pytest.mark.exhaustive),
+        pytest.param("Et|tt|t|ttt|mtt|t|t|mL", "interleaved_1f1b", 4, 2, marks=pytest.mark.exhaustive),
+        pytest.param("Etttt|mtt|tm|L", "dualpipe", 4, 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
