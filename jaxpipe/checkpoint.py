@@ -1,4 +1,4 @@
-"""Checkpoints in the model's natural layout: any schedule, number of devices or plain program resumes what another one saved."""
+"""Checkpoints in the model's canonical layout: any schedule, number of devices or plain program resumes what another one saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 from .arrays import PyTree
 from .errors import CheckpointError
 from .pipeline import Pipeline
-from .portable import Natural
+from .portable import PortableState
 
 try:
     import orbax.checkpoint as ocp
@@ -47,7 +47,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path | str, pipe: Pipeline | None, *, keep: int | None = 2, layer_axis: bool = False) -> None:
-        self._natural = Natural(pipe, layer_axis)
+        self._portable = PortableState(pipe, layer_axis)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
 
@@ -68,9 +68,9 @@ class Checkpoints:
         Raises:
             CheckpointError: the state holds something that belongs to the schedule and not to the model; all faults are listed.
         """
-        natural = self._natural.of(state)
-        about = {"leaves": _leaves(natural)}
-        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(natural), about=ocp.args.JsonSave(about)))
+        canonical = self._portable.of(state)
+        about = {"leaves": _leaves(canonical)}
+        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)))
 
     def restore(self, like: Mapping[str, PyTree], *, step: int | None = None) -> tuple[int, dict[str, PyTree]]:
         """(step, state) of the newest or a given step, laid out and spread like `like`.
@@ -83,11 +83,11 @@ class Checkpoints:
             CheckpointError: there is no such step, or it holds another model's state; all differences are listed.
         """
         step = self._step(step)
-        target = self._natural.of(jax.tree.map(_shape_of, dict(like)))
+        target = self._portable.of(jax.tree.map(_shape_of, dict(like)))
         stored = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]["leaves"]
         self._check(step, _leaves(target), stored)
         found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        return step, self._natural.placed(found["state"], like)
+        return step, self._portable.placed(found["state"], like)
 
     def wait(self) -> None:
         """Until the last save is whole."""
@@ -110,7 +110,7 @@ class Checkpoints:
         """The step to restore."""
         found = self.latest if step is None else step
         if found is None:
-            raise CheckpointError(f"{self._manager.directory} holds no checkpoint; start anew, or name the folder of an earlier run")
+            raise CheckpointError(f"{self._manager.directory} holds no checkpoint; start afresh, or name the folder of an earlier run")
         if found not in self.steps:
             raise CheckpointError(f"{self._manager.directory} holds no checkpoint of step {found}; it has steps {list(self.steps)}")
         return found
@@ -124,15 +124,15 @@ class Checkpoints:
         if not faults:
             return
         hint = ""
-        if not self._natural.layer_axis and any("stages" in name.split("/") for name in both):
+        if not self._portable.layer_axis and any("stages" in name.split("/") for name in both):
             hint = "\n(another number of stages can resume only where both runs say Checkpoints(..., layer_axis=True))"
         where = f"step {step} of {self._manager.directory} was saved by another model or optimizer:\n"
         raise CheckpointError(where + "\n".join(f"  {f}" for f in faults) + hint, tuple(faults))
 
 
-def _leaves(natural: PyTree) -> dict[str, list[Any]]:
+def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
     """Path -> [dtype, shape] of every leaf, as JSON keeps it."""
-    leaves = jax.tree_util.tree_leaves_with_path(natural)
+    leaves = jax.tree_util.tree_leaves_with_path(canonical)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves}
 
 

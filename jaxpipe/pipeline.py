@@ -253,7 +253,7 @@ class Pipeline:
         return {**tree, "stages": self.layout.canonical_stages(tree["stages"])}
 
     def _compiled(self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree) -> Callable[[PyTree], PyTree]:
-        """The jitted function that lays such a tree out anew, made once; results lie at `to`, None: wherever."""
+        """The jitted function that rearranges such a tree, made once; results lie at `to`, or anywhere where it is None."""
         leaves, form = jax.tree.flatten(to)
         key = (arrange.__name__, jax.tree.structure(tree), form, tuple(leaves))
         if key not in self._jit_layouts:

@@ -1,4 +1,4 @@
-"""A whole training state (parameters, optimizer state, averages) in the model's natural layout, whatever schedule holds it."""
+"""A whole training state (parameters, optimizer state, averages) in the model's canonical layout, whatever schedule holds it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Reference(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How a leaf of a stage follows its parameter: behind how many axes of its own, or not at all (a placeholder)."""
+    """How a leaf of a stage follows its parameter: after how many axes of its own, or not at all (a placeholder)."""
 
     lead: int
     follows: bool
-    spec: tuple[Any, ...]  # of the dims behind the stage axis
+    spec: tuple[Any, ...]  # of the dims after the stage axis
 
 
 @dataclass(frozen=True)
-class Natural:
-    """Placed <-> natural, for a state that holds parameters under "params" and, anywhere, trees laid out like them.
+class PortableState:
+    """Placed <-> canonical, for a state that holds parameters under "params" and, anywhere, trees laid out like them.
 
     What stands under "state" is the stages' own (`Pipeline.place_state`), which is in model order too, as {"stages": ...}.
 
-    Natural: leaves of stages are [S, ...] in model order; with `layer_axis` those of [S, layers, ...] become
+    Canonical: leaves of stages are [S, ...] in model order; with `layer_axis` those of [S, layers, ...] become
     [S * layers, ...], so that another number of stages fits too.  With `pipe` None the state lies in model order already.
     Leaves are arrays, or ShapeDtypeStructs, which give ShapeDtypeStructs with shardings.
     """
@@ -58,10 +58,10 @@ class Natural:
     _programs: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # moments move as parameters do: compiled once
 
     def of(self, state: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """The natural layout; stages are spread over the pipe axis, parts without parameters left out, the rest on the host.
+        """The canonical layout; stages are spread over the pipe axis, parts without parameters left out, the rest on the host.
 
         Raises:
-            CheckpointError: leaves belong to a parameter but cannot be laid out anew; all are listed.
+            CheckpointError: leaves belong to a parameter but cannot be laid out; all are listed.
         """
         state = _wrapped(state)
         rules = self._rules(state)
@@ -75,7 +75,7 @@ class Natural:
 
         return dict(jax.tree_util.tree_map_with_path(outside, dict(state), is_leaf=is_params))
 
-    def placed(self, natural: Mapping[str, PyTree], like: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def placed(self, canonical: Mapping[str, PyTree], like: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The inverse: a state with the structure of `like`, parameters and what follows them spread as parameters are."""
         like = _wrapped(like)
         rules = self._rules(like)
@@ -89,7 +89,7 @@ class Natural:
             return {**whole, "stages": self._divided(path, found["stages"], node["stages"], rules, _whole(like, path))}
 
         nodes, tree = jax.tree_util.tree_flatten_with_path(dict(like), is_leaf=is_params)
-        values = jax.tree.leaves(dict(natural), is_leaf=is_params)
+        values = jax.tree.leaves(dict(canonical), is_leaf=is_params)
         found = dict(jax.tree.unflatten(tree, [inside(path, node, v) for (path, node), v in zip(nodes, values, strict=True)]))
         return {key: value["stages"] if key == OWN_STATE else value for key, value in found.items()}
 
@@ -116,7 +116,7 @@ class Natural:
                 if rule is None:
                     faults.append(f"{_text((*path, *p))} of shape {leaf.shape} fits no axis of its parameter to the stages")
         if faults:
-            raise CheckpointError.listing("this state has no natural layout", faults)
+            raise CheckpointError.listing("this state has no canonical layout", faults)
         return rules
 
     def _rule(self, leaf: Any, parameter: Reference | None, *, stage: bool) -> Rule | None:
@@ -158,7 +158,7 @@ class Natural:
         def arrange(leaves: Sequence[Sequence[Any]]) -> list[Any]:
             return [self._join(rule, group) for rule, group in zip(mine, zip(*leaves, strict=True), strict=True)]
 
-        joined = self._run(("of", *mine), arrange, leaves, lambda like: [self._natural_spec(r, a) for r, a in zip(mine, like, strict=True)])
+        joined = self._run(("of", *mine), arrange, leaves, lambda like: list(map(self._canonical_spec, mine, like)))
         return jax.tree.unflatten(jax.tree.structure(chunks[0]), joined) if chunks else {}
 
     def _divided(self, path: Path, stages: PyTree, like: PyTree, rules: Mapping[Path, Rule], whole: PyTree) -> PyTree:
@@ -208,13 +208,13 @@ class Natural:
         """The inverse."""
         assert self.pipe is not None
         layout = self.pipe.layout
-        natural = jax.eval_shape(layout.canonical_stages, whole)
+        canonical = jax.eval_shape(layout.canonical_stages, whole)
 
         def spread(_like: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: PartitionSpec(*_spec(leaf)), like)
 
         def arrange(stages: PyTree) -> PyTree:
-            return _like_leaves(layout.place_stages(_filled(stages, natural)), like)
+            return _like_leaves(layout.place_stages(_filled(stages, canonical)), like)
 
         return self._run(("placed unlike", jax.tree.structure(like)), arrange, stages, spread)
 
@@ -261,7 +261,7 @@ class Natural:
 
     # Shardings
 
-    def _natural_spec(self, rule: Rule, like: Any) -> PartitionSpec:
+    def _canonical_spec(self, rule: Rule, like: Any) -> PartitionSpec:
         """Stages, or layers, over the pipe axis where they divide; the other dims as the parameter's."""
         assert self.pipe is not None
         if not rule.follows:

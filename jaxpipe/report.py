@@ -20,7 +20,7 @@ Memory, for one coordinate of the pipe and data axes, before the partitioner spl
     residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the backward, or I for W
     hoisted_bytes       what is computed from parameters once a step and kept (casts), over all chunks of a device
     parameter_bytes     of stages, first, last and shared, as one device holds them; gradients take as much, in their own dtype
-    transfer_bytes      what one device sends at the most, a step
+    transfer_bytes      the most that one device sends, a step
 
 What XLA says of the compiled program, for one device:
 

@@ -22,7 +22,7 @@ class End:
 
     Args:
         modules: a module, or a tuple or dict of them.
-        call: `call(modules, microbatch) -> x` before the blocks, `call(modules, x, microbatch) -> loss` behind them; it may take
+        call: `call(modules, microbatch) -> x` before the blocks, `call(modules, x, microbatch) -> loss` after them; it may take
             `shared`, `ctx` and `training` by keyword.
         variables: linen only: the modules' variables, a tuple or dict of them likewise.
     """

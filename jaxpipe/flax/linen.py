@@ -76,7 +76,7 @@ def from_linen(
         variables: a list with each block's variables (see `submodules`), or variables with a leading axis of blocks (as `nn.scan`,
             `nn.vmap` or a vmapped `init` make them).
         num_stages: S; divides the number of blocks.
-        first, last: what stands before and behind the blocks; their functions are given bound modules.
+        first, last: what comes before and after the blocks; their functions are given bound modules.
         shared: (modules, variables) that several of these functions use: given, bound, as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take training, microbatch, ctx and shared by keyword, as in
             `lambda block, x, *, training: block(x, train=training)`.

@@ -108,7 +108,7 @@ class _Part:
             nnx.update(modules, jax.tree.unflatten(jax.tree.structure(self.rest), jax.tree.leaves(rest)))
 
     def _streams(self, key: Any) -> Any:
-        """Every stream of random numbers begun anew from `key`; without one, drawing fails."""
+        """Every stream of random numbers begun again from `key`; without one, drawing fails."""
 
         def leaf(number: int, old: Any) -> Any:
             shape = old.shape[1:] if self.stack else old.shape
@@ -141,7 +141,7 @@ def from_nnx(
         blocks: a list of modules (`nnx.List`, `nnx.Sequential`), or one module whose variables have a leading axis of blocks
             (made by `nnx.vmap`).
         num_stages: S; divides the number of blocks.
-        first, last: what stands before and behind the blocks.
+        first, last: what comes before and after the blocks.
         shared: modules that several of these functions use (a tied embedding): they are given as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared and training by keyword.
         trainable: which variables are parameters (a filter of nnx); the blocks' others are state.

@@ -70,7 +70,7 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
 
     With no shift all devices do the same kind in the same tick, so nobody waits for a longer action, and what an F sends has the
     whole turn of the other kinds to arrive.  It costs nothing where the table has that much slack between a stage's action and
-    its neighbour's, as interleaved 1F1B and ZB-H2 have.  With a shift of one, each device is a tick behind the device before
+    its neighbour's, as interleaved 1F1B and ZB-H2 have.  With a shift of one, each device is a tick later than the device before
     it: the steady state of 1F1B, where neighbours do F and B in turn.  Ticks in which a device has nothing to do take no time.
 
     It is modulo scheduling with kernel-only code (Rau, Schlansker and Tirumalai 1992, section 3): warm-up and cool-down run in the

@@ -78,7 +78,7 @@ class _State:
                     self.at[device] += 1
 
     def _reach(self, cells: Sequence[int], tick: int) -> Sequence[float]:
-        """The time to the end of a device's next cell, and to that of the one behind it, if they can run in this tick."""
+        """The time to the end of a device's next cell, and to that of the one after it, if they can run in this tick."""
         if not cells or not self._ready(cells[0], tick):
             return ()
         length = self.table.lengths[cells[0]]
@@ -102,15 +102,15 @@ class _State:
 def _tails(schedule: Schedule, lengths: Sequence[float]) -> list[float]:
     """Per cell, the least time from its start to the end of the table."""
     table = schedule.encoded
-    behind: list[list[int]] = [[] for _ in lengths]  # the cells of other devices that a cell feeds
+    feeds: list[list[int]] = [[] for _ in lengths]  # the cells of other devices that a cell feeds
     last_half, device = table.last_half.tolist(), table.device.tolist()
     for i, need in enumerate(needs_of(schedule)):
-        if need < len(behind):
-            behind[need].append(last_half[i])
+        if need < len(feeds):
+            feeds[need].append(last_half[i])
     tails = [0.0] * len(lengths)
     rest = [0.0] * table.num_devices
     for i in reversed(run_order(schedule)):
         if last_half[i] == i:
             d = device[i]
-            rest[d] = tails[i] = lengths[i] + max([rest[d], *(tails[user] for user in behind[i])])
+            rest[d] = tails[i] = lengths[i] + max([rest[d], *(tails[user] for user in feeds[i])])
     return tails

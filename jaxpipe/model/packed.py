@@ -17,7 +17,7 @@ from .places import Place, Places
 
 
 @dataclass(frozen=True)
-class Natural:
+class TreeForm:
     """What the parameters of one stage are by themselves: their tree, and the path and shape of each leaf."""
 
     tree: Any
@@ -25,7 +25,7 @@ class Natural:
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, params: PyTree) -> Natural:
+    def of(cls, params: PyTree) -> TreeForm:
         """Read off a stage's own parameters (arrays or shapes)."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = tuple(keystr(path, simple=True, separator="/") for path, _ in leaves)
@@ -42,54 +42,54 @@ class Packed:
     """
 
     leaves: dict[str, Any]
-    natural: tuple[Natural | None, ...]  # by device; None where the chunk is empty
+    forms: tuple[TreeForm | None, ...]  # by device; None where the chunk is empty
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], Any]:
         """Leaves in the order of their paths."""
         names = sorted(self.leaves)
-        return [(DictKey(name), self.leaves[name]) for name in names], (tuple(names), self.natural)
+        return [(DictKey(name), self.leaves[name]) for name in names], (tuple(names), self.forms)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> Packed:
         """The inverse."""
-        names, natural = aux
-        return cls(dict(zip(names, children, strict=True)), natural)
+        names, forms = aux
+        return cls(dict(zip(names, children, strict=True)), forms)
 
-    def places(self, natural: Natural) -> Places:
+    def places(self, form: TreeForm) -> Places:
         """Where each leaf of a stage lies among these leaves, in the order of their paths."""
         names = sorted(self.leaves)
-        flat = unlike_paths([n for n in self.natural if n is not None])
-        return tuple(Place(names.index(path), shape, path in flat) for path, shape in zip(natural.paths, natural.shapes, strict=True))
+        flat = unlike_paths([form for form in self.forms if form is not None])
+        return tuple(Place(names.index(path), shape, path in flat) for path, shape in zip(form.paths, form.shapes, strict=True))
 
     def stage(self, device: int) -> PyTree:
         """One device's own parameters, out of leaves [P, ...]."""
-        natural = self.natural[device]
-        assert natural is not None
+        form = self.forms[device]
+        assert form is not None
         leaves = [self.leaves[name] for name in sorted(self.leaves)]
-        return jax.tree.unflatten(natural.tree, [place.take(leaves[place.at][device]) for place in self.places(natural)])
+        return jax.tree.unflatten(form.tree, [place.take(leaves[place.at][device]) for place in self.places(form)])
 
 
-def unlike_paths(naturals: Sequence[Natural]) -> frozenset[str]:
+def unlike_paths(forms: Sequence[TreeForm]) -> frozenset[str]:
     """Paths at which stages have leaves of different shapes."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
-    for natural in naturals:
-        for path, shape in zip(natural.paths, natural.shapes, strict=True):
+    for form in forms:
+        for path, shape in zip(form.paths, form.shapes, strict=True):
             shapes.setdefault(path, set()).add(shape)
     return frozenset(path for path, found in shapes.items() if len(found) > 1)
 
 
 def pack(stages: Sequence[PyTree | None]) -> Packed:
     """The stages of one chunk, by device; PipelineError where a path has leaves of different dtypes."""
-    natural = tuple(None if stage is None else Natural.of(stage) for stage in stages)
-    flat = unlike_paths([n for n in natural if n is not None])
+    forms = tuple(None if stage is None else TreeForm.of(stage) for stage in stages)
+    flat = unlike_paths([form for form in forms if form is not None])
     found: dict[str, list[Any]] = {}
-    for device, (stage, own) in enumerate(zip(stages, natural, strict=True)):
+    for device, (stage, own) in enumerate(zip(stages, forms, strict=True)):
         if own is None:
             continue
         for path, leaf in zip(own.paths, jax.tree.leaves(stage), strict=True):
             found.setdefault(path, [None] * len(stages))[device] = jnp.ravel(leaf) if path in flat else jnp.asarray(leaf)
     _check_dtypes(found)
-    return Packed({path: _stack(leaves) for path, leaves in found.items()}, natural)
+    return Packed({path: _stack(leaves) for path, leaves in found.items()}, forms)
 
 
 def _check_dtypes(found: dict[str, list[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters: the model's natural (canonical) layout <-> the layout that a schedule's devices hold (placed)."""
+"""Parameters: the model's own (canonical) layout <-> the layout that a schedule's devices hold (placed)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTER = ("first", "last", "shared")
 class ParamLayout:
     """Where each stage's parameters lie: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees of leaves [P, ...]}`.
 
-    A stage that stands on several devices (a bidirectional placement) is held by the first of them only; the step copies it
+    A stage that is on several devices (a bidirectional placement) is held by the first of them only; the step copies it
     to the others.  So optimizers, norms and checkpoints meet every parameter exactly once.
     """
 
@@ -108,18 +108,18 @@ class ParamLayout:
         chunk = owned[self.owned[device].index(stage)]
         if not isinstance(chunk, Packed):
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
-        natural = chunk.natural[device]
-        assert natural is not None
-        leaves = [jax.ShapeDtypeStruct(s, chunk.leaves[p].dtype) for p, s in zip(natural.paths, natural.shapes, strict=True)]
-        return jax.tree.unflatten(natural.tree, leaves)
+        form = chunk.forms[device]
+        assert form is not None
+        leaves = [jax.ShapeDtypeStruct(s, chunk.leaves[p].dtype) for p, s in zip(form.paths, form.shapes, strict=True)]
+        return jax.tree.unflatten(form.tree, leaves)
 
     def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
         """Where a stage's leaves lie in those of a chunk; None where stages are alike."""
         if not isinstance(chunks[chunk], Packed):
             return None
         device = self.placement.devices_of[stage][0]
-        natural = chunks[self.owned[device].index(stage)].natural[device]
-        return chunks[chunk].places(natural)
+        form = chunks[self.owned[device].index(stage)].forms[device]
+        return chunks[chunk].places(form)
 
     def faults(self, stages: PyTree) -> list[str]:
         """What is wrong with the canonical parameters, or state, of the stages."""

@@ -195,7 +195,7 @@ class Partition:
     def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Shardings of placed parameters.
 
-        A spec names every axis of its array, as the step's results do: otherwise the second step would be compiled anew.
+        A spec names every axis of its array, as the step's results do: otherwise the second step would be compiled again.
         """
         return jax.tree.map(lambda plan: NamedSharding(mesh, plan.spec(self.axis)), self.plans(params), is_leaf=is_plan)
 

@@ -52,7 +52,7 @@ def _by_stages(placement: Placement, stage: Any, *, first: Call | None, last: Ca
         return Model((Function.of(stage, "stage"),) * count, *ends, ParamLayout(placement))
     if len(stage) != count:
         raise PipelineError(f"stage is a list of {len(stage)} functions, but the schedule has {count} stages; give one for each")
-    # A function that stands on several stages is one kind of stage where their parameters have one form too.
+    # A function that several stages have is one kind of stage where their parameters have one form too.
     made = {id(call): Function.of(call, f"stage[{s}]") for s, call in reversed(list(enumerate(stage)))}
     return Model(tuple(made[id(call)] for call in stage), *ends, ParamLayout(placement, unlike=True))
 
@@ -100,7 +100,7 @@ def _outer(call: Call | None, name: str) -> Function | None:
 
 
 def _check_copies(model: Model) -> None:
-    """What a stage that stands on two devices cannot have."""
+    """What a stage that is on two devices cannot have."""
     if not model.layout.replicas():
         return
     if model.layout.unlike and model.layout.num_owned > 1:

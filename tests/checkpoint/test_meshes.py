@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxpipe.checkpoint import Checkpoints
-from jaxpipe.portable import Natural
+from jaxpipe.portable import PortableState
 from tests.axes.model import HIDDEN, SPECS, WIDTH, build, canonical, mesh, pipeline
 
 EVERYTHING: dict[str, Any] = {"data_axes": ("data",), "fsdp": "data", "shard_outer": True, "specs": SPECS}
@@ -45,6 +45,6 @@ def test_parameters_spread_over_all_axes_are_read_on_any_mesh(tmp_path: Path) ->
 def test_no_device_holds_the_whole_model_while_it_is_saved() -> None:
     """In model order too stages are spread over the pipe axis, and the other dims as they were."""
     pipe = pipeline(build("interleaved_1f1b"), **EVERYTHING)
-    natural = Natural(pipe).of(state_of(pipe, seed=1))
+    natural = PortableState(pipe).of(state_of(pipe, seed=1))
     shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in (natural["params"]["stages"]["w"], natural["opt_state"].mu["stages"]["w"])}
     assert shapes == {(4 // 2, WIDTH // 2, HIDDEN // 2)}

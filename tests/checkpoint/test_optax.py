@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.errors import CheckpointError
-from jaxpipe.portable import Natural
+from jaxpipe.portable import PortableState
 from tests.axes.model import worst_error
 from tests.checkpoint import runs
 from tests.checkpoint.placements import pipelines
@@ -114,11 +114,11 @@ def test_placed_parameters_take_the_same_steps_and_leave_the_same_state(name: st
     # Every parameter is counted once: devices without a stage have zeros, stages on two devices one owner.
     assert worst_error(norms, wanted_norms) <= FLOAT64
     assert min(wanted_norms) < 20 < max(wanted_norms)
-    natural = Natural(pipe).of({"params": params, "opt_state": state})
-    like = Natural(None).of({"params": wanted, "opt_state": wanted_state})
+    natural = PortableState(pipe).of({"params": params, "opt_state": state})
+    like = PortableState(None).of({"params": wanted, "opt_state": wanted_state})
     close(natural, like)
     # There and back: numbers are moved, not computed.
-    back = Natural(pipe).placed(natural, {"params": params, "opt_state": state})
+    back = PortableState(pipe).placed(natural, {"params": params, "opt_state": state})
     for ours, theirs in zip(jax.tree.leaves(back), jax.tree.leaves({"params": params, "opt_state": state}), strict=True):
         assert np.array_equal(ours, theirs)
 
@@ -137,9 +137,9 @@ def test_factored_moments_have_a_natural_layout() -> None:
     """Adafactor keeps a mean over rows and one over columns: leaves with fewer axes than their parameter, and placeholders."""
     pipe, tx = pipe_of("uneven"), optax.scale_by_factored_rms(min_dim_size_to_factor=runs.WIDTH)
     params, state, _ = updated("uneven", tx)
-    natural = Natural(pipe).of({"params": params, "opt_state": state})
+    natural = PortableState(pipe).of({"params": params, "opt_state": state})
     params, wanted, _ = updated("", tx)
-    close(natural["opt_state"], Natural(None).of({"params": params, "opt_state": wanted})["opt_state"])
+    close(natural["opt_state"], PortableState(None).of({"params": params, "opt_state": wanted})["opt_state"])
     assert natural["opt_state"].v_row["stages"]["w"].shape == (4, 2, runs.WIDTH)
 
 
@@ -147,7 +147,7 @@ def test_a_history_has_a_natural_layout() -> None:
     """Leaves with more axes than their parameter, as L-BFGS keeps them, and with layers merged."""
     pipe, params = pipe_of("zbv"), starting("zbv")[0]
     history = jax.tree.map(lambda a: jnp.stack([a, 2 * a, 3 * a]), params)
-    natural = Natural(pipe, layer_axis=True)
+    natural = PortableState(pipe, layer_axis=True)
     found = natural.of({"params": params, "history": history})
     assert found["history"]["stages"]["w"].shape == (3, runs.LAYERS, runs.WIDTH, runs.WIDTH)
     for i in range(3):
@@ -164,7 +164,7 @@ def test_a_number_for_each_chunk_is_refused() -> None:
     pipe, params = pipe_of("zbv"), starting("zbv")[0]
     norms = jax.tree.map(jnp.linalg.norm, params)
     with pytest.raises(CheckpointError, match=r"opt_state/norms holds one number for all stages of a chunk"):
-        Natural(pipe).of({"params": params, "opt_state": {"norms": norms}})
+        PortableState(pipe).of({"params": params, "opt_state": {"norms": norms}})
 
 
 def test_faults_of_a_state_are_all_listed() -> None:
@@ -173,9 +173,9 @@ def test_faults_of_a_state_are_all_listed() -> None:
     transposed = {**params, "stages": tuple(jax.tree.map(jnp.transpose, chunk) for chunk in params["stages"])}
     other = {**params, "stages": (one, {**two, "b": optax.MaskedNode()})}
     with pytest.raises(CheckpointError) as caught:
-        Natural(pipe).of({"params": params, "a": transposed, "c": other})
+        PortableState(pipe).of({"params": params, "a": transposed, "c": other})
     assert len(caught.value.faults) == 5
     assert "c: chunks of stages have unlike structures" in str(caught.value)
     assert f"a/stages/0/w of shape ({runs.WIDTH}, {runs.WIDTH}, 2, 2) fits no axis" in str(caught.value)
     with pytest.raises(CheckpointError, match='under "params"'):
-        Natural(pipe).of({"parameters": params})
+        PortableState(pipe).of({"parameters": params})

@@ -7,7 +7,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.errors import CheckpointError
-from jaxpipe.portable import Natural
+from jaxpipe.portable import PortableState
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_unlike import EXTRA, M, draw, head, rows, tokens, unlike_model, worst
@@ -87,7 +87,7 @@ def test_moments_of_masked_parameters_go_on_with_another_layout(tmp_path):
     state, _ = train(one, optimizer, begin(one, optimizer), 2, tokens())
     with Checkpoints(tmp_path, one) as checkpoints:
         checkpoints.save(2, state)
-    natural = Natural(one).of(state)["moments"].inner_states["fast"].inner_state[0].mu["stages"]["t"]
+    natural = PortableState(one).of(state)["moments"].inner_states["fast"].inner_state[0].mu["stages"]["t"]
     assert natural["w"].shape == (6, 4, 4)
     assert natural["scale"] == optax.MaskedNode()
     _, wanted = train(one, optimizer, state, 2, tokens())
