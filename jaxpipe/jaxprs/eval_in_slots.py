@@ -43,12 +43,34 @@ class Slot(NamedTuple):
         return lax.dynamic_update_slice(self.pool, value.astype(self.pool.dtype)[None, None], start)
 
 
+class Total(NamedTuple):
+    """An accumulator: what is stored is added to it, and what a scan stacks is added row by row, in place."""
+
+    pool: Any
+
+    def store(self, value: Any) -> Any:
+        """The accumulator with a whole value added."""
+        return self.pool + jnp.asarray(value).astype(self.pool.dtype)
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The accumulator with `[row]` added to."""
+        start = (row, *(jnp.int32(0) for _ in value.shape))
+        old = lax.dynamic_slice(self.pool, start, (1, *value.shape))
+        return lax.dynamic_update_slice(self.pool, old + value.astype(self.pool.dtype)[None], start)
+
+
 def run_in_slots(
-    jaxpr: core.Jaxpr, arguments: Sequence[Any], *, reads: Mapping[int, Slot] | None = None, writes: Mapping[int, Slot] | None = None
+    jaxpr: core.Jaxpr,
+    arguments: Sequence[Any],
+    *,
+    reads: Mapping[int, Slot] | None = None,
+    writes: Mapping[int, Slot | Total] | None = None,
 ) -> list[Any]:
     """Evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools.
 
-    A scan would else build its stacked outputs apart and copy them into the slot, and a slot would be copied out to be scanned.
+    A scan would else build its stacked outputs apart and copy them into the slot (or add them to the accumulator), and a slot would be
+    copied out to be scanned.  Scans read their other rows by an index that they scan: XLA:GPU makes no CUDA graph of a loop whose
+    slices follow its counter.
     """
     reads, writes = reads or {}, writes or {}
     env: dict[core.Var, Any] = {}
@@ -57,12 +79,10 @@ def run_in_slots(
     targets = {jaxpr.outvars[i]: slot for i, slot in writes.items() if isinstance(jaxpr.outvars[i], core.Var)}
     used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
     returned = [v for i, v in enumerate(jaxpr.outvars) if i not in writes]
-    targets = {v: s for v, s in targets.items() if v not in used and v not in returned}
+    targets = {v: s for v, s in targets.items() if v not in used and v not in returned and jaxpr.outvars.count(v) == 1}
     written: dict[core.Var, Any] = {}
     for eqn in jaxpr.eqns:
-        threaded = [v in targets for v in eqn.outvars]
-        lazy = [isinstance(v, core.Var) and isinstance(env[v], Slot) for v in eqn.invars]
-        if eqn.primitive.name == "scan" and (any(threaded) or any(lazy)):
+        if eqn.primitive.name == "scan" and eqn.params["length"]:
             _run_scan(eqn, env, targets, written)
             continue
         inputs = [_load(env, v) for v in eqn.invars]
@@ -96,7 +116,7 @@ def _bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[
     return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())
 
 
-def _run_scan(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Slot], written: dict[core.Var, Any]) -> None:
+def _run_scan(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Slot | Total], written: dict[core.Var, Any]) -> None:
     """A scan with pools among its carries, for what it writes, and among its constants, for what it reads."""
     consts, carries = scan_counts(eqn)
     length = eqn.params["length"]
@@ -105,26 +125,23 @@ def _run_scan(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any
     inside = body.jaxpr.invars[consts : consts + carries]
     first = [jnp.asarray(_load(env, v)).astype(b.aval.dtype) for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)]
     scanned = [env[v] if isinstance(v, core.Var) else v.val for v in eqn.invars[consts + carries :]]
-    plain = [x for x in scanned if not isinstance(x, Slot)]
     outs = eqn.outvars[carries:]
     threaded = [v for v in outs if v in targets]
 
-    def trip(state: tuple[list[Any], list[Any]], given: tuple[Any, list[Any]]) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
+    def trip(state: tuple[list[Any], list[Any]], row: Any) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
         carry, pools = state
-        row, xs = given
-        rest = iter(xs)
-        values = [x.load_row(row) if isinstance(x, Slot) else next(rest) for x in scanned]
+        values = [x.load_row(row) if isinstance(x, Slot) else lax.dynamic_index_in_dim(x, row, 0, keepdims=False) for x in scanned]
         results = core.jaxpr_as_fun(body)(*fixed, *carry, *values)
         ys = dict(zip(outs, results[carries:], strict=True))
         new = []
         for var, pool in zip(threaded, pools, strict=True):
-            new.append(Slot(pool, targets[var].index).store_row(row, ys[var]))
+            new.append(targets[var]._replace(pool=pool).store_row(row, ys[var]))
         carry = [r.astype(c.dtype) for r, c in zip(results[:carries], carry, strict=True)]
         return (carry, new), [ys[v] for v in outs if v not in targets]
 
     rows = lax.iota(jnp.int32, length)
     options = {k: eqn.params[k] for k in ("reverse", "unroll") if k in eqn.params}
-    state, stacks = lax.scan(trip, (first, [targets[v].pool for v in threaded]), (rows, plain), length=length, **options)
+    state, stacks = lax.scan(trip, (first, [targets[v].pool for v in threaded]), rows, length=length, **options)
     env.update(zip(eqn.outvars[:carries], state[0], strict=True))
     env.update(zip([v for v in outs if v not in targets], stacks, strict=True))
     written.update(zip(threaded, state[1], strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import Slot, run_in_slots
+from ..jaxprs import Slot, Total, run_in_slots
 from ..program.records import Backward
 from ..program.segments import BlockUse, Presence
 from ..stage.code import StageCode
@@ -64,7 +64,7 @@ class RunBackward(Block):
         """B: both gradients at once."""
         code = self.code
         arguments, slots = self._inputs(state)
-        outs = run_in_slots(code.backward, arguments, reads=slots)
+        outs = run_in_slots(code.backward, arguments, reads=slots, writes=self._totals(state))
         dparams, dx = outs[: code.num_params], outs[code.num_params :]
         return self._hand_on(dx, self._accumulate(dparams, state))
 
@@ -84,7 +84,7 @@ class RunBackward(Block):
         arguments, slots = self._inputs(state)
         stash = self.shared.buffers.stash.lazily(given(state.stash), self.row.stash, code.stash)
         reads = slots | {len(arguments) + i: s for i, s in enumerate(stash) if isinstance(s, Slot)}
-        return self._accumulate(run_in_slots(code.weight_grad, [*arguments, *stash], reads=reads), state)
+        return self._accumulate(run_in_slots(code.weight_grad, [*arguments, *stash], reads=reads, writes=self._totals(state)), state)
 
     def _inputs(self, state: State) -> tuple[Leaves, dict[int, Slot]]:
         """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are slots where they can be."""
@@ -101,11 +101,17 @@ class RunBackward(Block):
         dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
         return [*before, *kept, *dy], {len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)}
 
+    def _totals(self, state: State) -> dict[int, Total]:
+        """The accumulators that a scan over layers adds to row by row, by the number of the parameter; none where stages are unlike."""
+        if self.operand.places is not None:
+            return {}
+        return {i: Total(leaf) for i, leaf in enumerate(given(given(state.gradients).chunks[self.use.block.chunk]))}
+
     def _accumulate(self, dparams: Leaves, state: State) -> State:
-        """Add the gradients of a stage's own and of the shared parameters."""
+        """Add the gradients of a stage's own parameters, where these are not the new totals, and of the shared ones."""
         operand, gradients, chunk = self.operand, given(state.gradients), self.use.block.chunk
         own = len(dparams) - len(operand.shared)
-        total = operand.accumulate(given(gradients.chunks[chunk]), dparams[:own])
+        total = dparams[:own] if operand.places is None else operand.accumulate(given(gradients.chunks[chunk]), dparams[:own])
         new = Gradients(chunks=chunk_part(total, chunk, self.shared.num_chunks), shared=add(given(gradients.shared), dparams[own:]))
         return state.updated(State(gradients=new))
 

@@ -9,7 +9,6 @@ from typing import Any
 from ..arrays import Leaves, PyTree
 from ..model.places import Place, Places
 from ..stage.code import StageCode
-from .pools import add
 from .shared_buffers import SharedBuffer
 
 
@@ -54,8 +53,9 @@ class StageOperand:
         return [*own, *self.shared]
 
     def accumulate(self, total: Leaves, grads: Leaves) -> Leaves:
-        """The chunk's accumulators with the gradients of the stage's own parameters added."""
-        return add(total, grads) if self.places is None else _at_places(Place.add, total, self.places, grads)
+        """The chunk's accumulators with the gradients of an unlike stage's own parameters added in their places."""
+        assert self.places is not None
+        return _at_places(Place.add, total, self.places, grads)
 
     def read_state(self, state: Leaves) -> Leaves:
         """The stage's state out of its chunk's."""
