@@ -20,6 +20,7 @@ from .model.functions import Function, Functions, Loss
 from .model.param_layout import OUTER, check_canonical
 from .model.partition import Partition
 from .model.read import read_model
+from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job
 from .stage.model_code import ModelCode
@@ -127,8 +128,9 @@ class Pipeline:
         )
         self.layout = model.layout
         self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
-        jit: Any = jax.jit if self._executor.compiles else lambda function: function
-        self._jit_step, self._jit_evaluate, self._jit_outputs = jit(self._step), jit(self._evaluate), jit(self._outputs)
+        self._jit_step = self._jitted(self._step)
+        self._jit_evaluate = self._jitted(self._evaluate)
+        self._jit_outputs = self._jitted(self._outputs)
 
     # Parameters
 
@@ -236,6 +238,40 @@ class Pipeline:
         held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
         return report(self.schedule, self._plan, traced[0], compiled, params=held, prefer=self.prefer) | seconds
 
+    # Compiling
+
+    @cached_property
+    def compiler_options(self) -> dict[str, str | int | bool]:
+        """XLA options that the program wants on this mesh's backend: on NVIDIA GPUs predicates become nodes of CUDA graphs; else none.
+
+        `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the outermost `jax.jit` only, so a function of
+        yours around them needs them too: write `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
+        """
+        return options_for(self.mesh)
+
+    def jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that you give go before them.
+
+        Example:
+            step = pipe.jit(train_step, donate_argnums=(0, 1))
+        """
+        mine = {**self.compiler_options, **(options.pop("compiler_options", None) or {})}
+        return jax.jit(function, compiler_options=mine or None, **options)
+
+    def _jitted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function compiled, with the options where it is called from outside of any other `jax.jit`."""
+        if not self._executor.compiles:
+            return function
+        if not self.compiler_options:
+            return jax.jit(function)
+        inner, outermost = jax.jit(function), self.jit(function)
+
+        def call(*arguments: Any) -> Any:
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+            return (inner if traced else outermost)(*arguments)
+
+        return call
+
     # Inside
 
     def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Callable[[ModelCode], None] | None = None) -> Any:
@@ -244,7 +280,7 @@ class Pipeline:
             return self._answer(results, with_state=self.functions.has_state), grads
 
         given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
-        return jax.jit(step).lower(params, batch, **given)
+        return self.jit(step).lower(params, batch, **given)
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return {**tree, "stages": self.layout.place_stages(tree["stages"])}
