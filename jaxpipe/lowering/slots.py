@@ -203,14 +203,18 @@ class _Writer:
                 at, spare = tick[lane == n], free[back][lane == n]
                 self._ticks.arrivals[n].slot[at, device] = np.maximum(spare, 0)
                 self._ticks.arrivals[n].takes[at, device] = spare >= 0
+        lanes = {id(arrival.slot): arrival.takes for arrival in self._ticks.arrivals}
         for entry in values.entries:
-            entry.table[entry.tick, values.device[entry.which]] = slots[entry.which]
+            place = (entry.tick, values.device[entry.which])
+            entry.table[place] = slots[entry.which]
+            if id(entry.table) in lanes:
+                lanes[id(entry.table)][place] = 1
         return size
 
     def _strays(self, pool: PoolName, values: _Values) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """(tick, device, lane, tick of arrival) of what permutes bring to devices that have no message in them."""
-        payload = {name: p for p, name in POOL_OF.items()}.get(pool, _NO_PAYLOAD)
-        strays = np.repeat((self._arrivals.payload == payload)[:, None], self._actions.num_devices, axis=1)
+        payloads = [payload for payload, name in POOL_OF.items() if name is pool]
+        strays = np.repeat(np.isin(self._arrivals.payload, payloads)[:, None], self._actions.num_devices, axis=1)
         lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}
         for entry in values.entries:
             if id(entry.table) in lanes:

@@ -57,7 +57,10 @@ class Backward(Generic[A]):
 
 @dataclass(frozen=True)
 class Arrival(Generic[A]):
-    """What a permute brings to a device: the slot that it writes, or 0 in `takes` where the slot keeps what it has."""
+    """What a permute brings to a device: the slot that it writes, where `takes` is 1.
+
+    Elsewhere the slot keeps what it has: nothing is meant for the device and none of its slots is free, or the tick makes no such permute.
+    """
 
     slot: A
     takes: A
@@ -111,5 +114,5 @@ def empty_ticks(num_ticks: int, num_devices: int, lanes: int) -> TickRecord[IntT
     idle = ("kind", "chunk")
     forward = Forward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Forward)})
     backward = Backward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Backward)})
-    arrivals = tuple(Arrival(zeros(), np.ones((num_ticks, num_devices), np.int32)) for _ in range(lanes))
+    arrivals = tuple(Arrival(zeros(), zeros()) for _ in range(lanes))
     return TickRecord(forward, backward, zeros(), arrivals)

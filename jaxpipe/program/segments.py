@@ -103,7 +103,7 @@ class TickTemplate:
 
     @property
     def num_predicates(self) -> int:
-        """How many predicates a tick has: of blocks that not every device runs, and of exchanges."""
+        """How many predicates a tick has: of blocks that not every device runs, and one for each exchange that may be made."""
         gates = sum(bool(exchange) for exchange in self.exchanges) if len(self.exchanges) > 1 else 0
         return gates + sum(use.active is not Presence.ALWAYS for use in self.blocks)
 

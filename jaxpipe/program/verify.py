@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import ProgramError
 from .accesses import accesses
-from .code_rules import code_faults, running
+from .code_rules import code_faults, running, ticks_of
 from .faults import Fault, Rule
 from .flow import flow_faults
 from .ir import Program
@@ -90,11 +90,26 @@ def _permute_faults(permute: Permute) -> Iterator[Fault]:
             return
 
 
+def _lane_faults(program: Program) -> Iterator[Fault]:
+    """No slot takes what arrives over a lane that the tick's exchange has not."""
+    for segment in program.segments:
+        for j, template in enumerate(segment.templates):
+            ticks = ticks_of(segment, j)
+            for number in range(len(template.exchanges)):
+                mine = ticks[program.ticks.exchange[ticks, 0] == number]
+                unused = sorted(set(range(len(program.ticks.arrivals))) - set(template.lanes_of(number)))
+                for tick in sorted(
+                    {int(mine[k]) for lane in unused for k in program.ticks.arrivals[lane].takes[mine].any(axis=1).nonzero()[0]}
+                ):
+                    yield Fault(Rule.EXCHANGE, "a slot takes what arrives over a lane that the exchange has not", tick)
+
+
 def _exchange_faults(program: Program) -> Iterator[Fault]:
     """All devices make the same exchange, which their template has, and which the segment says."""
     choice = program.ticks.exchange
     for tick in (choice != choice[:, :1]).any(axis=1).nonzero()[0].tolist():
         yield Fault(Rule.EXCHANGE, f"devices choose different exchanges: {choice[tick].tolist()}", tick)
+    yield from _lane_faults(program)
     for segment in program.segments:
         said = segment.chosen.ravel()
         made = choice[segment.start : segment.stop, 0]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Scalar
-from ..program.records import Arrival
+from ..program.records import Arrival, TickRecord
 from ..program.segments import Payload, Permute, TickTemplate
-from .block import Block
 from .pools import read, write
 from .state import State, given
 
@@ -32,31 +30,26 @@ def arrive(state: State, payload: Payload, arrival: Arrival[Scalar], leaves: Lea
     return state.updated(State(x=new) if payload is Payload.ACTIVATION else State(cotangent=new))
 
 
-@dataclass(frozen=True)
-class RunExchange(Block):
-    """One of several exchanges, in the ticks that name it.
+def run_chosen(template: TickTemplate, axis: str, row: TickRecord[Scalar], state: State) -> State:
+    """One of several exchanges: that which the record names.  All devices choose the same, or senders would wait for nobody.
 
-    All devices choose the same, or those that send would wait for others that do not receive.  One conditional could ask for all
-    exchanges at once, but XLA fixes the layouts of its results, and may copy a whole pool into that layout.
+    One conditional, which waits once: it is handed what is sent and returns what arrives, never a pool, since XLA:GPU copies what
+    passes through a conditional.  Lanes that the exchange has not give back what was sent, and no slot takes it.
     """
+    lanes = template.lanes
+    sent = [given(state.sent_x if payload is Payload.ACTIVATION else state.sent_dx) for payload in lanes]
 
-    template: TickTemplate
-    number: int
-    axis: str
-    arrivals: Sequence[Arrival[Scalar]]
-    keeps: Sequence[bool]  # by lane
-    before: State  # what is sent is not carried
+    def branch(number: int) -> Callable[[list[Leaves]], list[Leaves]]:
+        def exchange(leaves: list[Leaves]) -> list[Leaves]:
+            found = list(leaves)
+            for lane, permute in zip(template.lanes_of(number), template.exchanges[number], strict=True):
+                found[lane] = [lax.ppermute(leaf, axis, permute.pairs) for leaf in leaves[lane]]
+            return found
 
-    def writes(self, state: State) -> State:
-        """The pools that its payloads go to."""
-        payloads = {permute.payload for permute in self.template.exchanges[self.number]}
-        part = State(x=state.x) if Payload.ACTIVATION in payloads else State()
-        return part.updated(State(cotangent=state.cotangent)) if Payload.COTANGENT in payloads else part
+        return exchange
 
-    def run(self, state: State) -> State:
-        """Make all its permutes, then write what they bring."""
-        exchange = self.template.exchanges[self.number]
-        arrived = [permuted(permute, self.axis, self.before) for permute in exchange]
-        for lane, permute, leaves in zip(self.template.lanes_of(self.number), exchange, arrived, strict=True):
-            state = arrive(state, permute.payload, self.arrivals[lane], leaves, keep=self.keeps[lane])
-        return state
+    after_blocks = jnp.where(given(state.token), 0, row.exchange)
+    arrived = lax.switch(after_blocks, [branch(number) for number in range(len(template.exchanges))], sent)
+    for lane, (payload, leaves) in enumerate(zip(lanes, arrived, strict=True)):
+        state = arrive(state, payload, row.arrivals[lane], leaves, keep=True)
+    return state

@@ -15,7 +15,7 @@ from ..program.segments import BlockUse, Payload, Presence, Segment
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
 from .block import Block, run_in_order
-from .exchange import RunExchange, arrive, permuted
+from .exchange import arrive, permuted, run_chosen
 from .forward import RunForward, RunRecompute
 from .shared_code import SharedCode
 from .state import State, given
@@ -42,10 +42,7 @@ class TickEmitter:
                 for kind in those:
                     state = self._block(use, kind, row, state, asks=len(those) > 1)
             if len(template.exchanges) > 1:
-                for number in range(len(template.exchanges)):
-                    if template.exchanges[number]:
-                        exchange = RunExchange(template, number, self.axis, row.arrivals, keeps[j], state)
-                        state = run_in_order(Presence.SOMETIMES, row.exchange == number, exchange, state)
+                state = run_chosen(template, self.axis, row, state)
             else:
                 for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
                     brought = permuted(permute, self.axis, state)
