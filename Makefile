@@ -37,10 +37,8 @@ verify: $(VENV)/.ready-test
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-# With LLVM's optimisations, which `make test` leaves out (tests/conftest.py says why).
 test-slow: $(VENV)/.ready-test
-	XLA_FLAGS="--xla_llvm_disable_expensive_passes=false $$XLA_FLAGS" HYPOTHESIS_PROFILE=slow \
-	  $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
+	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
 
 test-tables: $(VENV)/.ready-tables
 	PYTHONPATH=. $(BIN)/python -m pytest -m no_jax $(ARGS)

@@ -23,18 +23,12 @@ NUMERIC = ("axes", "checkpoint", "flax", "lowering", "models", "parity", "precis
 INSTRUCTION_SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX", "AMX_FP16")
 NO_JAX = ("table", "schedules", "passes", "render", "simulate")
 TIERS = ("slow", "exhaustive")  # the default run has neither
-XLA_FLAGS = {
-    "--xla_force_host_platform_device_count": NUM_DEVICES,
-    # No loop unrolling and vectorising by LLVM: the programs are XLA's own, and take two thirds of the time to compile.  `make test-slow`
-    # and `make test-numeric` compile with them.
-    "--xla_llvm_disable_expensive_passes": "true",
-}
+COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
-for flag, value in XLA_FLAGS.items():
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
+if COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COUNT_FLAG}={NUM_DEVICES}".strip()
 
 # No deadline for the single example: machines are shared.  The quick examples are the same on every machine, the others new in every run.
 settings.register_profile("quick", deadline=None, max_examples=10, derandomize=True)
@@ -52,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"there is no instruction set {asked[1]!r}; XLA_FLAGS must name one of {', '.join(INSTRUCTION_SETS)}")
     config.addinivalue_line("markers", "no_jax: quick tests of the rooms that need neither jax nor torch")
     config.addinivalue_line("markers", "numeric: tests that compare numbers of compiled programs, for runs under several instruction sets")
+    config.addinivalue_line("markers", "torch: tests of rooms without jax that compare with torch")
     config.addinivalue_line("markers", "property: tests of random examples, of which `HYPOTHESIS_PROFILE=slow` or `thorough` makes more")
 
 
@@ -72,7 +67,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
-        if room in NO_JAX and not any(map(item.get_closest_marker, TIERS)):
+        if room in NO_JAX and not any(map(item.get_closest_marker, (*TIERS, "torch"))):
             item.add_marker(pytest.mark.no_jax)
         if room in NUMERIC:
             item.add_marker(pytest.mark.numeric)

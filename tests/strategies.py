@@ -27,10 +27,15 @@ def schedules(*, recompute: bool = False) -> st.SearchStrategy[Schedule]:
     return randoms().map(lambda rng: random_schedule(rng, recompute=recompute))
 
 
+QUICK = settings.default.max_examples == settings.get_profile("quick").max_examples
+# For tests whose single example takes long: fewer in the quick profile.
+few = settings(max_examples=3) if QUICK else settings()
+
+
 @st.composite
 def randoms(draw: st.DrawFn) -> random.Random:
     """A random generator: from a seed, which is ten times as fast, or, but in the quick profile, one whose every choice can shrink."""
-    if settings.get_current_profile_name() == "quick":
+    if QUICK:
         return random.Random(draw(st.integers(0, 2**32 - 1)))
     return draw(st.randoms(use_true_random=False))
 

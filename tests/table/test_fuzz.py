@@ -17,7 +17,7 @@ import pytest
 from frugal import quick
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from strategies import schedules
+from strategies import few, schedules
 
 import jaxpipe as jp
 from jaxpipe import Costs, Schedule, Transfers
@@ -102,6 +102,7 @@ def damaged(draw: st.DrawFn, good: st.SearchStrategy[str]) -> str:
     return text
 
 
+@few
 @given(st.one_of(texts, damaged(schedules().map(lambda s: s.to_csv())), damaged(schedules().map(lambda s: jp.add_transfers(s).to_csv()))))
 @example("0F0,0F9999999999\n")
 @example("9999999999F0")

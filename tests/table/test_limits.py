@@ -301,6 +301,7 @@ def test_the_command_line_is_refused(monkeypatch, line, message):
     assert len(printed) < 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CSV)
 def test_the_command_line_refuses_the_same_csv(monkeypatch, tmp_path, name):
     text, message = CSV[name]
@@ -312,6 +313,7 @@ def test_the_command_line_refuses_the_same_csv(monkeypatch, tmp_path, name):
     assert len(printed) < 300_000, "the grid has a line a device"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JSON)
 def test_the_command_line_refuses_the_same_json(monkeypatch, tmp_path, name):
     text, message = JSON[name]

@@ -167,6 +167,7 @@ NAMED = {
 }
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", NAMED)
 def test_torch_reads_our_compute_only_csv(name, torch_schedules, tmp_path):
     schedule = jp.check(NAMED[name])
@@ -177,6 +178,7 @@ def test_torch_reads_our_compute_only_csv(name, torch_schedules, tmp_path):
     assert tuple(runtime.stage_index_to_group_rank[s] for s in range(schedule.num_stages)) == schedule.stage_to_device
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", NAMED)
 def test_torch_reads_our_transfers_and_counts_the_same_steps(name, torch_schedules, tmp_path):
     whole = jp.add_transfers(NAMED[name])
@@ -188,6 +190,7 @@ def test_torch_reads_our_transfers_and_counts_the_same_steps(name, torch_schedul
         assert max(map(len, runtime._simulate().values())) == len(jp.simulate_steps(whole))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", NAMED)
 def test_we_read_what_torch_writes(name, torch_schedules, tmp_path):
     schedule = NAMED[name]
@@ -204,6 +207,7 @@ def test_we_read_what_torch_writes(name, torch_schedules, tmp_path):
     assert jp.remove_transfers(whole).rows == tuple(tuple(c for c in row if c is not None) for row in schedule.rows)
 
 
+@pytest.mark.torch
 @settings(max_examples=40)
 @given(schedules())
 def test_torch_reads_every_cell(torch_schedules, schedule):
@@ -213,6 +217,7 @@ def test_torch_reads_every_cell(torch_schedules, schedule):
             assert [str(c or "") for c in cells] == [str(c or "") for c in row]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "looped_bfs", "interleaved_zb"])
 @pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (4, 4), (4, 8)])
 def test_never_more_steps_than_torch_with_early_receives_nor_with_safe_late_ones(name, devices, microbatches, torch_schedules):
