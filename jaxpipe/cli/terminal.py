@@ -61,8 +61,11 @@ class Terminal:
 
     def track(self, items: Sequence[T], what: str) -> Iterator[T]:
         """Go through items behind a progress bar, shown on a terminal's stderr only."""
+        if not self.err.is_terminal:
+            yield from items
+            return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as progress:
+        with Progress(*columns, console=self.err, transient=True) as progress:
             yield from progress.track(items, description=what)
 
 

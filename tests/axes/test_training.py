@@ -52,7 +52,7 @@ def _run(step: Any, params: Any, stages: int) -> tuple[list[float], Any, list[fl
     for seed in range(STEPS):
         loss, grads = step(params, batch(M, seed=seed))
         losses.append(float(loss))
-        norms.append(float(optax.global_norm(grads)))
+        norms.append(float(optax.tree.norm(grads)))
         params, state = update(params, state, grads)
     return losses, params, norms
 

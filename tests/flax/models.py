@@ -14,6 +14,13 @@ WIDTH, LAYERS, ROWS, VOCAB = 4, 6, 3, 7
 F64 = jnp.float64
 
 
+def batch_norm(rngs: nnx.Rngs) -> nnx.BatchNorm:
+    """With statistics in float64: flax makes them float32, and JAX warns of float64 written into them, which it will refuse."""
+    norm = nnx.BatchNorm(WIDTH, momentum=0.5, param_dtype=F64, rngs=rngs)
+    norm.mean, norm.var = nnx.BatchStat(jnp.zeros(WIDTH, F64)), nnx.BatchStat(jnp.ones(WIDTH, F64))
+    return norm
+
+
 class Block(nnx.Module):
     """A residual block; `scale` is a setting, in which blocks may differ."""
 
@@ -22,10 +29,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(hidden, WIDTH, param_dtype=F64, rngs=rngs)
         self.scale = scale
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
-        self.norm = nnx.BatchNorm(WIDTH, momentum=0.5, param_dtype=F64, rngs=rngs) if norm else None
-        if self.norm is not None:
-            # flax makes them float32; JAX warns when float64 is written into such an array, and will refuse it.
-            self.norm.mean, self.norm.var = nnx.BatchStat(jnp.zeros(WIDTH, F64)), nnx.BatchStat(jnp.ones(WIDTH, F64))
+        self.norm = batch_norm(rngs) if norm else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         u = self.norm(x) if self.norm is not None else x

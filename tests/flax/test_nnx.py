@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpipe.errors import PipelineError
 from jaxpipe.flax import End, from_nnx
 from tests.axes.model import worst_error
-from tests.flax.models import LAYERS, ROWS, VOCAB, WIDTH, Block, Net, cross_entropy, rows
+from tests.flax.models import LAYERS, ROWS, VOCAB, WIDTH, Block, Net, batch_norm, cross_entropy, rows
 from tests.flax.walk import Key, through
 from tests.tolerance import FLOAT64, relative
 
@@ -203,7 +203,7 @@ class TestErrors:
             from_nnx([net.blocks[0]] * 2, num_stages=2)
 
     def test_state_outside_of_blocks(self) -> None:
-        norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+        norm = batch_norm(nnx.Rngs(0))
         model = taken_apart(Net(), 2, first=End((Net().embed, norm), lambda m, mb: m[1](m[0](mb["tokens"]))))
         with pytest.raises(PipelineError, match=r"`first` changes its variables \['1/mean', '1/var'\]; only blocks may keep state"):
             through(model, model.params, rows())

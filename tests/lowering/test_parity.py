@@ -82,14 +82,15 @@ def added(numbers):
 def test_gradients_are_added_in_the_order_of_backwards(name):
     """A microbatch's gradient is its x, exactly: every factor is a power of two.  So only additions round, and their order shows."""
     schedule = jp.schedules.build(name, devices=2, microbatches=4)
-    xs = np.random.default_rng(0).standard_normal(4).astype(np.float32)
+    xs = np.random.default_rng(527).standard_normal(4).astype(np.float32)
     pipe = jp.Pipeline(lambda w, x: w * x, schedule=schedule, mesh=mesh_of(2), last=lambda _, x, microbatch: jnp.sum(x))
     _, grads = pipe.value_and_grad(pipe.place({"stages": np.ones((2, 1), np.float32), "last": {}}), {"x": xs})
     for s, found in enumerate(pipe.canonical(grads)["stages"]):
         order = [
             a.microbatch for row in schedule.rows for cell in row for a in parts(cell) if a.stage == s and a.kind in (jp.Kind.B, jp.Kind.W)
         ]
-        assert len({added(xs[list(other)]) for other in permutations(range(4))}) > 1, "numbers whose sum has one value would show no order"
+        alike = [other for other in permutations(order) if added(xs[list(other)]) == added(xs[order])]
+        assert len(alike) == 2, "this order, and the same with its first two swapped, must be the only ones with this sum"
         assert float(found[0]) == added(xs[order]) / 4
 
 

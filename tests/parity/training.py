@@ -96,7 +96,7 @@ def in_jax(schedule: jp.Schedule, model: Twin, batches: Sequence[dict[str, Any]]
     def step(params, state, batch):
         loss, grads = pipe.value_and_grad(params, batch)
         updates, state = chain.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss, optax.global_norm(grads)
+        return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
     losses, norms = [], []
     for batch in batches:
