@@ -216,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
         if args.details:
             print(*details(program), sep="\n", file=sys.stderr, flush=True)
-    title = f"Steps of a transformer ({LAYERS} layers a stage, {_sizes(SHAPE)}), {args.devices} described H100s a pipe, M = {args.microbatches}"
+    model = f"Steps of a transformer ({LAYERS} layers a stage, {_sizes(SHAPE)})"
+    title = f"{model}, {args.devices} described H100s a pipe, M = {args.microbatches}"
     with_options = [f"XLA options: {' '.join(args.options)}"] if args.options else []
     Result(title, [*machine, *with_options], COLUMNS, rows, NOTES).write(args.output)
 
