@@ -128,7 +128,8 @@ NOTES = (
     "carries or reads (pools, accumulators, stacked parameters, what is sent), in its loop: instructions, and MiB if each is run once.",
     "in blocks: the same of other arrays, which are a block's own.  slices: what is read apart from a pool or stack before its reader.",
     "GiB moved: all but slices, a step, where every predicate around them is taken every time.",
-    "permutes: of the loop of most trips, those with compute between start and done / all.  collectives: the same of the others, anywhere.",
+    "permutes: of the loop of most trips, those with a matmul (or 16 MiB of elementwise work) issued between start and done / all;",
+    "collectives: the same of all others, anywhere.",
     "temp, total: GiB of one device.  CPU s: to trace and compile, of all threads.",
 )
 
@@ -199,22 +200,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--remat", nargs="+", type=Remat, choices=list(Remat), default=list(Remat), metavar="REMAT")
     parser.add_argument("--devices", type=int, default=8, metavar="P")
     parser.add_argument("--microbatches", type=int, default=32, metavar="M")
+    parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="XLA options to compile with")
     parser.add_argument("--details", action="store_true", help="print every predicate, copy and collective to the error output")
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
     if fault is not None:
         parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
+    options = dict(option.split("=", 1) for option in args.options)
     machine, rows = describe(), []
     for case in cases(args):
         begin = time.process_time()
-        program = compile_and_read(case.lower())
+        program = compile_and_read(case.lower(), options)
         rows.append(line(case, program, time.process_time() - begin))
         print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
         if args.details:
             print(*details(program), sep="\n", file=sys.stderr, flush=True)
-    title = f"Steps of a transformer ({LAYERS} layers a stage, {SHAPE}) on {args.devices} described H100s a pipe, M = {args.microbatches}"
-    Result(title, machine, COLUMNS, rows, NOTES).write(args.output)
+    model = f"Steps of a transformer ({LAYERS} layers a stage, {_sizes(SHAPE)})"
+    title = f"{model}, {args.devices} described H100s a pipe, M = {args.microbatches}"
+    with_options = [f"XLA options: {' '.join(args.options)}"] if args.options else []
+    Result(title, [*machine, *with_options], COLUMNS, rows, NOTES).write(args.output)
+
+
+def _sizes(shape: Shape) -> str:
+    heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys"
+    return f"width {shape.width}, {heads}, hidden {shape.hidden}, {shape.rows} x {shape.time} tokens"
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from enum import IntEnum
 from .hlo import Computation, Instruction, Module
 from .walk import Place, inner, walk
 
-# An elementwise fusion of fewer bytes is over before a transfer has begun.
-LARGE = 2**20
+# An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take about 10 us on an H100.
+LARGE = 2**24
 _MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
 
 

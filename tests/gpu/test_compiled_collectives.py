@@ -84,26 +84,26 @@ def test_the_steady_state_is_the_loop_of_most_trips() -> None:
 
 PAIR = """HloModule pair, is_scheduled=true
 
-%wrapped (q: f32[1024,1024]) -> f32[1024,1024] {
-  %q = f32[1024,1024]{1,0} parameter(0)
-  ROOT %a2a = f32[1024,1024]{1,0} all-to-all(%q), channel_id=1
+%wrapped (q: f32[4096,1024]) -> f32[4096,1024] {
+  %q = f32[4096,1024]{1,0} parameter(0)
+  ROOT %a2a = f32[4096,1024]{1,0} all-to-all(%q), channel_id=1
 }
 
-%elementwise (p: f32[1024,1024]) -> f32[1024,1024] {
-  %p = f32[1024,1024]{1,0} parameter(0)
-  ROOT %e = f32[1024,1024]{1,0} exponential(%p)
+%elementwise (p: f32[4096,1024]) -> f32[4096,1024] {
+  %p = f32[4096,1024]{1,0} parameter(0)
+  ROOT %e = f32[4096,1024]{1,0} exponential(%p)
 }
 
-ENTRY %main (a: f32[1024,1024], b: f32[16,16]) -> f32[1024,1024] {
-  %a = f32[1024,1024]{1,0} parameter(0)
+ENTRY %main (a: f32[4096,1024], b: f32[16,16]) -> f32[4096,1024] {
+  %a = f32[4096,1024]{1,0} parameter(0)
   %b = f32[16,16]{1,0} parameter(1)
-  %s = ((f32[1024,1024]{1,0}), f32[1024,1024]{1,0}) async-start(%a), calls=%wrapped, backend_config={"is_sync":false}
-  %u = ((f32[1024,1024]{1,0}), f32[1024,1024]{1,0}) async-update(%s)
-  %f = f32[1024,1024]{1,0} fusion(%a), kind=kLoop, calls=%elementwise
-  %d = f32[1024,1024]{1,0} async-done(%u)
-  %s2 = (f32[1024,1024]{1,0}, f32[1024,1024]{1,0}) collective-permute-start(%d), backend_config={"is_sync":true}
-  %g = f32[1024,1024]{1,0} custom-call(%a, %a), custom_call_target="__cublas$gemm"
-  ROOT %d2 = f32[1024,1024]{1,0} collective-permute-done(%s2)
+  %s = ((f32[4096,1024]{1,0}), f32[4096,1024]{1,0}) async-start(%a), calls=%wrapped, backend_config={"is_sync":false}
+  %u = ((f32[4096,1024]{1,0}), f32[4096,1024]{1,0}) async-update(%s)
+  %f = f32[4096,1024]{1,0} fusion(%a), kind=kLoop, calls=%elementwise
+  %d = f32[4096,1024]{1,0} async-done(%u)
+  %s2 = (f32[4096,1024]{1,0}, f32[4096,1024]{1,0}) collective-permute-start(%d), backend_config={"is_sync":true}
+  %g = f32[4096,1024]{1,0} custom-call(%a, %a), custom_call_target="__cublas$gemm"
+  ROOT %d2 = f32[4096,1024]{1,0} collective-permute-done(%s2)
 }
 """
 
@@ -112,7 +112,7 @@ def test_starts_and_dones_are_paired_by_name() -> None:
     first, second = find_collectives(parse(PAIR))
     assert (first.kind, first.beside) == ("all-to-all", Beside.ELEMENTWISE)
     assert (second.kind, second.beside) == ("collective-permute", Beside.NOTHING), "a synchronous call hides nothing"
-    (unhidden, _) = find_collectives(parse(PAIR.replace("1024,1024]{1,0} fusion", "64,1024]{1,0} fusion")))
+    (unhidden, _) = find_collectives(parse(PAIR.replace("4096,1024]{1,0} fusion", "4095,1024]{1,0} fusion")))
     assert unhidden.beside is Beside.NOTHING, "a fusion of little"
     matmul = 'custom-call(%a), custom_call_target="__cublas$gemm"'
     (gemm, _) = find_collectives(parse(PAIR.replace("fusion(%a), kind=kLoop, calls=%elementwise", matmul)))
