@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from ..simulation.costs import Costs, StageCosts
+from ..simulation.simulate import simulate
 from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement
@@ -137,6 +138,11 @@ def fitted(name: str, order: OrderMaker, placement: Placement, costs: Costs | No
     found = best_of(makers, placement, stages, microbatches=microbatches, cap=cap, release=release)
     assert found is not None, f"the order of {name} does not fit {cap} activations"
     return Schedule.from_rows(found.rows, placement=placement, num_microbatches=microbatches, name=name)
+
+
+def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
+    """The schedule with the least makespan under these costs; of equals, the first."""
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
 def best_of(

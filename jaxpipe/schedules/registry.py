@@ -16,6 +16,7 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only as only_forwards
 from ._orders import forward_order
+from ._waves import shortest
 from .auto import auto
 from .basic import gpipe, no_pipelining, one_f_one_b
 from .dualpipe import dualpipe, dualpipev
@@ -195,7 +196,8 @@ def build(
         microbatches: M, the microbatches of one step.
         chunks: V, the stages a device holds; None takes the schedule's natural number (`describe(name).chunks`).
         forward_only: leave out all backwards, for evaluation.
-        options: what else the schedule takes (`describe(name).options`).
+        options: what else the schedule takes (`describe(name).options`).  A table that is fitted to `costs` is never longer under them
+            than the table that is built without.
 
     Raises:
         ScheduleError: the name, a number or an option makes no sense, or there would be more than a million (2**20) pairs of stage
@@ -213,11 +215,22 @@ def build(
     if chunks is None:
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}
+    shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     with paused_collector():
-        schedule = entry.generator(devices=int(devices), microbatches=int(microbatches), chunks=int(chunks), **given)
+        schedule = _made(entry, forward_only, **shape, **given)
+        costs = given.pop("costs", None)
+        # List scheduling is a heuristic: now and then the order that knows nothing of the costs is the shorter one.
+        return schedule if costs is None else shortest((schedule, _made(entry, forward_only, **shape, **given)), costs)
+
+
+def _made(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
+    """What a generator makes, or the forwards of it."""
+    schedule = entry.generator(**arguments)
     if not forward_only:
         return schedule
-    return schedule.with_rows(forward_order(schedule.placement, microbatches)) if entry.memory_bound else only_forwards(schedule)
+    if entry.memory_bound:
+        return schedule.with_rows(forward_order(schedule.placement, arguments["microbatches"]))
+    return only_forwards(schedule)
 
 
 def _faults(entry: Entry, devices: object, microbatches: object, chunks: object, options: Mapping[str, object]) -> list[str]:

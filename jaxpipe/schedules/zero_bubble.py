@@ -10,7 +10,7 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._orders import turn_order
 from ._rows import alternate, even_groups, in_groups
-from ._waves import fitted
+from ._waves import fitted, shortest
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
@@ -44,15 +44,17 @@ def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
 
     Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P makes it ZB-2p), if they are
     released at W.  With neither option the order is zb_h1's, whose makespan M (F + I + W) + (P - 1) F at equal costs no order
-    beats; with `costs` it is the shortest of that one and of waves of several paces, all squeezed.
+    beats; with `costs` it is the shortest of that one (where the cap allows it) and of waves of several paces, made to fit the cap.
     """
     ahead = [devices - 1 - d for d in range(devices)]
+    figure = _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
     if costs is None and max_activations is None:
-        return _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
-    cap = max_activations or devices
+        return figure
+    costs, cap = costs or Costs(), max_activations or devices
     placement = Placement.loop(devices=devices)
     order = partial(turn_order, placement, 1, cap - 1)
-    return fitted("zb_1p", order, placement, costs or Costs(), microbatches=microbatches, cap=cap)
+    found = fitted("zb_1p", order, placement, costs, microbatches=microbatches, cap=cap)
+    return shortest((found, figure), costs) if cap >= devices else found
 
 
 def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
