@@ -37,13 +37,20 @@ class Checkpoints:
         layer_axis: leaves of stages are [S, layers, ...]; they are written as [S * layers, ...], so that a run with another number
             of stages can resume.
 
-    Example:
-        >>> with Checkpoints(folder, pipe) as checkpoints:  # doctest: +SKIP
-        ...     if checkpoints.latest is not None:
-        ...         start, state = checkpoints.restore(state)
-        ...     for step in range(start, steps):
-        ...         state = train(state)
-        ...         checkpoints.save(step + 1, state)
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> def train(steps):
+    ...     start, state = 0, {"params": {"stages": jax.numpy.zeros((2, 3))}}
+    ...     with Checkpoints(folder.name, None) as checkpoints:
+    ...         if checkpoints.latest is not None:
+    ...             start, state = checkpoints.restore(state)
+    ...         for step in range(start, steps):
+    ...             state = jax.tree.map(lambda leaf: leaf + 1, state)  # a training step
+    ...             checkpoints.save(step + 1, state)
+    ...     return start, float(state["params"]["stages"][0, 0])
+    >>> train(steps=2), train(steps=3)  # the second run goes on where the first stopped
+    ((0, 2.0), (2, 3.0))
+    >>> folder.cleanup()
     """
 
     def __init__(self, folder: Path | str, pipe: Pipeline | None, *, keep: int | None = 2, layer_axis: bool = False) -> None:

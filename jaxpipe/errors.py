@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-# A message stays readable, however much is wrong: this many characters of a value, and this many faults.
+# A message stays readable, however many faults there are: it shows this many characters of a value, and this many faults.
 _MOST_CHARACTERS, _MOST_FAULTS = 60, 100
 _MOST_BITS = 512  # of a whole number that is written out
 
 
 class JaxpipeError(ValueError):
-    """Base of every error about user input: says what, where, why, and what to write instead."""
+    """Base of every error about user input: what is invalid, where, why, and what to write instead."""
 
 
 class ParseError(JaxpipeError):
@@ -22,9 +22,9 @@ class ParseError(JaxpipeError):
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: the rule's short name, the cell (device, position in its row) if there is one, and a sentence.
+    """One broken rule: its name, a sentence, and the cell (device, position in its row) if there is one.
 
-    `others` are further cells that take part (a deadlock's cycle, the first of two duplicates).
+    `others` are further cells that are involved (a deadlock's cycle, the first of two duplicates).
     """
 
     rule: str
@@ -81,7 +81,7 @@ class ProgramError(FaultsError):
 
 
 def quoted(value: object, most: int = _MOST_CHARACTERS) -> str:
-    """What an error shows of a value that it refuses: its repr, cut where it is long.  Never fails, whatever the value is.
+    """A value as an error shows it: its repr, shortened where it is long.  Never fails, whatever the value is.
 
     >>> quoted("2F0"), quoted("x" * 1000, 3), quoted(10**5000)
     ("'2F0'", "'xxx'... (1,000 characters)", 'a number of about 5,001 digits')
@@ -100,7 +100,7 @@ def quoted(value: object, most: int = _MOST_CHARACTERS) -> str:
 
 
 def listed(head: str, faults: Sequence[object]) -> str:
-    """A message with a line for each fault below `head`; of very many, the first ones and how many there are more.
+    """A message with a line for each fault below `head`; of very many, the first hundred and the number of the others.
 
     >>> print(listed("two things are wrong", ["this", "that"]))
     two things are wrong:

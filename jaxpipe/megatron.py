@@ -1,4 +1,4 @@
-"""Megatron-Core's helper tables for interleaved 1F1B, for people who come from there.
+"""Megatron-Core's helper tables for interleaved 1F1B, for users of Megatron.
 
 A *virtual microbatch* is one (microbatch, chunk) pair; with M microbatches and V chunks a device runs M * V of them forward, and
 as many backward.  The functions mirror `megatron/core/pipeline_parallel/schedules.py` and raise ScheduleError on bad numbers.
@@ -16,14 +16,14 @@ from .table.limits import MAX_COUNT, MAX_PAIRS
 
 
 class VirtualMicrobatch(NamedTuple):
-    """One entry of the schedule table: a microbatch and the chunk that it passes."""
+    """One entry of the schedule table: a microbatch and the chunk that it goes through."""
 
     microbatch: int
     chunk: int
 
 
 class WarmupCounts(NamedTuple):
-    """How many virtual microbatches a device runs in all, forward before its first backward, and one-forward-one-backward."""
+    """How many virtual microbatches a device runs in all, in warmup (before its first backward), and in the steady state."""
 
     total: int
     warmup: int
@@ -36,7 +36,7 @@ class WarmupCounts(NamedTuple):
 
 
 def schedule_table(microbatches: int, chunks: int, *, group_size: int) -> tuple[VirtualMicrobatch, ...]:
-    """The (microbatch, chunk) pairs in forward order: a group of microbatches passes chunk 0, then chunk 1, ..., then the next group.
+    """The (microbatch, chunk) pairs in forward order: a group of microbatches goes through chunk 0, 1, ..., then the next group.
 
     The last group is smaller where `group_size` does not divide M.
     Source: Megatron-Core `get_schedule_table` (group_size is its microbatch_group_size_per_vp_stage).
@@ -94,7 +94,7 @@ def warmup_counts(
 def execution_order(table: Sequence[tuple[int, int]], *, chunks: int, warmup: int) -> tuple[int, ...]:
     """The order in which a device runs its chunks: +c is a forward of chunk c - 1, -c a backward of chunk c - 1.
 
-    `warmup` forwards, then one forward and one backward in turn, then the backwards that are left.  Backwards pass the chunks from
+    `warmup` forwards, then one forward and one backward in turn, then the remaining backwards.  Backwards go through the chunks from
     the last to the first.  Source: Megatron-Core `convert_schedule_table_to_order`.
 
     >>> execution_order(schedule_table(2, 2, group_size=2), chunks=2, warmup=3)
@@ -123,7 +123,7 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
     if not 0 <= device < devices:
         raise ScheduleError(f"device must be 0 ... {devices - 1}; got {quoted(device)}")
     if 0 in order:
-        raise ScheduleError("0 is no step of an order: write 1 for a forward of chunk 0, -1 for its backward")
+        raise ScheduleError("0 is not a step of an order: write 1 for a forward of chunk 0, -1 for its backward")
     seen: Counter[int] = Counter()
     row = []
     for step in order:
@@ -134,7 +134,7 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
 
 
 def _require(**numbers: int) -> None:
-    """ScheduleError naming every number that is below one, or beyond all counts."""
+    """ScheduleError that names every number that is below one or too large."""
     low = [f"{name}={quoted(value)}" for name, value in numbers.items() if not 1 <= value <= MAX_COUNT]
     if low:
         raise ScheduleError(f"{', '.join(low)}: {'each' if len(low) > 1 else 'it'} must be at least 1, and at most {MAX_COUNT:,}")

@@ -1,4 +1,4 @@
-"""What the command line means: a name or a file to a schedule, `F,I,W,T` to costs, `key=value` to options."""
+"""Arguments of the command line: a name or file becomes a schedule, `F,I,W,T` costs, `key=value` options."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..table.text import csv_lines, csv_place, json_place, json_value
 
-# Columns of a table's grid that are printed around what is marked.
+# Columns of a table's grid that are printed around the marked cells.
 MOST_COLUMNS = 60
 # Costs with a flag of their own name.
 _OTHER_COSTS = ("backward", "overlap", "recompute", "activation", "checkpoint")
-MOST_WIDTH = 24  # of a cell as it was written: room for (10F100;11B100)OVERLAP_F_B
+MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 
 
-_MOST_DIGITS = 18  # of a whole number: what is too large for its purpose is told by who uses it
+_MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used
 _WHOLE = re.compile(f"[+-]?[0-9]{{1,{_MOST_DIGITS}}}")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Arguments of `build` that have a flag of their own.
@@ -37,15 +37,15 @@ _FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("devices", "microbatc
 
 
 class UsageError(JaxpipeError):
-    """A command line that makes no sense (exit status 2)."""
+    """An invalid command line (exit status 2)."""
 
 
-class WrongScheduleError(ScheduleError):
-    """A table that breaks a rule (exit status 1); the message holds every violation and the marked grid."""
+class InvalidScheduleError(ScheduleError):
+    """An invalid table (exit status 1); the message holds every violation and the marked grid."""
 
 
 def is_file(source: str) -> bool:
-    """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or something that exists and is no schedule's name."""
+    """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or an existing file that has no schedule's name."""
     if source in names():
         return False
     return source == "-" or Path(source).suffix in (".csv", ".json") or "/" in source or "\\" in source or Path(source).exists()
@@ -54,8 +54,8 @@ def is_file(source: str) -> bool:
 def load(source: str, arguments: argparse.Namespace, costs: Costs | None, *, transfers: Transfers = Transfers.RENDEZVOUS) -> Schedule:
     """Read or build one schedule and check it.
 
-    `costs` go to schedules that are made to measure.  UsageError where the arguments do not fit the source, WrongScheduleError where
-    a file's table is wrong.
+    `costs` go to schedules that take costs.  UsageError where the arguments do not fit the source, InvalidScheduleError where the table
+    of a file is invalid.
     """
     if not is_file(source):
         return named(source, arguments, costs)
@@ -63,7 +63,7 @@ def load(source: str, arguments: argparse.Namespace, costs: Costs | None, *, tra
     given += ["--option"] if arguments.option else []
     given += ["--forward-only"] if arguments.forward_only else []
     if given:
-        raise UsageError(f"{', '.join(given)} cannot be given for {source}: a file has its own shape; write the name of a schedule instead")
+        raise UsageError(f"{', '.join(given)} cannot be given for {source}: a file has its own shape; give the name of a schedule instead")
     return checked(read(source), transfers=transfers)
 
 
@@ -90,33 +90,33 @@ def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chun
 
 
 def read(source: str) -> Schedule:
-    """Read a table from a .csv or .json file, or CSV from standard input; it may be wrong still."""
+    """Read a table from a .csv or .json file, or CSV from standard input; it is not checked yet."""
     text, name = (_limited(sys.stdin, source), "stdin") if source == "-" else (_text_of(file_path(source)), Path(source).stem)
     try:
         if Path(source).suffix == ".json":
             return Schedule.from_json(text)
         return Schedule.from_csv(text, name=name)
     except ScheduleError as error:
-        raise WrongScheduleError(f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations) from error
+        raise InvalidScheduleError(f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations) from error
     except JaxpipeError as error:
-        raise WrongScheduleError(f"{source}: {error}") from error
+        raise InvalidScheduleError(f"{source}: {error}") from error
 
 
 def checked(schedule: Schedule, *, transfers: Transfers = Transfers.RENDEZVOUS, max_activations: int | None = None) -> Schedule:
-    """The schedule, or WrongScheduleError with every violation (an error's own text stops at a hundred) and the marked grid."""
+    """The schedule, or InvalidScheduleError with every violation (`check`'s own message has a hundred at most) and the marked grid."""
     try:
         return check(schedule, transfers=transfers, max_activations=max_activations)
     except ScheduleError as error:
         found = error.violations
         marked = {(v.device, v.position) for v in found if v.device is not None and v.position is not None}
         marked |= {cell for v in found for cell in v.others}
-        lines = [f"{schedule.name or 'the schedule'} is wrong, {len(found)} violation{'' if len(found) == 1 else 's'}:"]
+        lines = [f"{schedule.name or 'the schedule'} is invalid, {len(found)} violation{'' if len(found) == 1 else 's'}:"]
         lines += [f"  {v}" for v in found] or [f"  {error}"]
-        raise WrongScheduleError("\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS)]), found) from error
+        raise InvalidScheduleError("\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS)]), found) from error
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
-    """The costs that the command line gives; UsageError says which part cannot be read."""
+    """The costs that the command line gives; UsageError names the part that cannot be read."""
     given: dict[str, Any] = {}
     if arguments.costs is not None:
         fields = arguments.costs.split(",")
@@ -131,7 +131,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
 
 
 def gives_costs(arguments: argparse.Namespace) -> bool:
-    """Whether the command line says anything of costs."""
+    """Whether the command line gives any cost."""
     return any(getattr(arguments, name) is not None for name in ("costs", *_OTHER_COSTS))
 
 
@@ -178,7 +178,7 @@ def _placement(given: object, devices: int, chunks: int) -> Placement:
 
 
 def _value(text: str) -> object:
-    """A whole number, several joined by commas, a truth value or None where the text is one, else the text."""
+    """A whole number, several joined by commas, True, False or None, where the text is one of them; else the text."""
     words: dict[str, object] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -189,16 +189,16 @@ def _value(text: str) -> object:
 
 
 def _cost(flag: str, text: str) -> Cost:
-    """A number, or numbers joined by colons, one a stage."""
+    """A number, or numbers joined by colons, one per stage."""
     try:
         numbers = [_number(part) for part in text.split(":")]
     except ValueError:
-        raise UsageError(f"{flag}: {quoted(text)} is not a number (numbers joined by : are one a stage)") from None
+        raise UsageError(f"{flag}: {quoted(text)} is not a number (numbers joined by : are one per stage)") from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _number(text: str) -> float:
-    """An int where it is one, so that whole costs give whole makespans; ValueError for what is no number."""
+    """An int where it is one, so that whole costs give whole makespans; ValueError for what is not a number."""
     if _WHOLE.fullmatch(text.strip()):
         return int(text)
     if _REAL.fullmatch(text.strip()):
@@ -207,9 +207,9 @@ def _number(text: str) -> float:
 
 
 def file_path(text: str) -> Path:
-    """The path of a file; UsageError for what can be none."""
+    """The path of a file; UsageError for what cannot be one."""
     if "\0" in text:
-        raise UsageError(f"{quoted(text)} is no file name: it holds a character of number 0")
+        raise UsageError(f"{quoted(text)} is not a file name: it holds a null character")
     return Path(text)
 
 
@@ -222,15 +222,15 @@ def _text_of(path: Path) -> str:
 
 
 def _limited(file: TextIO, name: str) -> str:
-    """The text of a file; UsageError for one that is far too long for a table, or never ends."""
+    """The text of a file; UsageError for one that is far too long for a table, or endless."""
     text = file.read(MAX_TEXT + 1)
     if len(text) > MAX_TEXT:
-        raise UsageError(f"{name}: more than {MAX_TEXT:,} characters, which no table has; give a .csv or .json table")
+        raise UsageError(f"{name}: more than {MAX_TEXT:,} characters, more than any table; give a .csv or .json table")
     return text
 
 
 def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
-    """The error and, where it is about cells, the cells as they were written, with those marked."""
+    """The error and, where it is about cells, a grid of the cells as they are written, the faulty ones marked."""
     faulty = {v.message.partition(": ")[0]: v.device for v in error.violations if v.device is not None}
     if not faulty:
         return str(error)
@@ -253,7 +253,7 @@ def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
 
 
 def _raw_cells(text: str, suffix: str) -> Iterator[list[str]]:
-    """Per device, the text of each cell of a CSV or JSON table whose cells alone are wrong."""
+    """Per device, the text of each cell of a CSV or JSON table in which only cells are invalid."""
     if suffix != ".json":
         return csv_lines(text)
     data: Any = json_value(text)

@@ -1,4 +1,4 @@
-"""The five commands of the command line; each returns True where all is well."""
+"""The five commands of the command line; each returns False where a table is invalid."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..transforms.add_transfers import add_transfers
 from .arguments import (
+    InvalidScheduleError,
     UsageError,
-    WrongScheduleError,
     checked,
     file_path,
     gives_costs,
@@ -36,7 +36,7 @@ from .arguments import (
 )
 from .terminal import Terminal
 
-# Said of a table that was checked for less than the strictest transfers.
+# Added for a table that was checked for transfers other than the strictest ones.
 _WHERE = {
     Transfers.ASYNC: " where SEND and RECV are posted (async)",
     Transfers.BUFFERED: " where a SEND returns at once (buffered)",
@@ -46,7 +46,7 @@ _SUFFIXES = {".trace.json": "trace", ".csv": "csv", ".svg": "svg", ".html": "htm
 
 
 def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """`jaxpipe list`: every schedule on a line, or the whole story of those named."""
+    """`jaxpipe list`: one line per schedule, or the full description of those that are named."""
     entries = [describe(name) for name in arguments.names or names()]
     if arguments.json:
         facts = [
@@ -66,7 +66,7 @@ def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             terminal.write(f"{entry.name}\n\n{entry.doc}\n\nchunks: {entry.chunks}\n" + (f"options:\n{options}\n" if options else ""))
     else:
         rows = [(e.name, str(e.chunks), e.summary) for e in entries]
-        terminal.table(("schedule", "chunks", "what it is"), rows, left=3)
+        terminal.table(("schedule", "chunks", "description"), rows, left=3)
     return True
 
 
@@ -104,12 +104,12 @@ def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         (str(d), *(number(v) for v in (t.busy[d], sum(t.idle[d]), *t.idle[d])), str(t.peak_activations[d]), number(t.peak_memory[d]))
         for d in range(t.schedule.num_devices)
     ]
-    terminal.table(("device", "busy", "idle", "warm-up", "waiting", "drain", "peak activations", "peak memory"), rows)
+    terminal.table(("device", "busy", "idle", "warmup", "waiting", "drain", "peak activations", "peak memory"), rows)
     return True
 
 
 def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """`jaxpipe check`: whether a table is right; every violation on stdout where it is not."""
+    """`jaxpipe check`: whether a table is valid; every violation on stdout where it is not."""
     if arguments.max_activations is not None and arguments.max_activations < 0:
         raise UsageError(f"--max-activations must be at least 0, not {arguments.max_activations}")
     transfers = Transfers(arguments.transfers)
@@ -117,7 +117,7 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     try:
         with terminal.doing(f"checking {arguments.file}"):
             schedule = checked(read(arguments.file), transfers=transfers, max_activations=arguments.max_activations)
-    except WrongScheduleError as error:
+    except InvalidScheduleError as error:
         found = [{"rule": v.rule, "message": v.message, "device": v.device, "position": v.position} for v in error.violations]
         text = json.dumps(facts | {"ok": False, "violations": found, "report": str(error)}) if arguments.json else str(error)
         terminal.write(text)
@@ -127,7 +127,7 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     else:
         s = schedule
         terminal.write(
-            f"{arguments.file} is right: {s.num_devices} devices, {s.num_stages} stages, {s.num_microbatches} microbatches, "
+            f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, {s.num_microbatches} microbatches, "
             f"{s.encoded.num_actions} actions; it cannot deadlock{_WHERE[transfers] if s.has_transfers else ''}"
         )
     return True
@@ -145,12 +145,12 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         try:
             results.append(_one_of_many(source, arguments, costs))
         except ScheduleError as error:
-            # Who names no schedule wants those that there are; who names one wants that one.
+            # Without names, all schedules that can be built are compared; one that is named must be built.
             if arguments.sources:
                 raise
             skipped.append(f"left out: {error}")
     if not results:
-        raise UsageError("\n".join(["no schedule can be built so:", *skipped]))
+        raise UsageError("\n".join(["no schedule can be built with these arguments:", *skipped]))
     if arguments.json:
         facts = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
         terminal.write(json.dumps({"costs": _cost_facts(costs), "schedules": facts, "left_out": skipped}))
@@ -162,7 +162,7 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 
 
 def _one_of_many(source: str, arguments: argparse.Namespace, costs: Costs) -> tuple[Timeline, float]:
-    """A schedule's timeline at its share of the costs, and that share: P / S of a device's part of the model in a stage."""
+    """A schedule's timeline with its share of the costs, and that share: a stage holds P / S of a device's part of the model."""
     if is_file(source):
         shape = argparse.Namespace(**(vars(arguments) | {"devices": None, "microbatches": None, "chunks": None, "option": []}))
         shape.forward_only = False
@@ -179,7 +179,7 @@ def _one_of_many(source: str, arguments: argparse.Namespace, costs: Costs) -> tu
 
 
 def _refuse_unknown_options(arguments: argparse.Namespace) -> None:
-    """UsageError for an option that none of the schedules takes (each gets those that it does)."""
+    """UsageError for an option that none of the schedules takes (each gets the options that it takes)."""
     sources = [source for source in arguments.sources or names() if not is_file(source)]
     known = {option.name for source in sources for option in describe(source).options}
     unknown = sorted(set(read_options(arguments.option)) - known)
@@ -211,7 +211,7 @@ def _sums(t: Timeline, share: float) -> dict[str, Any]:
 
 
 def _shared(costs: Costs, share: float) -> Costs:
-    """The costs of a stage that is this share of a device's part of the model; messages and memory units stay what they are."""
+    """The costs of a stage that is this share of a device's part of the model; transfers and memory are not scaled."""
     if share == 1:
         return costs
     names = [spec.cost for spec in KINDS if spec.cost is not None] + ["overlap"]
@@ -225,7 +225,7 @@ def _part(cost: Cost, share: float) -> float:
 
 
 def _writers(arguments: argparse.Namespace, costs: Costs) -> dict[str, Callable[[Schedule], str]]:
-    """Per format, what writes a schedule in it."""
+    """Per format, the function that writes a schedule in it."""
     look = {"title": arguments.title, "width": arguments.width}
     drawing = {"theme": Theme(arguments.theme), "memory": arguments.memory, "critical_path": arguments.critical_path}
     return {
@@ -239,7 +239,7 @@ def _writers(arguments: argparse.Namespace, costs: Costs) -> dict[str, Callable[
 
 
 def _format_of(output: str | None) -> str:
-    """The format that a file's suffix asks for; the grid where there is none."""
+    """The format of a file's suffix; the grid where there is none."""
     if output is None or output == "-":
         return "grid"
     found = next((name for suffix, name in _SUFFIXES.items() if output.lower().endswith(suffix)), None)

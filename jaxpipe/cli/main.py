@@ -1,6 +1,6 @@
 """The jaxpipe command: list, show, simulate, check and compare schedules.
 
-Exit status 0: good.  1: the schedule is wrong (every violation is printed, with the grid and the cells marked).  2: bad usage.
+Exit status 0: success.  1: the schedule is invalid (every violation is printed, with the grid and the cells marked).  2: bad usage.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers
 from ..version import __version__
-from .arguments import UsageError, WrongScheduleError, real_number, whole_number
+from .arguments import InvalidScheduleError, UsageError, real_number, whole_number
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
 from .terminal import Terminal, make_terminal
 
-GOOD, WRONG, USAGE = 0, 1, 2
+SUCCESS, INVALID, USAGE = 0, 1, 2
 FORMATS = ("grid", "csv", "svg", "html", "trace", "json")
 _COMMANDS = {
     "list": list_command,
@@ -37,20 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, terminal)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough.  Python would complain once more when it flushes at exit.
+        # The reader (head, less) has closed the pipe.  Python would report it once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return GOOD
+        return SUCCESS
     except KeyboardInterrupt:
         return 130
 
 
 def _run(arguments: argparse.Namespace, terminal: Terminal) -> int:
-    """Run one command; what is wrong goes to stderr."""
+    """Run one command; errors go to stderr."""
     try:
-        is_right = _COMMANDS[arguments.command](arguments, terminal)
-    except WrongScheduleError as error:
+        is_valid = _COMMANDS[arguments.command](arguments, terminal)
+    except InvalidScheduleError as error:
         terminal.complain(str(error))
-        return WRONG
+        return INVALID
     except (UsageError, JaxpipeError) as error:
         terminal.complain(f"jaxpipe {arguments.command}: {error}")
         return USAGE
@@ -63,27 +63,27 @@ def _run(arguments: argparse.Namespace, terminal: Terminal) -> int:
         terminal.complain(f"jaxpipe {arguments.command}: {error.object[error.start]!a} cannot be written as {error.encoding}")
         return USAGE
     sys.stdout.flush()
-    return GOOD if is_right else WRONG
+    return SUCCESS if is_valid else INVALID
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxpipe",
         description="Design, check, compare and draw pipeline-parallel schedules.",
-        epilog="Exit status: 0 good, 1 the schedule is wrong, 2 bad usage.",
+        epilog="Exit status: 0 success, 1 the schedule is invalid, 2 bad usage.",
     )
     parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_list(commands.add_parser("list", help="the schedules that can be built"))
     _add_show(commands.add_parser("show", help="print or draw a schedule"))
     _add_simulate(commands.add_parser("simulate", help="makespan, bubble, memory and times of a schedule"))
-    _add_check(commands.add_parser("check", help="say whether a table is right, and everything that is wrong with it"))
+    _add_check(commands.add_parser("check", help="check a table and list everything that is invalid in it"))
     _add_compare(commands.add_parser("compare", help="simulate several schedules of one model side by side"))
     return parser
 
 
 def _add_list(parser: argparse.ArgumentParser) -> None:
-    parser.description = "The schedules that can be built, or everything about those named."
+    parser.description = "List the schedules that can be built, or describe those that are named."
     parser.add_argument("names", nargs="*", metavar="NAME")
     _add_json(parser)
 
@@ -94,14 +94,16 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser)
     _add_costs(parser)
     parser.add_argument("--transfers", action="store_true", help="add SEND and RECV")
-    parser.add_argument("--format", choices=FORMATS, help="default: by the suffix of FILE (.trace.json is a trace), or grid")
+    parser.add_argument("--format", choices=FORMATS, help="default: by the suffix of FILE (.trace.json is a trace), else grid")
     parser.add_argument("-o", "--output", metavar="FILE", help="write to a file; - is standard output")
     drawing = parser.add_argument_group("svg and html")
     drawing.add_argument("--title")
-    drawing.add_argument("--width", type=real_number, metavar="PIXELS", help="of the picture (default: as the numbers need)")
+    drawing.add_argument(
+        "--width", type=real_number, metavar="PIXELS", help="of the picture (default: as wide as the microbatch numbers need)"
+    )
     drawing.add_argument("--theme", choices=[theme.value for theme in Theme], default=Theme.AUTO.value, help="of the svg (default: auto)")
-    drawing.add_argument("--memory", action="store_true", help="draw the activations held over time (the page always does)")
-    drawing.add_argument("--critical-path", action="store_true", help="outline a longest chain of actions (the page has a switch)")
+    drawing.add_argument("--memory", action="store_true", help="draw the activations held over time (html always has them)")
+    drawing.add_argument("--critical-path", action="store_true", help="outline a longest chain of actions (html has a switch for it)")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +125,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Simulate several schedules of one model.  Costs are those of the P-th part of the model: a stage of a schedule with S stages "
+        "Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of a schedule with S stages "
         "costs P/S of them, and its activations count P/S too, so that schedules with different chunks can be compared.  "
-        "Each schedule takes the nearest --chunks that it allows, and those --option that it knows."
+        "Each schedule uses the nearest number of --chunks that it allows, and ignores each --option that it does not take."
     )
     parser.add_argument("sources", nargs="*", metavar="NAME|FILE", help="default: every schedule that can be built")
     _add_shape(parser)
@@ -143,7 +145,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("shape (of a named schedule)")
     shape.add_argument("-P", "--devices", type=whole_number, metavar="P")
     shape.add_argument("-M", "--microbatches", type=whole_number, metavar="M")
-    shape.add_argument("-V", "--chunks", type=whole_number, metavar="V", help="stages a device holds (default: the schedule's own)")
+    shape.add_argument("-V", "--chunks", type=whole_number, metavar="V", help="stages per device (default: the schedule's own)")
     shape.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="an option of the schedule; see jaxpipe list NAME"
     )
@@ -155,7 +157,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--costs",
         metavar="F,I,W,T",
-        help="times of forward, input gradient, weight gradient and transfer (default 1,1,1,0); numbers joined by : are one a stage",
+        help="times of forward, input gradient, weight gradient and transfer (default 1,1,1,0); numbers joined by : are one per stage",
     )
     costs.add_argument("--backward", metavar="B", help="time of a full backward (default: I + W)")
     costs.add_argument("--overlap", metavar="FB", help="time of an overlapped pair (default: the sum of its halves)")
@@ -166,7 +168,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         "--release",
         choices=[release.value for release in Release],
         default=Release.WEIGHT_GRAD.value,
-        help="when activations die where the backward is split (default: weight_grad)",
+        help="when activations are freed where the backward is split (default: weight_grad)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the command prints: tables and progress that suit a person at a terminal, plain columns for a pipe."""
+"""Output of the command: tables and progress on a terminal, plain columns in a pipe."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 T = TypeVar("T")
-# Wide enough that no line of plain output is ever folded.
+# Wide enough that no line of plain output is wrapped.
 _NEVER_FOLD = 1_000_000
 
 
 @dataclass(frozen=True)
 class Terminal:
-    """Where answers go (`out`) and where complaints and progress go (`err`)."""
+    """Where results go (`out`), and where errors and progress go (`err`)."""
 
     out: Console
     err: Console
@@ -35,7 +35,7 @@ class Terminal:
         sys.stderr.write(text + "\n")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, best: Iterable[int] = ()) -> None:
-        """Print columns, the first `left` of them flush left; rows numbered in `best` stand out on a terminal."""
+        """Print columns, the first `left` of them flush left; rows numbered in `best` are highlighted on a terminal."""
         person = self.out.is_terminal
         table = Table(box=box.SIMPLE_HEAD if person else None, pad_edge=person, header_style="bold" if person else "")
         for i, name in enumerate(header):
@@ -52,7 +52,7 @@ class Terminal:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show a spinner on a terminal's stderr while something takes its time."""
+        """Show a spinner on a terminal's stderr while something takes long."""
         if not self.err.is_terminal:
             yield
             return
@@ -60,7 +60,7 @@ class Terminal:
             yield
 
     def track(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """Go through items behind a progress bar, shown on a terminal's stderr only."""
+        """Iterate over items with a progress bar, on a terminal's stderr only."""
         if not self.err.is_terminal:
             yield from items
             return

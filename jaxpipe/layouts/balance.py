@@ -1,4 +1,4 @@
-"""Automatic layouts: the layers of a model cut into stages, evenly or by what each layer costs."""
+"""Automatic layouts: the layers of a model split into stages, evenly or by the cost of each layer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..errors import listed, quoted
 from ..table.limits import MAX_COST, MAX_STAGES, is_number, is_whole
 from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
 
-# The search keeps the cost of every run of layers, a square of that many numbers.
+# Layers and stages; the search keeps the cost of every contiguous run of layers, a matrix of this size squared.
 MAX_SPLIT = 4096
 
 
 def split_layers(costs: Sequence[float], *, stages: int, allow_empty: bool = False) -> tuple[range, ...]:
-    """Cut layers, in order, into stages so that the most expensive stage is as cheap as can be; per stage its layer numbers.
+    """Split layers, in order, into stages so that the most expensive stage is as cheap as possible; returns the layer numbers per stage.
 
-    Of all cuts with that largest stage, the one with the least sum of squared stage costs: the most even one.  LayoutError on a
+    Of all such splits, the one with the least sum of squared stage costs, the most even one.  LayoutError on a
     negative cost, or on more stages than layers unless `allow_empty`.  Exact, by dynamic programming in O(stages * layers^2); at most
     4096 layers and stages.
 
@@ -50,7 +50,7 @@ def balanced_layout(
     letters: str = LETTERS,
     allow_empty: bool = False,
 ) -> Layout:
-    """Lay out a model by the cost of each layer, so that the most expensive stage is as cheap as can be.
+    """Lay out a model by the cost of each layer, so that the most expensive stage is as cheap as possible.
 
     `layers` is a layout string without `|`, such as `Et*61,mL`; `costs` gives each letter, or each layer, its cost in any unit.
     LayoutError on a missing cost or on fewer layers than stages (unless `allow_empty`).
@@ -88,11 +88,11 @@ def even_layout(
 ) -> Layout:
     """Spread `num_layers` transformer layers evenly over devices * chunks stages; embedding first, MTP layers and loss last.
 
-    `count_embedding` and `count_loss` let the embedding and the loss take the place of a layer (Megatron's
+    `count_embedding` and `count_loss` count the embedding and the loss as a layer (Megatron's
     `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`).  `first_device` and `last_device` fix
     how many layers these devices hold over all their chunks (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`), and
-    the others share the rest.  Megatron demands that everything divides; here what is left over goes, one layer each, to the last
-    stages before the final one, which hold the fewest activations under 1F1B.  LayoutError where a number makes no sense.
+    the others share the rest.  Megatron requires that everything divides; here the remainder goes, one layer each, to the last
+    stages before the final one, which hold the fewest activations under 1F1B.  LayoutError on invalid numbers.
 
     >>> str(even_layout(6, devices=4, count_embedding=True, count_loss=True))
     'Et|tt|tt|tL'
@@ -128,7 +128,7 @@ def even_layout(
 
 
 def _spread(items: int, places: int) -> list[int]:
-    """Items over places, the remainder to the last places before the final one."""
+    """Items per place: even, with the remainder in the last places before the final one."""
     if not places:
         return []
     base, extra = divmod(items, places)
@@ -137,7 +137,7 @@ def _spread(items: int, places: int) -> list[int]:
 
 
 def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> tuple[list[int], float]:
-    """The cut points of the cheapest way to reach the last layer in exactly `stages` steps, and its total."""
+    """The cheapest cut points that reach the last layer in exactly `stages` steps, and their total."""
     layers = len(size) - 1
     best = np.full(layers + 1, np.inf)
     best[0] = 0.0
@@ -153,7 +153,7 @@ def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> 
 
 
 def _require_whole(**numbers: object) -> None:
-    """LayoutError for each argument that is no whole number."""
+    """LayoutError that lists each argument that is not a whole number."""
     bad = [f"{name} must be a whole number; got {quoted(n)}" for name, n in numbers.items() if not is_whole(n)]
     if bad:
         raise LayoutError(listed("these are not numbers of layers, devices or stages", bad))
@@ -168,7 +168,7 @@ def _cost_faults(costs: Sequence[float], stages: int, allow_empty: bool) -> list
     """Everything that is wrong with the arguments of `split_layers`."""
     _require_whole(stages=stages)
     if not _is_flat(costs):
-        return [f"costs must be a flat list of numbers, one a layer; got {quoted(costs)}"]
+        return [f"costs must be a flat list of numbers, one per layer; got {quoted(costs)}"]
     if len(costs) > MAX_SPLIT or stages > MAX_SPLIT:
         return [f"{len(costs):,} layers over {quoted(stages)} stages; {MAX_SPLIT:,} of each are the most"]
     faults = [

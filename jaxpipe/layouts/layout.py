@@ -1,4 +1,4 @@
-"""Which layers each stage holds: Megatron's layout strings, `Et*3|(tt|)*29,m|L`, read and written."""
+"""Layouts: which layers each stage holds, as Megatron's layout strings (`Et*3|(tt|)*29,m|L`), read and written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..table.placement import Placement
 
 LETTERS = "EtmL"
 # A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a hundred thousand layers.
-MAX_SYMBOLS = 100_000  # of the text, and of what it stands for with every repeat written out
-MAX_NESTING = 100  # groups in groups
+MAX_SYMBOLS = 100_000  # of the text, and of the layout with every repeat written out
+MAX_NESTING = 100  # of groups
 DIGITS = "0123456789"
 _SYNTAX = "|()*,"
 
@@ -31,7 +31,7 @@ class LayoutError(ParseError):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layers of every stage, a letter each; stage i is chunk i div P of device i mod P (Megatron-Core's rule).
+    """The layers of every stage, one letter per layer; stage i is chunk i div P of device i mod P (Megatron-Core's rule).
 
     `str(layout)` is a canonical layout string, which Megatron-Core reads too.
 
@@ -80,7 +80,7 @@ class Layout:
 
     @cached_property
     def layers(self) -> str:
-        """All layers in model order, a letter each."""
+        """All layers in model order, one letter per layer."""
         return "".join(self.stages)
 
     def count(self, letter: str) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class Layout:
         return tuple(float(sum(costs[letter] for letter in stage)) for stage in self.stages)
 
     def table(self) -> str:
-        """A line a device and a column a chunk, runs of equal devices on one line."""
+        """One line per device and one column per chunk; equal devices that follow each other share a line."""
         rows = [tuple(_runs(stage) or "(empty)" for stage in self.stages[d :: self.num_devices]) for d in range(self.num_devices)]
         lines = [("", *(f"chunk {v}" for v in range(self.chunks)))]
         first = 0
@@ -123,7 +123,7 @@ class Layout:
 
 
 def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: int | None = None) -> Layout:
-    """Return the layout if it is a whole language model in order: E once and first, t, then m, L once and last.
+    """Return the layout if it is a complete language model in order: one E, first; t, then m; one L, last.
 
     With `num_layers` and `mtp_layers` the numbers of t and m must match too.  LayoutError lists every fault.
     Source: Megatron-Core, PipelineParallelLayerLayout.validate_layer_layout.
@@ -140,7 +140,7 @@ def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: i
         if expected is not None and layers.count(letter) != expected:
             faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {expected}")
     if faults:
-        raise LayoutError(listed(f"the layout {_short(layout)} is not a whole model", faults))
+        raise LayoutError(listed(f"the layout {_short(layout)} is not a complete model", faults))
     return layout
 
 
@@ -151,13 +151,13 @@ def _short(layout: Layout) -> str:
 
 
 def _require_devices(devices: object) -> None:
-    """LayoutError for what is no number of devices."""
+    """LayoutError for what is not a number of devices."""
     if not is_whole(devices) or devices < 1:
         raise LayoutError(f"a layout needs devices >= 1; got {quoted(devices)}")
 
 
 def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
-    """Read a layout string: a letter a layer, `|` between stages, `x*n` and `(...)*n` repeat, commas are cosmetic.
+    """Read a layout string: one letter per layer, `|` between stages, `x*n` and `(...)*n` repeat, commas have no meaning.
 
     E is the embedding, t a transformer layer, m a multi-token-prediction layer, L the loss; `letters` names others.  Stages
     may be empty and groups may be nested (Megatron-Core's reader does not nest).  LayoutError points at every fault.
@@ -181,7 +181,7 @@ def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
 
 
 def _does_not_divide(stages: int, devices: int) -> str:
-    """Say what to add, or which numbers of devices would do."""
+    """The message for stages that do not divide: what to add, or which numbers of devices fit."""
     if not stages:
         return "a layout needs at least one stage"
     add = -stages % devices
@@ -194,7 +194,7 @@ def _does_not_divide(stages: int, devices: int) -> str:
 
 
 def _runs(stage: str) -> str:
-    """`Ettt` -> `Et*3`: runs of three or more as a repeat, with a comma behind one that does not end the stage."""
+    """`Ettt` -> `Et*3`: runs of three or more as a repeat, with a comma after it unless it ends the stage."""
     runs = [(letter, len(list(group))) for letter, group in groupby(stage)]
     texts = [letter * n if n < 3 else f"{letter}*{n}" for letter, n in runs]
     return "".join(t + ("," if "*" in t and i < len(texts) - 1 else "") for i, t in enumerate(texts))
@@ -211,7 +211,7 @@ def _canonical(stages: tuple[str, ...]) -> str:
         elif not is_last:
             text += f"({stage}|)*{n},"
         else:
-            # The bar, or the group, that came before has already opened this run's first stage.
+            # The bar or group before this run has already begun its first stage.
             text += f"{stage}(|{stage})*{n - 1}"
     return text
 
@@ -220,10 +220,10 @@ _SHOWN = 100  # characters of a layout that an error shows
 
 
 def _point(text: str, faults: list[tuple[int, str]]) -> str:
-    """The layout, or the part where the first fault is, with a caret under each faulty character; then what is wrong with each."""
+    """The layout, or the part with the first fault, with a caret under each faulty character; then a line for each fault."""
     start = max(0, min(faults[0][0] - _SHOWN // 3, len(text) + 1 - _SHOWN))
     before, after = "..." if start else "", "..." if start + _SHOWN < len(text) else ""
-    # Tabs and newlines would move the carets: they are cosmetic, so show them as spaces.
+    # Tabs and newlines would move the carets; they have no meaning, so they are shown as spaces.
     shown = before + "".join(" " if c.isspace() else c for c in text[start : start + _SHOWN]) + after
     places = {at - start + len(before) for at, _ in faults if start <= at <= start + _SHOWN}
     carets = "".join("^" if place in places else " " for place in range(max(places) + 1))
@@ -232,7 +232,7 @@ def _point(text: str, faults: list[tuple[int, str]]) -> str:
 
 
 class _Reader:
-    """Recursive descent over `items := (letter | '|' | '(' items ')') ['*' number] ...`, gathering faults as it goes."""
+    """Recursive descent over `items := (letter | '|' | '(' items ')') ['*' number] ...`; collects faults and goes on."""
 
     def __init__(self, text: str, letters: str) -> None:
         self.text, self.letters, self.at = text, letters, 0
@@ -249,13 +249,13 @@ class _Reader:
         return expanded
 
     def peek(self) -> str:
-        """The next character that is not cosmetic, or '' at the end."""
+        """The next character that has a meaning, or '' at the end."""
         while self.at < len(self.text) and (self.text[self.at] == "," or self.text[self.at].isspace()):
             self.at += 1
         return self.text[self.at] if self.at < len(self.text) else ""
 
     def fault(self, at: int, why: str) -> None:
-        """Note a fault and read on, to find the others too."""
+        """Note a fault; reading goes on, so that all are found."""
         self.faults.append((at, why))
 
     def items(self, *, opened_at: tuple[int, ...]) -> str:
@@ -294,7 +294,7 @@ class _Reader:
             self.fault(self.at, "a repeat cannot be repeated; put it in parentheses, as in (t*2)*3")
             self.at += 1
             self.number()
-        # Python refuses to read numbers of thousands of digits, so judge the length first.
+        # Python refuses to read numbers of thousands of digits, so look at the length first.
         times = int(number) if len(number) <= 9 else MAX_SYMBOLS + 1
         more = len(piece) * (times - 1)
         if self.made + more > MAX_SYMBOLS:
@@ -312,7 +312,7 @@ class _Reader:
         return self.text[start : self.at]
 
     def why_not(self, char: str) -> str:
-        """Why a character may not stand where it does."""
+        """Why a character is not allowed here."""
         if char == ")":
             return "this ')' closes no group; remove it, or open one with '('"
         if char == "*":
@@ -321,4 +321,4 @@ class _Reader:
         if char in DIGITS:
             self.at -= 1
             return f"the number {self.number()[:_SHOWN]} has no '*' before it; write t*3 for ttt"
-        return f"{char!r} is no layer; write one of {' '.join(self.letters)}, or pass letters={quoted(self.letters + char)} to allow it"
+        return f"{char!r} is not a layer; write one of {' '.join(self.letters)}, or pass letters={quoted(self.letters + char)} to allow it"

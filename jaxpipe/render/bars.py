@@ -1,4 +1,4 @@
-"""A timeline as bars: what every picture draws."""
+"""A timeline as bars, which all pictures draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..table.kinds import COMPUTE
 
 
 class Part(enum.Enum):
-    """How much of a device's row a bar fills."""
+    """Which part of a device's row a bar fills."""
 
     WHOLE = 0
     TOP = 1  # the forward of an overlapped pair
@@ -60,7 +60,7 @@ def title_of(timeline: Timeline) -> str:
 
 
 def number(value: float) -> str:
-    """A time or a size for people: at most four significant digits behind a whole part."""
+    """A time or a size, rounded for readers: whole numbers as they are, others to four significant digits."""
     return f"{value:.10g}" if float(value).is_integer() else f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
 
 

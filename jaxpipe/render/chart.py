@@ -1,4 +1,4 @@
-"""The geometry of a Gantt chart: where every bar, row and legend entry stands."""
+"""The geometry of a Gantt chart: the place of every bar, row and legend entry."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ AXIS = 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
 _MOST_WIDTH, _MOST_ASKED_WIDTH = 12000.0, 100_000.0
-# What XML 1.0 forbids: control characters, halves of surrogate pairs, two that are no characters.
+# What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points that are not characters.
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
 def require_printable(heading: str) -> None:
-    """JaxpipeError for a heading that no picture can show."""
+    """JaxpipeError for a heading with characters that XML forbids."""
     if _NOT_XML.search(heading):
         raise JaxpipeError(f"the title {quoted(heading)} holds characters that a picture cannot show; give a title without them")
 
 
 class Entry(NamedTuple):
-    """One entry of the legend: the classes of its swatches, its word, and where it stands."""
+    """One entry of the legend: the classes of its swatches, its text, and its place."""
 
     boxes: tuple[str, ...]
     word: str
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """The geometry of one picture, in pixels; a `heading` of "" leaves the heading out."""
+    """The geometry of one picture, in pixels; without a heading where `heading` is ""."""
 
     timeline: Timeline
     asked_width: float | None
@@ -79,7 +79,7 @@ class Chart:
 
     @cached_property
     def shades(self) -> int:
-        """How many shades of a hue are drawn; chunks beyond that share."""
+        """How many shades of a hue are drawn; chunks beyond that share the last one."""
         return min(max(self.timeline.schedule.num_chunks, 1), _MOST_SHADES)
 
     @cached_property
@@ -93,7 +93,7 @@ class Chart:
         if self.asked_width is not None:
             return (self.asked_width - self.left - self.right) / self.span
         lengths = sorted(bar.end - bar.start for bar in self.bars if bar.part is not Part.STRIP)
-        # A tenth of the bars may be too short for their number: one odd short stage must not stretch the picture.
+        # A tenth of the bars may be too short for their number, so that one short stage does not stretch the picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
         digits = len(str(max(self.timeline.schedule.num_microbatches - 1, 0)))
         wanted = max(24.0 if self.span / short < 48 else 17.0, 8.0 + 7.0 * digits) / short

@@ -1,4 +1,4 @@
-"""A timeline as one self-contained page: the chart with what hovering tells, and every number beside it."""
+"""A timeline as one self-contained page: the chart with tooltips, and all numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .page import PAGE
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
 
-# A page should open at once: beyond this the table's text is left out, since `--format csv` writes it too.
+# Characters of the table that a page shows; a longer one would slow the page down, and `--format csv` writes it too.
 _MOST_TEXT = 200_000
 
 
 def to_html(timeline: Timeline, *, title: str | None = None, width: float | None = None) -> str:
-    """Draw a timeline as one HTML page that needs nothing else: chart, tooltips, zoom, numbers, the table; light and dark.
+    """Draw a timeline as one self-contained HTML page: chart, tooltips, zoom, numbers, the table; light and dark.
 
     Args:
         timeline: what `jaxpipe.simulate` returned.
@@ -53,14 +53,14 @@ def to_html(timeline: Timeline, *, title: str | None = None, width: float | None
 
 
 def _styles(shades: int) -> str:
-    """The chart's colours: light, dark where the system says so, and whichever the reader asks for."""
+    """The chart's colours: light, dark where the system prefers it, and whichever the reader chooses."""
     dark = f":root:not([data-theme=light]) {SCOPE}", f":root[data-theme=dark] {SCOPE}"
     by_system, by_reader = (style(DARK, chunks=shades, scope=scope) for scope in dark)
     return f"{style(LIGHT, chunks=shades, scope=SCOPE)}@media(prefers-color-scheme:dark){{{by_system}}}{by_reader}"
 
 
 def _cards(timeline: Timeline) -> str:
-    """The numbers of the whole step."""
+    """Cards with the numbers of the whole step."""
     t, s = timeline, timeline.schedule
     cards = [
         ("makespan", number(t.makespan), "end of the last action"),
@@ -76,9 +76,9 @@ def _cards(timeline: Timeline) -> str:
 
 
 def _devices(timeline: Timeline) -> str:
-    """A table of one row a device: busy, idle by cause, peaks."""
+    """A table with one row per device: busy, idle by cause, peaks."""
     t = timeline
-    head = ("device", "stages", "busy", "idle", "warm-up", "waiting", "drain", "peak activations", "peak memory")
+    head = ("device", "stages", "busy", "idle", "warmup", "waiting", "drain", "peak activations", "peak memory")
     lines = [_line("th", head)]
     for device, stages in enumerate(t.schedule.placement.stages_of):
         idle = t.idle[device]

@@ -1,4 +1,4 @@
-"""The template of the HTML page: `$name` stands for what `html.to_html` fills in, `$$` for a dollar sign."""
+"""The template of the HTML page: `html.to_html` fills in each `$name`; `$$` is a dollar sign."""
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -109,7 +109,7 @@ function tell(device, time, lower) {
       "), microbatch " + microbatch + "\\ndevice " + device + ", " + show(start) + " to " + show(end);
   }
   const from = bar ? bar[1] : 0, next = row[at + 1], to = next ? next[0] : data.makespan;
-  const why = !bar ? "warm-up" : next ? "waiting" : "drain";
+  const why = !bar ? "warmup" : next ? "waiting" : "drain";
   return "idle: " + why + "\\ndevice " + device + ", " + show(from) + " to " + show(to);
 }
 frame.addEventListener("pointermove", (event) => {

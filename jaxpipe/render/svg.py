@@ -1,4 +1,4 @@
-"""A Gantt chart as SVG: a row a device, hue by kind, shade by chunk, microbatch numbers, idle time hatched."""
+"""A Gantt chart as SVG: one row per device, hue by kind, shade by chunk, microbatch numbers, idle time hatched."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .chart import COLUMNS, PAD, Chart
 from .palette import DARK, LIGHT, Theme, style
 
 SCOPE = ".jaxpipe"
-# Beyond this many bars no bar is an element of its own (with a hover title): equal colours share one path instead.
+# With more bars than this, bars of one colour share one path instead of being elements of their own (with a hover title).
 MOST_ELEMENTS = 4000
 
 _HATCHED = "url(#jaxpipe-hatch)"
-_DIGIT = 0.58  # width of a digit in ems, in the sans-serif faces we name
+_DIGIT = 0.58  # width of a digit in ems, in the sans-serif fonts of the style
 
 
 def to_svg(
@@ -95,13 +95,13 @@ def _draw_heading(root: ElementTree.Element, chart: Chart) -> None:
     peaks = t.peak_activations
     summary = f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations {max(peaks, default=0)}"
     costs = costs_of(t)
-    # Costs only where they fit: a page or a caption can tell them too.
+    # Costs only where they fit; a page or a caption can give them, too.
     roomy = 6.0 * (len(summary) + len(costs) + 5) < chart.width - 2 * PAD
     _fitted(root, 47, f"{summary}  ·  {costs}" if roomy else summary, kind="muted", size=11.5, room=chart.width - 2 * PAD)
 
 
 def _fitted(root: ElementTree.Element, y: float, text: str, *, kind: str, size: float, room: float) -> None:
-    """A line of the heading, in smaller type where a narrow picture asks for it."""
+    """A line of the heading, in smaller type where the picture is narrow."""
     line = _text(root, PAD, y, text, kind=kind)
     fits = room / (0.56 * max(len(text), 1))
     if fits < size:
@@ -126,7 +126,7 @@ def _draw_rows(root: ElementTree.Element, chart: Chart) -> None:
 
 
 def _draw_numbers(root: ElementTree.Element, chart: Chart) -> None:
-    """The microbatch's number in each bar that has the room."""
+    """The microbatch's number in each bar that has room for it."""
     sizes: dict[float, list[tuple[Bar, float, float]]] = defaultdict(list)
     for bar in chart.bars:
         if bar.part is Part.STRIP:
@@ -135,7 +135,7 @@ def _draw_numbers(root: ElementTree.Element, chart: Chart) -> None:
         digits = len(str(bar.action.microbatch))
         size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * digits))
         if size >= 7:
-            # Few sizes, so that the figures of a picture look alike.
+            # Few sizes, so that the numbers of a picture look alike.
             sizes[math.floor(size * 2) / 2].append((bar, x + width / 2, y + height / 2 + size * 0.36))
     for size, labels in sizes.items():
         group = _add(root, "g")
@@ -146,7 +146,7 @@ def _draw_numbers(root: ElementTree.Element, chart: Chart) -> None:
 
 
 def _draw_memory(root: ElementTree.Element, chart: Chart) -> None:
-    """Under each row, what its device holds over time; all devices at one scale."""
+    """Under each row, the activation memory of its device over time; one scale for all devices."""
     most = max(chart.timeline.peak_memory, default=0) or 1
     depth = chart.row * 0.6 - 2
     for device in range(chart.timeline.schedule.num_devices):
@@ -175,7 +175,7 @@ def _draw_axis(root: ElementTree.Element, chart: Chart) -> None:
 
 
 def _draw_legend(root: ElementTree.Element, chart: Chart) -> None:
-    """A swatch a kind, cut into the shades of its chunks."""
+    """A swatch for each kind, divided into the shades of its chunks."""
     for boxes, word, left, y, cell in chart.legend:
         x = left
         for chunk, box in enumerate(boxes):
@@ -189,11 +189,11 @@ def _draw_legend(root: ElementTree.Element, chart: Chart) -> None:
 
 
 def _draw_each(root: ElementTree.Element, chart: Chart) -> None:
-    """A rectangle a bar, with a title that browsers show on hovering."""
+    """A rectangle for each bar, with a title that browsers show on hovering."""
     group = _add(root, "g")
     for bar in chart.bars:
         x, y, width, height = chart.box(bar)
-        # A hair of background between neighbours tells them apart.
+        # A thin line of background separates neighbours.
         gap = min(1.0, width * 0.2)
         box = _add(
             group, "rect", kind=_class(bar, chart.shades), x=x + gap / 2, y=y, width=width - gap, height=height, rx=min(2, width / 4)
@@ -202,7 +202,7 @@ def _draw_each(root: ElementTree.Element, chart: Chart) -> None:
 
 
 def _draw_merged(root: ElementTree.Element, chart: Chart) -> None:
-    """One path for all bars of a colour: a table of a big job has a hundred thousand of them."""
+    """One path for all bars of a colour: the table of a large job has a hundred thousand bars."""
     paths: dict[str, list[str]] = defaultdict(list)
     for bar in chart.bars:
         x, y, width, height = chart.box(bar)
@@ -213,7 +213,7 @@ def _draw_merged(root: ElementTree.Element, chart: Chart) -> None:
 
 
 def describe(bar: Bar) -> str:
-    """What hovering over a bar tells."""
+    """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
     word = KINDS[kind].words
     return f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}\ndevice {bar.device}, {number(bar.start)} to {number(bar.end)}"

@@ -1,6 +1,6 @@
 """A timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is Chrome's Trace Event Format (JSON): a process a device, complete events ("X") for actions, counters ("C") for held
+The format is Chrome's Trace Event Format (JSON): one process per device, complete events ("X") for actions, counters ("C") for held
 activations, flow arrows ("s", "f") from a producer to its consumer on another device.
 """
 
@@ -18,7 +18,7 @@ from .bars import Bar, Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]
 
-# Threads of a device's process.  The halves of a pair run at once, and slices of one thread must nest.
+# Threads of a device's process.  The halves of a pair run at the same time, and slices of one thread must nest.
 _THREADS = {Part.WHOLE: 0, Part.TOP: 0, Part.BOTTOM: 1, Part.STRIP: 2}
 _THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
 
@@ -50,7 +50,7 @@ def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True)
 
 
 def _names(timeline: Timeline, bars: tuple[Bar, ...]) -> Iterator[Event]:
-    """What the viewer calls each device and thread, in this order."""
+    """The names and the order of devices and threads in the viewer."""
     used = sorted({(bar.device, _THREADS[bar.part]) for bar in bars})
     for device in range(timeline.schedule.num_devices):
         yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
@@ -75,7 +75,7 @@ def _slice(bar: Bar, unit_us: float) -> Event:
 
 
 def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:
-    """The activation memory each device holds, at each change (the last of those at one time)."""
+    """The activation memory of each device, at each change (the last of several at one time)."""
     for device in range(timeline.schedule.num_devices):
         for time, held in dict(timeline.memory(device)).items():
             yield {"ph": "C", "name": "activations", "pid": device, "ts": time * unit_us, "args": {"held": held}}
@@ -89,7 +89,7 @@ def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterato
         if not crosses[bar.number]:
             continue
         source = bars[producer[bar.number]]
-        # A flow hangs on the slice that is open at its time: at its very end a slice is closed already.
+        # A flow is attached to the slice that is open at its time; at its end a slice is closed already.
         leaves = source.start + 0.99 * (source.end - source.start)
         for phase, end, time in (("s", source, leaves), ("f", bar, bar.start)):
             thread = _THREADS[end.part]

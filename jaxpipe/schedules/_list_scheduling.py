@@ -1,11 +1,10 @@
-"""List scheduling along a reference order: the work-horse of the schedules that know costs and a memory cap.
+"""List scheduling along a reference order, for the schedules that take costs and a memory cap.
 
-A generator gives, for each device, a reference order of F and I.  `list_schedule` runs it in simulation.  A device does the next
-action of its order when its inputs are there.  Where it would wait, it brings a later action forward, if that is ready
-and fits, or does a pending W.  An F is brought forward only if the rest of the order still fits under the memory cap,
-so no choice can lead to a dead end: what is left is always a good order by itself.  The idea, to repeat
-a building block and then to squeeze and reorder it under the memory it has, is that of Pipeline Parallelism with
-Controllable Memory (Qi et al. 2024), here made aware of costs.
+A generator gives, for each device, a reference order of F and I.  `list_schedule` simulates it.  A device runs the next action of
+its order when the inputs are there.  Where it would wait, it moves up a later action that is ready and fits into the wait,
+or runs a pending W.  An F is moved up only if the rest of the order still fits under the memory cap, so no choice can
+lead to a dead end: what is left is always a valid order by itself.  To repeat a building block and then to compress and reorder it
+under a memory cap is the idea of Pipeline Parallelism with Controllable Memory (Qi et al. 2024); here the costs count too.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ NEVER = float("inf")
 
 
 class Rule(NamedTuple):
-    """How a device fills a wait; which is best depends on the costs, so callers try several and keep the best."""
+    """How a device fills a wait; which rule is best depends on the costs, so callers try several and keep the best."""
 
     reserve: bool  # keep memory for the forwards that were passed over, as if nothing were released meanwhile
-    patience: float  # a W may run past the next action's start by this part of its length
+    patience: float  # by what fraction of its length a W may delay the next action
 
 
 class ListSchedule(NamedTuple):
-    """Rows of F, I and W, the makespan they were made for, and the most activations a device holds."""
+    """Rows of F, I and W, their simulated makespan, and the most activations that a device holds."""
 
     rows: list[list[Action]]
     makespan: float
@@ -40,7 +39,7 @@ class ListSchedule(NamedTuple):
 
 
 def least_peak(row: Iterable[Action]) -> int:
-    """The most activations a row of F and I holds if each W follows its I at once: no cap below it can be kept."""
+    """The most activations that a row of F and I holds if each W follows its I at once: the least cap that it can keep."""
     live = most = 0
     for action in row:
         live += 1 if action.kind is F else -1
@@ -60,7 +59,7 @@ def list_schedule(
 ) -> ListSchedule:
     """Run a reference order of F and I, with W where there is time for it, under a cap on each device's activations.
 
-    Every stage stands on one device, and each device's cap is at least `least_peak` of its row.
+    Every stage is on one device, and each device's cap is at least `least_peak` of its row.
     """
     run = _Run(order, placement, costs, microbatches, caps, rule, release)
     while run.events:
@@ -76,7 +75,7 @@ def list_schedule(
 
 
 class _Device:
-    """One device on paper: what is left of its order, what it holds, and what it has done."""
+    """One simulated device: what is left of its order, what it holds, and what it has run."""
 
     __slots__ = ("cap", "done", "free", "head", "lanes", "live", "number", "order", "out", "peak", "pending")
 
@@ -107,7 +106,7 @@ class _Device:
 
 
 class _Run:
-    """A simulation under way."""
+    """A running simulation."""
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class _Run:
         self.events: list[tuple[float, int]] = [(0, d) for d in range(len(order))]
 
     def choose(self, device: _Device, time: float) -> Action | None:
-        """What the device starts now, or None to wait; takes it out of the device's order."""
+        """The action that the device starts now, taken out of its order, or None to wait."""
         head = device.skip_done()
         if head == len(device.order):
             return device.pending.popleft() if device.pending else None
@@ -156,7 +155,7 @@ class _Run:
         return time + length <= until + self.rule.patience * length
 
     def _forward(self, device: _Device, time: float, head: int, until: float) -> int | None:
-        """The place of the first action behind the head that can be brought forward, or None."""
+        """The place of the first action after the head that can be moved up, or None."""
         live = most = device.live
         passed: set[tuple[int, Kind]] = set()
         order, done = device.order, device.done
@@ -180,7 +179,7 @@ class _Run:
         return None
 
     def start(self, device: _Device, action: Action, time: float) -> None:
-        """Book an action, and wake whoever gets its result."""
+        """Start an action, and wake the device that gets its result."""
         stage, kind, microbatch = action
         end = time + self.duration[kind][stage]
         device.free = end
@@ -197,7 +196,7 @@ class _Run:
             self._hand_over(stage, stage - 1, kind, microbatch, end)
 
     def _hand_over(self, source: int, target: int, kind: Kind, microbatch: int, end: float) -> None:
-        """The result of a stage reaches the next (for I: the one before); after the last F comes its own I."""
+        """The result of a stage reaches the next one (for I: the one before); the last stage's F is followed by its own I."""
         if target < 0:
             return
         if target == len(self.device_of):

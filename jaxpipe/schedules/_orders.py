@@ -1,4 +1,4 @@
-"""Reference orders that more than one schedule follows: the turns of 1F1B on a loop, and ZB-V's figure."""
+"""Reference orders that several schedules share: 1F1B on a loop of stages, and ZB-V's figure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
 
 def turn_order(placement: Placement, hop: int, most_ahead: int, microbatches: int) -> Order:
-    """F and I in turn on a loop of stages, after a warm-up of `hop` forwards for each hop to the last device.
+    """One F and one I in turn on a loop of stages, after a warmup of `hop` forwards for each hop to the last device.
 
-    The last device itself warms up with all chunks but one of the first group.  No device runs more than `most_ahead` ahead.
+    The last device warms up with all chunks but one of the first group.  No device runs more than `most_ahead` forwards ahead.
     """
     groups = even_groups(placement.num_devices, microbatches)
     rows = []
@@ -26,10 +26,10 @@ def turn_order(placement: Placement, hop: int, most_ahead: int, microbatches: in
 
 
 def forward_order(placement: Placement, microbatches: int) -> Order:
-    """The shortest known order of forwards alone, whatever the placement of one device a stage.
+    """The shortest known order of forwards alone, for any placement with one device per stage.
 
-    On a loop, groups of microbatches through the chunks lose nothing but the first P - 1 steps.  Elsewhere microbatches enter as
-    fast as a device can take all their chunks, and one that would wait takes what is ready.
+    On a loop, groups of microbatches go through the chunks, and only the first P - 1 steps are lost.  Elsewhere microbatches enter as
+    fast as a device can run all their chunks, and a device that would wait runs what is ready.
     """
     chunks = placement.num_chunks
     if placement == Placement.loop(devices=placement.num_devices, chunks=chunks):

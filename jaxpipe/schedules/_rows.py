@@ -1,4 +1,4 @@
-"""Building blocks of the schedule generators: lists of actions, and ways to lay them side by side."""
+"""Building blocks of the schedule generators: lists of actions, and ways to combine them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ C = TypeVar("C", bound=Action | Overlap | None)
 
 def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:
     """One action of a stage for each microbatch, in order."""
-    # Half a million of them are made for a big job, and Action(...) itself would take twice as long.
+    # Half a million of them are made for a large job, and calling Action would take twice as long.
     return list(map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches)))
 
 
@@ -30,10 +30,10 @@ def in_groups(stages: Sequence[int], kind: Kind, groups: Sequence[int]) -> list[
 
 
 def even_groups(devices: int, microbatches: int) -> tuple[int, ...]:
-    """Cut M into as many groups of at least P as fit, as equal as can be; one group where M < P.
+    """Cut M into as many groups of at least P as possible, as equal as possible; one group where M < P.
 
-    A group shorter than P would leave the devices waiting for its first microbatch to come round to the next chunk, and
-    the warm-up grows with the longest group, so equal groups are the ones that need the fewest activations.
+    In a group shorter than P the devices would wait for its first microbatch to come back for the next chunk, and the warmup grows
+    with the longest group, so equal groups need the fewest activations.
 
     >>> even_groups(4, 11), even_groups(4, 3)
     ((6, 5), (3,))
@@ -44,17 +44,17 @@ def even_groups(devices: int, microbatches: int) -> tuple[int, ...]:
 
 
 def groups_of(group_size: int | None, *, devices: int, microbatches: int) -> tuple[int, ...]:
-    """The microbatch groups of an interleaved schedule: Megatron's for a given size, else the even ones.
+    """The microbatch groups of an interleaved schedule: Megatron's for a given size, else even ones.
 
-    Megatron cuts M into groups of `group_size` and a rest.  A rest shorter than P is rounded up to P; the caller drops
-    the microbatches that are too many.  ScheduleError for a size below P (unless one group holds all of M).
+    Megatron cuts M into groups of `group_size` and a remainder.  A remainder shorter than P is rounded up to P; the caller drops
+    the extra microbatches.  ScheduleError for a size below P (unless one group holds all of M).
     """
     if group_size is None:
         return even_groups(devices, microbatches)
     smallest = min(devices, microbatches)
     if group_size < smallest:
         raise ScheduleError(
-            f"group_size={group_size} is less than {smallest}: the first microbatch of a group could not be back for its next chunk "
+            f"group_size={group_size} is less than {smallest}: the first microbatch of a group would not be back for its next chunk "
             f"when the group ends, and devices would wait for each other; write group_size={smallest} or more"
         )
     whole, rest = divmod(microbatches, group_size)
@@ -72,7 +72,7 @@ def alternate(*columns: Sequence[C]) -> list[C]:
 
 
 def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]:
-    """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """A warmup of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forward))
     turns = len(backward) - ahead
     return [*forward[:ahead], *alternate(forward[ahead:], backward[:turns]), *backward[turns:]]
@@ -81,8 +81,8 @@ def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]
 def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
     """The rows without microbatches >= M; of an overlapped pair, what is left of it.
 
-    Microbatches never need each other, so a good table of many microbatches stays good, and needs no more memory or
-    time, when some are taken out.  Generators that want a round number of microbatches build that, then drop the rest.
+    Microbatches never depend on each other, so a valid table stays valid, and needs no more memory or time, when some are
+    removed.  Generators that need a round number of microbatches build a table of that many, then drop the extra ones.
     """
     return [[cell for cell in (_kept(c, microbatches) for c in row) if cell is not None] for row in rows]
 

@@ -1,8 +1,8 @@
 """Reference orders made of waves, and the search for the best schedule that follows one of them.
 
 In a wave each microbatch goes through all stages and back at a steady pace, and the next one follows a fixed period
-later: the repeated building block of Pipeline Parallelism with Controllable Memory (Qi et al. 2024).  How
-long a microbatch is under way, over the period, is how many activations are held.
+later: the repeated building block of Pipeline Parallelism with Controllable Memory (Qi et al. 2024).  The number of
+activations held is the time that a microbatch takes, divided by the period.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from ..simulation.costs import Costs, StageCosts
+from ..simulation.simulate import simulate
 from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement
@@ -29,8 +30,8 @@ class Wave(NamedTuple):
     """The pace of a wave.
 
     Args:
-        out: time of a hop to another device, over the stage's cost, on the way out: chunks 0, 2, ...; backwards: the last chunk, ...
-        back: the same for the chunks between, which in a V lead back to device 0.
+        out: time of a hop to another device in units of the stage's cost, in chunks 0, 2, ... (of backwards: the last chunk, ...).
+        back: the same for the other chunks, which in a V lead back to device 0.
         pause: time between the last stage's F and its I.
         period: time from one microbatch to the next.
     """
@@ -42,7 +43,7 @@ class Wave(NamedTuple):
 
 
 def wave_order(placement: Placement, costs: StageCosts, wave: Wave, microbatches: int) -> Order:
-    """Each device's F and I in the order in which the wave gets there."""
+    """Each device's F and I in the order in which the wave reaches them."""
     path = _path(placement)
     starts = _starts(placement, costs, wave)
     timed: list[list[tuple[float, int, int]]] = [[] for _ in range(placement.num_devices)]
@@ -53,7 +54,7 @@ def wave_order(placement: Placement, costs: StageCosts, wave: Wave, microbatches
 
 
 def _path(placement: Placement) -> list[tuple[Kind, int]]:
-    """A microbatch's way through all stages and back."""
+    """A microbatch's path through all stages and back."""
     stages = range(placement.num_stages)
     return [(Kind.F, s) for s in stages] + [(Kind.I, s) for s in reversed(stages)]
 
@@ -80,7 +81,7 @@ def _step(placement: Placement, costs: StageCosts, wave: Wave, kind: Kind, stage
 
 
 def v_blocks(placement: Placement) -> list[OrderMaker]:
-    """The building blocks of V-Half and V-Min (Qi et al. 2024), in slots of one action; the right pause depends on P."""
+    """The building blocks of V-Half and V-Min (Qi et al. 2024), in slots of one action; which pause is best depends on P."""
     slots = Costs().for_stages(placement.num_stages)
     blocks = [Wave(2, 1, 0, 6), Wave(2, 1, 3, 6), Wave(1, 1, 0, 6), Wave(1, 1, 2, 6)]
     return [partial(wave_order, placement, slots, block) for block in blocks]
@@ -89,8 +90,8 @@ def v_blocks(placement: Placement) -> list[OrderMaker]:
 def cost_waves(placement: Placement, costs: StageCosts, cap: int) -> list[OrderMaker]:
     """Waves of several paces, each about as dense as the cap allows, and one so sparse that it keeps any cap.
 
-    The cap holds for a wave whose microbatches stay on a device, all chunks together, for at most `cap` periods.  A somewhat
-    denser one may still fit, and a sparser one leaves `list_schedule` more room.
+    A wave keeps the cap if its microbatches stay on a device, all chunks together, for at most `cap` periods.  A somewhat
+    denser one may still fit, and a sparser one leaves `list_schedule` more freedom.
     """
     least = _round(placement, costs)
     paces = [(1.0, 1.0), (1.5, 1.5), (2.0, 2.0)] + ([(2.0, 1.0)] if placement.num_chunks > 1 else [])
@@ -111,13 +112,13 @@ def _held_time(placement: Placement, costs: StageCosts, wave: Wave) -> float:
 
 
 def least_makespan(placement: Placement, costs: StageCosts, microbatches: int) -> float:
-    """A bound that no schedule goes below: each device waits for the first forward to get there, then does all its work."""
+    """A lower bound on the makespan of any schedule: each device waits for its first forward, then does all its work."""
     starts = _starts(placement, costs, Wave(1, 1, 0, 0))
     return max(min(starts[s] for s in stages) + microbatches * _work(costs, stages) for stages in placement.stages_of)
 
 
 def _work(costs: StageCosts, stages: Iterable[int]) -> float:
-    """What a device with these stages has to do for one microbatch."""
+    """The time that a device with these stages needs for one microbatch."""
     return sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages)
 
 
@@ -127,9 +128,9 @@ def _round(placement: Placement, costs: StageCosts) -> float:
 
 
 def fitted(name: str, order: OrderMaker, placement: Placement, costs: Costs | None, *, microbatches: int, cap: int) -> Schedule:
-    """A schedule's own order squeezed to its costs; where they are given, the best of it and of waves under the same cap.
+    """A schedule's own order, list-scheduled under its cap; where costs are given, the best of it and of waves.
 
-    The caller sees to it that the order fits the cap.
+    The order must fit the cap.
     """
     stages = (costs or Costs()).for_stages(placement.num_stages)
     makers = [order] if costs is None else [order, *cost_waves(placement, stages, cap)]
@@ -137,6 +138,11 @@ def fitted(name: str, order: OrderMaker, placement: Placement, costs: Costs | No
     found = best_of(makers, placement, stages, microbatches=microbatches, cap=cap, release=release)
     assert found is not None, f"the order of {name} does not fit {cap} activations"
     return Schedule.from_rows(found.rows, placement=placement, num_microbatches=microbatches, name=name)
+
+
+def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
+    """The schedule with the least makespan under these costs; of equals, the first."""
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
 def best_of(
@@ -148,13 +154,13 @@ def best_of(
     cap: int,
     release: Release = Release.WEIGHT_GRAD,
 ) -> ListSchedule | None:
-    """The shortest schedule under the cap that follows one of the orders, then the one that holds least; None if none fits.
+    """The shortest schedule under the cap that follows one of the orders, of equals the one that holds least; None if none fits.
 
-    Many orders, or a long job, are judged by its first microbatches under one rule: warm-up and cool-down do not change
-    with M, so two short runs tell a steady state's pace.  Only the most promising are run in full, under every rule.
+    Many orders, or a long job, are ranked by the first microbatches under one rule: warmup and cooldown do not change with M,
+    so two short runs give the pace of the steady state.  Only the most promising are run in full, under every rule.
     """
     whole = _Trial(placement, costs, microbatches, cap, release)
-    # Two or more rounds of P microbatches, at least a dozen, an even number of rounds so that half of them are rounds too.
+    # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so that half of it is whole rounds too.
     short = 2 * placement.num_devices * -(-6 // placement.num_devices)
     if microbatches <= 2 * short and len(makers) <= _FINALISTS:
         finalists = list(makers)
@@ -175,7 +181,7 @@ _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three secon
 
 
 def _forecast(whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RULES[0]) -> tuple[float, int]:
-    """Makespan of the whole job, told from `short` microbatches and half of them, and peak."""
+    """Makespan of the whole job, extrapolated from `short` microbatches and half of them, and peak."""
     half = (short + 1) // 2
     long = whole.of(short).run(maker, rule)
     first = whole.of(half).run(maker, rule) if half < short < whole.microbatches else long
@@ -186,13 +192,13 @@ def _forecast(whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RU
 
 
 def _rules(costs: StageCosts) -> tuple[Rule, ...]:
-    """The rules worth trying: where all costs are equal, a W fits a wait or does not, and patience changes nothing."""
+    """The rules worth trying: where all costs are equal, a W either fits a wait or does not, and patience changes nothing."""
     different = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
     return RULES if len(different) > 1 else EVEN_RULES
 
 
 class _Trial(NamedTuple):
-    """Everything that a run of `list_schedule` needs but the order and the rule."""
+    """The arguments of `list_schedule` except the order and the rule."""
 
     placement: Placement
     costs: StageCosts

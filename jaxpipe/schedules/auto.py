@@ -1,4 +1,4 @@
-"""A schedule made to measure: the shortest that list scheduling finds for given costs and memory."""
+"""The shortest schedule that list scheduling finds for given costs and memory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def auto(
 ) -> Schedule:
     """The shortest schedule found for given costs under a cap on activations, by list scheduling along waves.
 
-    Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or more); where it is not
-    given, 2 V P, which is enough to hide any bubble.  Stages stand in a loop or in a V, whichever is shorter, or as
+    Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or more), or 2 V P where it is not
+    given, which is enough to fill any bubble.  Stages are placed in a loop or in a V, whichever gives the shorter schedule, or as
     `placement` says.  Backwards are split into I and W.  The reference orders are waves of several paces and densities
-    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), squeezed under the cap and compared on paper; there is no
-    solver, so nothing is proved optimal.  Where F, I and W cost the same and V P activations are allowed, the makespan is
-    V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, which no schedule beats.
+    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared by simulation; there is
+    no solver, so nothing is proved optimal.  Where F, I and W cost the same and V P activations are allowed, the makespan is
+    V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, and no schedule is shorter.
     """
     places = _placements(devices, chunks) if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations)
@@ -55,7 +55,7 @@ def _placements(devices: int, chunks: int) -> list[Placement]:
 
 
 def _check_fit(placement: Placement, devices: int, chunks: int, max_activations: int | None) -> None:
-    """ScheduleError for a placement of another size, or on two devices, or a cap that no schedule can keep."""
+    """ScheduleError for a placement of another size or with stages on two devices, and for a cap that no schedule can keep."""
     faults = []
     if placement.num_devices != devices or placement.num_stages != devices * chunks:
         faults.append(
@@ -63,7 +63,7 @@ def _check_fit(placement: Placement, devices: int, chunks: int, max_activations:
             f"but devices={devices} and chunks={chunks} make {devices * chunks} stages; give a placement of that size"
         )
     if placement.is_bidirectional:
-        faults.append("placement has stages on two devices; auto takes one device a stage (dualpipe is the schedule for two)")
+        faults.append("placement has stages on two devices; auto takes one device per stage (dualpipe is the schedule for two)")
     if max_activations is not None and max_activations < placement.num_chunks:
         faults.append(
             f"max_activations={max_activations} is less than the {placement.num_chunks} that one microbatch needs on a device; "

@@ -1,4 +1,4 @@
-"""GPipe, 1F1B, and the table with no pipelining at all."""
+"""GPipe, 1F1B, and the table without pipelining."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DualPipe and its V: microbatches come from two sides, and forwards overlap backwards."""
+"""DualPipe and DualPipeV: microbatches enter at both ends, and forwards overlap backwards."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..table.schedule import Schedule
 from ._rows import actions
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
-Slot: TypeAlias = Action | None  # None stands for a microbatch beyond M, of a table that is built for a rounder number
+Slot: TypeAlias = Action | None  # None: a microbatch beyond M, where a table is built for a round number
 
 
 def dualpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
-    """Two pipelines against each other, forwards overlapping backwards (DualPipe, DeepSeek-V3 2024, section 3.2.1, figure 5).
+    """Two pipelines in opposite directions, forwards overlapping backwards (DualPipe, DeepSeek-V3 2024, section 3.2.1, figure 5).
 
-    Even P and any M; stage s stands on devices s and P - 1 - s.  The first ceil(M / 2) microbatches enter at device 0, the
+    Even P and any M; stage s is on devices s and P - 1 - s.  The first ceil(M / 2) microbatches enter at device 0, the
     others at device P - 1.  With X the cost of an overlapped pair, and B = I + W, each device is idle for
     (P / 2 - 1)(X + B - 3 W) of a step with an even M >= 2 P, where F, I and W cost the same.  Every device holds at most
     P + 1 activations, and two stages' parameters.
@@ -47,7 +47,7 @@ def dualpipev(*, devices: int, microbatches: int, chunks: int) -> Schedule:
 
 
 class _Lane(NamedTuple):
-    """The actions of one stage, one slot a microbatch of its pipeline."""
+    """The actions of one stage, one slot per microbatch of its pipeline."""
 
     f: list[Slot]
     b: list[Slot]
@@ -57,21 +57,21 @@ class _Lane(NamedTuple):
     @classmethod
     def of(cls, stage: int, microbatches: range, total: int, *, late: bool) -> _Lane:
         phantoms: list[Slot] = [None] * (total - len(microbatches))
-        before, behind = (phantoms, []) if late else ([], phantoms)
-        return cls(*([*before, *actions(stage, kind, microbatches), *behind] for kind in (F, B, I, W)))
+        before, after = (phantoms, []) if late else ([], phantoms)
+        return cls(*([*before, *actions(stage, kind, microbatches), *after] for kind in (F, B, I, W)))
 
 
 def _row(own: tuple[int, range], other: tuple[int, range], rank: int, half: int, total: int) -> list[Cell]:
-    """One device's row: `rank` counts from the end where `own` enters, `half` ranks lead to where it turns.
+    """One device's row: `rank` counts devices from the end where `own` enters, `half` is how many there are up to the turn.
 
     Both lanes have `total` >= 2 `half` slots.  The steps are numbered as in the published code.
     """
-    # A few microbatches take the places of the last ones, whose backwards are split; more take the first places.
+    # A small number of microbatches takes the last places, whose backwards are split; a larger one the first places.
     late = max(len(own[1]), len(other[1])) <= half
     near, far = _Lane.of(*own, total, late=late), _Lane.of(*other, total, late=late)
     inner = half - rank - 1
     row: list[Cell] = []
-    # Warm-up.  Steps 1 and 2: forwards, first of the own lane, then of both.
+    # Warmup.  Steps 1 and 2: forwards, first of the own lane, then of both.
     row += near.f[: 2 * inner]
     row += _mixed(near.f[2 * inner : 2 * inner + rank + 1], far.f[: rank + 1])
     # Step 3: the other lane's first backwards, split, with a forward each.
@@ -82,10 +82,10 @@ def _row(own: tuple[int, range], other: tuple[int, range], rank: int, half: int,
     up = _pairs(far.f[half:], near.b[: turns + inner], skip_first=False)
     for pair, back in zip(down, up, strict=False):
         row += [*pair, *back]
-    # Cool-down.  Step 5: the own lane has no forwards left.
+    # Cooldown.  Step 5: the own lane has no forwards left.
     for b, pair in zip(far.b[inner + turns : 2 * inner + turns], up[turns:], strict=True):
         row += [b, *pair]
-    # Steps 6 to 8: backwards of both lanes, split from the middle on; the Ws fill the waits at the end.
+    # Steps 6 to 8: backwards of both lanes, split from the middle on; each W fills a wait at the end.
     whole = rank + 1
     ends = _mixed(far.b[2 * inner + turns :], near.b[turns + inner :][:whole])
     split = _mixed(far.i[2 * inner + turns :], near.i[turns + inner :][:whole])

@@ -1,4 +1,4 @@
-"""Looped BFS: several chunks a device, breadth first."""
+"""Looped BFS: several chunks per device, breadth first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     """All microbatches through a chunk before the next chunk (Breadth-First Pipeline Parallelism, Lamy-Poirier 2023).
 
     Any P, V and M.  Makespan (V M + P - 1)(F + B) in costs of a chunk for M >= P, so the bubble is
-    (P - 1) / (V M + P - 1); every device holds V M activations at its peak.  What the order buys is that a chunk's
-    parameters are wanted, and its gradients complete, in one run each, which suits sharded data parallelism.
+    (P - 1) / (V M + P - 1); every device holds V M activations at its peak.  The advantage is that a
+    chunk's parameters are needed, and its gradients completed, in one contiguous run each, which suits sharded data parallelism.
     """
     placement = Placement.loop(devices=devices, chunks=chunks)
     once = (microbatches,)

@@ -9,10 +9,10 @@ from ._rows import drop_phantoms, groups_of, in_groups
 
 
 def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B whose steady state is overlapped pairs (the pairs of DualPipe, DeepSeek-V3, section 3.2.1, on one direction).
+    """1F1B whose steady state is overlapped pairs (those of DualPipe, DeepSeek-V3, section 3.2.1, in one direction).
 
-    Any P and M, one chunk.  In a pair the forward's result leaves only when the backward is done too, so it takes two
-    forwards a hop, and one more microbatch, to keep all devices busy: device d warms up with 2 (P - 1 - d) + 1 and holds
+    Any P and M, one chunk.  A pair's forward result leaves only when its backward is done too, so two forwards per hop,
+    and one more microbatch, are needed to keep all devices busy: device d warms up with 2 (P - 1 - d) + 1 and holds
     min(M, 2 (P - d)) activations at its peak.  With X the cost of a pair (not less than either
     half's), the makespan is P (F + B) + (M - 1) X for M >= P.
     """
@@ -22,7 +22,7 @@ def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Sche
 def interleaved_1f1b_overlap(*, devices: int, microbatches: int, chunks: int, group_size: int | None = None) -> Schedule:
     """Interleaved 1F1B whose steady state is overlapped pairs (Megatron-Core's overlap of expert-parallel communication).
 
-    Any P, V and M; groups of microbatches as in interleaved_1f1b.  The warm-up is one microbatch longer, so that a pair never
+    Any P, V and M; groups of microbatches as in interleaved_1f1b.  The warmup is one microbatch longer, so that a pair never
     holds the forward and the backward of the same microbatch: with G the longest group, device d holds
     min(V M, (V - 1) G + 2 (P - d)) activations at its peak.  With X the cost of a pair (not less than
     either half's), the makespan is (P + (V - 1) G)(F + B) + (V M - (V - 1) G - 1) X in costs of a chunk for M >= P.

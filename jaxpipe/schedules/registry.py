@@ -1,4 +1,4 @@
-"""Name -> generator, with what each accepts."""
+"""The catalogue: the generator of each name, and the arguments that it takes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only as only_forwards
 from ._orders import forward_order
+from ._waves import shortest
 from .auto import auto
 from .basic import gpipe, no_pipelining, one_f_one_b
 from .dualpipe import dualpipe, dualpipev
@@ -28,7 +29,7 @@ from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks a device that a schedule takes: `natural` where none are asked for, and the least and most (None: any)."""
+    """The chunks per device that a schedule takes: `natural` is used where none are asked for; `most` is None where any number is valid."""
 
     natural: int = 1
     least: int = 1
@@ -55,10 +56,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a named schedule; `summary` is one line and `doc` states source, constraints, bubble and peak.
+    """A named schedule; `summary` is one line, and `doc` states source, constraints, bubble and peak.
 
-    `memory_bound` says that the order of forwards is what it is to save memory: an evaluation, which keeps nothing, has
-    its own.
+    `memory_bound` is True where the forwards are ordered so to save memory: an evaluation, which keeps nothing, uses another
+    order.
     """
 
     name: str
@@ -91,7 +92,7 @@ _SHAPE = ("devices", "microbatches", "chunks")
 
 
 class _OptionKind(NamedTuple):
-    """What an option means, what a good value is, and the words for that."""
+    """What an option means, and which values it takes."""
 
     summary: str
     accepts: Callable[[object], bool]
@@ -102,24 +103,24 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
     count = "a whole number of at least 1"
     return {
         "costs": _OptionKind(
-            "what the actions take (a jaxpipe.Costs): the order is fitted to it, not only its drawing",
+            "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
             lambda v: isinstance(v, Costs),
             "a jaxpipe.Costs",
         ),
-        "forward_only": _OptionKind("leave out all backwards: the table of an evaluation", lambda v: isinstance(v, bool), "True or False"),
+        "forward_only": _OptionKind("leave out all backwards, for evaluation", lambda v: isinstance(v, bool), "True or False"),
         "group_size": _OptionKind(
-            "microbatches that go through a chunk before the next chunk's turn (P or more); without it, equal groups of P or more",
+            "microbatches that go through a chunk before the next chunk starts (P or more); without it, equal groups of P or more",
             _is_count,
             count,
         ),
         "lean": _OptionKind(
-            "warm up with one forward a hop instead of two: fewer activations, the same makespan where transfers take no time",
+            "warm up with one forward per hop instead of two: fewer activations, and the same makespan where transfers take no time",
             lambda v: isinstance(v, bool),
             "True or False",
         ),
         "max_activations": _OptionKind("the most activations that a device may hold, if they are released at W", _is_count, count),
         "placement": _OptionKind(
-            "where stages stand (a jaxpipe.Placement); without it, a loop or a V, whichever is shorter",
+            "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, whichever gives the shorter schedule",
             lambda v: isinstance(v, Placement),
             "a jaxpipe.Placement",
         ),
@@ -147,7 +148,7 @@ def _entries() -> tuple[Entry, ...]:
         Entry("zbv", zbv, vee, _V),
         Entry("v_half", v_half, vee, _V, memory_bound=True),
         Entry("v_min", v_min, vee, _V, memory_bound=True),
-        Entry("dualpipe", dualpipe, Chunks(natural=2, least=1, most=2), "the stages a device holds, or S / P", even_devices=True),
+        Entry("dualpipe", dualpipe, Chunks(natural=2, least=1, most=2), "the stages per device, or S / P", even_devices=True),
         Entry("dualpipev", dualpipev, vee, _V),
         Entry("auto", auto, Chunks(most=None), memory_bound=True),
     )
@@ -159,7 +160,7 @@ def names() -> tuple[str, ...]:
 
 
 def describe(name: str) -> Entry:
-    """What a named schedule is and takes: summary, chunks, options.  ScheduleError for a name that is not there.
+    """A named schedule's summary, chunks and options.  ScheduleError for an unknown name.
 
     >>> describe("zb_h2").summary
     "Twice 1F1B's memory, and no bubble but the start (ZB-H2, Qi et al. 2024, section 2.2, figure 3 bottom)."
@@ -193,9 +194,10 @@ def build(
         name: one of `names()`.
         devices: P, the number of devices in the pipeline.
         microbatches: M, the microbatches of one step.
-        chunks: V, the stages a device holds; None takes the schedule's natural number (`describe(name).chunks`).
+        chunks: V, the stages per device; None takes the schedule's own default (`describe(name).chunks`).
         forward_only: leave out all backwards, for evaluation.
-        options: what else the schedule takes (`describe(name).options`).
+        options: the schedule's own options (`describe(name).options`).  A table that is fitted to `costs` is never longer under them
+            than the table that is built without.
 
     Raises:
         ScheduleError: the name, a number or an option makes no sense, or there would be more than a million (2**20) pairs of stage
@@ -213,11 +215,22 @@ def build(
     if chunks is None:
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}
+    shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     with paused_collector():
-        schedule = entry.generator(devices=int(devices), microbatches=int(microbatches), chunks=int(chunks), **given)
+        schedule = _made(entry, forward_only, **shape, **given)
+        costs = given.pop("costs", None)
+        # List scheduling is a heuristic: now and then the table that was built without the costs is the shorter one.
+        return schedule if costs is None else shortest((schedule, _made(entry, forward_only, **shape, **given)), costs)
+
+
+def _made(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
+    """What a generator makes, or the forwards of it."""
+    schedule = entry.generator(**arguments)
     if not forward_only:
         return schedule
-    return schedule.with_rows(forward_order(schedule.placement, microbatches)) if entry.memory_bound else only_forwards(schedule)
+    if entry.memory_bound:
+        return schedule.with_rows(forward_order(schedule.placement, arguments["microbatches"]))
+    return only_forwards(schedule)
 
 
 def _faults(entry: Entry, devices: object, microbatches: object, chunks: object, options: Mapping[str, object]) -> list[str]:
@@ -230,7 +243,7 @@ def _faults(entry: Entry, devices: object, microbatches: object, chunks: object,
     found = found or _size_faults(entry, devices, microbatches, chunks)
     if entry.even_devices and is_whole(devices) and int(devices) % 2:
         found.append(
-            f"devices must be even, since two pipelines run against each other; not {quoted(devices)}: write {quoted(int(devices) + 1)}"
+            f"devices must be even, since two pipelines run in opposite directions; not {quoted(devices)}: write {quoted(int(devices) + 1)}"
         )
     if chunks is not None and not _fits(entry, chunks):
         found.append(_chunk_fault(entry, chunks))
@@ -239,7 +252,7 @@ def _faults(entry: Entry, devices: object, microbatches: object, chunks: object,
 
 
 def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
-    """An option that the schedule does not have, or a value of the wrong kind; None always means "not given"."""
+    """Options that the schedule does not have, and values of the wrong kind; None always means "not given"."""
     found = []
     known = [option.name for option in entry.options]
     for name, value in options.items():
@@ -255,7 +268,7 @@ def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
 
 
 def _size_faults(entry: Entry, devices: Any, microbatches: Any, chunks: Any) -> list[str]:
-    """A table that is far too large for a machine's memory: what was asked for, and how much there may be."""
+    """A table that is too large: what was asked for, and how much is allowed."""
     devices, microbatches, each = int(devices), int(microbatches), int(chunks) if _fits(entry, chunks) else entry.chunks.natural
     if devices > MAX_DEVICES:
         return [f"devices={quoted(devices)} is too many; a table has at most {MAX_DEVICES:,} devices"]
@@ -275,7 +288,7 @@ def _fits(entry: Entry, chunks: object) -> bool:
 def _chunk_fault(entry: Entry, chunks: object) -> str:
     nearest = entry.chunks.nearest(int(chunks)) if is_whole(chunks) else entry.chunks.natural
     why = f" ({entry.why_chunks})" if entry.why_chunks else ""
-    return f"chunks (stages a device) must be {entry.chunks}{why}, not {quoted(chunks)}; the nearest that works is chunks={nearest}"
+    return f"chunks (stages per device) must be {entry.chunks}{why}, not {quoted(chunks)}; the nearest that works is chunks={nearest}"
 
 
 def _is_count(value: object, *, most: int | None = MAX_COUNT) -> bool:

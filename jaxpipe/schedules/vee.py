@@ -1,4 +1,4 @@
-"""Schedules on a V: two chunks a device, down the devices and up again, so that the loss is where the input is."""
+"""Schedules on a V: two chunks per device, down the devices and up again, so that input and loss are on the same device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
 
     Any P and M, two chunks.  Where F, I and W cost the same, and for M >= 2 P - 1, each device is busy from its first action to
     its last, and the makespan is 2 M (F + I + W) + (P - 1) F in costs of a chunk.  Every device holds at most 2 P activations
-    (of half a device's layers each), if they are released at W.  For a smaller M the figure's order is squeezed, where that
-    is shorter; `costs` fit the order to what the actions really take, under the same memory.
+    (of half a device's layers each), if they are released at W.  For a smaller M the order is list-scheduled, where that
+    is shorter.  `costs` fit the order to the times that actions really take, under the same memory.
     """
     placement = Placement.vee(devices=devices)
     if costs is not None:
@@ -32,7 +32,7 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
 
 
 def _shorter(figure: Schedule) -> Schedule:
-    """A wave squeezed into the memory of a short job's figure, if it is never longer than the figure."""
+    """A list-scheduled wave with the memory of a short job's figure, if it is never longer than the figure."""
     placement, microbatches = figure.placement, figure.num_microbatches
     stages = Costs().for_stages(placement.num_stages)
     order = wave_order(placement, stages, Wave(out=1.5, back=1.5, pause=0, period=3), microbatches)
@@ -40,12 +40,12 @@ def _shorter(figure: Schedule) -> Schedule:
     if any(least_peak(row) > cap for row, cap in zip(order, caps, strict=True)):
         return figure
     rule = Rule(reserve=True, patience=0)
-    squeezed = figure.with_rows(list_schedule(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule).rows)
-    # It must not buy its gain at equal costs with a loss where one kind of action is the long one.
+    scheduled = figure.with_rows(list_schedule(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule).rows)
+    # Its gain at equal costs must not come with a loss where one kind of action takes longer.
     times = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3))
     panel = [Costs(forward=f, input_grad=i, weight_grad=w) for f, i, w in times]
-    longer = any(simulate(squeezed, costs).makespan > simulate(figure, costs).makespan for costs in panel)
-    return figure if longer else squeezed
+    longer = any(simulate(scheduled, costs).makespan > simulate(figure, costs).makespan for costs in panel)
+    return figure if longer else scheduled
 
 
 def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -53,7 +53,7 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
 
     Any P and M, two chunks.  Every device holds at most 2 floor((P + 2) / 2) activations (of half a device's layers each), if
     they are released at W.  Where F, I and W cost the same, and for M >= 2 P and P >= 3, the makespan is at most
-    2 M (F + I + W) + (3 P - 4) F in costs of a chunk.  `costs` fit the order to what the actions really take.
+    2 M (F + I + W) + (3 P - 4) F in costs of a chunk.  `costs` fit the order to the times that actions really take.
     """
     block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
     return _from_block("v_half", block, devices, microbatches, costs, cap=2 * ((devices + 2) // 2))
@@ -64,15 +64,15 @@ def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
 
     Any P and M, two chunks.  Every device holds at most 2 floor((P + 4) / 3) activations (of half a device's layers each), if
     they are released at W.  Where F, I and W cost the same, and for M >= P, the makespan is at most 2 M (F + I + W) + (4 P - 5) F
-    in costs of a chunk.  At this little memory any difference between the costs is paid in every microbatch;
-    `costs` fit the order to what the actions really take.
+    in costs of a chunk.  With so little memory, any difference between the costs adds time to every microbatch;
+    `costs` fit the order to the times that actions really take.
     """
     block = Wave(out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
     return _from_block("v_min", block, devices, microbatches, costs, cap=2 * ((devices + 4) // 3))
 
 
 def _from_block(name: str, block: Wave, devices: int, microbatches: int, costs: Costs | None, *, cap: int) -> Schedule:
-    """The paper's building block, repeated, then squeezed."""
+    """The paper's building block, repeated, then list-scheduled under the cap."""
     placement = Placement.vee(devices=devices)
     order = partial(wave_order, placement, Costs().for_stages(placement.num_stages), block)
     return fitted(name, order, placement, costs, microbatches=microbatches, cap=cap)

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules on a loop: the backward is cut into I and W, and W fills what would be bubble."""
+"""Zero-bubble schedules on a loop: the backward is split into I and W, and W fills what would be bubble."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._orders import turn_order
 from ._rows import alternate, even_groups, in_groups
-from ._waves import fitted
+from ._waves import fitted, shortest
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
@@ -34,7 +34,7 @@ def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     """
     held = min(2 * devices - 1, microbatches)
     hops = [devices - 1 - d for d in range(devices)]
-    # Two forwards a hop, or as many as there are microbatches for, so that all devices hold the same number.
+    # Two forwards per hop, or as many as there are microbatches for, so that all devices hold the same number.
     ahead = [min(2 * h, max(h, -(-h * (microbatches - 1) // max(1, devices - 1)))) for h in hops]
     return _in_order("zb_h2", devices, 1, microbatches, ahead, delay=[max(0, held - 1 - a) for a in ahead])
 
@@ -44,15 +44,18 @@ def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
 
     Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P makes it ZB-2p), if they are
     released at W.  With neither option the order is zb_h1's, whose makespan M (F + I + W) + (P - 1) F at equal costs no order
-    beats; with `costs` it is the shortest of that one and of waves of several paces, all squeezed.
+    beats; with `costs` it is the shortest of that one (where the cap allows it) and of waves of several paces, list-scheduled under
+    the cap.
     """
     ahead = [devices - 1 - d for d in range(devices)]
+    figure = _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
     if costs is None and max_activations is None:
-        return _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
-    cap = max_activations or devices
+        return figure
+    costs, cap = costs or Costs(), max_activations or devices
     placement = Placement.loop(devices=devices)
     order = partial(turn_order, placement, 1, cap - 1)
-    return fitted("zb_1p", order, placement, costs or Costs(), microbatches=microbatches, cap=cap)
+    found = fitted("zb_1p", order, placement, costs, microbatches=microbatches, cap=cap)
+    return shortest((found, figure), costs) if cap >= devices else found
 
 
 def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -61,7 +64,7 @@ def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs
     Any P, V and M.  Microbatches go through the chunks in groups of at least P, as equal as M allows.  Makespan
     V M (F + I + W) + (P - 1)(F + I - W) in costs of a chunk for M >= P, where W is at most F and at most I.  With G the longest
     group, every device holds min(V M, (V - 1) G + P) activations at its peak, if they are released at W.  `costs` fit the order
-    to what the actions really take, under the same memory.
+    to the times that actions really take, under the same memory.
     """
     longest = max(even_groups(devices, microbatches))
     ahead = [(chunks - 1) * longest + devices - 1 - d for d in range(devices)]
@@ -73,7 +76,7 @@ def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs
 
 
 def _in_order(name: str, devices: int, chunks: int, microbatches: int, ahead: list[int], *, delay: list[int]) -> Schedule:
-    """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns behind its I."""
+    """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns after its I."""
     placement = Placement.loop(devices=devices, chunks=chunks)
     groups = even_groups(devices, microbatches)
     rows = []
@@ -91,7 +94,7 @@ def _row(forward: list[Action], grad: list[Action], weight: list[Action], ahead:
     warmup = forward[:ahead]
     filling = alternate(forward[ahead : ahead + late], grad[:late])
     steady = alternate(forward[ahead + late :], grad[late:paired], weight[: paired - late])
-    # Cool-down: the forwards are done; first the turns still without a W (a short job), then I and W in turn.
+    # Cooldown: the forwards are done; first the turns still without a W (a short job), then I and W in turn.
     draining = grad[paired : max(paired, delay)]
     done = max(paired, delay)
     cooldown = alternate(grad[done:], weight[done - delay : total - delay])

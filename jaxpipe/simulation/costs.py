@@ -1,4 +1,4 @@
-"""What actions cost: one number for all stages, or one a stage."""
+"""Costs of actions: one number for all stages, or one per stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in any one unit of time (and of memory); each is a number, or a sequence of one entry a stage.
+    """Costs in any one unit of time (and of memory); each is a number, or a sequence with one entry per stage.
 
     Whole numbers (up to 2**40) stay whole, so `makespan` of whole costs is an int.
 
@@ -30,9 +30,9 @@ class Costs:
         overlap: time of an overlapped pair; the sum of its halves where it is None.  An entry of a sequence is for
             pairs whose forward is of that stage.
         activation: memory that a stage's activations of one microbatch take.
-        release: whether they die at the end of W (the default) or of I, where the backward is split.
-        recompute: time of R; as `forward` where it is None.
-        checkpoint: memory of a stage's input of one microbatch, which is all that its F keeps where the table has an R for it.
+        release: whether activations are freed at the end of W (the default) or of I, where the backward is split.
+        recompute: time of R; that of `forward` where it is None.
+        checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where the table has an R for it.
 
     Raises:
         CostError: an entry is negative or not a finite number.  `simulate` raises it too, where a sequence has another
@@ -76,9 +76,9 @@ class Costs:
         return [(name, value) for name, value in values if value is not None]
 
     def for_stages(self, num_stages: int) -> StageCosts:
-        """Every cost as a tuple of one entry a stage; CostError lists each sequence of another length."""
+        """Every cost as a tuple with one entry per stage; CostError lists each sequence of another length."""
         wrong = [
-            f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; give one number, or one a stage"
+            f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; give one number, or one per stage"
             for name, value in self._given()
             if isinstance(value, tuple) and len(value) != num_stages
         ]
@@ -101,7 +101,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """`Costs` with one entry a stage each; `overlap` is None where a pair costs the sum of its halves."""
+    """`Costs` with one entry per stage each; `overlap` is None where a pair costs the sum of its halves."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
@@ -124,7 +124,7 @@ def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:
 
 
 def _entries(value: object) -> tuple[object, ...]:
-    """The entries of a cost: a number is one, and so is what can be no cost."""
+    """The entries of a cost; a number, or anything that is not a sequence, is one entry."""
     if is_number(value) or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return (value,)
     try:
@@ -134,7 +134,7 @@ def _entries(value: object) -> tuple[object, ...]:
 
 
 def _summable(value: Any) -> float:
-    """The number; a whole one so large that sums of it would leave 64 bits, as a float."""
+    """The number; as a float where it is a whole one so large that sums of it could exceed 64 bits."""
     return float(value) if isinstance(value, int) and value > MAX_WHOLE else value
 
 

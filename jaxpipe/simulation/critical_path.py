@@ -1,4 +1,4 @@
-"""The critical path: back from the action that ends last, always to what let it start."""
+"""The critical path: from the action that ends last back, at each step to the action that released it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..table.run_order import Transfers, mates, senders, waits
 def critical_chain(table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]) -> list[int]:
     """Numbers of the actions on a longest chain, in order of time (of an overlapped pair, its forward half).
 
-    Where the device and an input release an action at the same moment, the chain stays on the device.
+    Where its device and its input release an action at the same time, the chain stays on the device.
     """
     if table.num_actions == 0:
         return []
     links = _Links(table, transfers, ends, latency)
-    # Of the actions that end last, a posted RECV is not one: its device may have gone on.
+    # A posted RECV does not count as the last to end: its device may have gone on.
     last = max(np.flatnonzero(table.is_compute).tolist(), key=lambda i: ends[i])
     chain = [links.first_half(last)]
     while (before := links.before(chain[-1])) is not None:
@@ -27,7 +27,7 @@ def critical_chain(table: Encoded, transfers: Transfers, ends: Sequence[float], 
 
 
 class _Links:
-    """Who can release whom in one simulation."""
+    """Which actions can release which in one simulation."""
 
     def __init__(self, table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]) -> None:
         wait = waits(table, transfers)
@@ -42,7 +42,7 @@ class _Links:
         return number - 1 if number > 0 and self._table.last_half[number - 1] == number else number
 
     def before(self, number: int) -> int | None:
-        """What released an action last, or None where it could start at time 0."""
+        """The action that released this one last, or None where it could start at time 0."""
         released = list(self._releases(number))
         if not released:
             return None

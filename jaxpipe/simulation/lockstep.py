@@ -1,4 +1,4 @@
-"""Step by step: every action takes one step, whatever it is."""
+"""Lock-step simulation: every action takes one step, whatever its kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..table.schedule import Schedule
 class Steps:
     """`rows[device][step]` is the cell that a device runs in a step, None while it waits; `len()` counts the steps.
 
-    As text, a step's cells in order of devices, the steps apart by `|`.
+    As text, a step's cells in order of devices, with `|` between steps.
     """
 
     rows: tuple[tuple[Cell, ...], ...]
@@ -37,7 +37,7 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
 
     Args:
         schedule: a table that `check` accepts for these `transfers`.
-        transfers: BUFFERED or RENDEZVOUS; ASYNC reads as BUFFERED, since a RECV takes its step.
+        transfers: BUFFERED or RENDEZVOUS; ASYNC means BUFFERED here, since a RECV takes a step.
 
     Raises:
         ScheduleError: the table breaks a rule.

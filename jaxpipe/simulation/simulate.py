@@ -1,4 +1,4 @@
-"""Run a table on paper: when each action starts and ends, what is idle and why, and what memory is held."""
+"""Simulate a table: when each action starts and ends, which devices idle and why, and how much memory they hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def simulate(
     transfers: Transfers = Transfers.ASYNC,
     max_memory: float | None = None,
 ) -> Timeline:
-    """Give each action its earliest start: when its device is free and every input is there.
+    """Simulate a table: each action starts as early as its device is free and its inputs are there.
 
     An input from another device is there `costs.transfer` after its producer ended.  Idle cells are not waited for.
     In a table with SEND and RECV these take no time of their own and the message leaves at the SEND; `transfers` says
@@ -31,12 +31,12 @@ def simulate(
     Args:
         schedule: a table that `check` accepts for these `transfers`.
         costs: times and sizes; all 1, and transfers 0, where it is None.
-        transfers: what SEND and RECV hold up, in a table that has them.
+        transfers: how SEND and RECV behave, in a table that has them.
         max_memory: the most activation memory (in units of `costs.activation`) that a device may hold.
 
     Raises:
         ScheduleError: the table breaks a rule, or needs more than `max_memory`.
-        CostError: a sequence of costs does not have one entry a stage.
+        CostError: a sequence of costs does not have one entry per stage.
 
     >>> import jaxpipe as jp
     >>> t = simulate(jp.schedules.build("1f1b", devices=4, microbatches=8), Costs(forward=1, input_grad=1, weight_grad=1))
@@ -61,7 +61,7 @@ def simulate(
 
 
 def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
-    """Per action, the time it takes; a pair's time is booked on its backward half, the forward half takes none."""
+    """Per action, its duration; a pair's is booked on its backward half, and the forward half takes no time."""
     stages = table.num_stages
     none = (0,) * stages
     flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
@@ -98,7 +98,7 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
 
 
 def _stretch_receives(table: Encoded, starts: list[float], ends: list[float], costs: StageCosts) -> tuple[list[float], list[float]]:
-    """A RECV starts when its device reaches it and ends when its message is there, whether the device waits for it or goes on."""
+    """A RECV starts when its device reaches it and ends when its message is there, whether or not the device waits for it."""
     begin, end = np.array(starts), np.array(ends)
     receives, sends = table.receives, table.producer[table.receives]
     arrival = end[sends] + np.array(costs.transfer)[table.stage[sends]]

@@ -1,4 +1,4 @@
-"""What a simulation found: times, idle time by cause, memory over time, the critical path."""
+"""The result of a simulation: times, idle time by cause, memory over time, the critical path."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 class ActionTimes(Mapping[str, float]):
     """Times by action: `times["2F0"]`, `times["(0F7;7B3)OVERLAP_F_B"]`, `times[Action(...)]`.
 
-    Looks up on demand: no text of the table is made before somebody iterates.
+    Times are looked up on demand; the texts of the actions are made only when one iterates.
     """
 
     def __init__(self, table: Encoded, times: tuple[float, ...]) -> None:
@@ -110,7 +110,7 @@ class Timeline:
 
     @cached_property
     def span(self) -> float:
-        """The longest time from a device's first start to its last end (what a step costs where steps follow each other)."""
+        """The longest time from a device's first start to its last end (the time per step where steps follow each other)."""
         return max((last - first for first, last in self._active), default=0)
 
     @cached_property
@@ -184,7 +184,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[str, ...]:
-        """A longest chain of cells (as text) from time 0 to the makespan, each starting when the one before lets it."""
+        """A longest chain of cells (as text) from time 0 to the makespan, each released by the one before it."""
         table = self.schedule.encoded
         chain = critical_chain(table, self.transfers, self.ends, self.costs.for_stages(table.num_stages).transfer)
         return tuple(table.cell_text(i) for i in chain)

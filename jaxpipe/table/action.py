@@ -1,7 +1,7 @@
-"""One cell of a schedule table: an action, or two that overlap; text <-> value.
+"""One cell of a schedule table: an action or an overlapped pair, and its text.
 
 The text form is torch.distributed.pipelining's (`_Action.__str__`): `[stage][kind][microbatch]`, e.g. `2F0`.
-Actions are named tuples, not dataclasses: a table of a big job holds half a million of them, and a tuple is built
+Actions are named tuples, not dataclasses: the table of a large job holds half a million of them, and a tuple is built
 five times faster than a frozen dataclass.
 """
 
@@ -32,7 +32,7 @@ class Action(NamedTuple):
 class Overlap(NamedTuple):
     """A forward and a backward (B or I) of different microbatches that run as one step: `(0F7;7B3)OVERLAP_F_B`.
 
-    DualPipe (DeepSeek-V3, section 3.2.1) hides the communication of the one behind the compute of the other.
+    Source: DualPipe (DeepSeek-V3, section 3.2.1), where the communication of one half overlaps the compute of the other.
     """
 
     forward: Action
@@ -101,7 +101,7 @@ def _text(given: str) -> str:
 
 
 def _why_not(text: str) -> str:
-    """Say at which character an action's text goes wrong."""
+    """The character at which a text stops being an action, and what is expected there."""
     stage = re.match("[0-9]+", text)
     if stage is None:
         return "character 1 must start the stage number"
@@ -115,4 +115,4 @@ def _why_not(text: str) -> str:
         return f"character {kind.end() + 1} must start the microbatch number"
     if len(microbatch[0]) > MAX_DIGITS:
         return f"the microbatch number has {len(microbatch[0]):,} digits, of {MAX_DIGITS} at most"
-    return f"character {microbatch.end() + 1} is one too many ({quoted(text[microbatch.end() :])})"
+    return f"{quoted(text[microbatch.end() :])} follows at character {microbatch.end() + 1}, where the action ends"

@@ -17,7 +17,7 @@ class Changes(NamedTuple):
     Attributes:
         begins: 1 where activations begin to live at its start.
         ends: 1 where they die at its end.
-        inputs: 1 where a stage input alone is kept from its start on, -1 where activations take that one's place at its start.
+        inputs: 1 where only a stage's input is kept from its start on (an F with an R), -1 where activations replace it (the R).
     """
 
     begins: IntArray
@@ -26,7 +26,7 @@ class Changes(NamedTuple):
 
 
 def activation_changes(table: Encoded, release: Release) -> Changes:
-    """What each action keeps and releases: activations live from F to B (or to I or W), or from R on where the table has one.
+    """What each action keeps and releases: activations live from F, or from R where there is one, to the end of B (or of I or W).
 
     An F whose microbatch has an R keeps the stage's input only.  In a forward-only table nothing is kept: each F's activations
     live while it runs.

@@ -1,4 +1,4 @@
-"""Every rule a table must obey; ScheduleError lists all that are broken and shows where."""
+"""`check`: every rule that a table must obey; the error lists all broken rules and marks their cells."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(
 
 
 def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) -> list[Violation]:
-    """The rule of memory: one violation for each device that goes over its cap, at the first action that does."""
+    """The rule of memory: one violation for each device that exceeds its cap, at the first action that does."""
     table = schedule.encoded
     caps = list(cap) if isinstance(cap, Sequence) else [cap] * table.num_devices
     if bad := [most for most in caps if not is_number(most)]:
@@ -66,7 +66,8 @@ def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) ->
     if len(caps) != table.num_devices:
         return [
             Violation(
-                "memory", f"max_activations has {len(caps)} entries for {table.num_devices} devices; give one number, or one a device"
+                "memory",
+                f"max_activations has {len(caps)} entries for {table.num_devices} devices; give one number, or one for each device",
             )
         ]
     live = live_activations(table, release)

@@ -1,7 +1,7 @@
-"""A table as flat integer arrays: what the checker, the simulator and the passes read instead of half a million tuples.
+"""A table as flat integer arrays, which the checker, the simulator and the passes read instead of half a million tuples.
 
 Actions are numbered row by row, idle cells left out, the halves of an overlapped pair one after the other (forward
-first).  Row order is then number order, and each action waits for at most one action of another device.
+first).  So number order is row order.  Each action waits for at most one action of another device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_KINDS = len(Kind)
 _CELL_TYPES = {Action, Overlap, type(None)}
-# The look-up table has an entry for each kind, stage and microbatch.  A table this much emptier than its ranges is a slip of the pen
-# (0F1000000).
+# The look-up table has an entry for each kind, stage and microbatch.  Where it would be this much larger than the number of actions,
+# some number is a typing error (0F1000000).
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The actions of a table as arrays of one entry an action, and who needs whom.
+    """The actions of a table as arrays with one entry per action, and which action needs which.
 
     `first[d] : first[d + 1]` are the actions of device d.  `last_half[i]` is i, or the number of the backward half
     where i is the forward half of an overlapped pair: both are done only when that one is.
@@ -68,7 +68,7 @@ class Encoded:
 
     @property
     def too_sparse(self) -> bool:
-        """True where S times M is so much more than there are actions that looking anything up is pointless."""
+        """True where S * M is so much larger than the number of actions that some number must be a typing error."""
         room = NUM_KINDS * self.num_stages * self.num_microbatches
         return room > max(_LEAST_ROOM, _ROOM_PER_ACTION * self.num_actions)
 
@@ -126,7 +126,7 @@ class Encoded:
 
     @cached_property
     def producer(self) -> IntArray:
-        """Per action, the one that makes what comes from the neighbour stage, or -1 (none needed, or missing).
+        """Per action, the action that makes its input from the neighbour stage, or -1 (none needed, or missing).
 
         F: the F of the stage before.  B and I: the B or I of the next stage.  SEND: what it sends.  RECV: its SEND.
         """
@@ -150,7 +150,7 @@ class Encoded:
 
     @cached_property
     def crosses(self) -> BoolArray:
-        """Per action, whether its producer stands on another device."""
+        """Per action, whether its producer is on another device."""
         crosses: BoolArray = (self.producer >= 0) & (self.device[self.producer] != self.device)
         return crosses
 
@@ -237,13 +237,13 @@ def _flat(row: Row, *, simple: bool) -> tuple[list[Action], IntArray, IntArray]:
 
 
 def require_cells(device: int, row: Row) -> None:
-    """ScheduleError where a row holds something else than cells."""
+    """ScheduleError where a row holds anything but cells."""
     if not set(map(type, row)) <= _CELL_TYPES or not {type(half) for cell in row if type(cell) is Overlap for half in cell} <= {Action}:
         raise _not_a_cell(device, row, _not_actions)
 
 
 def _not_a_cell(device: int, row: Row, fault: Callable[[Cell], str]) -> ScheduleError:
-    """The error for a row that holds something else than cells; `fault` says what is wrong with one, or nothing."""
+    """The error for a row that holds anything but cells; `fault` gives what is wrong with a cell, or an empty text."""
     faults = {position: fault(cell) for position, cell in enumerate(row)}
     bad = tuple(Violation("cell", f"{quoted(row[p])} {why}", device, p) for p, why in faults.items() if why)
     return ScheduleError(listed("the table holds things that are not actions", bad), bad)

@@ -1,4 +1,4 @@
-"""The grid people read: a line a device, a column a time step, drawn at unit cost."""
+"""The grid that people read: one line per device, one column per time step, at unit cost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def grid(rows: tuple[Row, ...], *, marked: Collection[tuple[int, int]] = (), mos
     """Draw rows as text, each action in the first unit time step that its inputs allow.
 
     `marked` holds (device, position) of cells to point at: they are bracketed and their line ends in `<-- ERROR HERE`.
-    A table that cannot run (a deadlock, a missing producer) is drawn by position instead of by time, and so is one with transfers.
-    Of a table with more than `most_columns` columns, those around the first marks (or the first ones) are drawn.
+    A table that cannot run (a deadlock, a missing producer) or that has transfers is drawn by position instead of by time.
+    Of more than `most_columns` columns, those around the first marks are drawn, or the first ones where nothing is marked.
     """
     columns = _columns(rows)
     marks = {(device, columns[device][position]) for device, position in marked if _exists(rows, device, position)}
@@ -102,7 +102,7 @@ def _has_all_it_needs(table: Encoded) -> bool:
 
 
 def _in_time(rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: Sequence[int]) -> list[list[int]]:
-    """Columns where every cell takes one step, idle cells too, and comes a step after what it needs."""
+    """Columns where every cell, idle ones too, takes one step and comes at least one step after what it needs."""
     device, position, last_half = table.device.tolist(), table.position.tolist(), table.last_half.tolist()
     column, before = [-1] * len(rows), [-1] * len(rows)
     at = [-1] * (table.num_actions + 1)

@@ -1,4 +1,4 @@
-"""Every kind of action, declared once: what it needs, makes and releases, what it costs, how it looks.
+"""Every kind of action, declared once: what it needs, makes and releases, which cost it has, how it is drawn.
 
 The parser, the checker, the simulator, the count of activations and the pictures read these declarations.  They name a kind
 themselves only where a rule or a message is about that kind alone.
@@ -53,7 +53,7 @@ class Value(enum.Enum):
 
 
 class Release(enum.Enum):
-    """When a stage's activations of a microbatch may go (a full backward B always ends their life)."""
+    """When a stage's activations of a microbatch may be freed, where the backward is split (a full backward B always frees them)."""
 
     INPUT_GRAD = "input_grad"  # at the end of I: W works from something smaller
     WEIGHT_GRAD = "weight_grad"  # at the end of W: W reads the same activations as I
@@ -64,17 +64,17 @@ class KindSpec:
     """The declaration of a kind.
 
     Attributes:
-        kind: whose declaration it is.
-        words: what pictures call it.
+        kind: the kind that is declared.
+        words: its name in pictures.
         direction: the pass that it belongs to.
-        needs: what it needs of the neighbour stage that its pass comes from (where there is such a stage).
+        needs: what it needs of the neighbour stage that comes before it in its pass (where there is one).
         reads: what it needs of its own stage and microbatch; made before it on the same device.
         makes: what it makes, of its own stage and microbatch.
-        releases: the rules under which its end is the end of its activations.
+        releases: the rules of `Release` under which activations may be freed at its end.
         overlaps: whether it may be half of an overlapped pair.
         sends: of a SEND, what it sends.
         receives: of a RECV, its SEND.
-        cost: the field of `Costs` that holds its time; None where it takes none of its own.
+        cost: the field of `Costs` that holds its time; None where it takes no time of its own.
         light, dark: its colours on a light and on a dark page; None where it is drawn as a transfer.
     """
 
@@ -103,7 +103,7 @@ class KindSpec:
         return -self.direction.value
 
 
-# Hues that stay apart for colour-blind readers too: the chunks of a hue differ in lightness only.
+# Hues that colour-blind readers can tell apart; the chunks of a hue differ in lightness only.
 KINDS = (
     KindSpec(
         kind=Kind.F,

@@ -1,4 +1,4 @@
-"""Where stages live: a map from stage to the device, or devices, that hold it."""
+"""Placements: which device, or devices, hold each stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Placement:
 
     @classmethod
     def vee(cls, *, devices: int, chunks: int = 2) -> Placement:
-        """Up the devices, then down, and so on (ZB-V, Qi et al. 2024, figure 5)."""
+        """Up the devices with the first chunk, down with the second, and so on (ZB-V, Qi et al. 2024, figure 5)."""
         _require_size(devices, chunks)
         up = tuple((d,) for d in range(devices))
         return cls(tuple(pair for v in range(chunks) for pair in (up if v % 2 == 0 else up[::-1])), devices)
@@ -44,7 +44,7 @@ class Placement:
 
     @classmethod
     def explicit(cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None) -> Placement:
-        """Any map; an entry is a device or a sequence of them.  ScheduleError on a negative or missing device."""
+        """Any map from stage to device; an entry is a device or a sequence of them.  ScheduleError on a negative or missing device."""
         if len(stage_to_device) > MAX_STAGES:
             raise ScheduleError(f"the placement has {len(stage_to_device):,} stages; {MAX_STAGES:,} are the most")
         entries = tuple(tuple(e) if isinstance(e, Iterable) else (e,) for e in stage_to_device)
@@ -67,12 +67,12 @@ class Placement:
 
     @property
     def is_bidirectional(self) -> bool:
-        """True where some stage stands on more than one device."""
+        """True where some stage is on more than one device."""
         return any(len(e) > 1 for e in self.devices_of)
 
     @property
     def stage_to_device(self) -> tuple[int | tuple[int, ...], ...]:
-        """Per stage, its device; a tuple of devices for a stage that stands on several."""
+        """Per stage, its device; a tuple of devices for a stage that is on several."""
         return tuple(e[0] if len(e) == 1 else e for e in self.devices_of)
 
     @cached_property
@@ -99,7 +99,7 @@ class Placement:
 
 
 def _require_size(devices: int, chunks: int) -> None:
-    """ScheduleError for numbers that are none, or that ask for far too many stages."""
+    """ScheduleError for what is not a number, or asks for far too many stages."""
     if not all(map(is_whole, (devices, chunks))):
         raise ScheduleError(f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers")
     if devices > MAX_DEVICES or devices * chunks > MAX_STAGES:

@@ -41,7 +41,9 @@ def _too_sparse(table: Encoded) -> Violation:
     asked = f"{table.num_stages} stages and {table.num_microbatches} microbatches need a forward for each pair"
     if number < 0:
         return Violation("completeness", f"{asked}, but the table holds no action")
-    return _at(table, "completeness", number, f"{asked}, but the table holds {table.num_actions} actions; is {table.text(number)} a slip?")
+    return _at(
+        table, "completeness", number, f"{asked}, but the table holds {table.num_actions} actions; {table.text(number)} is a possible typo"
+    )
 
 
 def _range(table: Encoded) -> list[Violation]:
@@ -123,7 +125,7 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
 
 
 def _order(table: Encoded) -> list[Violation]:
-    """On each device, F comes before its R, B or I, R before B or I, I before W, and a stage after the one that hands over to it."""
+    """On each device, F comes before its R, B or I, R before B or I, I before W, and a stage after the one that feeds it."""
     found = []
     for value in KEPT:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))
@@ -156,9 +158,9 @@ def _overlap(table: Encoded) -> list[Violation]:
 
 
 def _transfers(table: Encoded) -> list[Violation]:
-    """In a table with SEND and RECV: each crossing has one of both, after what it sends and before what needs it.
+    """In a table with SEND and RECV: each value that crosses devices has a SEND after its producer and a RECV before its consumer.
 
-    No transfer stands between two stages of one device, where the value is handed over.
+    Stages on one device hand over without a transfer.
     """
     if not table.has_transfers:
         return []
@@ -176,8 +178,8 @@ def _transfers(table: Encoded) -> list[Violation]:
         found += _strayed(table, recvs, consumers, before=True)
         needed[sends[sends >= 0]] = needed[recvs[recvs >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
-    why = "nothing on another device needs it; neighbours on one device hand over without a transfer"
-    return found + [_at(table, "transfer", i, f"{table.text(i)} has no use: {why}") for i in np.flatnonzero(spare).tolist()]
+    why = "no action on another device uses it; stages on one device hand over without a transfer"
+    return found + [_at(table, "transfer", i, f"{table.text(i)} is not needed: {why}") for i in np.flatnonzero(spare).tolist()]
 
 
 def _is_first(table: Encoded) -> BoolArray:
@@ -189,24 +191,24 @@ def _is_first(table: Encoded) -> BoolArray:
 
 
 def _missing(table: Encoded, consumers: IntArray, transfers: IntArray, kind: Kind, shift: int) -> list[Violation]:
-    """Violations for consumers on another device than their producer whose SEND or RECV is not there."""
+    """Violations for consumers on another device than their producer whose SEND or RECV is missing."""
     found = []
     for i in consumers[transfers < 0].tolist():
         text = f"{table.stage[i] + shift}{kind.name}{table.microbatch[i]}"
         p = int(table.producer[i])
         where = f"{table.text(p)} on device {table.device[p]} feeds {table.text(i)} on device {table.device[i]}"
-        found.append(_at(table, "transfer", i, f"{text} is missing: {where}; jaxpipe.add_transfers puts transfers in", (p,)))
+        found.append(_at(table, "transfer", i, f"{text} is missing: {where}; jaxpipe.add_transfers adds transfers", (p,)))
     return found
 
 
 def _strayed(table: Encoded, transfers: IntArray, ends: IntArray, *, before: bool) -> list[Violation]:
-    """Violations for transfers not on the device of what they serve, or on its wrong side."""
+    """Violations for transfers that are on another device than the action they serve, or on the wrong side of it."""
     found = []
     there = transfers >= 0
     wrong_device = there & (table.device[transfers] != table.device[ends])
     wrong_side = there & ~wrong_device & ((transfers > ends) if before else (transfers < ends))
     for t, end in zip(transfers[wrong_device].tolist(), ends[wrong_device].tolist(), strict=True):
-        message = f"{table.text(t)} is on device {table.device[t]}, but it belongs to {table.text(end)} on device {table.device[end]}"
+        message = f"{table.text(t)} is on device {table.device[t]}, but it serves {table.text(end)} on device {table.device[end]}"
         found.append(_at(table, "transfer", t, message, (end,)))
     side = "after" if before else "before"
     for t, end in zip(transfers[wrong_side].tolist(), ends[wrong_side].tolist(), strict=True):
@@ -221,7 +223,7 @@ def deadlocks(table: Encoded, order: Order, transfers: Transfers) -> tuple[Viola
 
     `order` gives the (cached) run order of the table for each kind of transfer.  What runs under one kind of transfer runs under
     every laxer one; a table that does not run under `transfers` is reported for the laxest under which it does not.
-    A missing action is waited for by nobody here: that is the rule of completeness.
+    A missing action holds nothing up here: the rule of completeness reports it.
     """
     if table.too_sparse:
         return ()
@@ -233,7 +235,7 @@ def deadlocks(table: Encoded, order: Order, transfers: Transfers) -> tuple[Viola
     return ()
 
 
-# When a table deadlocks, if not always.
+# Under which transfers a table deadlocks; nothing where it always does.
 _WHERE = {
     Transfers.ASYNC: "",
     Transfers.BUFFERED: " where a RECV holds its device until the message is there (buffered)",
@@ -242,7 +244,9 @@ _WHERE = {
 
 
 def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Violation:
-    links = [f"device {w.device} is at {table.text(w.at)} and waits for {table.text(w.on)}, further down device {w.other}" for w in cycle]
+    links = [
+        f"device {w.device} is at {table.text(w.at)} and waits for {table.text(w.on)}, which comes later on device {w.other}" for w in cycle
+    ]
     first = cycle[0].at
     others = [w.at for w in cycle[1:]] + [w.on for w in cycle]
     return _at(table, "deadlock", first, f"devices wait for each other{how}: " + "; ".join(links), others)

@@ -29,7 +29,7 @@ class Transfers(enum.Enum):
 
 
 class Wait(NamedTuple):
-    """A device that stands still: it is at action `at` and waits for action `on` (of device `other`)."""
+    """A device that cannot go on: it is at action `at` and waits for action `on` of device `other`."""
 
     device: int
     at: int
@@ -39,7 +39,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOrder:
-    """`order` holds every action, each after all it waits for; it can be trusted only where there are no `cycles`."""
+    """`order` holds every action, each after all that it waits for; it is valid only where there are no `cycles`."""
 
     order: tuple[int, ...]
     cycles: tuple[tuple[Wait, ...], ...]
@@ -48,7 +48,7 @@ class RunOrder:
 def waits(table: Encoded, transfers: Transfers) -> IntArray:
     """Per action, the action of another device that must be done first, or -1.
 
-    Waits that the row order settles (or breaks) are left out: those are the checker's rule of order.
+    What the order of a row itself decides is left out: that is the rule of order in the checker.
     """
     found = np.where(table.crosses, table.producer, -1)
     if table.has_transfers:
@@ -75,7 +75,7 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
     cycles: list[tuple[Wait, ...]] = []
     head, stop = list(table.first[:-1]), table.first[1:]
     parked = [-1] * (total + 1)  # per action, the device parked last at it
-    behind = [-1] * table.num_devices  # per parked device, the one that was parked there before
+    parked_earlier = [-1] * table.num_devices  # per parked device, the one that was parked there before
     runnable = list(range(table.num_devices))[::-1]
     while True:
         while runnable:
@@ -84,7 +84,7 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
             while i < end:
                 j = need[i]
                 if not done[j]:
-                    behind[device] = parked[j]
+                    parked_earlier[device] = parked[j]
                     parked[j] = device
                     break
                 done[i] = 1
@@ -92,7 +92,7 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
                 other = parked[i]
                 while other >= 0:
                     runnable.append(other)
-                    other = behind[other]
+                    other = parked_earlier[other]
                 i += 1
             head[device] = i
         if len(order) == total:
@@ -100,20 +100,20 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
         stuck = [Wait(d, i, need[i], int(table.device[need[i]])) for d, i in enumerate(head) if i < stop[d]]
         for cycle in _cycles(stuck):
             cycles.append(cycle)
-            _unpark(cycle[0], parked, behind)
+            _unpark(cycle[0], parked, parked_earlier)
             need[cycle[0].at] = total  # pretend, so that later cycles are found too
             runnable.append(cycle[0].device)
 
 
-def _unpark(wait: Wait, parked: list[int], behind: list[int]) -> None:
+def _unpark(wait: Wait, parked: list[int], parked_earlier: list[int]) -> None:
     """Take a device out of the chain of those parked at what it waits for."""
     if parked[wait.on] == wait.device:
-        parked[wait.on] = behind[wait.device]
+        parked[wait.on] = parked_earlier[wait.device]
         return
     other = parked[wait.on]
-    while behind[other] != wait.device:
-        other = behind[other]
-    behind[other] = behind[wait.device]
+    while parked_earlier[other] != wait.device:
+        other = parked_earlier[other]
+    parked_earlier[other] = parked_earlier[wait.device]
 
 
 def rendezvous_order(table: Encoded) -> RunOrder:

@@ -18,10 +18,10 @@ from .text import TableText, rows_from_csv, rows_to_csv, table_from_json, table_
 
 @dataclass(frozen=True)
 class Schedule:
-    """A static schedule table: `rows[device]` is that device's actions in order, None where the author wants an idle step.
+    """A static schedule table: `rows[device]` are that device's actions in order, None for an idle step.
 
-    Idle cells are only for people: no engine waits for them.  A schedule without backward actions is `forward_only`.
-    A value may be invalid (a draft, a broken file); `jaxpipe.check` says whether it is.
+    Idle cells are for readers only: no executor waits for them.  A schedule without backward actions is `forward_only`.
+    A table may be invalid (a draft, a broken file); `jaxpipe.check` raises an error for one that is.
 
     >>> import jaxpipe as jp
     >>> s = jp.schedules.build("1f1b", devices=2, microbatches=2)
@@ -43,9 +43,9 @@ class Schedule:
         num_microbatches: int | None = None,
         name: str = "",
     ) -> Schedule:
-        """Make a schedule from rows of actions, reading placement and M off the actions where they are not given.
+        """Make a schedule from rows of actions; where placement or M is not given, the actions determine it.
 
-        ScheduleError where a stage number is far beyond what the number of actions allows (a slip of the pen in a file).
+        ScheduleError where a stage number is far beyond what the number of actions allows (a typing error in a file).
         """
         table = tuple(tuple(row) for row in rows)
         for device, row in enumerate(table):
@@ -56,7 +56,7 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "") -> Schedule:
-        """Read torch's CSV: a line a device, an action a cell, an empty cell where idle; placement and M are read off the actions.
+        """Read torch's CSV: one line per device, one action per cell, an empty cell where idle; the actions give placement and M.
 
         Reads compute-only and compute-and-transfer tables; torch's UNSHARD, RESHARD and REDUCE_GRAD are left out.
         ScheduleError lists every cell that is not an action, with its line and column.
@@ -64,7 +64,7 @@ class Schedule:
         return cls.from_rows(rows_from_csv(text), name=name)
 
     def to_csv(self) -> str:
-        """Write torch's CSV: a line a device, an action a cell, an empty cell where idle.
+        """Write torch's CSV: one line per device, one action per cell, an empty cell where idle.
 
         A table with R is written too, but torch's reader does not know R (`remove_recompute` takes it out).
         """
@@ -129,9 +129,9 @@ class Schedule:
         return broken_rules(self.encoded, self.placement)
 
     def run_order(self, transfers: Transfers) -> RunOrder:
-        """An order in which all actions can run, or the deadlocks; made once for each kind of transfer.
+        """An order in which all actions can run, or the deadlocks; found once for each kind of transfer.
 
-        What runs where both sides of a transfer wait, runs in the same order where they do not.
+        An order that is valid where both sides of a transfer wait is valid where they do not, too.
         """
         if transfers is not Transfers.RENDEZVOUS and self.has_transfers and not self.run_order(Transfers.RENDEZVOUS).cycles:
             return self.run_order(Transfers.RENDEZVOUS)
@@ -159,7 +159,7 @@ class Schedule:
 
 
 def _placement_of(rows: tuple[Row, ...]) -> Placement:
-    """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (check will complain)."""
+    """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (`check` reports it)."""
     found: dict[int, list[int]] = {}
     for device, row in enumerate(rows):
         for cell in row:
@@ -173,7 +173,7 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     stages = 1 + max(found, default=-1)
     actions = sum(len(parts(cell)) for row in rows for cell in row)
     if stages > 1000 + actions:  # each stage has an F at least
-        raise ScheduleError(f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} actions; is it a slip?")
+        raise ScheduleError(f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} actions; possible typo")
     if any(len(d) > 1 for d in found.values()):
         # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
         for stage, devices in found.items():

@@ -1,4 +1,4 @@
-"""Tables as text for files: torch's CSV, and JSON that keeps what the CSV does not (placement, microbatches, name)."""
+"""Tables as text: torch's CSV, and JSON, which also keeps placement, number of microbatches and name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT
 from .placement import Placement
 
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
-# What torch's tables hold besides: sharding of parameters and reduction of gradients, which jaxpipe does elsewhere.
+# Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction of gradients.
 _NOT_OF_THE_PIPELINE = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
 
 
@@ -30,7 +30,7 @@ class TableText:
 
 
 def rows_from_csv(text: str) -> list[list[Cell]]:
-    """Read a line a device, an action a cell, an empty cell where idle (an empty line is a device without actions).
+    """Read one line per device, one action per cell, an empty cell where idle (an empty line is a device without actions).
 
     Reads compute-only and compute-and-transfer tables, also those that torch 2.13 writes: their actions UNSHARD, RESHARD and
     REDUCE_GRAD are left out.  ScheduleError lists every cell that is not an action (reading stops after a thousand).
@@ -44,7 +44,7 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
             break
     _raise_if(bad, "the CSV is not a schedule")
     if not any(cell for row in rows for cell in row):
-        raise ScheduleError("the CSV holds no action; write a line a device and an action a cell, e.g. 0F0,0B0")
+        raise ScheduleError("the CSV holds no action; write one line per device and one action per cell, e.g. 0F0,0B0")
     return rows
 
 
@@ -54,7 +54,7 @@ def csv_lines(text: str) -> Iterator[list[str]]:
     try:
         for count, line in enumerate(reader, 1):
             if count > MAX_DEVICES:
-                raise ScheduleError(f"the CSV has more than {MAX_DEVICES:,} lines; write a line a device")
+                raise ScheduleError(f"the CSV has more than {MAX_DEVICES:,} lines; write one line per device")
             yield line
     except csv.Error as error:
         where = f"line {reader.line_num}"
@@ -64,12 +64,12 @@ def csv_lines(text: str) -> Iterator[list[str]]:
 
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
-    """Write a line a device, an action a cell, an empty cell where idle."""
+    """Write one line per device, one action per cell, an empty cell where idle."""
     return "".join(",".join("" if c is None else str(c) for c in row) + "\n" for row in rows)
 
 
 def table_to_json(table: TableText) -> str:
-    """Write a table as one JSON object, a line a device."""
+    """Write a table as one JSON object, with one line per device."""
     head = {
         "format": JSON_FORMAT,
         "version": JSON_VERSION,

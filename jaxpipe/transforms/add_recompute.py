@@ -1,7 +1,7 @@
-"""R before the backwards of a table: a stage's forward is computed again where its device would idle.
+"""Transform: R before the backwards of a table, a stage's forward computed again where its device would idle.
 
 Recomputation (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost) keeps a stage's input instead of its activations.
-As an action of its own it needs nothing of the next stage, so it can fill the wait for a gradient.
+As an action of its own, a recomputation needs nothing from the next stage, so it can fill the wait for a gradient.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def add_recompute(
     lead: int | None = 1,
     costs: Costs | None = None,
 ) -> Schedule:
-    """Put an R before each B or I: in an earlier bubble that has room for it where this makes the table shorter, else right before it.
+    """Put an R before each B or I: in an earlier bubble that is long enough, where this shortens the table; else right before it.
 
     Right before its B or I, an R runs while that one waits for its gradient.  In an earlier bubble it holds activations from there
-    on, which `lead` bounds.  R that are in the table already are placed anew; idle cells are dropped.
+    on, which `lead` bounds.  An R that is in the table already is placed again; idle cells are dropped.
 
     Args:
         schedule: a compute-only table that `check` accepts.
@@ -44,7 +44,7 @@ def add_recompute(
 
     Raises:
         ScheduleError: the table breaks a rule, has SEND and RECV, or no backward; a stage does not exist; `lead` is negative.
-        CostError: a sequence of costs does not have one entry a stage.
+        CostError: a sequence of costs does not have one entry per stage.
 
     >>> import jaxpipe as jp
     >>> print(add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=2)).to_csv(), end="")
@@ -71,7 +71,7 @@ def remove_recompute(schedule: Schedule) -> Schedule:
 
 
 def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None) -> None:
-    """ScheduleError for what cannot take an R, or arguments that make no sense."""
+    """ScheduleError for a table that cannot take an R, and for invalid arguments."""
     check(schedule)
     if schedule.has_transfers:
         raise ScheduleError("the table has SEND and RECV; add R first, then transfers (jaxpipe.remove_transfers takes them out)")
@@ -91,7 +91,7 @@ def _recompute_of(cell: Cell) -> Action | None:
 
 
 class _Row:
-    """A device's row as it grows, run along in time.
+    """A device's row while it is built and simulated.
 
     `waiting` are the R that are placed while their B or I is still to come; `pending` those to be placed, in the order of use.
     """
@@ -129,7 +129,7 @@ class _Row:
 def _with_recompute(plain: Schedule, wanted: Collection[Action], costs: Costs, *, lead: int | None) -> Schedule:
     """The table with the wanted R, each as early as a wait of its device has room for it.
 
-    No wait gets longer by what is put into it, so no action comes later than with every R right before its B or I.
+    An R never prolongs the wait that it fills, so no action starts later than with every R right before its B or I.
     """
     table = plain.encoded
     by_stage = costs.for_stages(table.num_stages)

@@ -1,12 +1,12 @@
-"""SEND and RECV for every value that crosses devices: safe where both sides block, and no receive earlier than it must be.
+"""Transform: SEND and RECV for every value that crosses devices, without deadlock and with no receive earlier than necessary.
 
-Wanted: each SEND right behind its producer, each RECV right before its consumer.  Run with transfers that block both sides, such
-rows may stop in a cycle of devices, of which at least one stands at a SEND (a cycle of receives alone would be a deadlock of
-the table itself).  There, and only there, the receiver of such a SEND takes the message in before what it stands at itself.
+Each SEND should come right after its producer, each RECV right before its consumer.  With transfers that block both sides, such
+rows may deadlock: a cycle of devices, at least one of which waits at a SEND (a cycle of receives alone would be a deadlock of
+the compute-only table).  There, and only there, the receiver of such a SEND receives it early: before the action at which it waits.
 
-At least one SEND of a cycle can be taken for nothing: that whose producer ended first, since all else in the cycle is held up
-by an action that ended later.  So the table keeps its makespan where transfers take no time, with costs as given.  Of several such
-SENDs, the choice looks at a count of steps in which each SEND and RECV takes one too.
+At least one SEND of each cycle can be received early at no cost: the one whose producer ended first, since everything else in the
+cycle waits for an action that ended later.  So the table keeps its makespan under the given costs where transfers take no time.
+Where several SENDs qualify, the choice counts lock-steps, in which each SEND and RECV takes a step too.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..table.schedule import Schedule
 
 
 def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
-    """Put SEND and RECV into the rows of a compute-only table; none between neighbours on one device.
+    """Put SEND and RECV into the rows of a compute-only table; none between stages on one device.
 
-    The result runs without deadlock both where a SEND returns at once and where SEND and RECV wait for each other.  A RECV stands
-    right before its consumer, unless that would deadlock: then it stands as late as it can, and where transfers take no time the
-    makespan is still that of the table itself.  Transfers stand around an overlapped pair.  Idle cells are dropped (torch 2.13
-    takes none in a table with transfers).
+    The result runs without deadlock both where a SEND returns at once and where SEND and RECV wait for each other.  A RECV comes
+    right before its consumer, unless that would deadlock: then it comes as late as it can, and where transfers take no time the
+    makespan is still that of the compute-only table.  An overlapped pair receives before it and sends after it.  Idle cells are
+    dropped (torch 2.13 accepts none in a table with transfers).
 
     Args:
         schedule: a compute-only table that `check` accepts.
-        costs: the costs by which the first of several blocked messages is chosen; all 1 where it is None.
+        costs: the costs by which one of several blocked messages is chosen; all 1 where it is None.
 
     Raises:
         ScheduleError: the table breaks a rule, or has transfers already.
@@ -51,7 +51,7 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     1RECV_F0,1F0,1B0,1SEND_B0
     """
     if schedule.has_transfers:
-        raise ScheduleError("the table has SEND and RECV already; jaxpipe.remove_transfers takes them out")
+        raise ScheduleError("the table has SEND and RECV already; jaxpipe.remove_transfers removes them")
     with paused_collector():
         plan = _plan(simulate(schedule, costs))
         run = _Run(plan)
@@ -66,12 +66,12 @@ def remove_transfers(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The wanted transfers of all devices, row by row: `first[d] : first[d + 1]` are those of device d.
+    """The transfers of all devices where they should be, row by row: `first[d] : first[d + 1]` are those of device d.
 
-    One entry a transfer: `owner`, its device; `mate`, the other side, and `peer`, the device of that; `served`, the compute
-    action that makes or needs the message; `anchor`, the number of the action before which it stands (or one past the row's last);
-    `cells`, how many compute cells stand before it.  By the costs: `ready`, when the message is there; `wanted`, when something
-    behind the transfer is wanted first.  `deadline` is the last step (counted from the end, so negative) at which it prolongs nothing.
+    One entry per transfer: `owner`, its device; `mate`, the other side, and `peer`, the device of that one; `served`, the compute
+    action that makes or needs the message; `anchor`, the number of the action before which it comes (or one past the row's last);
+    `cells`, how many compute cells come before it.  By the costs: `ready`, when the message is there; `wanted`, when the first
+    action after the transfer needs to start.  `deadline` is the last step, counted from the end and so negative, that delays nothing.
     """
 
     first: tuple[int, ...]
@@ -88,7 +88,7 @@ class _Plan:
 
 
 def _plan(timeline: Timeline) -> _Plan:
-    """Every SEND right behind its producer, every RECV right before its consumer."""
+    """Every SEND right after its producer, every RECV right before its consumer."""
     table = timeline.schedule.encoded
     starts, ends = np.asarray(timeline.starts), np.asarray(timeline.ends)
     consumers = np.flatnonzero(table.crosses)
@@ -99,8 +99,8 @@ def _plan(timeline: Timeline) -> _Plan:
     anchor = np.concatenate([table.last_half[producers] + 1, first_half[consumers]])
     device = np.concatenate([table.device[producers], table.device[consumers]])
     is_send = np.repeat([1, 0], count)
-    # Numbers of actions go on from row to row; adding the device keeps the end of a row apart from the next one's start.
-    # Between two compute cells the sends come first; of two for the same pair, the one that is urgent.
+    # Actions are numbered through all rows; adding the device separates the end of a row from the start of the next.
+    # Between two compute cells the sends come first; of two for the same pair, the more urgent one.
     key = 2 * (anchor + device) + (1 - is_send)
     urgency = np.concatenate([starts[consumers], ends[producers]])
     order = np.lexsort((urgency, key)) if len(table.pairs) else _sorting(key)
@@ -112,8 +112,8 @@ def _plan(timeline: Timeline) -> _Plan:
     first = tuple(np.searchsorted(owner, np.arange(table.num_devices + 1)).tolist())
     cells = _cells_before(table, anchor, owner)
     begin = np.tile(starts[consumers], 2)[order]
-    behind = np.append(starts, np.inf)[anchor]
-    behind[anchor == np.array(table.first)[owner + 1]] = np.inf
+    following = np.append(starts, np.inf)[anchor]
+    following[anchor == np.array(table.first)[owner + 1]] = np.inf
     return _Plan(
         first=first,
         owner=owner.tolist(),
@@ -124,7 +124,7 @@ def _plan(timeline: Timeline) -> _Plan:
         anchor=anchor.tolist(),
         cells=cells.tolist(),
         ready=np.tile(ends[producers], 2)[order].tolist(),
-        wanted=np.minimum(begin, behind).tolist(),
+        wanted=np.minimum(begin, following).tolist(),
         deadline=_deadlines(table, in_time[::-1], owner, cells, receiver=np.where(is_send == 1, mate, -1)),
     )
 
@@ -147,7 +147,7 @@ def _moments(schedule: Schedule, served: IntArray, is_send: IntArray) -> IntArra
 
 
 def _cells_before(table: Encoded, anchor: IntArray, owner: IntArray) -> IntArray:
-    """How many compute cells of its row stand before each transfer (a pair is one cell)."""
+    """How many compute cells of its row come before each transfer (a pair is one cell)."""
     whole = np.ones(table.num_actions + 1, np.int64)
     whole[table.pairs] = 0
     before = np.cumsum(whole) - whole
@@ -156,12 +156,12 @@ def _cells_before(table: Encoded, anchor: IntArray, owner: IntArray) -> IntArray
 
 
 def _deadlines(table: Encoded, in_time: IntArray, owner: IntArray, cells: IntArray, *, receiver: IntArray) -> list[int]:
-    """Per transfer, the last step at which it prolongs nothing, where every cell and transfer takes a step.
+    """Per transfer, the last step at which it delays nothing, where every cell and transfer takes a step.
 
     `in_time` lists the transfers from the last to the first, `receiver` has the RECV of each SEND.
     """
     row_ends = np.bincount(table.device[table.last_half == np.arange(table.num_actions)], minlength=table.num_devices)
-    # deadline minus cells of the transfer that follows on each device: what stands between two of them is cells only.
+    # deadline minus cells of the next transfer on each device: between two transfers there are only cells.
     margin = (-row_ends).tolist()
     deadline = [0] * len(in_time)
     columns = (column[in_time].tolist() for column in (owner, cells, receiver))
@@ -175,9 +175,9 @@ def _deadlines(table: Encoded, in_time: IntArray, owner: IntArray, cells: IntArr
 
 
 class _Run:
-    """Runs the transfers of a plan with both sides blocking, and takes messages early where devices stand in a cycle.
+    """Runs the transfers of a plan with both sides blocking, and receives early where devices wait in a cycle.
 
-    `early` lists the RECVs that are taken early, as they happen, and `before` the transfer at which the receiver stood.
+    `early` lists the RECVs that are moved earlier, in order of time, and `before` the transfer at which the receiver waited.
     """
 
     def __init__(self, plan: _Plan) -> None:
@@ -186,7 +186,7 @@ class _Run:
         self._plan = plan
         self._head = list(plan.first[:-1])
         self._taken = bytearray(len(plan.mate) + 1)
-        # A transfer t of device d that is reached now happens in step lag[d] + cells[t], counting all that came before it.
+        # A transfer t of device d that is reached now takes place in step lag[d] + cells[t], counting all steps before it.
         self._lag = [0] * len(self._head)
 
     def finish(self) -> None:
@@ -199,9 +199,10 @@ class _Run:
                 self._take_early(*self._cheapest(cycle))
 
     def _cheapest(self, cycle: Sequence[int]) -> tuple[int, int]:
-        """The SEND of a cycle that is cheapest to take early, and the transfer at which its receiver stands.
+        """The SEND of a cycle that is cheapest to receive early, and the transfer at which its receiver waits.
 
-        Cheap is what prolongs no makespan; then, no steps; then what leaves the receiver the most steps to lose.
+        First choice is one that does not prolong the makespan, then one that adds no step, then the one whose receiver has the most
+        steps to spare.
         """
         plan, head, lag = self._plan, self._head, self._lag
         found, least = (-1, -1), (True, True, 1)
@@ -217,7 +218,7 @@ class _Run:
         return found
 
     def _take_early(self, send: int, at: int) -> None:
-        """Let the receiver of a SEND have the message before `at`, where it stands; then run on."""
+        """Let the receiver of a SEND receive it before `at`, where it waits; then run on."""
         plan, lag = self._plan, self._lag
         sender, receiver = plan.owner[send], plan.owner[at]
         self.early.append(plan.mate[send])
@@ -236,7 +237,7 @@ class _Run:
         return transfer
 
     def _advance(self, runnable: list[int]) -> None:
-        """Run until all devices stand in cycles of more than two; in those of two, the commonest, `_take_early` is written out."""
+        """Run until all devices wait in cycles of more than two; cycles of two, the most frequent, are resolved here, for speed."""
         plan, head, taken, lag, last = self._plan, self._head, self._taken, self._lag, self._plan.first[1:]
         mate, peer, is_send, cells = plan.mate, plan.peer, plan.is_send, plan.cells
         while runnable:
@@ -248,7 +249,7 @@ class _Run:
                 at = head[other]
                 if at != there and peer[at] != device:
                     break
-                # By how many steps the other device is later where it stands than this one where it stands.
+                # By how many steps the other device is later at its transfer than this one at its own.
                 later = lag[other] + cells[at] - lag[device] - cells[here]
                 if at == there:
                     # Both sides are reached, and the message passes; a RECV comes no sooner than its SEND.
@@ -278,7 +279,7 @@ class _Run:
                     runnable.append(other)
 
     def _rather(self, send: int, other: int, later: int) -> bool:
-        """Whether `send` is cheaper to take early than `other`, where the receiver of each stands at the other one (as in `_cheapest`)."""
+        """Whether `send` is cheaper to receive early than `other`, where each one's receiver waits at the other (as in `_cheapest`)."""
         plan = self._plan
         too_late = plan.ready[send] > plan.wanted[other]
         if too_late != (plan.ready[other] > plan.wanted[send]):
@@ -287,12 +288,12 @@ class _Run:
 
 
 def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) -> list[list[Cell]]:
-    """The rows with the wanted transfers in them, but for each early RECV, which stands before another transfer (keys as in the plan)."""
+    """The rows with the plan's transfers in them, each early RECV moved before another transfer (keys as in the plan)."""
     table = schedule.encoded
     wanted = np.ones(len(plan.mate), bool)
     wanted[early] = False
     rest = np.flatnonzero(wanted)
-    # Of several before the same transfer, the first that was taken comes first.
+    # Of several before the same transfer, the one that was received first comes first.
     order = np.concatenate([early, rest])[np.argsort(np.concatenate([2 * before, 2 * rest + 1]), kind="stable")]
     place = np.arange(len(wanted))
     place[early] = before

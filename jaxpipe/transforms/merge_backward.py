@@ -1,4 +1,4 @@
-"""I and its W, where nothing stands between them, become one full backward B."""
+"""Transform: an I followed directly by its W becomes one full backward B."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ..table.schedule import Schedule
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Merge each I with its W where the W is the next thing the device does (idle cells apart); the inverse of `split_backward`.
+    """Merge each I with its W where the W is the device's next action (idle cells aside); the inverse of `split_backward`.
 
-    The I of an overlapped pair merges with a W right behind the pair.  Merging pays only where a fused backward is faster than its
-    halves, since what the next device needs is then ready at the end of B and not of I (torch 2.13 has `_merge_bw`).
+    The I of an overlapped pair merges with a W right after the pair.  Merging pays only where a fused backward is faster than its
+    halves, since what the next device needs is then ready at the end of B and not already at the end of I (torch 2.13 has `_merge_bw`).
 
     >>> import jaxpipe as jp
     >>> print(merge_backward(jp.Schedule.from_csv("0F0,0I0,0W0")).to_csv(), end="")
@@ -36,7 +36,7 @@ def _merged(row: Row) -> list[Cell]:
 
 
 def _with_weight_grad(before: Cell, weight_grad: Action) -> Cell:
-    """The cell before a W with its I made B, or None where it does not hold the I of this W."""
+    """The cell before a W with its I replaced by B, or None where it does not hold the I of this W."""
     stage, _, microbatch = weight_grad
     full = Action(stage, Kind.B, microbatch)
     match before:

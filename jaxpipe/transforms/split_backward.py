@@ -1,4 +1,4 @@
-"""Each full backward B becomes I and W, side by side."""
+"""Transform: each full backward B becomes I and W."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ..table.schedule import Schedule
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Replace each B by its I and, right behind, its W; the inverse of `merge_backward`.
+    """Replace each B by its I and, right after it, its W; the inverse of `merge_backward`.
 
-    A B in an overlapped pair becomes an I in the pair, its W behind the pair.  In a table with transfers, what the B sends may leave
-    before the W runs only if the SEND is moved there: split first, then add transfers.
+    A B in an overlapped pair becomes an I in the pair and a W after the pair.  In a table with transfers the SEND stays where it is, after
+    the W: split first, then add transfers, and the SEND comes before the W.
 
     >>> import jaxpipe as jp
     >>> print(split_backward(jp.Schedule.from_csv("0F0,0F1,0B0,0B1")).to_csv(), end="")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib.util
 from pathlib import Path
 
 import pytest
 
 import jaxpipe as jp
-from jaxpipe import distributed, pipeline
-from jaxpipe.layouts import layout
-from jaxpipe.table import action, placement, schedule
+from tests.docstrings import files_with_examples, run_examples
+from tests.rooms import ROOF, ROOMS, WITH_JAX, WITHOUT_JAX
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -37,8 +35,11 @@ def test_only_public_names_are_shown() -> None:
     assert not [name for name in dir(jp) if name.startswith("_")]
 
 
-@pytest.mark.parametrize("module", [action, layout, placement, schedule, pipeline, distributed], ids=lambda m: m.__name__)
-def test_docstring_examples_run(module) -> None:
-    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    assert result.attempted > 0
-    assert result.failed == 0
+@pytest.mark.parametrize("name", files_with_examples(WITH_JAX))
+def test_docstring_examples_run(name: str) -> None:
+    run_examples(name)
+
+
+def test_every_file_with_an_example_is_in_one_of_the_tests() -> None:
+    assert len(files_with_examples(ROOMS)) == len(files_with_examples(WITHOUT_JAX)) + len(files_with_examples(WITH_JAX))
+    assert not files_with_examples(ROOF)

@@ -137,7 +137,7 @@ MUTATIONS = {
     "transfer: no SEND": (SENT, drop(0, 1), {"transfer"}, (1, 1)),
     "transfer: no RECV": (SENT, drop(1, 3), {"transfer"}, (1, 4)),
     "transfer: SEND before its producer": (SENT, swap(0, 0, 1), {"transfer"}, (0, 0)),
-    "transfer: RECV behind its consumer": (SENT, swap(1, 0, 1), {"transfer"}, (1, 1)),
+    "transfer: RECV after its consumer": (SENT, swap(1, 0, 1), {"transfer"}, (1, 1)),
     "transfer: SEND on another device": (SENT, move((0, 1), (1, 0)), {"transfer"}, (1, 0)),
     "transfer: RECV on another device": (SENT, move((1, 0), (0, 8)), {"transfer"}, (0, 8)),
     "transfer: one on the device itself": (
@@ -218,8 +218,8 @@ def test_the_message_shows_the_grid_with_the_cells_marked():
 
 def test_a_deadlock_is_told_as_the_cycle_of_who_waits_for_whom():
     (fault,) = faults(broken(ALONE, swap(1, 1, 2)))
-    assert "device 0 is at 0B0 and waits for 1B0, further down device 1" in fault.message
-    assert "device 1 is at 1F1 and waits for 0F1, further down device 0" in fault.message
+    assert "device 0 is at 0B0 and waits for 1B0, which comes later on device 1" in fault.message
+    assert "device 1 is at 1F1 and waits for 0F1, which comes later on device 0" in fault.message
     assert {(fault.device, fault.position), *fault.others} == {(0, 1), (1, 2), (1, 1), (0, 2)}
 
 
@@ -277,10 +277,10 @@ def test_a_word_is_no_kind_of_transfer(call):
         call(CROSSED, transfers="rendezvous")
 
 
-def test_a_slip_of_the_pen_does_not_take_all_memory():
+def test_a_typing_error_does_not_take_all_memory():
     found = faults(Schedule.from_csv("0F0,0F1000000000\n"))
-    assert "slip" in found[0].message
-    with pytest.raises(ScheduleError, match="slip"):
+    assert "possible typo" in found[0].message
+    with pytest.raises(ScheduleError, match="possible typo"):
         Schedule.from_csv("0F0,1000000000F0\n")
     assert found[0].position == 1
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and its exit status: 0 good, 1 the schedule is wrong, 2 bad usage."""
+"""The command line: what it prints, and its exit status: 0 success, 1 the schedule is invalid, 2 bad usage."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_costs_of_recomputation(run, tmp_path):
 def test_check_good(run, tmp_path):
     result = run("check", table(tmp_path, GOOD))
     assert result.status == 0
-    assert result.out.startswith(f"{tmp_path / 't.csv'} is right: 2 devices, 2 stages, 2 microbatches, 8 actions")
+    assert result.out.startswith(f"{tmp_path / 't.csv'} is valid: 2 devices, 2 stages, 2 microbatches, 8 actions")
     facts = json.loads(run("check", table(tmp_path, GOOD), "--json").out)
     assert (facts["ok"], facts["devices"], facts["violations"]) == (True, 2, [])
 
@@ -306,7 +306,7 @@ def test_a_wrong_file_is_status_1_everywhere(run, tmp_path, command):
     result = run(*command, table(tmp_path, DUPLICATE))
     assert result.status == 1
     assert result.out == ""
-    assert "t is wrong, 2 violations:" in result.err
+    assert "t is invalid, 2 violations:" in result.err
     assert "<-- ERROR HERE" in result.err
 
 

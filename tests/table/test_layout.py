@@ -101,7 +101,7 @@ def test_nesting_is_repeated_innermost_first(text):
 @pytest.mark.parametrize(
     ("text", "devices", "carets"),
     [
-        ("Et*3|(tx|)*29,m|L", 1, {7: "'x' is no layer; write one of E t m L"}),
+        ("Et*3|(tx|)*29,m|L", 1, {7: "'x' is not a layer; write one of E t m L"}),
         ("Et|y|z|L", 1, {3: "'y'", 5: "'z'"}),
         ("Et|tt)*2|L", 1, {5: "closes no group", 6: "needs a layer or a group before it"}),
         ("E((t|)*3L", 1, {1: "never closed"}),
@@ -114,8 +114,8 @@ def test_nesting_is_repeated_innermost_first(text):
         ("((t*999)*999)*999", 1, {0: "100,000", 1: "100,000"}),
         ("t*99999,t*99999,tx", 1, {8: "100,000", 17: "'x'"}),
         ("E" + "(" * 101 + "t", 1, {101: "opens the 101th group inside another"}),
-        ("t*-3", 1, {1: "needs a number after it", 2: "'-' is no layer", 3: "the number 3"}),
-        ("t*٣", 1, {1: "needs a number after it", 2: "is no layer"}),
+        ("t*-3", 1, {1: "needs a number after it", 2: "'-' is not a layer", 3: "the number 3"}),
+        ("t*٣", 1, {1: "needs a number after it", 2: "is not a layer"}),
         (
             "Et|t|t|t|L",
             4,

@@ -64,7 +64,7 @@ CSV = {
     "20 bad cells of 100 kB": (",".join(["x" * 100_000] * 20), "line 1, column 20"),
     "100,000 brackets": ("(" * 100_000, "is not an overlapped pair"),
     "a million lines": ("0F0\n" + "\n" * 1_000_000, f"more than {MAX_DEVICES:,} lines"),
-    "an open quote": ('0F0,"0B0\n' * 1000, "character 4 is one too many"),
+    "an open quote": ('0F0,"0B0\n' * 1000, "follows at character 4, where the action ends"),
 }
 JSON = {
     "a number of 5,000 digits": (table().replace('"num_microbatches": 1', f'"num_microbatches": {DIGITS}'), "thousands of digits"),
@@ -100,7 +100,7 @@ def test_text_that_is_longer_than_any_table_is_refused(read):
 
 
 def test_a_sparse_table_is_one_fault_and_not_a_hundred_thousand():
-    assert "is 0F131071 a" in refused(lambda: jp.check(Schedule.from_csv("0F0,0F131071")))
+    assert "0F131071 is a possible typo" in refused(lambda: jp.check(Schedule.from_csv("0F0,0F131071")))
 
 
 LAYOUTS = {
@@ -118,7 +118,7 @@ LAYOUTS = {
     "no text": (lambda: parse_layout(None, devices=1), "got None"),
     "many letters": (lambda: parse_layout("t", devices=1, letters="tt" * 100_000), "(200,000 characters) must be distinct"),
     "many stages": (lambda: parse_layout("|*70000", devices=1), "65,536 are the most"),
-    "a long model that is none": (lambda: check_layout(parse_layout("mt(mt)*4000", devices=1)), "is not a whole model"),
+    "a long model that is none": (lambda: check_layout(parse_layout("mt(mt)*4000", devices=1)), "is not a complete model"),
     "stages of 5,000 digits": (lambda: Layout(("t",), HUGE), "a number of about 5,001 digits"),
     "a word for a cost": (lambda: split_layers(["a"], stages=1), "layer 0 costs 'a'"),
     "a word for all costs": (lambda: split_layers("abc", stages=1), "a flat list of numbers"),
@@ -266,8 +266,8 @@ BAD_USAGE = {
     "a picture of a light-year": ("show 1f1b -P 2 -M 2 --format svg --width 1e300", "give 320 to 100,000 pixels"),
     "a width that is no number": ("show 1f1b -P 2 -M 2 --format svg --width nan", "'nan' is not a number"),
     "a file without end": ("check /dev/zero", f"/dev/zero: more than {MAX_TEXT:,} characters"),
-    "a file name with a zero": ("check a\0b.csv", "is no file name"),
-    "an output name with a zero": ("show 1f1b -P 2 -M 2 -o \0.csv", "is no file name"),
+    "a file name with a zero": ("check a\0b.csv", "is not a file name"),
+    "an output name with a zero": ("show 1f1b -P 2 -M 2 -o \0.csv", "is not a file name"),
     "a title that no file can hold": ("show 1f1b -P 2 -M 2 --format svg --title \udcff", "a picture cannot show"),
 }
 

@@ -282,7 +282,7 @@ def test_page_is_self_contained_and_holds_the_numbers():
         row = dict(zip(head, rows[9 * device : 9 * device + 9], strict=True))
         assert row["device"] == str(device)
         assert row["busy"] == number(t.busy[device])
-        assert float(row["warm-up"]) == pytest.approx(t.idle[device].warmup, abs=1e-3)
+        assert float(row["warmup"]) == pytest.approx(t.idle[device].warmup, abs=1e-3)
         assert row["peak activations"] == str(t.peak_activations[device])
     assert f"<b>{t.bubble:.2%}</b>" in text
     assert t.schedule.to_csv() in text

@@ -41,7 +41,7 @@ def test_cells_read_and_print(text, value):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("1F0junk", "character 4 is one too many ('junk')"),
+        ("1F0junk", "'junk' follows at character 4, where the action ends"),
         ("F0", "character 1 must start the stage number"),
         ("1X0", "character 2 must start a kind"),
         ("1SEND_0", "character 2 must start a kind"),
