@@ -47,7 +47,7 @@ test-tables: $(VENV)/.ready-tables
 # Compiled programs must not be kept from one set to the next: give each a cache of its own, or none.
 .PHONY: test-numeric
 test-numeric: $(VENV)/.ready-test
-	XLA_FLAGS="--xla_llvm_disable_expensive_passes=false $(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
+	XLA_FLAGS="$(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
 
 # Other versions: the lowest and the highest that pyproject.toml allows, each in an environment of its own.
 .PHONY: test-versions

@@ -58,7 +58,7 @@ def main(which: str, *arguments: str) -> int:
         return 2
     folder = ROOT / f".venv-{which}"
     python = str(folder / "bin" / "python")
-    if not folder.exists():
+    if not Path(python).exists():  # not there, or left half made
         venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     pinned = [f"{name}=={version}" for name, version in ranges().items()] if which == "lowest" else []
