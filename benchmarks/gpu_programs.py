@@ -213,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         begin = time.process_time()
         program = compile_and_read(case.lower(), options)
         rows.append(line(case, program, time.process_time() - begin))
+        jax.clear_caches()  # what was traced and compiled for the case before
         print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
         if args.details:
             print(*details(program), sep="\n", file=sys.stderr, flush=True)
