@@ -31,5 +31,5 @@ def _call(function, canonical, *args):
 
 
 def oracle_value_and_grad(canonical, batch, **functions):
-    """(loss, gradients) of `oracle_loss`, gradients laid out like `canonical`."""
-    return jax.value_and_grad(lambda params: oracle_loss(params, batch, **functions))(canonical)
+    """(loss, gradients) of `oracle_loss`, gradients laid out like `canonical`; one compiled program, not one an operation."""
+    return jax.jit(jax.value_and_grad(lambda params, rows: oracle_loss(params, rows, **functions)))(canonical, batch)

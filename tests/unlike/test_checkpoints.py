@@ -21,11 +21,15 @@ def layered(name, devices, layout):
 
 
 def train(pipe, optimizer, state, steps, batch):
+    @jax.jit
+    def update(state, grads):
+        updates, moments = optimizer.update(grads, state["moments"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}
+
     losses = []
     for _ in range(steps):
         loss, grads = pipe.value_and_grad(state["params"], batch)
-        updates, moments = optimizer.update(grads, state["moments"], state["params"])
-        state = {"params": optax.apply_updates(state["params"], updates), "moments": moments}
+        state = update(state, grads)
         losses.append(float(loss))
     return state, losses
 
