@@ -85,7 +85,7 @@ def test_orders_make_a_whole_table(devices, chunks, microbatches):
         (lambda: warmup_counts(4, devices=0, device=0, group_size=1), "devices=0: it must be at least 1"),
         (lambda: execution_order(TABLE, chunks=1, warmup=0), r"names chunks \[1\]"),
         (lambda: execution_order(TABLE, chunks=2, warmup=11), "warmup must be 0 ... 10"),
-        (lambda: order_to_actions((1, 0), devices=2, device=0), "0 is no step"),
+        (lambda: order_to_actions((1, 0), devices=2, device=0), "0 is not a step"),
         (lambda: order_to_actions((1,), devices=2, device=2), "device must be 0 ... 1"),
     ],
 )
