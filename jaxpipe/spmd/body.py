@@ -30,7 +30,7 @@ from .tick import TickEmitter
 
 
 def body(
-    job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...] = ()
+    job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...], *, blocking: bool
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
     """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out like `params`).
 
@@ -48,7 +48,7 @@ def body(
         job.observe(code)
     chunks = with_replicas(job, owned)
     operands = _operands(job, code, chunks, kept, jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last), batch, rng)
-    emitter = TickEmitter(code.program, job.axis, _shared_code(job, code, operands, len(chunks)))
+    emitter = TickEmitter(code.program, job.axis, _shared_code(job, code, operands, len(chunks)), blocking)
     state = _initial(job, code, chunks, kept, shared, first, last)
     # One table, one slice of it a trip: dozens of arrays would be as many slices.
     table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,10 +15,32 @@ from .pools import read, write
 from .state import State, given
 
 
-def permuted(permute: Permute, axis: str, state: State) -> Leaves:
-    """What a permute brings to this device: zeros where nothing is sent to it."""
-    sent = state.sent_x if permute.payload is Payload.ACTIVATION else state.sent_dx
-    return [lax.ppermute(leaf, axis, permute.pairs) for leaf in given(sent)]
+def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tuple[Leaves, State]:
+    """What a permute brings to this device (zeros where nothing is sent to it), and the state after it.
+
+    With `blocking`, on CPU devices, where a permute holds one of the process's few threads until all partners have come: it starts
+    after all that ran before in the tick, and what comes next starts after it.  Else two permutes under way could keep the very block
+    from starting that a partner waits for, and all devices would hang.  On GPUs it runs beside the blocks.
+    """
+    sent = given(state.sent_x if permute.payload is Payload.ACTIVATION else state.sent_dx)
+    if not blocking:
+        return [lax.ppermute(leaf, axis, permute.pairs) for leaf in sent], state
+    brought = [lax.ppermute(_after(leaf, state), axis, permute.pairs) for leaf in sent]
+    return brought, settled(brought, state)
+
+
+def _after(leaf: Any, state: State) -> Any:
+    """The leaf, known no sooner than what ran before in the tick is over (the token is False after every block)."""
+    return jnp.where(given(state.token), jnp.zeros_like(leaf), leaf) if jnp.issubdtype(leaf.dtype, jnp.number) else leaf
+
+
+def settled(brought: Leaves, state: State) -> State:
+    """The state whose token is known no sooner than that a permute is over."""
+    token = given(state.token)
+    for leaf in brought:
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number):
+            token = jnp.logical_and(token, leaf.ravel()[0] == 0)
+    return state.updated(State(token=token))
 
 
 def arrive(state: State, payload: Payload, arrival: Arrival[Scalar], leaves: Leaves, *, keep: bool) -> State:
@@ -30,7 +53,7 @@ def arrive(state: State, payload: Payload, arrival: Arrival[Scalar], leaves: Lea
     return state.updated(State(x=new) if payload is Payload.ACTIVATION else State(cotangent=new))
 
 
-def run_chosen(template: TickTemplate, axis: str, row: TickRecord[Scalar], state: State) -> State:
+def run_chosen(template: TickTemplate, axis: str, row: TickRecord[Scalar], state: State, *, blocking: bool) -> State:
     """One of several exchanges: that which the record names.  All devices choose the same, or senders would wait for nobody.
 
     One conditional, which waits once: it is handed what is sent and returns what arrives, never a pool, since XLA:GPU copies what
@@ -50,6 +73,8 @@ def run_chosen(template: TickTemplate, axis: str, row: TickRecord[Scalar], state
 
     after_blocks = jnp.where(given(state.token), 0, row.exchange)
     arrived = lax.switch(after_blocks, [branch(number) for number in range(len(template.exchanges))], sent)
+    for leaves in arrived if blocking else ():
+        state = settled(leaves, state)
     for lane, (payload, leaves) in enumerate(zip(lanes, arrived, strict=True)):
         state = arrive(state, payload, row.arrivals[lane], leaves, keep=True)
     return state

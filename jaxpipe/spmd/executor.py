@@ -32,9 +32,10 @@ class SpmdExecutor:
         if any(types[name] is AxisType.Explicit for name in job.data_axes):
             # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
             batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
+        blocking = any(device.platform == "cpu" for device in self.mesh.devices.flat)
         spread = {"state": kept, "outputs": rows}
         found: tuple[dict[str, Any], dict[str, PyTree]] = jax.shard_map(
-            lambda p, b, r, s: body(job, p, b, r, s),
+            lambda p, b, r, s: body(job, p, b, r, s, blocking=blocking),
             mesh=self.mesh,
             in_specs=(placed, rows, everywhere, kept),
             out_specs=({key: spread.get(key, everywhere) for key in job.results}, placed if job.training else everywhere),

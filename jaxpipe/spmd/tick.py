@@ -28,6 +28,7 @@ class TickEmitter:
     program: Program
     axis: str
     shared: SharedCode
+    blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
 
     @property
     def _has_recompute(self) -> bool:
@@ -42,10 +43,10 @@ class TickEmitter:
                 for kind in those:
                     state = self._block(use, kind, row, state, asks=len(those) > 1)
             if len(template.exchanges) > 1:
-                state = run_chosen(template, self.axis, row, state)
+                state = run_chosen(template, self.axis, row, state, blocking=self.blocking)
             else:
                 for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
-                    brought = permuted(permute, self.axis, state)
+                    brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
                     awaited.setdefault(j + permute.delay, []).append((permute.payload, keeps[j][lane], row.arrivals[lane], brought))
             # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
             # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.

@@ -55,10 +55,8 @@ def test_one_device(tmp_path):
 
 def test_program_makespan(tmp_path):
     text = table_of(tmp_path, "program_makespan", "--devices", "4", "--microbatches", "8", "--costs", "2,1,1")
-    ((*_, pairs, everybody, speed, _, _, _, _, why),) = rows_of(text, "1f1b")
-    assert (pairs, speed) == ("1.000", "1.000")
-    assert float(everybody) > 1.2
-    assert why == "l"
+    ((*_, unit, measured, blocks),) = rows_of(text, "1f1b")
+    assert (unit, measured, blocks) == ("1.000", "1.000", "4")
 
 
 @pytest.mark.exhaustive

@@ -67,7 +67,9 @@ def test_pools_of_inputs_are_written_in_place(name: str) -> None:
     made = [op for op in operations(text) if len(op.shape) == 4 and op.shape[0] > 1 and op.shape[1:] == (ROWS, TIME, WIDTH)]
     outside = [op for op in made if "fused" not in op.computation and op.opcode not in ("get-tuple-element", "parameter", "bitcast")]
     assert any("dynamic_update_slice" in op.name for op in outside)
-    assert [op.name for op in outside if "dynamic_update_slice" not in op.name and "broadcast" not in op.name] == []
+    # A scan's stack inside a block may have the pool's shape: it is taken from memory as it is, and filled row by row.
+    others = [op for op in outside if "AllocateBuffer" not in op.line]
+    assert [op.name for op in others if "dynamic_update_slice" not in op.name and "broadcast" not in op.name] == []
 
 
 def test_a_conditional_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:

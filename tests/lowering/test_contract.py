@@ -437,7 +437,7 @@ def test_where_a_transfer_blocks_it_is_issued_after_all_blocks_of_its_tick(name)
     assert makers
     # Under a predicate of its own, which asks after all blocks, a permute sends what the loop was given.
     for maker in makers:
-        assert maker in ("jit", "pjit", "select_n", "given to while"), f"something is sent as soon as {maker} has made it"
+        assert maker in ("jit", "pjit", "select_n", "given to while", "given to cond"), f"something is sent as soon as {maker} has made it"
 
 
 def senders(jaxpr, inside=None):
