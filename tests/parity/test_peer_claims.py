@@ -58,5 +58,5 @@ def test_an_evaluation_keeps_nothing_for_a_backward():
 
 
 def test_letters_behind_an_action_are_refused_at_their_character():
-    with pytest.raises(jp.ScheduleError, match=r"line 1, column 1: '0F0xyz' .* character 4 .*'xyz'"):
+    with pytest.raises(jp.ScheduleError, match=r"line 1, column 1: '0F0xyz' .*'xyz' follows at character 4"):
         jp.Schedule.from_csv("0F0xyz,0B0\n")
