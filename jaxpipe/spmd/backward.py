@@ -7,35 +7,17 @@ from dataclasses import dataclass
 from ..arrays import Leaves, Scalar
 from ..jaxprs import Slot, Total, run_in_slots
 from ..program.records import Backward
-from ..program.segments import BlockUse, Presence
-from ..stage.code import StageCode
+from ..program.segments import Presence
 from ..table.action import Kind
 from .block import Block, run_where
-from .operands import StageOperand
 from .outer import FirstGradient
 from .pools import add, strengthen
-from .shared_code import SharedCode
+from .stage_block import StageBlock
 from .state import Gradients, State, chunk_part, given
 
 
-@dataclass(frozen=True)
-class RunBackward(Block):
+class RunBackward(StageBlock[Backward[Scalar]]):
     """B, I or W of one kind of stage on one chunk."""
-
-    shared: SharedCode
-    use: BlockUse
-    kind: int  # of stage
-    row: Backward[Scalar]
-
-    @property
-    def code(self) -> StageCode:
-        """The stage's."""
-        return self.shared.kinds[self.kind]
-
-    @property
-    def operand(self) -> StageOperand:
-        """The stage's."""
-        return self.shared.operands.stages[self.use.block.chunk, self.kind]
 
     def writes(self, state: State) -> State:
         """B and W: gradients of parameters; B and I: the gradient of the input, and by `first` what its gradient writes; I: the stash."""

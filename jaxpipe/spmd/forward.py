@@ -9,34 +9,17 @@ from jax.extend import core
 from ..arrays import Leaves, Scalar
 from ..jaxprs import run_in_slots
 from ..program.records import Forward
-from ..program.segments import BlockUse, Presence
-from ..stage.code import StageCode, run
+from ..program.segments import Presence
+from ..stage.code import run
 from .block import Block, run_where
-from .operands import StageOperand
 from .outer import EvaluateLast, RunFirst, RunLast
 from .pools import add_at, strengthen
-from .shared_code import SharedCode
+from .stage_block import StageBlock
 from .state import Gradients, State, chunk_part, given
 
 
-@dataclass(frozen=True)
-class _StageForward(Block):
+class _StageForward(StageBlock[Forward[Scalar]]):
     """The forward code of one kind of stage on one chunk."""
-
-    shared: SharedCode
-    use: BlockUse
-    kind: int  # of stage
-    row: Forward[Scalar]
-
-    @property
-    def code(self) -> StageCode:
-        """The stage's."""
-        return self.shared.kinds[self.kind]
-
-    @property
-    def operand(self) -> StageOperand:
-        """The stage's."""
-        return self.shared.operands.stages[self.use.block.chunk, self.kind]
 
     def arguments(self, state: State) -> Leaves:
         """(consts, parameters, x, extra, once)."""
