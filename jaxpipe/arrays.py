@@ -13,5 +13,3 @@ Leaves: TypeAlias = "list[Any]"
 # Numbers that a tick reads from its records, and predicates.
 Scalar: TypeAlias = Int32[Array, ""]
 Flag: TypeAlias = Bool[Array, ""]
-# The records of several ticks of one device, in the smallest integers that hold them.
-Lines: TypeAlias = "Array"

@@ -70,6 +70,7 @@ class _Writer:
         self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
         self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices)
         self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, max(self._arrivals.widest, 1))
+        self._lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}  # by the table of their slots
         self._ticks.exchange[:] = self._arrivals.choice[:, None]
 
     def program(self) -> Program:
@@ -203,22 +204,20 @@ class _Writer:
                 at, spare = tick[lane == n], free[back][lane == n]
                 self._ticks.arrivals[n].slot[at, device] = np.maximum(spare, 0)
                 self._ticks.arrivals[n].takes[at, device] = spare >= 0
-        lanes = {id(arrival.slot): arrival.takes for arrival in self._ticks.arrivals}
         for entry in values.entries:
             place = (entry.tick, values.device[entry.which])
             entry.table[place] = slots[entry.which]
-            if id(entry.table) in lanes:
-                lanes[id(entry.table)][place] = 1
+            if id(entry.table) in self._lanes:
+                self._ticks.arrivals[self._lanes[id(entry.table)]].takes[place] = 1
         return size
 
     def _strays(self, pool: PoolName, values: _Values) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """(tick, device, lane, tick of arrival) of what permutes bring to devices that have no message in them."""
         payloads = [payload for payload, name in POOL_OF.items() if name is pool]
         strays = np.repeat(np.isin(self._arrivals.payload, payloads)[:, None], self._actions.num_devices, axis=1)
-        lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}
         for entry in values.entries:
-            if id(entry.table) in lanes:
-                strays[entry.tick, values.device[entry.which], lanes[id(entry.table)]] = False
+            if id(entry.table) in self._lanes:
+                strays[entry.tick, values.device[entry.which], self._lanes[id(entry.table)]] = False
         tick, device, lane = np.nonzero(strays)
         return tick, device, lane, tick + self._arrivals.delay[tick, lane]
 

@@ -41,9 +41,5 @@ class Program:
         """The program whose pools say what an entry is."""
         return replace(self, pools=tuple(replace(pool, entry=entries.get(pool.name, ())) for pool in self.pools))
 
-    def segment_at(self, tick: int) -> Segment:
-        """The segment that a tick is in."""
-        return next(s for s in self.segments if s.start <= tick < s.stop)
-
     def __str__(self) -> str:
         return show(self.schedule, self.segments, self.ticks, self.pools)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick of one device.
 A = TypeVar("A")
-B = TypeVar("B")
 
 NOBODY = -1
 
@@ -76,7 +75,6 @@ class TickRecord(Generic[A]):
     arrivals: tuple[Arrival[A], ...]  # by lane of the template
 
 
-Record: TypeAlias = "Forward[A] | Backward[A] | Arrival[A] | TickRecord[A]"
 R = TypeVar("R")
 
 

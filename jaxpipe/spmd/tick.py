@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import Leaves, Scalar
+from ..program.code_rules import half_of
 from ..program.ir import Program
 from ..program.records import Arrival, Backward, Forward, TickRecord
 from ..program.segments import BlockUse, Payload, Presence, Segment
@@ -30,7 +32,7 @@ class TickEmitter:
     shared: SharedCode
     blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
 
-    @property
+    @cached_property
     def _has_recompute(self) -> bool:
         return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
@@ -84,7 +86,7 @@ class TickEmitter:
 
     def _stages(self, use: BlockUse, ticks: slice) -> NDArray[np.int32]:
         """The stages that run a block in these ticks."""
-        half = self.program.ticks.forward if use.block.runs_forward else self.program.ticks.backward
+        half = half_of(self.program, use.block)
         return half.stage[ticks][(half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))]
 
     def _keeps_at(self, segment: Segment) -> list[list[bool]]:
