@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs -o benchmarks/results/gpu_programs.txt
 
-A small transformer is compiled for H100s that are only described, and the program is read (`benchmarks.compiled`).  Nothing is run, and
+A small transformer is compiled for H100s that are only described, and the program is read (`jaxpipe.compiled`).  Nothing is run, and
 no GPU is needed; how long a wait or a copy takes is for `benchmarks.gpu_single` to say, where there is a GPU.
 """
 
@@ -21,10 +21,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from benchmarks.compiled import GpuProgram, LargeMove, Move, compile_and_read, count_waits, flat, most_waits, never, steady
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
+from jaxpipe.compiled import GpuProgram, LargeMove, Move, compile_and_read, count_waits, flat, most_waits, never, steady
 from jaxpipe.table.action import Overlap
 from tests.gpu.programs import gpu_fault, gpu_mesh
 

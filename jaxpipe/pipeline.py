@@ -22,7 +22,7 @@ from .model.partition import Partition
 from .model.read import read_model
 from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor
-from .stage.job import Executor, Job
+from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.schedule import Schedule
@@ -227,16 +227,19 @@ class Pipeline:
             PipelineError: as `value_and_grad` does.
         """
         from .report import report
+        from .spmd.memory import predicted_memory
 
-        traced: list[ModelCode] = []
+        traced: list[tuple[Job, ModelCode, Any]] = []
         begin = time.perf_counter()
-        lowered = self._lower(params, batch, rng, state, traced.append)
+        lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
         middle = time.perf_counter()
         compiled = lowered.compile()
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         to = self.partition.shardings(self.mesh, params)
         held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
-        return report(self.schedule, self._plan, traced[0], compiled, params=held, prefer=self.prefer) | seconds
+        job, code, entries = traced[0]
+        memory = predicted_memory(job, self.mesh, code, entries, held, batch)
+        return report(self.schedule, self._plan, code, compiled, params=held, prefer=self.prefer) | {"predicted": memory} | seconds
 
     # Compiling
 
@@ -274,7 +277,7 @@ class Pipeline:
 
     # Inside
 
-    def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Callable[[ModelCode], None] | None = None) -> Any:
+    def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Observe | None = None) -> Any:
         def step(params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()) -> tuple[Any, dict[str, PyTree]]:
             results, grads = self._step(params, batch, rng, state, observe)
             return self._answer(results, with_state=self.functions.has_state), grads
@@ -327,7 +330,7 @@ class Pipeline:
         return found[0] if len(found) == 1 else tuple(found)
 
     def _step(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Callable[[ModelCode], None] | None = None
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Observe | None = None
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         if self.functions.last is None:
             raise PipelineError("a training step needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
@@ -350,7 +353,7 @@ class Pipeline:
         *,
         training: bool,
         outputs: bool = False,
-        observe: Callable[[ModelCode], None] | None = None,
+        observe: Observe | None = None,
     ) -> Any:
         self._check_step(params, batch, state)
         job = Job(

@@ -54,7 +54,15 @@ from .table.action import Kind
 from .table.schedule import Schedule
 
 
-def report(schedule: Schedule, plan: Plan, code: ModelCode, compiled: Any, *, params: Mapping[str, Any], prefer: Prefer) -> dict[str, Any]:
+def report(
+    schedule: Schedule,
+    plan: Plan,
+    code: ModelCode,
+    compiled: Any,
+    *,
+    params: Mapping[str, Any],
+    prefer: Prefer,
+) -> dict[str, Any]:
     """Describe a compiled step; the module's docstring lists the keys.
 
     Args:

@@ -1,20 +1,27 @@
 """Small pure transformations of jaxprs: inline calls, slice, cut in two."""
 
 from .cut import Cut, cut, drop_dead
+from .entry import Entry, Part
 from .eval_in_slots import Slot, Total, run_in_slots
 from .flatten import flatten
+from .min_cut import weight as cut_weight
+from .numbers import into_scans
 from .scan_residuals import sink
 from .slices import known_from, needed_for
 from .value_numbering import equal_outputs, keep_first
 
 __all__ = [
     "Cut",
+    "Entry",
+    "Part",
     "Slot",
     "Total",
     "cut",
+    "cut_weight",
     "drop_dead",
     "equal_outputs",
     "flatten",
+    "into_scans",
     "keep_first",
     "known_from",
     "needed_for",

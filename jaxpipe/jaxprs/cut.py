@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from jax.extend import core
 
 from .flatten import Atom, NewVar
-from .min_cut import cheapest
+from .min_cut import cheapest, weight
+from .numbers import numbers_of
 from .sizes import is_layout, nbytes
 from .sizes import stacked as stacked_aval
 from .slices import Assignment, Split, needed_for, scan_counts
@@ -29,6 +30,7 @@ class Cut:
     first: core.Jaxpr
     second: core.Jaxpr
     crossing: tuple[Any, ...]  # avals
+    weight: int  # of what crosses: see `min_cut.weight`
     first_reads: tuple[bool, ...]
     second_reads: tuple[bool, ...]
 
@@ -58,14 +60,22 @@ def keep_work(eqn: core.JaxprEqn, at_hand: bool) -> bool:
     return at_hand and is_cheap(eqn) and sum(nbytes(v.aval) for v in inputs) < nbytes(eqn.outvars[0].aval)
 
 
-def cut(jaxpr: core.Jaxpr, assignment: Assignment, *, outputs: Sequence[bool], recompute: Recompute | None = keep_small) -> Cut:
+def cut(
+    jaxpr: core.Jaxpr,
+    assignment: Assignment,
+    *,
+    outputs: Sequence[bool],
+    recompute: Recompute | None = keep_small,
+    early: Callable[[core.JaxprEqn], bool] | None = None,
+) -> Cut:
     """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns, the rest the second does.
 
     Without a `recompute` rule the crossing is the smallest from which elementwise arithmetic gives the rest (`cheapest`).
+    `early` marks equations of the second part that the first may do too, if it has what they read.
     """
     assert not jaxpr.constvars, "constants must be inputs"
     newvar = core.gensym()
-    maker = _Maker(jaxpr, newvar, recompute)
+    maker = _Maker(jaxpr, newvar, recompute, early)
     return maker.cut(assignment, outputs, hidden=frozenset())
 
 
@@ -79,10 +89,14 @@ def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
 class _Maker:
     """Builds the two parts of one jaxpr."""
 
-    def __init__(self, jaxpr: core.Jaxpr, newvar: NewVar, recompute: Recompute | None) -> None:
+    def __init__(
+        self, jaxpr: core.Jaxpr, newvar: NewVar, recompute: Recompute | None, early: Callable[[core.JaxprEqn], bool] | None = None
+    ) -> None:
         self._jaxpr = jaxpr
         self._newvar = newvar
         self._recompute = recompute
+        self._early = early
+        self._weights: dict[core.Var, int] = {}  # of the stacks of scans
         self._first: list[core.JaxprEqn] = []
         self._second: list[core.JaxprEqn] = []
 
@@ -94,6 +108,7 @@ class _Maker:
                 self._split_scan(eqn, choice)
             else:
                 (self._first if choice else self._second).append(eqn)
+        self._do_early()
         first_outs = [v for v, f in zip(jaxpr.outvars, outputs, strict=True) if f]
         second_outs = [v for v, f in zip(jaxpr.outvars, outputs, strict=True) if not f]
         crossing, again = self._crossing(second_outs, hidden)
@@ -103,7 +118,23 @@ class _Maker:
         first, first_reads = drop_dead(first)
         second, second_reads = drop_dead(second)
         count = len(jaxpr.invars)
-        return Cut(first, second, tuple(v.aval for v in crossing), first_reads[:count], second_reads[:count])
+        maker_of = {v: e for e in self._first for v in e.outvars}
+        weights = [self._weights.get(v, weight(v, maker_of.get(v))) for v in crossing]
+        return Cut(first, second, tuple(v.aval for v in crossing), sum(weights), first_reads[:count], second_reads[:count])
+
+    def _do_early(self) -> None:
+        """Move to the first part what it may do too."""
+        if self._early is None:
+            return
+        late: set[core.Var] = set()
+        stay = []
+        for eqn in self._second:
+            if self._early(eqn) and not any(isinstance(v, core.Var) and v in late for v in eqn.invars):
+                self._first.append(eqn)
+            else:
+                stay.append(eqn)
+                late.update(eqn.outvars)
+        self._second = stay
 
     def _crossing(self, second_outs: Sequence[Atom], hidden: frozenset[core.Var]) -> tuple[list[core.Var], list[core.JaxprEqn]]:
         """What the first part hands over, after deciding what the second part computes again."""
@@ -118,6 +149,7 @@ class _Maker:
         crossing = dict.fromkeys(v for v in used if isinstance(v, core.Var) and (v in maker_of or v in hidden))
         again: dict[int, core.JaxprEqn] = {}
         made_again: set[core.Var] = set()
+        numbers = numbers_of(self._first)
         changed = True
         while changed:
             changed = False
@@ -128,7 +160,7 @@ class _Maker:
                 inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
                 missing = [v for v in inputs if (v in maker_of or v in hidden) and v not in crossing and v not in made_again]
                 # What is made of numbers alone (an iota, a mask of zeros) is never handed over.
-                if inputs and not self._recompute(eqn, not missing):
+                if inputs and var not in numbers and not self._recompute(eqn, not missing):
                     continue
                 if not inputs and eqn.primitive.name.startswith("random"):
                     continue
@@ -146,7 +178,7 @@ class _Maker:
         own = [*choice.carry_first, *choice.ys_first]
         body_carry = body.invars[consts : consts + carries]
         hidden = frozenset(v for v, f in zip(body_carry, choice.carry_first, strict=True) if f)
-        made = _Maker(body, core.gensym(), self._recompute).cut(choice.body, own, hidden=hidden)
+        made = _Maker(body, core.gensym(), self._recompute, self._early).cut(choice.body, own, hidden=hidden)
         firsts = [v for v, f in zip(eqn.outvars, own, strict=True) if f]
         seconds = [v for v, f in zip(eqn.outvars, own, strict=True) if not f]
         # A value that crosses in each trip and is an output of the scan too is stacked only once.
@@ -154,9 +186,12 @@ class _Maker:
         stacked = dict(zip(inner_outs[sum(choice.carry_first) :], firsts[sum(choice.carry_first) :], strict=True))
         stacked = {v: o for v, o in stacked.items() if isinstance(v, core.Var) and not isinstance(o, core.DropVar)}
         stacks, outs, outvars = [], list(inner_outs), list(firsts)
+        makers = {v: e for e in made.first.eqns for v in e.outvars}
         for var in made.first.outvars[len(firsts) :]:
+            assert isinstance(var, core.Var)
             if var not in stacked:
                 stacked[var] = self._newvar(stacked_aval(var.aval, eqn.params["length"]))
+                self._weights[stacked[var]] = eqn.params["length"] * weight(var, makers.get(var))
                 outs.append(var)
                 outvars.append(stacked[var])
             stacks.append(stacked[var])

@@ -9,23 +9,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from .entry import Entry
 from .slices import scan_counts
 
 
 class Slot(NamedTuple):
-    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots."""
+    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps values as `entry` says."""
 
     pool: Any
     index: Any
+    entry: Entry
 
     def load(self) -> Any:
         """The whole entry."""
-        return lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False)
+        return self.entry.unpack(lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False))
 
     def store(self, value: Any) -> Any:
         """The pool with the entry replaced."""
         value = jnp.asarray(value).astype(self.pool.dtype)  # a literal of a jaxpr is a number
-        return lax.dynamic_update_index_in_dim(self.pool, value, self.index, 0)
+        return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
 
     def store_flat(self, value: Any) -> Any:
         """The pool with the raveled value at the beginning of the entry, which is one long array."""
@@ -34,17 +36,23 @@ class Slot(NamedTuple):
 
     def load_row(self, row: Any) -> Any:
         """`pool[index, row]`."""
-        start = (self.index, row, *(jnp.int32(0) for _ in self.pool.shape[2:]))
-        return lax.dynamic_slice(self.pool, start, (1, 1, *self.pool.shape[2:])).reshape(self.pool.shape[2:])
+        if not self.entry.by_row:
+            return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
+        kept = self.pool.shape[2:]
+        start = (self.index, row, *(jnp.int32(0) for _ in kept))
+        return self.entry.unpack_row(lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept))
 
     def store_row(self, row: Any, value: Any) -> Any:
         """The pool with `pool[index, row]` replaced."""
+        if not self.entry.by_row:
+            return self.store(lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0))
+        value = self.entry.pack_row(value.astype(self.pool.dtype))
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
-        return lax.dynamic_update_slice(self.pool, value.astype(self.pool.dtype)[None, None], start)
+        return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
 
 class Total(NamedTuple):
-    """An accumulator: what is stored is added to it, and what a scan stacks is added row by row, in place."""
+    """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and what is scattered where it belongs."""
 
     pool: Any
 
@@ -57,6 +65,11 @@ class Total(NamedTuple):
         start = (row, *(jnp.int32(0) for _ in value.shape))
         old = lax.dynamic_slice(self.pool, start, (1, *value.shape))
         return lax.dynamic_update_slice(self.pool, old + value.astype(self.pool.dtype)[None], start)
+
+    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
+        """The accumulator with the updates of a scatter-add into zeros added where they belong."""
+        options = {key: eqn.params[key] for key in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
+        return lax.scatter_add(self.pool, indices, jnp.asarray(updates).astype(self.pool.dtype), **options)
 
 
 def run_in_slots(
@@ -81,11 +94,17 @@ def run_in_slots(
     returned = [v for i, v in enumerate(jaxpr.outvars) if i not in writes]
     targets = {v: s for v, s in targets.items() if v not in used and v not in returned and jaxpr.outvars.count(v) == 1}
     written: dict[core.Var, Any] = {}
+    zeros = _zeros_of(jaxpr)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and eqn.params["length"]:
             _run_scan(eqn, env, targets, written)
             continue
         inputs = [_load(env, v) for v in eqn.invars]
+        target = targets.get(eqn.outvars[0]) if eqn.primitive.name == "scatter-add" and _is_in(eqn.invars[0], zeros) else None
+        if isinstance(target, Total):
+            # The gradient of a table of embeddings, which is mostly zeros.
+            written[eqn.outvars[0]] = target.scatter(eqn, *inputs[1:])
+            continue
         env.update(zip(eqn.outvars, _bind(jaxpr, eqn, inputs), strict=True))
     outs = []
     for i, atom in enumerate(jaxpr.outvars):
@@ -96,6 +115,19 @@ def run_in_slots(
         else:
             outs.append(writes[i].store(_load(env, atom)))
     return outs
+
+
+def _zeros_of(jaxpr: core.Jaxpr) -> set[Any]:
+    """Arrays of zeros."""
+    return {
+        eqn.outvars[0]
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == 0
+    }
+
+
+def _is_in(atom: Any, those: set[Any]) -> bool:
+    return isinstance(atom, core.Var) and atom in those
 
 
 def _load(env: dict[core.Var, Any], atom: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core
 
-from .sizes import is_layout, nbytes
+from .sizes import is_gather, is_layout, nbytes
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Nothing transcendental, no reduction, no matmul:
 # what costs real work is kept, never done twice.
@@ -56,8 +56,8 @@ def cheapest(
         if var in seen or at_hand(var):
             continue
         seen.add(var)
-        graph.edge(_in(var), _out(var), max(1, nbytes(var.aval)))
         eqn = maker.get(var)
+        graph.edge(_in(var), _out(var), weight(var, eqn))
         if eqn is None or not recompute(eqn):
             graph.edge(_SOURCE, _in(var), None)
             continue
@@ -69,6 +69,14 @@ def cheapest(
     stored = {v for v in seen if _out(v) in late and _in(v) not in late}
     again = _needed_again(needed, stored, maker, at_hand)
     return Keep(tuple(v for v in dict.fromkeys(_ordered(stored, eqns))), tuple(e for e in eqns if id(e) in again))
+
+
+def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
+    """What keeping a value costs.
+
+    Of a gathered value a device holds more than of what it is gathered from; how much more is not known here.
+    """
+    return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
 
 
 def _needed_again(

@@ -14,8 +14,16 @@ _LAYOUT = frozenset(
 
 
 def is_layout(eqn: core.JaxprEqn) -> bool:
-    """True for operations that XLA turns into addressing: nothing is computed."""
-    return eqn.primitive.name in _LAYOUT
+    """True for operations that compute nothing: XLA turns them into addressing, or gathers what lies on other devices."""
+    return eqn.primitive.name in _LAYOUT or is_gather(eqn)
+
+
+def is_gather(eqn: core.JaxprEqn) -> bool:
+    """True for a sharding constraint that leaves nothing split: what goes in may be split over other axes, and takes less room then."""
+    if eqn.primitive.name != "sharding_constraint":
+        return False
+    spec = getattr(eqn.params["sharding"], "spec", None)
+    return spec is not None and all(entry is None for entry in spec) and not eqn.params.get("unconstrained_dims")
 
 
 def nbytes(aval: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, split_batch, trace_model
 from .block import false
+from .entries import StageEntries
 from .operands import Operands, SharedBuffers, StageOperand
 from .pools import empty, empty_pool
 from .replicas import with_replicas
@@ -29,10 +30,22 @@ from .state import Gradients, State
 from .tick import TickEmitter
 
 
-def body(
-    job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...], *, blocking: bool
-) -> tuple[dict[str, Any], dict[str, PyTree]]:
-    """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out like `params`).
+@dataclass(frozen=True)
+class Prepared:
+    """What a device starts from: whole parameters of its stages, its rows by microbatch, and the model's code."""
+
+    owned: list[PyTree]
+    kept: tuple[PyTree, ...]  # the stages' own state
+    first: PyTree
+    last: PyTree
+    shared: PyTree
+    batch: PyTree  # leaves [M, ...]
+    rng: Any
+    code: ModelCode
+
+
+def prepare(job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...]) -> Prepared:
+    """Gather parameters and trace the model.
 
     Seen by `shard_map`: leaves of `params["stages"]` and of the stages' own state `kept` are [1, ...], leaves of the batch [rows, ...] of
     this data shard.
@@ -44,12 +57,34 @@ def body(
     kept = tuple(_first_row(tree) for tree in kept)
     first, last, shared = (gather(params[k], job.plans[k]) for k in ("first", "last", "shared"))
     code = trace_model(job, owned, kept, shared, first, last, batch, rng)
+    return Prepared(owned, kept, first, last, shared, batch, rng, code)
+
+
+def body(
+    job: Job,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    rng: Any,
+    kept: tuple[PyTree, ...],
+    *,
+    blocking: bool,
+    entries: Sequence[StageEntries] | None,
+) -> tuple[dict[str, Any], dict[str, PyTree]]:
+    """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out like `params`).
+
+    It is given what `prepare` is.
+    """
+    start = prepare(job, params, batch, rng, kept)
+    code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
+    buffers = SharedBuffers.of(code.kinds, entries)
     if job.observe is not None:
-        job.observe(code)
-    chunks = with_replicas(job, owned)
-    operands = _operands(job, code, chunks, kept, jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last), batch, rng)
-    emitter = TickEmitter(code.program, job.axis, _shared_code(job, code, operands, len(chunks)), blocking)
-    state = _initial(job, code, chunks, kept, shared, first, last)
+        job.observe(job, code, entries)
+    chunks = with_replicas(job, start.owned)
+    outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
+    operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
+    shared_code = _shared_code(job, code, operands, len(chunks), buffers)
+    emitter = TickEmitter(code.program, job.axis, shared_code, blocking)
+    state = _initial(job, code, buffers, chunks, kept, shared, first, last)
     # One table, one slice of it a trip: dozens of arrays would be as many slices.
     table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
     rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
@@ -71,15 +106,22 @@ def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
 
 
 def _initial(
-    job: Job, code: ModelCode, chunks: Sequence[PyTree], kept: Sequence[PyTree], shared: PyTree, first: PyTree, last: PyTree
+    job: Job,
+    code: ModelCode,
+    buffers: SharedBuffers,
+    chunks: Sequence[PyTree],
+    kept: Sequence[PyTree],
+    shared: PyTree,
+    first: PyTree,
+    last: PyTree,
 ) -> State:
     """Empty pools and accumulators, and the stages' state as it is."""
-    buffers, slots, count = SharedBuffers.of(code.kinds), code.program.slots, job.num_microbatches
+    slots, count = code.program.slots, job.num_microbatches
     losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
     losses += [] if code.last is None else [code.last.loss_dtype]
     state = State(
         token=false(),
-        x=empty_pool(buffers.x.avals, slots.x),
+        x=buffers.x.empty(slots.x),
         sent_x=empty(buffers.x.avals),
         stage_state=tuple(jax.tree.leaves(kept[v]) if kept else [] for v in range(len(chunks))),
         losses=jnp.zeros(count, jnp.result_type(*losses) if losses else jnp.float32),
@@ -101,11 +143,11 @@ def _initial(
             last=accumulators(last, job.plans["last"]),
             shared=accumulators(shared, job.plans["shared"]),
         ),
-        cotangent=empty_pool(buffers.cotangent.avals, slots.cotangent),
+        cotangent=buffers.cotangent.empty(slots.cotangent),
         sent_dx=empty(buffers.cotangent.avals),
-        residual_input=empty_pool(buffers.residual_input.avals, slots.residual_input),
-        residual_weight=empty_pool(buffers.residual_weight.avals, slots.residual_weight),
-        stash=empty_pool(buffers.stash.avals, slots.stash),
+        residual_input=buffers.residual_input.empty(slots.residual_input),
+        residual_weight=buffers.residual_weight.empty(slots.residual_weight),
+        stash=buffers.stash.empty(slots.stash),
         first=empty_pool((*code.first.residual_input, *code.first.residual_weight), slots.first),
     )
 
@@ -142,13 +184,13 @@ def _operands(
     )
 
 
-def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int) -> SharedCode:
+def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int, buffers: SharedBuffers) -> SharedCode:
     """What all blocks share."""
     return SharedCode(
         kinds=code.kinds,
         kind_of=code.kind_of,
         wants=code.wants,
-        buffers=SharedBuffers.of(code.kinds),
+        buffers=buffers,
         first=code.first,
         last=code.last,
         operands=operands,

@@ -11,7 +11,8 @@ from jax import lax
 from ..arrays import Leaves, Scalar
 from ..program.records import Arrival, TickRecord
 from ..program.segments import Payload, Permute, TickTemplate
-from .pools import read, write
+from .operands import SharedBuffers
+from .shared_buffers import SharedBuffer
 from .state import State, given
 
 
@@ -43,17 +44,19 @@ def settled(brought: Leaves, state: State) -> State:
     return state.updated(State(token=token))
 
 
-def arrive(state: State, payload: Payload, arrival: Arrival[Scalar], leaves: Leaves, *, keep: bool) -> State:
+def arrive(state: State, payload: Payload, buffer: SharedBuffer, arrival: Arrival[Scalar], leaves: Leaves, *, keep: bool) -> State:
     """Write what has arrived; `keep`: some slots keep what they have, since nothing is meant for their device and none is free."""
     pool = given(state.x if payload is Payload.ACTIVATION else state.cotangent)
     if keep:
-        held = read(pool, arrival.slot)
+        held = buffer.take_all(pool, arrival.slot)
         leaves = [jnp.where(arrival.takes == 0, old, new) for old, new in zip(held, leaves, strict=True)]
-    new = write(pool, arrival.slot, leaves)
+    new = buffer.put_all(pool, arrival.slot, leaves)
     return state.updated(State(x=new) if payload is Payload.ACTIVATION else State(cotangent=new))
 
 
-def run_chosen(template: TickTemplate, axis: str, row: TickRecord[Scalar], state: State, *, blocking: bool) -> State:
+def run_chosen(
+    template: TickTemplate, axis: str, buffers: SharedBuffers, row: TickRecord[Scalar], state: State, *, blocking: bool
+) -> State:
     """One of several exchanges: that which the record names.  All devices choose the same, or senders would wait for nobody.
 
     One conditional, which waits once: it is handed what is sent and returns what arrives, never a pool, since XLA:GPU copies what
@@ -76,5 +79,5 @@ def run_chosen(template: TickTemplate, axis: str, row: TickRecord[Scalar], state
     for leaves in arrived if blocking else ():
         state = settled(leaves, state)
     for lane, (payload, leaves) in enumerate(zip(lanes, arrived, strict=True)):
-        state = arrive(state, payload, row.arrivals[lane], leaves, keep=True)
+        state = arrive(state, payload, buffers.sent(payload), row.arrivals[lane], leaves, keep=True)
     return state

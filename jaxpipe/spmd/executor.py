@@ -11,7 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ..arrays import PyTree
 from ..model.partition import Partition
 from ..stage.job import Job
-from .body import body
+from .body import Prepared, body, prepare
+from .entries import StageEntries, auto_axes, split_entries
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class SpmdExecutor:
             batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
         blocking = any(device.platform == "cpu" for device in self.mesh.devices.flat)
         spread = {"state": kept, "outputs": rows}
+        entries = self._entries(job, placed, params, batch, rng, state)
         found: tuple[dict[str, Any], dict[str, PyTree]] = jax.shard_map(
-            lambda p, b, r, s: body(job, p, b, r, s, blocking=blocking),
+            lambda p, b, r, s: body(job, p, b, r, s, blocking=blocking, entries=entries),
             mesh=self.mesh,
             in_specs=(placed, rows, everywhere, kept),
             out_specs=({key: spread.get(key, everywhere) for key in job.results}, placed if job.training else everywhere),
@@ -43,3 +45,23 @@ class SpmdExecutor:
             check_vma=False,
         )(params, batch, rng, state)
         return found
+
+    def _entries(
+        self, job: Job, placed: PyTree, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[StageEntries, ...] | None:
+        """How pools keep what stages store, where the partitioner splits it; the model is traced once more for that."""
+        if not job.training or not auto_axes(self.mesh, job):
+            return None
+        found: list[Prepared] = []
+
+        def trace(p: PyTree, b: PyTree, r: Any, s: tuple[PyTree, ...]) -> tuple[()]:
+            found.append(prepare(job, p, b, r, s))
+            return ()
+
+        rows, kept, whole = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis), PartitionSpec()
+        axes = {job.axis, *job.data_axes}
+        mapped = jax.shard_map(
+            trace, mesh=self.mesh, in_specs=(placed, rows, whole, kept), out_specs=whole, axis_names=axes, check_vma=False
+        )
+        jax.eval_shape(mapped, params, batch, rng, state)
+        return split_entries(job, self.mesh, found[0].code, found[0].owned)

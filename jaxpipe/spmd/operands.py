@@ -8,7 +8,9 @@ from typing import Any
 
 from ..arrays import Leaves, PyTree
 from ..model.places import Place, Places
+from ..program.segments import Payload
 from ..stage.code import StageCode
+from .entries import StageEntries
 from .shared_buffers import SharedBuffer
 
 
@@ -23,15 +25,23 @@ class SharedBuffers:
     stash: SharedBuffer
 
     @classmethod
-    def of(cls, kinds: Sequence[StageCode]) -> SharedBuffers:
-        """The buffers of these kinds of stages."""
+    def of(cls, kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None) -> SharedBuffers:
+        """The buffers of these kinds of stages; `entries`: how each of them may be kept."""
+
+        def buffer(avals: Sequence[Sequence[Any]], name: str) -> SharedBuffer:
+            return SharedBuffer.of(avals, None if entries is None else [getattr(each, name) for each in entries])
+
         return cls(
-            x=SharedBuffer.of([k.x_avals for k in kinds]),
-            cotangent=SharedBuffer.of([k.dy_avals for k in kinds]),
-            residual_input=SharedBuffer.of([k.residual_input for k in kinds]),
-            residual_weight=SharedBuffer.of([k.residual_weight for k in kinds]),
-            stash=SharedBuffer.of([k.stash for k in kinds]),
+            x=buffer([k.x_avals for k in kinds], "x"),
+            cotangent=buffer([k.dy_avals for k in kinds], "cotangent"),
+            residual_input=buffer([k.residual_input for k in kinds], "residual_input"),
+            residual_weight=buffer([k.residual_weight for k in kinds], "residual_weight"),
+            stash=buffer([k.stash for k in kinds], "stash"),
         )
+
+    def sent(self, payload: Payload) -> SharedBuffer:
+        """Where what is sent so arrives."""
+        return self.x if payload is Payload.ACTIVATION else self.cotangent
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays import Leaves, Scalar
+from ..jaxprs import Total, run_in_slots
 from ..program.records import Backward, Forward
 from ..stage.code import StageCode, run
 from .block import Block
@@ -55,8 +56,10 @@ class FirstGradient(Block):
         own = len(given(gradients.first))
         extra = shared.outer_extra(row.stage, row.microbatch)
         residuals = read(given(state.first), row.first)
-        found = run(code.backward, *code.consts, *shared.operands.first, *extra, *shared.operands.first_once, *residuals, *self.dx)
-        new = Gradients(first=add(given(gradients.first), found[:own]), shared=add(given(gradients.shared), found[own:]))
+        arguments = [*code.consts, *shared.operands.first, *extra, *shared.operands.first_once, *residuals, *self.dx]
+        totals = {i: Total(leaf) for i, leaf in enumerate(given(gradients.first))}
+        found = run_in_slots(code.backward, arguments, writes=totals)
+        new = Gradients(first=found[:own], shared=add(given(gradients.shared), found[own:]))
         return state.updated(State(gradients=new))
 
 

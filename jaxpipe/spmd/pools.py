@@ -1,4 +1,4 @@
-"""Zero-or-one-trip loops and slot access: how the lowered program predicates work and keeps buffers in place."""
+"""Zero-or-one-trip loops, and plain pools: how the lowered program predicates work and keeps buffers in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs import Slot
 
 T = TypeVar("T")
 
@@ -26,28 +25,31 @@ def while_once(predicate: Flag, body: Callable[[T], T], carry: T) -> tuple[Flag,
 
 def read(pool: Sequence[Any], slot: Scalar) -> Leaves:
     """One slot of every leaf of a pool ([slots, ...])."""
-    return [Slot(leaf, slot).load() for leaf in pool]
+    return [lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False) for leaf in pool]
 
 
 def write(pool: Sequence[Any], slot: Scalar, values: Sequence[Any]) -> Leaves:
     """The pool with one slot replaced."""
-    return [Slot(leaf, slot).store(value) for leaf, value in zip(pool, values, strict=True)]
+    return [_replaced(leaf, slot, value) for leaf, value in zip(pool, values, strict=True)]
 
 
 def add_at(pool: Any, slot: Scalar, value: Any) -> Any:
     """The leaf with a value added to one slot."""
-    entry = Slot(pool, slot)
-    return entry.store(entry.load() + value.astype(pool.dtype))
+    return _replaced(pool, slot, lax.dynamic_index_in_dim(pool, slot, 0, keepdims=False) + value.astype(pool.dtype))
+
+
+def _replaced(pool: Any, slot: Scalar, value: Any) -> Any:
+    return lax.dynamic_update_index_in_dim(pool, jnp.asarray(value).astype(pool.dtype), slot, 0)
 
 
 def empty_pool(avals: Sequence[Any], slots: int) -> Leaves:
     """Zeroed leaves [slots, ...]."""
-    return [_zeros((slots, *aval.shape), aval.dtype) for aval in avals]
+    return [zeros((slots, *aval.shape), aval.dtype) for aval in avals]
 
 
 def empty(avals: Sequence[Any]) -> Leaves:
     """Zeroed leaves."""
-    return [_zeros(aval.shape, aval.dtype) for aval in avals]
+    return [zeros(aval.shape, aval.dtype) for aval in avals]
 
 
 def add(total: Sequence[Any], values: Sequence[Any]) -> Leaves:
@@ -60,7 +62,8 @@ def strengthen(values: Sequence[Any]) -> Leaves:
     return [value.astype(value.dtype) for value in values]
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Zeros, or as many keys of the seed 0."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         base = jax.random.key(0, impl=str(dtype._impl.name))
         return jnp.broadcast_to(base, shape)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import Slot
+from ..jaxprs import Entry, Slot
 from ..model.places import Place, Places
+from .pools import zeros
 
 Avals: TypeAlias = "Sequence[Any]"
 _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
@@ -49,10 +50,11 @@ class SharedBuffer:
 
     avals: tuple[Any, ...]
     places: dict[tuple[_Key, ...], Places]
+    entries: tuple[Entry, ...]  # how a pool of buffers keeps each leaf
 
     @classmethod
-    def of(cls, kinds: Sequence[Avals]) -> SharedBuffer:
-        """The buffer of these kinds; of one kind, that kind."""
+    def of(cls, kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None = None) -> SharedBuffer:
+        """The buffer of these kinds; of one kind, that kind.  `entries`: how each leaf of each kind may be kept."""
         keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
         most = Counter(key for kind in keyed for key in kind)
         for key in most:
@@ -68,7 +70,8 @@ class SharedBuffer:
             shared = list(common.elements())
             groups = _groups([_rest(kind, common) for kind in keyed])
         places = {kind: _place(kind, number, shared, groups) for number, kind in enumerate(keyed)}
-        return cls((*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups)), places)
+        avals = (*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups))
+        return cls(avals, places, _entries(avals, kinds, places, entries))
 
     def has(self, avals: Avals) -> bool:
         """Whether this is one of the kinds."""
@@ -80,26 +83,41 @@ class SharedBuffer:
 
     def read(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
         """A kind's values out of one slot of a pool of buffers."""
-        return [p.take(Slot(pool[p.at], slot).load()) for p in self.of_kind(avals)]
+        return [p.take(self._slot(pool, slot, p).load()) for p in self.of_kind(avals)]
 
     def write(self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]) -> Leaves:
         """The pool with a kind's values in one slot."""
         return self._write(list(pool), slot, list(zip(self.of_kind(avals), values, strict=True)))
 
-    @staticmethod
-    def _write(found: Leaves, slot: Scalar, values: Sequence[tuple[Place, Any]]) -> Leaves:
+    def _write(self, found: Leaves, slot: Scalar, values: Sequence[tuple[Place, Any]]) -> Leaves:
         for place, value in values:
-            entry = Slot(found[place.at], slot)
-            found[place.at] = entry.store_flat(value) if place.flat else entry.store(value)
+            at = self._slot(found, slot, place)
+            found[place.at] = at.store_flat(value) if place.flat else at.store(value)
         return found
+
+    def _slot(self, pool: Sequence[Any], slot: Scalar, place: Place) -> Slot:
+        return Slot(pool[place.at], slot, self.entries[place.at])
+
+    def empty(self, slots: int) -> Leaves:
+        """A pool of so many slots, of zeros."""
+        found = zip(self.entries, self.avals, strict=True)
+        return [entry.constrain_pool(zeros((slots, *entry.kept), aval.dtype)) for entry, aval in found]
+
+    def take_all(self, pool: Sequence[Any], slot: Scalar) -> Leaves:
+        """Every leaf of a buffer out of one slot."""
+        return [Slot(leaf, slot, entry).load() for leaf, entry in zip(pool, self.entries, strict=True)]
+
+    def put_all(self, pool: Sequence[Any], slot: Scalar, leaves: Sequence[Any]) -> Leaves:
+        """The pool with every leaf of a buffer in one slot."""
+        return [Slot(old, slot, entry).store(new) for old, entry, new in zip(pool, self.entries, leaves, strict=True)]
 
     def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
         """A slot for each leaf of a kind that lies in the buffer as it is."""
-        return [None if p.flat else Slot(pool[p.at], slot) for p in self.of_kind(avals)]
+        return [None if p.flat else self._slot(pool, slot, p) for p in self.of_kind(avals)]
 
     def lazily(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
         """A kind's values out of one slot, still as slots where they can be."""
-        slots = [(p, Slot(pool[p.at], slot)) for p in self.of_kind(avals)]
+        slots = [(p, self._slot(pool, slot, p)) for p in self.of_kind(avals)]
         return [p.take(s.load()) if p.flat else s for p, s in slots]
 
     def stored(self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]) -> Leaves:
@@ -118,6 +136,20 @@ class SharedBuffer:
         for place, value in zip(self.of_kind(avals), values, strict=True):
             found[place.at] = place.put(found[place.at], jnp.asarray(value))
         return found
+
+
+def _entries(
+    avals: Avals, kinds: Sequence[Avals], places: dict[tuple[_Key, ...], Places], wanted: Sequence[Sequence[Entry]] | None
+) -> tuple[Entry, ...]:
+    """How a pool keeps each leaf: as all kinds that have it want it kept, where they agree."""
+    asked: list[list[Entry]] = [[] for _ in avals]
+    for kind, entries in zip(kinds, wanted or (), strict=wanted is not None):
+        for place, entry in zip(places[_keys(kind)], entries, strict=True):
+            asked[place.at].append(replace(entry, shape=avals[place.at].shape, parts=()) if place.flat else entry)
+    return tuple(
+        entries[0] if entries and len(set(entries)) == 1 else Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in entries))
+        for aval, entries in zip(avals, asked, strict=True)
+    )
 
 
 def _keys(avals: Avals) -> tuple[_Key, ...]:

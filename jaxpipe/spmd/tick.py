@@ -45,7 +45,7 @@ class TickEmitter:
                 for kind in those:
                     state = self._block(use, kind, row, state, asks=len(those) > 1)
             if len(template.exchanges) > 1:
-                state = run_chosen(template, self.axis, row, state, blocking=self.blocking)
+                state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
             else:
                 for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
                     brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
@@ -54,7 +54,7 @@ class TickEmitter:
             # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
             for payload, keep, arrival, leaves in awaited.pop(j, ()):
                 at = replace(arrival, slot=jnp.where(given(state.token), 0, arrival.slot))
-                state = arrive(state, payload, at, leaves, keep=keep)
+                state = arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
         assert not awaited, "a transfer is awaited after its trip"
         return state
 

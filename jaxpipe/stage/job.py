@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from ..arrays import PyTree
 from ..lowering.plan import Plan
 from ..model.functions import Functions
 from ..model.param_layout import ParamLayout
+
+# Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`, or None where nothing is split).
+Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Job:
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
     outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
-    observe: Callable[[Any], None] | None = None  # is told what was traced (a `ModelCode`), for reports
+    observe: Observe | None = None  # for reports
 
     @property
     def results(self) -> tuple[str, ...]:

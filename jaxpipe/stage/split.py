@@ -8,11 +8,12 @@ from typing import Any
 
 from jax.extend import core
 
-from ..jaxprs import Cut, cut, drop_dead, equal_outputs, keep_first, known_from, needed_for, sink
+from ..jaxprs import Cut, cut, drop_dead, equal_outputs, into_scans, keep_first, known_from, sink
 from ..jaxprs.cut import keep_work
 from ..jaxprs.flatten import Atom
 from ..program.liveness import LastUse, Liveness
 from .code import StageCode, inexact, reads
+from .weight_cut import cut_weights
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     total, outputs = inputs.total, returns.count
     known = [True] * (inputs.consts + inputs.params) + [False] * (inputs.x + inputs.extra)
     dy = joint.jaxpr.invars[total:]
-    jaxpr = sink(joint.jaxpr, joint.split, known=[*known, *(False for _ in dy)])
+    jaxpr = sink(into_scans(joint.jaxpr), joint.split, known=[*known, *(False for _ in dy)])
     grads = len(jaxpr.outvars) - outputs
 
     # Forward | backward, at the border that jax.vjp drew.
@@ -95,8 +96,8 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     once = len(hoist.outvars)
 
     # Input gradient | weight gradient, by what dx needs.
-    mask = [False] * inputs.params + [True] * (grads - inputs.params)
-    apart = cut(backward, needed_for(backward, mask), outputs=mask)
+    start = total + once
+    apart = cut_weights(backward, params=inputs.params, residuals=slice(start, start + len(kept)))
     return _classify(inputs, once, hoist, forward, backward, apart, returns, len(kept), len(dy), joint.consts)
 
 

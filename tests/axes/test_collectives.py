@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.axes.collectives import Collective, collectives
 from tests.axes.model import CLASSES, HIDDEN, ROWS, SCHEDULES, SPECS, WIDTH, batch, build, canonical, mesh, pipeline
 from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.tiers import exhaustive, slow
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "data": {"data_axes": ("data",)},
@@ -42,7 +43,8 @@ def cases() -> list[Any]:
     """1f1b with each of the options, all schedules with the most; the rest is exhaustive."""
     quick = {(name, options) for name in SCHEDULES for options in OPTIONS if name == "1f1b" or options == "everything"}
     pairs = ((name, options) for name in SCHEDULES for options in OPTIONS)
-    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.exhaustive) for pair in pairs]
+    quickest = {("1f1b", "everything"), ("dualpipe", "everything")}
+    return [pair if pair in quickest else slow(*pair) if pair in quick else exhaustive(*pair) for pair in pairs]
 
 
 @pytest.mark.parametrize(("name", "options"), cases())
@@ -65,7 +67,7 @@ def check_once(ops: list[Collective], options: str, *, chunks: int, combined: bo
 
 @pytest.mark.gpu_compile
 @pytest.mark.skipif(gpu_fault() is not None, reason=f"GPU programs cannot be compiled here ({gpu_fault()})")
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [name if name == "everything" else slow(name) for name in OPTIONS])
 def test_so_does_the_gpu_program(options: str) -> None:
     ops = found("1f1b", FEW, options, gpu=True)
     # XLA:GPU makes one collective of all small ones that are ready together.

@@ -11,6 +11,7 @@ import pytest
 from tests.axes.model import SCHEDULES, SPECS, batch, build, canonical, first, last, like_truth, pipeline, stage, worst_error
 from tests.oracle import oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
+from tests.tiers import slow
 
 M, STEPS = 4, 5
 # Each step goes on from the last one's rounding errors, and Adam divides by the root of a small number: 1e-12 a step, added up.
@@ -57,7 +58,7 @@ def _run(step: Any, params: Any, stages: int) -> tuple[list[float], Any, list[fl
     return losses, params, norms
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["1f1b", *(slow(name) for name in SCHEDULES if name != "1f1b")])
 def test_adamw_with_a_global_clip_takes_the_same_steps(name: str) -> None:
     schedule = build(name, M)
     pipe = pipeline(schedule, **EVERYTHING)

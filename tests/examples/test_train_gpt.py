@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tiers import slow
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 TINY = "--pipe 2 --microbatches 2 --layers 2 --width 16 --heads 2 --context 16 --vocab 256 --batch 4 --warmup 4"
 STEPS, EVERY = 40, 4
@@ -55,6 +57,7 @@ def test_the_loss_goes_down(whole):
     assert sum(losses[-3:]) / 3 < losses[0] - 0.1
 
 
+@pytest.mark.slow  # tests/checkpoint/test_interrupted.py kills a smaller one
 def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(whole, tmp_path):
     process = subprocess.Popen(command(TINY, "--steps", 100_000, "--save-every", EVERY, "--out", tmp_path), stdout=subprocess.DEVNULL)
     folder = tmp_path / "run-1"
@@ -79,8 +82,8 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(whole, tmp_path):
     "flags",
     [
         "--dtype float64",
-        "--dtype float64 --schedule gpipe --data 2 --tied --layers 4",
-        "--dtype float32 --schedule interleaved_1f1b --chunks 2 --layers 4",
+        slow("--dtype float64 --schedule gpipe --data 2 --tied --layers 4"),
+        slow("--dtype float32 --schedule interleaved_1f1b --chunks 2 --layers 4"),
     ],
 )
 def test_verify_finds_the_three_ways_equal(flags):

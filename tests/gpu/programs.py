@@ -143,7 +143,7 @@ def operations(text: str) -> list[Op]:
 
 
 def large_copies(text: str, buffers: Sequence[tuple[int, ...]]) -> list[Op]:
-    """Copies, outside the entry's set-up, of values that have one of these shapes."""
-    wanted = set(buffers)
+    """Copies, outside the entry's set-up, of values that have as many elements as one of these shapes."""
+    wanted = set(map(math.prod, buffers))
     copies = [op for op in operations(text) if op.opcode in ("copy", "copy-start")]
-    return [op for op in copies if op.shape in wanted and "broadcast" not in op.line.split(" copy", 1)[1].split(")")[0]]
+    return [op for op in copies if math.prod(op.shape) in wanted and "broadcast" not in op.line.split(" copy", 1)[1].split(")")[0]]

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.compiled import Beside, Collective, compile_and_read, find_collectives, parse, steady
+from jaxpipe.compiled import Beside, Collective, compile_and_read, find_collectives, parse, steady
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 SIDE, TRIPS = 1024, 4

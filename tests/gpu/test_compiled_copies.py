@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.compiled import LargeMove, Move, compile_and_read, large_moves, parse
+from jaxpipe.compiled import LargeMove, Move, compile_and_read, large_moves, parse
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 TRIPS, SIDE = 6, 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from benchmarks.compiled import Buffer, compile_and_read
-from benchmarks.compiled.memory import largest_buffers
+from jaxpipe.compiled import Buffer, compile_and_read
+from jaxpipe.compiled.memory import largest_buffers
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 REPORT = """Memory Space: default (color=0)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks.compiled import GpuProgram, always, compile_and_read, count_waits, flat, most_waits, never, parse
-from benchmarks.compiled.thunks import graph_nodes
-from benchmarks.compiled.waits import Predicate, find_predicates
+from jaxpipe.compiled import GpuProgram, always, compile_and_read, count_waits, flat, most_waits, never, parse
+from jaxpipe.compiled.thunks import graph_nodes
+from jaxpipe.compiled.waits import Predicate, find_predicates
 from tests.gpu import programs
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 

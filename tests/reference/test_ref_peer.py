@@ -94,6 +94,7 @@ def test_two_processes(two, name):
     compare(TWO[name], two[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_four_processes(four, name):
     compare(FOUR[name], four[name])

@@ -57,6 +57,7 @@ def test_a_layout_resumes_what_another_one_saved(tmp_path):
             assert losses == wanted
 
 
+@pytest.mark.slow
 def test_stages_with_functions_of_their_own_resume(tmp_path):
     functions, canonical = unlike_model(4)
     optimizer = optax.adam(0.1)
@@ -78,6 +79,7 @@ def label(path):
     return "frozen" if "table" in str(path) else "slow" if "scale" in str(path) else "fast"
 
 
+@pytest.mark.slow
 def test_moments_of_masked_parameters_go_on_with_another_layout(tmp_path):
     """A rule for each kind of parameter: each rule's moments are of its parameters alone, and are written without the others."""
 

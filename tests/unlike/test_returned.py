@@ -43,7 +43,9 @@ def with_penalties(params, microbatch, _):
     return total + last({}, x, microbatch)
 
 
-@pytest.mark.parametrize("name", ["zbv", "dualpipe", pytest.param("1f1b", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["zbv", pytest.param("dualpipe", marks=pytest.mark.slow), pytest.param("1f1b", marks=pytest.mark.exhaustive)]
+)
 def test_losses_of_stages_are_added_to_that_of_their_microbatch(name):
     schedule = build(name)
     canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH), "v": (schedule.num_stages, WIDTH)}), "last": {}}

@@ -1,0 +1,112 @@
+"""What one device holds in a step, by what it is for: predicted from the program, its pools, and each block compiled alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from ..arrays import PyTree
+from ..jaxprs.sizes import nbytes
+from ..model.partition import LeafPlan, leaf_plans
+from ..stage.code import run
+from ..stage.job import Job
+from ..stage.model_code import ModelCode
+from ..table.kinds import Kind
+from .body import accumulator_dtype
+from .entries import StageEntries, compiled_alone
+from .operands import SharedBuffers
+from .shared_buffers import SharedBuffer
+from .work_space import work_space
+
+
+def predicted_memory(
+    job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None, params: Mapping[str, PyTree], batch: PyTree
+) -> dict[str, int]:
+    """Bytes of one device, by what they are for, and their "total"; `params` are placed, with shardings.
+
+    parameters, batch   what the step is given
+    gradients           what it returns
+    pools               the slots that the program has, each as large as a device's part of what it holds
+    gathered            whole parameters and accumulators where only parts are given and returned (fsdp, outer, DualPipe's copies)
+    hoisted             what is computed from parameters once a step
+    sent                what is on its way
+    work                of the block that needs most, its own arrays
+    """
+    buffers = SharedBuffers.of(code.kinds, entries)
+    slots = code.program.slots
+    splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
+    names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
+    pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
+    first = slots.first * sum(map(nbytes, (*code.first.residual_input, *code.first.residual_weight)))
+    lanes = max((len(t.lanes) for s in code.program.segments for t in s.templates), default=0)
+    found = {
+        "parameters": sum(map(_local_bytes, jax.tree.leaves(dict(params)))),
+        "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
+        "gradients": sum(_gradient_bytes(job, leaf) for leaf in jax.tree.leaves(dict(params))),
+        "pools": sum(pools.values()) + first,
+        "gathered": _gathered(job, mesh, code, params),
+        "hoisted": _hoisted(job, mesh, code, entries),
+        "sent": (1 + lanes) * (_entry_bytes(buffers.x) + _entry_bytes(buffers.cotangent)),
+        "work": max(work_space(job, mesh, code, entries).values(), default=0),
+    }
+    return {**found, "total": sum(found.values())}
+
+
+def _entry_bytes(buffer: SharedBuffer) -> int:
+    """A device's part of one slot."""
+    return sum(nbytes(aval) // entry.local_share for aval, entry in zip(buffer.avals, buffer.entries, strict=True))
+
+
+def _local_bytes(leaf: Any) -> int:
+    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+
+
+def _gradient_bytes(job: Job, leaf: Any) -> int:
+    return int(_local_bytes(leaf) // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
+
+
+def _gathered(job: Job, mesh: Mesh, code: ModelCode, params: Mapping[str, PyTree]) -> int:
+    total = 0
+    for key in ("first", "last", "shared"):
+        pairs = zip(jax.tree.leaves(params[key]), leaf_plans(job.plans[key]), strict=True)
+        total += sum(_whole_bytes(job, mesh, leaf, plan) for leaf, plan in pairs if plan.gathers)
+    chunks = params["stages"]
+    for chunk in range(code.program.schedule.num_chunks):
+        held = min(chunk, len(chunks) - 1)
+        for leaf, plan in zip(jax.tree.leaves(chunks[held]), leaf_plans(job.plans["stages"][held]), strict=True):
+            # A chunk that another device owns is a copy.
+            total += _whole_bytes(job, mesh, leaf, plan) if plan.gathers or chunk >= len(chunks) else 0
+    return total
+
+
+def _whole_bytes(job: Job, mesh: Mesh, leaf: Any, plan: LeafPlan) -> int:
+    """A parameter with what its manual axes split brought together, and its accumulator."""
+    whole = _local_bytes(leaf) * math.prod(mesh.shape[name] for name, _ in plan.gathers)
+    return int(whole + whole // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
+
+
+def _hoisted(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> int:
+    """Of every chunk of a device, and of first and last."""
+
+    def outputs(consts: int, jaxpr: Any, specs: Iterable[PartitionSpec]) -> int:
+        if not jaxpr.outvars:
+            return 0
+        group = list(zip([v.aval for v in jaxpr.invars], [*(PartitionSpec() for _ in range(consts)), *specs], strict=True))
+        memory = compiled_alone(job, mesh, lambda values: run(jaxpr, *values), group).memory_analysis()
+        return int(getattr(memory, "output_size_in_bytes", 0))
+
+    def split(key: str) -> list[PartitionSpec]:
+        return [PartitionSpec(*plan.auto) for name in (key, "shared") for plan in leaf_plans(job.plans[name])]
+
+    kinds = [
+        outputs(len(kind.consts), kind.hoist, [PartitionSpec()] * kind.num_params if entries is None else entries[number].parameters)
+        for number, kind in enumerate(code.kinds)
+    ]
+    held = {(v, code.kind_of[s]) for stages in code.program.schedule.placement.stages_of for v, s in enumerate(stages)}
+    outer = outputs(len(code.first.consts), code.first.hoist, split("first"))
+    outer += 0 if code.last is None else outputs(len(code.last.consts), code.last.hoist, split("last"))
+    return sum(kinds[kind] for _, kind in held) + outer

@@ -1,0 +1,56 @@
+"""In the GPU program nothing as large as a pool, an accumulator or a stack of layers is made anew in the loop: not copied, not
+transposed, not filled, alone or as the root of a fusion; whatever is kept for the backward, and over every other axis of the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import jaxpipe as jp
+from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
+from jaxpipe.compiled import LargeMove, Move, compile_and_read
+from jaxpipe.jaxprs.entry import Entry
+from tests.gpu.programs import gpu_fault
+from tests.tiers import exhaustive, slow
+
+FAULT = gpu_fault()
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
+]
+CATALOGUE = [name for name in jp.schedules.names() if name != "no_pipelining"]
+ACTIVATION = 2 * SHAPE.rows * SHAPE.time * SHAPE.width  # bytes of what stages hand on: once a block it may be copied
+
+
+def found(case: Case) -> list[LargeMove]:
+    """Whole arrays that the loop carries or reads, larger than what stages hand on, that it makes anew."""
+    moves = compile_and_read(case.lower()).large_moves
+    anew = (each for each in moves if each.place.in_loop and each.move is not Move.SLICE)
+    return [each for each in anew if each.is_carried and each.nbytes > ACTIVATION]
+
+
+def case(name: str, axes: Axes = Axes.PIPE, remat: Remat = Remat.NOTHING) -> Case:
+    return Case(name, devices=4, microbatches=8, axes=axes, remat=remat)
+
+
+def grid() -> list[object]:
+    """Split backwards over every axis in the default tier; the catalogue on the pipe axis among the slow tests; the rest by hand."""
+    quick = {("zb_h1", Axes.PIPE, Remat.NOTHING), ("zb_h1", Axes.TENSOR, Remat.LAYER)}
+    later = {("1f1b", axes, Remat.NOTHING) for axes in Axes} | {(name, Axes.PIPE, Remat.NOTHING) for name in CATALOGUE}
+    later |= {("zb_h1", Axes.PIPE, remat) for remat in Remat}
+    every = [(name, axes, remat) for name in CATALOGUE for axes in Axes for remat in Remat]
+    return [each if each in quick else slow(*each) if each in later else exhaustive(*each) for each in every]
+
+
+@pytest.mark.parametrize(("name", "axes", "remat"), grid())
+def test_nothing_large_is_made_anew(name: str, axes: Axes, remat: Remat) -> None:
+    assert [str(each) for each in found(case(name, axes, remat))] == []
+
+
+def test_pools_in_the_shape_of_their_values_would_be_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check has teeth: without `jaxprs.entry` attention's layouts reach the pools."""
+    monkeypatch.setattr(Entry, "kept", property(lambda entry: entry.shape))
+    monkeypatch.setattr(Entry, "by_row", property(lambda entry: len(entry.shape) > 1))
+    moves = found(replace(case("zb_h1"), microbatches=6))
+    assert any(each.move is Move.TRANSPOSE for each in moves)
