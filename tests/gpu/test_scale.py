@@ -21,28 +21,31 @@ SHAPE = Shape(width=512, heads=4, kv_heads=2, head_dim=16, hidden=64, vocab=128,
 GPIPE = Case(SHAPE, pipe=2, tensor=2, schedule="gpipe", chunks=1, microbatches=16, remat=True, sequence=True)
 
 
-def memory(case: Case) -> Memory:
-    return Memory.of(case, case.report())
-
-
-def check_arguments_and_outputs(found: Memory) -> None:
+def check(found: Memory) -> None:
     # Arguments are the parameters and the batch, outputs the gradients and the loss, but for what XLA aligns: some bytes an array.
-    assert 0 <= found.arguments - found.parameters - found.batch < 2**14
-    assert 0 <= found.outputs - found.gradients < 2**14
+    assert 0 <= found.arguments - found.predicted["parameters"] - found.predicted["batch"] < 2**14
+    assert 0 <= found.outputs - found.predicted["gradients"] < 2**14
+    # What is predicted leaves out how XLA packs temporary arrays of a block beside those of the loop.
+    assert abs(found.ratio - 1) <= 0.05
 
 
-def test_memory_is_what_the_plan_predicts() -> None:
-    gpipe, one = memory(GPIPE), memory(replace(GPIPE, schedule="1f1b"))
-    check_arguments_and_outputs(gpipe)
-    check_arguments_and_outputs(one)
-    assert gpipe.pools > 4 * one.pools
-    # The work space of a block is the same, so the programs differ by what their slots hold, but for a permute's buffers.
+def test_memory_is_what_the_report_predicts() -> None:
+    check(Memory.of(replace(GPIPE, schedule="zb_h1").report()))
+
+
+@pytest.mark.slow
+def test_programs_differ_by_what_their_slots_hold() -> None:
+    gpipe, one = Memory.of(GPIPE.report()), Memory.of(replace(GPIPE, schedule="1f1b").report())
+    check(gpipe)
+    check(one)
+    assert gpipe.predicted["pools"] > 4 * one.predicted["pools"]
+    # The work space of a block is the same, but for a permute's buffers.
     activation = 2 * SHAPE.rows * SHAPE.time * SHAPE.width
-    assert abs((gpipe.temp - one.temp) - (gpipe.pools - one.pools)) <= 2 * activation
+    assert abs((gpipe.temp - one.temp) - (gpipe.predicted["pools"] - one.predicted["pools"])) <= 2 * activation
 
 
 @pytest.mark.exhaustive
 def test_an_uneven_layout_compiles_for_the_same_mesh() -> None:
     """Seven layers on the four stages of two devices."""
     uneven = replace(GPIPE, schedule="interleaved_1f1b", chunks=2, shape=replace(SHAPE, layers=7), layout="Et|tt|tt|ttL")
-    check_arguments_and_outputs(memory(uneven))
+    check(Memory.of(uneven.report()))
