@@ -5,7 +5,6 @@ No shard_map, no compilation, no cut of the backward: an oracle for the SPMD exe
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,7 +64,7 @@ class _Shard:
     """The model on one data shard (a `program.interpret.Model`): residuals are `jax.vjp` functions, a stash is the gradient itself."""
 
     def __init__(self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...], shard: int) -> None:
-        self.job, self.functions = job, replace(job.functions, training=job.training)
+        self.job, self.functions = job, job.functions
         self.batch = split_batch(batch, job.num_microbatches)
         self.rng = rng if rng is None or job.data_size == 1 else jax.random.fold_in(rng, shard)
         self.outer = {key: params[key] for key in ("first", "last", "shared")}

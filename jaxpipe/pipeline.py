@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree
+from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .layouts.layout import Layout
 from .lowering.plan import Prefer, forward_plan, plan_of
@@ -27,6 +29,11 @@ from .stage.job import Executor, Job
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.schedule import Schedule
+
+_NO_GRADIENT = (
+    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
+    "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
+)
 
 
 class Pipeline:
@@ -130,9 +137,12 @@ class Pipeline:
         )
         self.layout = model.layout
         self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
-        self._jit_step = self._jitted(self._step)
-        self._jit_evaluate = self._jitted(self._evaluate)
-        self._jit_outputs = self._jitted(self._outputs)
+        step, forwards = self._jitted(self._step), self._jitted(self._forwards)
+        self._jit_step = without_gradient(step, _NO_GRADIENT.format("value_and_grad"))
+        self._jit_evaluate = without_gradient(self._jitted(self._evaluate), _NO_GRADIENT.format("evaluate"))
+        self._jit_outputs = without_gradient(self._jitted(self._outputs), _NO_GRADIENT.format("outputs"))
+        # What stages hand from microbatch to microbatch is known after a step alone.
+        self._jit_loss = differentiable_loss((lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step)
 
     # Parameters
 
@@ -194,6 +204,23 @@ class Pipeline:
         """
         results, grads = self._jit_step(params, batch, rng, state)
         return self._answer(results, with_state=self.functions.has_state), grads
+
+    def loss(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
+        """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad` differentiate by `params`.
+
+        Differentiated, it runs the step of `value_and_grad` once and scales its gradients, which then have the parameters' own dtypes;
+        else it runs forwards alone, as in training (`evaluate` tells functions `training=False`).  With has_metrics it is
+        (loss, metrics), with state (loss, new state), with both (loss, (metrics, new state)), for `has_aux=True`: these are constants.
+
+        Raises:
+            PipelineError: as `value_and_grad` does; and where batch, rng or state depend on what is differentiated.
+
+        Example:
+            loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 * optax.tree.norm(p, squared=True))(params)
+        """
+        results = self._jit_loss(params, batch, rng, state)
+        aux = [results[key] for key, there in (("metrics", self.functions.has_metrics), ("state", self.functions.has_state)) if there]
+        return (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
 
     def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed."""
@@ -324,13 +351,22 @@ class Pipeline:
     def _step(
         self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Callable[[ModelCode], None] | None = None
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-        if self.functions.last is None:
-            raise PipelineError("a training step needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
+        self._check_last("a training step")
         if self.schedule.forward_only:
             raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
         return self._run(params, batch, rng, state, training=True, observe=observe)
 
+    def _forwards(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
+        """The results of a step, without its gradients."""
+        self._check_last("`loss`")
+        return self._run(params, batch, rng, state, training=False, told=True)[0]
+
+    def _check_last(self, what: str) -> None:
+        if self.functions.last is None:
+            raise PipelineError(f"{what} needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
+
     def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
+        self._check_last("`evaluate`")
         return self._run(params, batch, rng, state, training=False)[0]
 
     def _outputs(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> PyTree:
@@ -344,13 +380,16 @@ class Pipeline:
         state: Any,
         *,
         training: bool,
+        told: bool | None = None,
         outputs: bool = False,
         observe: Callable[[ModelCode], None] | None = None,
     ) -> Any:
+        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None."""
         self._check_step(params, batch, state)
+        functions = replace(self.functions, training=training if told is None else told)
         job = Job(
             plan=self._plan if training else forward_plan(self.schedule),
-            functions=self.functions.handing_over() if outputs else self.functions,
+            functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
             data_axes=self.data_axes,
