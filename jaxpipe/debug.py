@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .errors import PipelineError
@@ -109,8 +109,7 @@ class _Search:
 
     def __init__(self, pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any) -> None:
         self.pipe, self.params, self.rng = pipe, params, rng
-        # Axes of explicit type want every argument resharded by hand; here the partitioner may do it.
-        self.mesh = Mesh(pipe.mesh.devices, pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names))
+        self.mesh = pipe.mesh
         self.rows = PartitionSpec(pipe.data_axes or None)
         self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch)
         functions = pipe.functions
@@ -122,7 +121,7 @@ class _Search:
         )
         self.last = _Call("last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS)
         self._compiled: dict[tuple[Phase, str], Callable[..., Any]] = {}
-        self._pick = jax.jit(pipe._automatic(lambda tree, d: jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree)))
+        self._pick = jax.jit(lambda tree, d: jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree))
 
     def microbatch(self, microbatch: int) -> Nonfinite | None:
         """Forwards in order, keeping what enters each stage, then backwards in reverse."""

@@ -5,7 +5,6 @@ No shard_map, no compilation, no cut of the backward: an oracle for the SPMD exe
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -43,18 +42,17 @@ class EagerExecutor:
         self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job."""
-        where = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), params)
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
         program = verify(job.plan.program(Liveness()))
         shards = [_Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard) for shard in range(job.data_size)]
         for shard in shards:
             interpret(program, shard)
         results = _results(job, shards)
+        scale = results.pop("weight", 1.0)
         if not job.training:
             return results, {}
-        scale = 1.0 if job.functions.loss is Loss.MEAN else results.pop("weight")
         grads = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]) * scale, *(shard.gradients() for shard in shards))
-        return results, jax.tree.map(lambda grad, to: grad if to is None else jax.device_put(grad.astype(grad.dtype), to), grads, where)
+        return results, grads
 
 
 def _rows_of(batch: PyTree, shard: int, count: int) -> PyTree:
@@ -66,7 +64,7 @@ class _Shard:
     """The model on one data shard (a `program.interpret.Model`): residuals are `jax.vjp` functions, a stash is the gradient itself."""
 
     def __init__(self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...], shard: int) -> None:
-        self.job, self.functions = job, replace(job.functions, training=job.training)
+        self.job, self.functions = job, job.functions
         self.batch = split_batch(batch, job.num_microbatches)
         self.rng = rng if rng is None or job.data_size == 1 else jax.random.fold_in(rng, shard)
         self.outer = {key: params[key] for key in ("first", "last", "shared")}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree
+from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .layouts.layout import Layout
 from .lowering.plan import Prefer, forward_plan, plan_of
 from .model.functions import Function, Functions, Loss
+from .model.mesh import automatic, explicit_context, jit_on_mesh, on_mesh
 from .model.param_layout import OUTER, check_canonical
 from .model.partition import Partition
 from .model.read import read_model
@@ -26,6 +29,11 @@ from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.schedule import Schedule
+
+_NO_GRADIENT = (
+    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
+    "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
+)
 
 
 class Pipeline:
@@ -43,7 +51,8 @@ class Pipeline:
             `(layer_params, x) -> x`; canonical parameters of "stages" are then {letter: leaves [layers, ...] in model order}.
         layout: the layers of each stage, "Et*3|(tt|)*29,m|L" (see `parse_layout`); no stage computes layers that it does not have.
         schedule: any valid table; its devices are the mesh's pipe axis.
-        mesh: a `jax.sharding.Mesh`; axes that are neither `axis` nor in `data_axes` are left to the partitioner.
+        mesh: a `jax.sharding.Mesh` with axes of any types; axes that are neither `axis` nor in `data_axes` are left to the partitioner.
+            `pipe.mesh` has the same devices with automatic axes, and what the pipeline returns lies there.
         axis: the name of the pipe axis.
         first, last: what comes before the first stage and after the last one; they run on those devices only.
         data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
@@ -101,12 +110,12 @@ class Pipeline:
     ) -> None:
         _check_kinds(schedule, mesh)
         self.schedule = check(schedule)
-        self.mesh = mesh
+        self.mesh = automatic(mesh)
         self.axis = axis
         self.data_axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
         self.prefer = _prefer(prefer)
-        _check_mesh(schedule, mesh, axis, self.data_axes, fsdp)
+        _check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp)
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.partition = Partition(
             axis=axis,
@@ -117,7 +126,7 @@ class Pipeline:
             specs=specs,
             layered=model.layout.layers is not None,
         )
-        self._executor: Executor = SpmdExecutor(mesh, self.partition) if executor is None else executor
+        self._executor: Executor = SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         self.functions = Functions(
             stages=tuple(_rematerialised(model.stages, remat)),
             first=model.first,
@@ -128,9 +137,12 @@ class Pipeline:
         )
         self.layout = model.layout
         self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
-        self._jit_step = self._jitted(self._step)
-        self._jit_evaluate = self._jitted(self._evaluate)
-        self._jit_outputs = self._jitted(self._outputs)
+        step, forwards = self._jitted(self._step), self._jitted(self._forwards)
+        self._jit_step = without_gradient(step, _NO_GRADIENT.format("value_and_grad"))
+        self._jit_evaluate = without_gradient(self._jitted(self._evaluate), _NO_GRADIENT.format("evaluate"))
+        self._jit_outputs = without_gradient(self._jitted(self._outputs), _NO_GRADIENT.format("outputs"))
+        # What stages hand from microbatch to microbatch is known after a step alone.
+        self._jit_loss = differentiable_loss((lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step)
 
     # Parameters
 
@@ -192,6 +204,23 @@ class Pipeline:
         """
         results, grads = self._jit_step(params, batch, rng, state)
         return self._answer(results, with_state=self.functions.has_state), grads
+
+    def loss(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
+        """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad` differentiate by `params`.
+
+        Differentiated, it runs the step of `value_and_grad` once and scales its gradients, which then have the parameters' own dtypes;
+        else it runs forwards alone, as in training (`evaluate` tells functions `training=False`).  With has_metrics it is
+        (loss, metrics), with state (loss, new state), with both (loss, (metrics, new state)), for `has_aux=True`: these are constants.
+
+        Raises:
+            PipelineError: as `value_and_grad` does; and where batch, rng or state depend on what is differentiated.
+
+        Example:
+            loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 * optax.tree.norm(p, squared=True))(params)
+        """
+        results = self._jit_loss(params, batch, rng, state)
+        aux = [results[key] for key, there in (("metrics", self.functions.has_metrics), ("state", self.functions.has_state)) if there]
+        return (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
 
     def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed."""
@@ -294,17 +323,10 @@ class Pipeline:
     def _compiled(self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree) -> Callable[[PyTree], PyTree]:
         """The jitted function that rearranges such a tree, made once; results lie at `to`, or anywhere where it is None."""
         leaves, form = jax.tree.flatten(to)
-        key = (arrange.__name__, jax.tree.structure(tree), form, tuple(leaves))
+        key = (arrange.__name__, jax.tree.structure(tree), form, tuple(leaves), explicit_context(self.mesh))
         if key not in self._jit_layouts:
-            moved = arrange if arrange == self._arranged else self._automatic(arrange, to)
-            self._jit_layouts[key] = jax.jit(moved) if to is None else jax.jit(moved, out_shardings=to)
+            self._jit_layouts[key] = jit_on_mesh(self.mesh, arrange, to)
         return self._jit_layouts[key]
-
-    def _automatic(self, function: Callable[..., PyTree], to: PyTree = None) -> Callable[..., PyTree]:
-        """Let the partitioner choose shardings inside, where the mesh's axes are explicit (as `jax.make_mesh` makes them)."""
-        if AxisType.Explicit not in self.mesh.axis_types:
-            return function
-        return auto_axes(function, axes=self.mesh.axis_names, out_sharding=to or NamedSharding(self.mesh, PartitionSpec()))
 
     def _canonical_shardings(self, like: dict[str, PyTree], placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Stages over the pipe axis where they divide; over other axes everything as it was, where stages are alike."""
@@ -332,13 +354,22 @@ class Pipeline:
     def _step(
         self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Observe | None = None
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-        if self.functions.last is None:
-            raise PipelineError("a training step needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
+        self._check_last("a training step")
         if self.schedule.forward_only:
             raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
         return self._run(params, batch, rng, state, training=True, observe=observe)
 
+    def _forwards(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
+        """The results of a step, without its gradients."""
+        self._check_last("`loss`")
+        return self._run(params, batch, rng, state, training=False, told=True)[0]
+
+    def _check_last(self, what: str) -> None:
+        if self.functions.last is None:
+            raise PipelineError(f"{what} needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
+
     def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
+        self._check_last("`evaluate`")
         return self._run(params, batch, rng, state, training=False)[0]
 
     def _outputs(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> PyTree:
@@ -352,13 +383,16 @@ class Pipeline:
         state: Any,
         *,
         training: bool,
+        told: bool | None = None,
         outputs: bool = False,
         observe: Observe | None = None,
     ) -> Any:
+        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None."""
         self._check_step(params, batch, state)
+        functions = replace(self.functions, training=training if told is None else told)
         job = Job(
             plan=self._plan if training else forward_plan(self.schedule),
-            functions=self.functions.handing_over() if outputs else self.functions,
+            functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
             data_axes=self.data_axes,
@@ -369,7 +403,16 @@ class Pipeline:
             outputs=outputs,
             observe=observe,
         )
-        return self._executor.run(job, params, batch, rng, state)
+        lie = self._result_shardings(job, params)
+        if self._executor.compiles:
+            return on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(params, batch, rng, state)
+        return jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, self._executor.run(job, params, batch, rng, state))
+
+    def _result_shardings(self, job: Job, params: Mapping[str, PyTree]) -> tuple[dict[str, NamedSharding], PyTree]:
+        """Where results and gradients lie, whatever the executor is."""
+        spread = {"state": PartitionSpec(self.axis), "outputs": PartitionSpec(self.data_axes or None)}
+        results = {key: NamedSharding(self.mesh, spread.get(key, PartitionSpec())) for key in job.results}
+        return results, self.partition.shardings(self.mesh, params) if job.training else {}
 
     @property
     def _data_size(self) -> int:
@@ -487,12 +530,5 @@ def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str,
             faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
     if fsdp is not None and fsdp not in data_axes:
         faults.append(f"fsdp={fsdp!r} must be one of data_axes={data_axes}: its devices see different rows of the batch")
-    left = {n: t for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if n not in (axis, *data_axes)}
-    explicit = [n for n, t in left.items() if t is AxisType.Explicit and sizes[n] > 1]
-    if explicit:
-        faults.append(
-            f"axes {explicit} are left to the partitioner but are of explicit type; make the mesh with "
-            f"jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)}, axis_types=(jax.sharding.AxisType.Auto,) * {len(sizes)})"
-        )
     if faults:
         raise PipelineError.listing("the mesh does not fit", faults)

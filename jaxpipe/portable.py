@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding, auto_axes
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .arrays import PyTree
 from .errors import CheckpointError
+from .model.mesh import explicit_context, jit_on_mesh
 from .model.param_layout import OUTER
 from .pipeline import Pipeline
 
@@ -288,11 +289,9 @@ class PortableState:
         to = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(like), is_leaf=lambda s: isinstance(s, PartitionSpec))
         if abstract:
             return jax.tree.map(_with_sharding, like, to)
-        key = (*key, *(leaf.shape for leaf in jax.tree.leaves(leaves)))
+        key = (*key, *(leaf.shape for leaf in jax.tree.leaves(leaves)), explicit_context(mesh))
         if key not in self._programs:
-            explicit = AxisType.Explicit in mesh.axis_types
-            moved = auto_axes(arrange, axes=mesh.axis_names, out_sharding=to) if explicit else arrange
-            self._programs[key] = jax.jit(moved, out_shardings=to)
+            self._programs[key] = jit_on_mesh(mesh, arrange, to)
         return self._programs[key](leaves)
 
     def _spread(self, leaf: Any, rule: Rule) -> Any:

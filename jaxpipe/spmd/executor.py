@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..model.partition import Partition
@@ -29,10 +29,6 @@ class SpmdExecutor:
         """Do the job; it may be traced."""
         everywhere, rows, kept = PartitionSpec(), PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
         placed = self.partition.manual_specs(params)
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if any(types[name] is AxisType.Explicit for name in job.data_axes):
-            # An explicit axis is not resharded by itself, and a batch from the host is spread over no axis.
-            batch = jax.tree.map(lambda leaf: jax.reshard(leaf, NamedSharding(self.mesh, rows)), batch)
         blocking = any(device.platform == "cpu" for device in self.mesh.devices.flat)
         spread = {"state": kept, "outputs": rows}
         entries = self._entries(job, placed, params, batch, rng, state)

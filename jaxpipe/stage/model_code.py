@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ def trace_model(
     rng: Any,
 ) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions = replace(job.functions, training=job.training)
+    functions = job.functions
     outer_wants = frozenset({"microbatch", "ctx"})
     index = jnp.int32(0)
     outer = make_extra(batch, rng, index, index, outer_wants)

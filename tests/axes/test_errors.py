@@ -7,43 +7,15 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from tests.axes.model import SPECS, batch, build, canonical, mesh, pipeline, truth, worst_error
-from tests.parity.tolerance import FLOAT64
+from tests.axes.model import batch, build, canonical, mesh, pipeline
 
 
 def raises(*parts: str) -> Any:
     """A PipelineError whose text holds all of these, in any order."""
     return pytest.raises(jp.PipelineError, match="(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts))
-
-
-def explicit_mesh(**types: AxisType) -> Mesh:
-    names = ("pipe", "data", "tensor")
-    return jax.make_mesh((2, 2, 2), names, axis_types=tuple(types.get(n, AxisType.Explicit) for n in names))
-
-
-def test_an_explicit_axis_is_left_to_the_partitioner() -> None:
-    with raises(
-        "axes ['tensor'] are left to the partitioner", "explicit type", "jax.make_mesh((2, 2, 2), ('pipe', 'data', 'tensor'), axis_types="
-    ):
-        pipeline(build("1f1b"), mesh=explicit_mesh(), data_axes=("data",))
-
-
-def test_every_explicit_axis_is_listed() -> None:
-    with raises("axes ['data', 'tensor']"):
-        pipeline(build("1f1b"), mesh=explicit_mesh())
-
-
-@pytest.mark.parametrize("options", [{}, {"fsdp": "data"}], ids=["data", "fsdp"])
-def test_pipe_and_data_axes_may_be_explicit(options: dict[str, Any]) -> None:
-    pipe = pipeline(build("1f1b"), mesh=explicit_mesh(tensor=AxisType.Auto), data_axes=("data",), specs=SPECS, **options)
-    loss, grads = pipe.value_and_grad(pipe.place(canonical(2)), batch(4))
-    wanted_loss, wanted = truth(2, 4)
-    assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
-    found = pipe.canonical(grads)
-    assert worst_error({key: found[key] for key in wanted}, wanted) <= FLOAT64
 
 
 def test_fsdp_is_no_data_axis() -> None:

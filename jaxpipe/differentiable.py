@@ -1,0 +1,95 @@
+"""Functions of a pipeline under `jax.grad`: a loss whose derivative is the table's own backward, and others that say they have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from .arrays import PyTree
+from .errors import PipelineError
+
+T = TypeVar("T")
+
+
+def differentiable_loss(
+    value: Callable[..., dict[str, Any]], value_and_grad: Callable[..., tuple[dict[str, Any], PyTree]]
+) -> Callable[..., dict[str, Any]]:
+    """`f(params, *rest) -> {"loss", ...}`, whose loss is differentiable by `params`: the step's gradients, scaled by the cotangent.
+
+    `value` is called where nothing is differentiated, `value_and_grad`, which returns (the same, gradients), where something is.  Other
+    results are constants, and `rest` may not depend on what is differentiated.
+    """
+
+    @jax.custom_vjp
+    def results(params: PyTree, *rest: PyTree) -> Any:
+        return value(params, *rest)
+
+    def forward(params: PyTree, *rest: PyTree) -> tuple[dict[str, Any], PyTree]:
+        _check_constant(dict(zip(("batch", "rng", "state"), rest, strict=True)))
+        params, rest = jax.tree.map(_plain, (params, rest), is_leaf=_is_primal)
+        found, grads = value_and_grad(params, *rest)
+        return found, (params, grads)
+
+    def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
+        params, grads = kept
+        scale = cotangents["loss"]
+        none = (None, None, None)  # batch, rng, state
+        if isinstance(scale, SymbolicZero):
+            return jax.tree.map(jnp.zeros_like, params), *none
+        return jax.tree.map(lambda p, g: (g * scale.astype(g.dtype)).astype(jnp.result_type(p)), params, grads), *none
+
+    results.defvjp(forward, backward, symbolic_zeros=True)
+
+    def call(*arguments: PyTree) -> dict[str, Any]:
+        found = results(*arguments)
+        return {key: leaf if key == "loss" else jax.lax.stop_gradient(leaf) for key, leaf in found.items()}
+
+    return call
+
+
+def without_gradient(function: Callable[..., T], message: str) -> Callable[..., T]:
+    """The function, which raises PipelineError with this message where JAX differentiates it."""
+
+    @jax.custom_vjp
+    def guarded(*arguments: PyTree) -> T:
+        return function(*arguments)
+
+    def forward(*arguments: PyTree) -> tuple[T, None]:
+        if any(_moves(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_primal)):
+            raise PipelineError(message)
+        return function(*jax.tree.map(_plain, arguments, is_leaf=_is_primal)), None
+
+    def backward(_kept: None, _cotangents: Any) -> Any:
+        raise AssertionError("nothing that moves went in")
+
+    guarded.defvjp(forward, backward, symbolic_zeros=True)
+    return guarded
+
+
+def _is_primal(node: Any) -> bool:
+    return isinstance(node, CustomVJPPrimal)
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, CustomVJPPrimal) else leaf
+
+
+def _moves(leaf: Any) -> bool:
+    """Whether a leaf depends on what is differentiated, and could have a gradient."""
+    return isinstance(leaf, CustomVJPPrimal) and leaf.perturbed and bool(jnp.issubdtype(jnp.result_type(leaf.value), jnp.inexact))
+
+
+def _check_constant(rest: PyTree) -> None:
+    """PipelineError listing what else than parameters is differentiated."""
+    leaves = jax.tree_util.tree_leaves_with_path(rest, is_leaf=_is_primal)
+    faults = [jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if _moves(leaf)]
+    if faults:
+        raise PipelineError.listing(
+            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is differentiated (compute them in `first`, "
+            "from its parameters, or put jax.lax.stop_gradient around them)",
+            faults,
+        )

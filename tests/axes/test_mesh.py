@@ -1,0 +1,99 @@
+"""Meshes with axes of any types: what the pipeline hands out works in eager JAX, and it takes what lies on such a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxpipe as jp
+from jaxpipe.eager import EagerExecutor
+from tests.axes.model import SPECS, batch, build, canonical, like_truth, pipeline, truth, worst_error
+from tests.parity.tolerance import FLOAT64
+
+EXPLICIT = AxisType.Explicit
+
+
+def small_pipe(**options: Any) -> tuple[jp.Pipeline, Any, Any]:
+    """Two stages on README's mesh, with canonical parameters and a batch."""
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2], axis_types=(EXPLICIT,))
+    pipe = jp.Pipeline(
+        lambda p, x: jnp.tanh(x @ p),
+        schedule=schedule,
+        mesh=mesh,
+        last=lambda p, x, mb: (jnp.mean(x @ p), {"m": jnp.sum(x)}),
+        has_metrics=True,
+        **options,
+    )
+    return pipe, {"stages": np.full((2, 3, 3), 0.1), "last": np.ones((3, 1))}, {"x": np.ones((4, 3))}
+
+
+def test_what_comes_from_an_explicit_mesh_works_in_eager_jax() -> None:
+    pipe, weights, rows = small_pipe()
+    params = pipe.place(weights)
+    (loss, metrics), grads = pipe.value_and_grad(params, rows)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
+    # A sum of two dozen squares in another order.
+    np.testing.assert_allclose(optax.tree.norm(grads), norm, rtol=1e-14)
+    clipped, _ = optax.clip_by_global_norm(norm / 2).update(grads, optax.EmptyState())
+    np.testing.assert_allclose(optax.tree.norm(clipped), norm / 2, rtol=1e-14)
+    assert np.array_equal(ravel_pytree(grads)[0], np.concatenate([leaf.ravel() for leaf in leaves]))
+    assert np.array_equal(params["stages"][0][1], weights["stages"][1])
+    assert np.isfinite(loss + metrics["m"] + optax.tree.norm(grads))
+    # The same compiled program: parameters from the host are moved to where placed ones lie.
+    again = pipe.value_and_grad(jax.tree.map(np.asarray, params), rows)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again[1]), jax.tree.leaves(grads), strict=True))
+
+
+def test_the_eager_executor_places_results_as_the_compiled_step_does() -> None:
+    placed = []
+    for executor in (None, EagerExecutor()):
+        pipe, weights, rows = small_pipe(executor=executor)
+        found = pipe.value_and_grad(pipe.place(weights), rows)
+        placed.append(found)
+    for compiled, eager in zip(jax.tree.leaves(placed[0]), jax.tree.leaves(placed[1]), strict=True):
+        assert eager.sharding.is_equivalent_to(compiled.sharding, eager.ndim)
+
+
+def explicit_mesh(**types: AxisType) -> Mesh:
+    names = ("pipe", "data", "tensor")
+    return jax.make_mesh((2, 2, 2), names, axis_types=tuple(types.get(n, EXPLICIT) for n in names))
+
+
+def wanted_of(pipe: jp.Pipeline, found: Any) -> float:
+    """The worst error of (loss, grads) against one device."""
+    return worst_error((found[0], like_truth(pipe.canonical(found[1]))), truth(2, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"fsdp": "data"}], ids=["data", "fsdp"])
+def test_every_axis_may_be_explicit(options: dict[str, Any]) -> None:
+    mesh = explicit_mesh()
+    pipe = pipeline(build("1f1b"), mesh=mesh, data_axes=("data",), specs=SPECS, **options)
+    rows = jax.device_put(batch(4), NamedSharding(mesh, PartitionSpec("data")))  # a user's own arrays have explicit axes
+    weights = jax.device_put(canonical(2), NamedSharding(mesh, PartitionSpec()))
+    assert wanted_of(pipe, pipe.value_and_grad(pipe.place(weights), rows)) <= FLOAT64
+
+
+def test_under_set_mesh_results_have_the_contexts_axes() -> None:
+    """There arrays of automatic axes could not be computed with."""
+    mesh = explicit_mesh(tensor=AxisType.Auto)
+    pipe = pipeline(build("1f1b"), mesh=mesh, data_axes=("data",), specs=SPECS)
+    with jax.set_mesh(mesh):
+        params = pipe.place(canonical(2))
+
+        @jax.jit
+        def step(params: Any, rows: Any) -> Any:
+            loss, grads = pipe.value_and_grad(jax.tree.map(lambda leaf: 1.0 * leaf, params), rows)
+            return 1.0 * loss, jax.tree.map(lambda g, p: g + 0.0 * p, grads, params)
+
+        found = step(params, batch(4))
+        assert np.isfinite(optax.tree.norm(found[1]))
+    assert wanted_of(pipe, found) <= FLOAT64
