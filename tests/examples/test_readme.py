@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
+import subprocess
+import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
+from tests.environment import quick
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 ROW = re.compile(r"^\| (`.+`) \| (any|\d+).* \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|", re.MULTILINE)
 
 
@@ -42,18 +46,21 @@ def test_a_row_of_the_table_is_what_simulate_finds(name, chunks, makespan, bubbl
     assert chunks == "any" or schedule.num_chunks == int(chunks)
 
 
-def test_the_snippet_runs():
+def test_the_snippet_runs_as_it_stands(tmp_path):
     snippet = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    keys = jax.random.split(jax.random.key(0), 4)
-    given = {
-        "table": jax.random.normal(keys[0], (10, 6)),
-        "w1": jax.random.normal(keys[1], (4, 6, 12)),
-        "w2": jax.random.normal(keys[2], (4, 12, 6)),
-        "head": jax.random.normal(keys[3], (6, 1)),
-        "tokens": jnp.arange(16) % 10,
-        "target": jnp.ones((16, 1)),
-    }
-    names = dict(given)
-    exec(snippet, names)
-    assert jnp.isfinite(names["loss"])
-    assert jax.tree.map(jnp.shape, names["grads"]) == jax.tree.map(jnp.shape, names["params"])
+    pasted = tmp_path / "pasted.py"
+    pasted.write_text(snippet)
+    done = subprocess.run([sys.executable, str(pasted)], capture_output=True, text=True, timeout=300, env=quick(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr  # no warnings
+    losses = [float(text) for text in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 20
+    assert losses[0] == pytest.approx(math.log(100), abs=0.1)  # the first guess is uniform
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_line_that_installs_names_extras_that_there_are():
+    (extra,) = re.findall(r'pip install -e "\.\[(\w+)\]"', README)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = project["optional-dependencies"][extra]
+    assert any(need.startswith("optax") for need in needs)  # which the snippet imports

@@ -1,5 +1,6 @@
 """Every model through tables with a cut backward, against plain autograd; and models against formulas written out again."""
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ from test_ref_executor import BIDIRECTIONAL, RECOMPUTED, TOLERANCE, ZERO_BUBBLE,
 
 import torch_ref
 from torch_ref import TorchRefError
-from torch_ref.models import GPT, MLP, RNN, Context, ConvNet, MoE, build, names
+from torch_ref.models import GPT, MLP, RNN, Context, ConvNet, Llama, MoE, build, names
 
 torch.set_num_threads(1)
 
@@ -24,8 +25,16 @@ def rnn_batch(rows, *, seed=0):
     return {"x": rng.standard_normal((rows, 6, 4)), "y": rng.standard_normal((rows, 6, 2))}
 
 
+def packed_batch(rows, *, seed=0):
+    """Rows of two documents, the second from token 2 or 3 on."""
+    second = np.arange(6) >= 2 + np.arange(rows)[:, None] % 2
+    places = np.arange(6) - np.where(second, second.argmax(1)[:, None], 0)
+    return gpt_batch(rows, seed=seed, weighted=True) | {"segments": 1 + second.astype(int), "positions": places}
+
+
 CASES = {
     "conv": (ConvNet, conv_batch),
+    "llama": (lambda **how: Llama(vocab=11, layers_per_stage=2, rope_factor=8.0, rope_context=16, tied=True, **how), packed_batch),
     "moe": (lambda **how: MoE(vocab=11, **how), gpt_batch),
     "moe returning its auxiliary loss": (lambda **how: MoE(vocab=11, returned="sum_count" not in how, **how), gpt_batch),
     "rnn": (RNN, rnn_batch),
@@ -88,6 +97,50 @@ def test_gpt_formulas_in_numpy(tied):
     logits = layer_norm(x, w["last/ln/scale"], w["last/ln/bias"]) @ (wte.T if tied else w["last/head/kernel"])
     result = torch_ref.run("0F0\n1F0\n", model, batch, weights=w)
     np.testing.assert_allclose(result.loss, cross_entropy(logits, batch["targets"]), rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_formulas_in_numpy(tied):
+    """The docstring's formulas, a token, a head and a pair of features at a time; each document by itself."""
+    how = {"rope_factor": 8.0, "rope_context": 16}
+    model, batch = Llama(num_stages=2, layers_per_stage=2, vocab=11, hidden=12, tied=tied, **how), packed_batch(2)
+    w = model.init(5)
+    table = w["shared/table"] if tied else w["first/table"]
+
+    def rms(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def turned(u, heads):
+        found = np.empty((len(u), heads, 8))
+        for place, head, i in itertools.product(range(len(u)), range(heads), range(4)):
+            speed = 10_000.0 ** (-2 * i / 8)
+            turns = 16 * speed / (2 * math.pi)
+            mixed = min(max((turns - 1) / 3, 0), 1)
+            angle = place * ((1 - mixed) * speed / 8 + mixed * speed)
+            a, b = u[place, 8 * head + i], u[place, 8 * head + i + 4]
+            found[place, head, i] = a * math.cos(angle) - b * math.sin(angle)
+            found[place, head, i + 4] = b * math.cos(angle) + a * math.sin(angle)
+        return found
+
+    def document(x):
+        for s, i in itertools.product(range(2), range(2)):
+            p = {name.removeprefix("stages/"): value[s, i] for name, value in w.items() if name.startswith("stages/")}
+            u, joined = rms(x, p["norm1/scale"]), np.zeros((len(x), 4, 8))
+            q, k, v = turned(u @ p["attn/q/kernel"], 4), turned(u @ p["attn/k/kernel"], 2), (u @ p["attn/v/kernel"]).reshape(-1, 2, 8)
+            for t, head in itertools.product(range(len(x)), range(4)):
+                a = np.exp(k[: t + 1, head // 2] @ q[t, head] / math.sqrt(8))
+                joined[t, head] = a / a.sum() @ v[: t + 1, head // 2]
+            x = x + joined.reshape(len(x), -1) @ p["attn/out/kernel"]
+            u = rms(x, p["norm2/scale"])
+            gate = u @ p["mlp/gate/kernel"]
+            x = x + (gate / (1 + np.exp(-gate)) * (u @ p["mlp/up/kernel"])) @ p["mlp/down/kernel"]
+        return rms(x, w["last/norm/scale"]) @ (table.T if tied else w["last/head/kernel"])
+
+    x = table[batch["tokens"]]
+    logits = np.stack([np.concatenate([document(x[n, batch["segments"][n] == d]) for d in (1, 2)]) for n in range(2)])
+    nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    result = torch_ref.run("0F0\n1F0\n", model, batch, weights=w)
+    np.testing.assert_allclose(result.loss, (batch["weights"] * nll).sum() / batch["weights"].sum(), rtol=TOLERANCE)
 
 
 def test_conv_formulas_in_numpy():
@@ -164,10 +217,12 @@ def test_build_by_name(name):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: build("lstm", {}), "there is no model 'lstm'; write one of conv, gpt, mlp, moe, rnn"),
+        (lambda: build("lstm", {}), "there is no model 'lstm'; write one of conv, gpt, llama, mlp, moe, rnn"),
         (lambda: build("mlp", {"num_stages": 1, "depth": 3}), "mlp has no depth; its fields are num_stages, width"),
         (lambda: build("mlp", {}), "mlp needs num_stages"),
         (lambda: GPT(num_stages=1, width=10, heads=4), "width 10 is not a multiple of heads 4"),
+        (lambda: Llama(num_stages=1, kv_heads=3), "heads 4 is not a multiple of kv_heads 3"),
+        (lambda: Llama(num_stages=1, head=7), "head 7 is odd"),
         (lambda: ConvNet(num_stages=1, channels=9), "channels 9 is not a multiple of groups 2"),
         (lambda: MoE(num_stages=1, chosen=5), "chosen 5 must be from 1 to"),
         (lambda: MLP(num_stages=1, with_first=False, features_in=3), "features_in"),

@@ -4,8 +4,9 @@ from .base import Context, StagedModel, SumCount, WithAux
 from .build import build, names
 from .conv import ConvNet
 from .gpt import GPT
+from .llama import Llama
 from .mlp import MLP
 from .moe import MoE
 from .rnn import RNN
 
-__all__ = ["GPT", "MLP", "RNN", "Context", "ConvNet", "MoE", "StagedModel", "SumCount", "WithAux", "build", "names"]
+__all__ = ["GPT", "MLP", "RNN", "Context", "ConvNet", "Llama", "MoE", "StagedModel", "SumCount", "WithAux", "build", "names"]

@@ -10,13 +10,14 @@ from ..errors import TorchRefError
 from .base import StagedModel
 from .conv import ConvNet
 from .gpt import GPT
+from .llama import Llama
 from .mlp import MLP
 from .moe import MoE
 from .rnn import RNN
 
 
 def _models() -> dict[str, type[Any]]:
-    return {"conv": ConvNet, "gpt": GPT, "mlp": MLP, "moe": MoE, "rnn": RNN}
+    return {"conv": ConvNet, "gpt": GPT, "llama": Llama, "mlp": MLP, "moe": MoE, "rnn": RNN}
 
 
 def names() -> tuple[str, ...]:
