@@ -10,6 +10,7 @@ from .layouts.layout import Layout, LayoutError, check_layout, parse_layout
 from .lowering.plan import Prefer
 from .simulation.costs import Costs
 from .simulation.lockstep import Steps, simulate_steps
+from .simulation.lower_bound import lower_bound
 from .simulation.simulate import simulate
 from .simulation.timeline import Timeline
 from .table.action import Action, Cell, Kind, Overlap, parse_action, parse_cell
@@ -63,6 +64,7 @@ __all__ = [
     "check_layout",
     "even_layout",
     "find_nonfinite",
+    "lower_bound",
     "megatron",
     "merge_backward",
     "parse_action",

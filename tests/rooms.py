@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 # A room imports itself and rooms before it.  A file beside the rooms is a room of its own.
 WITHOUT_JAX = (
-    *("errors", "version", "table", "simulation", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
+    *("errors", "version", "table", "simulation", "solver", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
     *("render", "cli"),
 )
 WITH_JAX = (

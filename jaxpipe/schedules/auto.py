@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
@@ -11,7 +12,7 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import ListSchedule
 from ._orders import turn_order, zbv_order
-from ._waves import OrderMaker, best_of, cost_waves, least_makespan, v_blocks
+from ._waves import OrderMaker, best_of, cost_waves, least_makespan, shortest, v_blocks
 
 
 def auto(
@@ -22,16 +23,23 @@ def auto(
     max_activations: int | None = None,
     costs: Costs | None = None,
     placement: Placement | None = None,
+    search: float = 0,
+    seed: int = 0,
 ) -> Schedule:
     """The shortest schedule found for given costs under a cap on activations, by list scheduling along waves.
 
     Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or more), or 2 V P where it is not
     given, which is enough to fill any bubble.  Stages are placed in a loop or in a V, whichever gives the shorter schedule, or as
     `placement` says.  Backwards are split into I and W.  The reference orders are waves of several paces and densities
-    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared by simulation; there is
-    no solver, so nothing is proved optimal.  Where F, I and W cost the same and V P activations are allowed, the makespan is
-    V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, and no schedule is shorter.
+    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared by simulation.
+    `jaxpipe.lower_bound` says how far from optimal the result can be.  With `search` seconds, OR-tools (the extra `jaxpipe[solver]`)
+    shortens it where it finds how: never longer than without, and the same for the same seed.  Where F, I and W cost the same and
+    V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, and no schedule is shorter.
     """
+    if search:
+        return _searched(
+            partial(auto, devices=devices, microbatches=microbatches, chunks=chunks), max_activations, costs, placement, search, seed
+        )
     places = _placements(devices, chunks) if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations)
     costs = costs or Costs()
@@ -47,6 +55,23 @@ def auto(
             break
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
     return Schedule.from_rows(best.rows, placement=place, num_microbatches=microbatches, name="auto")
+
+
+def _searched(
+    listed: Callable[..., Schedule], cap: int | None, costs: Costs | None, placement: Placement | None, seconds: float, seed: int
+) -> Schedule:
+    """The best that list scheduling finds, shortened by the solver; where no placement is given, each gets its part of the time."""
+    from ..solver import improve  # needs the extra
+
+    given = Costs() if costs is None else costs
+    shape = listed.keywords  # type: ignore[attr-defined]
+    places = _placements(shape["devices"], shape["chunks"]) if placement is None else [placement]
+    most = 2 * shape["chunks"] * shape["devices"] if cap is None else cap
+    found = []
+    for place in places:
+        starts = [listed(max_activations=cap, costs=known, placement=place) for known in (given, None)]
+        found.append(improve(shortest(starts, given), given, cap=most, seconds=seconds / len(places), seed=seed))
+    return shortest(found, given)
 
 
 def _placements(devices: int, chunks: int) -> list[Placement]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..errors import ScheduleError, listed, quoted
 from ..simulation.costs import Costs
 from ..table.garbage_collection import paused_collector
-from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_whole
+from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only as only_forwards
@@ -119,6 +119,12 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
             "True or False",
         ),
         "max_activations": _OptionKind("the most activations that a device may hold, if they are released at W", _is_count, count),
+        "search": _OptionKind(
+            "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the same on any machine",
+            lambda v: is_number(v) and 0 <= v <= _MOST_SEARCH,
+            f"a number of seconds from 0 to {_MOST_SEARCH:,}",
+        ),
+        "seed": _OptionKind("of the random choices of `search`", lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
         "placement": _OptionKind(
             "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, whichever gives the shorter schedule",
             lambda v: isinstance(v, Placement),
@@ -127,6 +133,7 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
     }
 
 
+_MOST_SEARCH = 86_400
 _V = "a V goes down the devices and up again"
 
 
@@ -218,7 +225,9 @@ def build(
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     with paused_collector():
         schedule = _made(entry, forward_only, **shape, **given)
-        costs = given.pop("costs", None)
+        costs, searched = given.pop("costs", None), given.pop("search", 0)  # a search begins with the better of both itself
+        if searched:
+            return schedule
         # List scheduling is a heuristic: now and then the table that was built without the costs is the shorter one.
         return schedule if costs is None else shortest((schedule, _made(entry, forward_only, **shape, **given)), costs)
 

@@ -35,7 +35,7 @@ def test_everything_imported_is_a_dependency_or_the_extra_of_its_room():
         needed.setdefault(room(name), set()).update(found - set(sys.stdlib_module_names) - {"jaxpipe"})
     used = {place: {INSTALLED_BY.get(n, n) for n in found} for place, found in needed.items()}
     core = names(PROJECT["project"]["dependencies"])
-    for extra in ("flax", "checkpoint"):
+    for extra in ("flax", "checkpoint", "solver"):
         assert used.pop(extra) <= core | names(extras[extra]), extra
     assert set().union(*used.values()) == core
 

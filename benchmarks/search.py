@@ -1,0 +1,119 @@
+"""How far from optimal `auto` is, on 40 fixed instances: list scheduling alone, with search, the best known makespan, the lower bound.
+
+    python -m benchmarks.search --search 60 -o benchmarks/results/search.txt
+
+Instances mix unit, measured and unlike costs, one and two stages a device, loops and V placements, wide and tight caps.
+`--search` is in seconds of OR-tools' deterministic time, of which one takes about two of a core.  Results of earlier runs are kept in
+`benchmarks/results/search_best.json`, so that the best known makespan is that of any run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jaxpipe as jp
+from benchmarks.output import Result, add_output
+
+BEST = Path(__file__).parent / "results" / "search_best.json"
+MEASURED = jp.Costs(forward=1, input_grad=1.24, weight_grad=1.27, transfer=0.05)  # a GPT stage (benchmarks/results/stage_costs.txt)
+COSTS = {
+    "unit": jp.Costs(),
+    "measured": MEASURED,
+    "attention": jp.Costs(forward=10, input_grad=13, weight_grad=9, transfer=1),
+    "cheap W": jp.Costs(forward=2, input_grad=3, weight_grad=1, transfer=0),
+    "slow hop": jp.Costs(forward=4, input_grad=4, weight_grad=4, transfer=3),
+}
+# devices, chunks, microbatches, placement, cap
+SHAPES = (
+    (4, 1, 8, "loop", 4),
+    (4, 1, 8, "loop", 3),
+    (4, 1, 16, "loop", 3),
+    (8, 1, 12, "loop", 6),
+    (4, 2, 8, "loop", 6),
+    (4, 2, 8, "vee", 6),
+    (4, 2, 12, "vee", 8),
+    (4, 2, 6, "loop", 8),
+)
+
+
+class Instance(NamedTuple):
+    """One line of the table."""
+
+    costs: str
+    devices: int
+    chunks: int
+    microbatches: int
+    placement: str
+    cap: int
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        return f"{self.costs}, P {self.devices}, V {self.chunks}, M {self.microbatches}, {self.placement}, cap {self.cap}"
+
+    def place(self) -> jp.Placement:
+        """Its placement."""
+        make = jp.Placement.loop if self.placement == "loop" else jp.Placement.vee
+        return make(devices=self.devices, chunks=self.chunks)
+
+    def cost(self) -> jp.Costs:
+        """Its costs; the slow hop's last stage is half as long again, as one with a head is."""
+        costs = COSTS[self.costs]
+        if self.costs != "slow hop":
+            return costs
+        long = [4] * (self.devices * self.chunks - 1) + [6]
+        return jp.Costs(forward=long, input_grad=long, weight_grad=long, transfer=costs.transfer)
+
+    def build(self, search: float) -> jp.Schedule:
+        """Its schedule."""
+        shape = {"devices": self.devices, "chunks": self.chunks, "microbatches": self.microbatches}
+        found = jp.schedules.build("auto", **shape, placement=self.place(), max_activations=self.cap, costs=self.cost(), search=search)
+        return jp.check(found, max_activations=self.cap)
+
+
+INSTANCES = tuple(Instance(costs, *shape) for shape in SHAPES for costs in COSTS)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", type=float, default=60, metavar="SECONDS")
+    parser.add_argument("--instances", type=int, nargs=2, default=(0, len(INSTANCES)), metavar=("FIRST", "END"))
+    parser.add_argument("--best", type=Path, default=BEST, metavar="FILE", help="best known makespans, read and written")
+    add_output(parser)
+    args = parser.parse_args(argv)
+    best = json.loads(args.best.read_text()) if args.best.exists() else {}
+    rows, gaps, searched = [], [], []
+    for instance in INSTANCES[slice(*args.instances)]:
+        bound = jp.lower_bound(
+            instance.cost(), placement=instance.place(), microbatches=instance.microbatches, max_activations=instance.cap
+        )
+        begin = time.process_time()
+        listed = jp.simulate(instance.build(0), instance.cost()).makespan
+        middle = time.process_time()
+        found = jp.simulate(instance.build(args.search), instance.cost()).makespan if args.search else listed
+        known = best[instance.name] = min(found, best.get(instance.name, found))
+        gaps.append(listed / known - 1)
+        searched.append((found / known - 1, found / bound - 1))
+        seconds = (f"{middle - begin:.1f}", f"{time.process_time() - middle:.1f}")
+        over = (f"{listed / known - 1:.2%}", f"{found / known - 1:.2%}", f"{found / bound - 1:.2%}")
+        rows.append((instance.name, *(f"{v:g}" for v in (bound, listed, found, known)), *over, *seconds))
+        print("  ".join(rows[-1]), flush=True)
+        args.best.write_text(json.dumps(best, indent=0, sort_keys=True) + "\n")
+    at_bound = sum(gap < 1e-9 for _, gap in searched)
+    notes = (
+        f"list scheduling alone: {sum(gaps) / len(gaps):.2%} above the best known on average, {max(gaps):.2%} at most",
+        f"with search: {sum(over > 1e-9 for over, _ in searched)} of {len(rows)} above the best known, {at_bound} at their lower bound;"
+        f" {sum(gap for _, gap in searched) / len(rows):.2%} above the bound on average",
+        "cpu s: of one core, for the list schedule and for the search",
+    )
+    columns = ("instance", "bound", "list", "search", "best", "list/best", "search/best", "search/bound", "cpu s", "cpu s")
+    Result(f"auto against the best known and the lower bound (search = {args.search:g})", (), columns, rows, notes).write(args.output)
+
+
+if __name__ == "__main__":
+    main()

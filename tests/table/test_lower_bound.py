@@ -1,0 +1,83 @@
+"""`lower_bound`: no schedule goes below it, some reach it, and a smaller cap never lowers it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.simulation.lower_bound import preemptive_one_machine
+
+NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "1f1b_overlap", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipe", "dualpipev", "auto")
+
+
+def bound_of(schedule, costs):
+    peak = max(max(jp.simulate(schedule, costs).peak_activations), schedule.num_chunks)
+    shape = {"placement": schedule.placement, "microbatches": schedule.num_microbatches}
+    return jp.lower_bound(costs, max_activations=peak, **shape)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", NAMES)
+def test_no_schedule_is_below_it(name, seed):
+    rng = random.Random(seed)
+    devices, microbatches = rng.choice((2, 4)), rng.randint(4, 9)
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    per_stage = [rng.randint(1, 9) for _ in range(schedule.num_stages)]
+    costs = jp.Costs(
+        forward=per_stage,
+        input_grad=rng.randint(1, 9),
+        weight_grad=rng.randint(0, 9),
+        transfer=rng.choice((0, 1, 2.5)),
+        backward=rng.choice((None, 2, 11)),
+        overlap=rng.choice((None, 7, [2 * f for f in per_stage])),
+        release=rng.choice(tuple(jp.Release)),
+    )
+    assert bound_of(schedule, costs) <= jp.simulate(schedule, costs).makespan + 1e-9
+
+
+def test_it_is_reached_where_the_optimum_is_known():
+    for devices, chunks, microbatches in ((4, 1, 8), (3, 2, 7), (2, 2, 5)):
+        found = jp.lower_bound(devices=devices, chunks=chunks, microbatches=microbatches, max_activations=chunks * devices)
+        assert found == 3 * chunks * microbatches + devices - 1  # of ZB-1p and its V-shaped form (Qi et al. 2024)
+    # One place: every microbatch goes all the way before the next one starts.
+    assert jp.lower_bound(devices=4, microbatches=3, max_activations=1) == 3 * (4 + 4 + 1)
+
+
+def test_less_memory_never_lowers_it():
+    costs = jp.Costs(forward=10, input_grad=13, weight_grad=9, transfer=1)
+    found = [jp.lower_bound(costs, devices=4, chunks=2, microbatches=8, max_activations=cap) for cap in range(2, 17)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 2 * found[-1]
+
+
+def test_interruption_is_all_that_the_one_machine_problem_leaves_out():
+    """Against every order of a few jobs: never above the best, and equal to it where all heads are 0."""
+    rng = random.Random(1)
+    for _ in range(50):
+        jobs = [(rng.choice((0, rng.randint(0, 9))), rng.randint(1, 5), rng.randint(0, 9)) for _ in range(5)]
+        assert preemptive_one_machine(jobs) <= _best(jobs)
+        late = [(0, length, tail) for _, length, tail in jobs]
+        assert preemptive_one_machine(late) == _best(late)
+
+
+def _best(jobs, time=0):
+    if not jobs:
+        return 0
+    found = []
+    for i, (head, length, tail) in enumerate(jobs):
+        end = max(time, head) + length
+        found.append(max(end + tail, _best(jobs[:i] + jobs[i + 1 :], end)))
+    return min(found)
+
+
+def test_arguments_that_make_no_sense():
+    with pytest.raises(jp.ScheduleError, match="devices must be a whole number of at least 1, not None"):
+        jp.lower_bound(microbatches=4)
+    with pytest.raises(jp.ScheduleError, match="less than the 3"):
+        jp.lower_bound(devices=2, chunks=3, microbatches=4, max_activations=2)
+
+
+def test_a_large_table_has_a_bound_too():
+    assert jp.lower_bound(devices=64, chunks=4, microbatches=2048) == 3 * 4 * 2048 + 63
