@@ -23,6 +23,7 @@ from .transforms.add_recompute import add_recompute, remove_recompute
 from .transforms.add_transfers import add_transfers, remove_transfers
 from .transforms.merge_backward import merge_backward
 from .transforms.split_backward import split_backward
+from .transforms.spread_last import remove_spread, spread_last
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ __all__ = [
     "parse_cell",
     "parse_layout",
     "remove_recompute",
+    "remove_spread",
     "remove_transfers",
     "render",
     "schedules",
@@ -78,6 +80,7 @@ __all__ = [
     "simulate_steps",
     "split_backward",
     "split_layers",
+    "spread_last",
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.

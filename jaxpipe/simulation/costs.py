@@ -32,6 +32,7 @@ class Costs:
         activation: memory that a stage's activations of one microbatch take.
         release: whether activations are freed at the end of W (the default) or of I, where the backward is split.
         recompute: time of R; that of `forward` where it is None.
+        last: time of L, a device's share of a spread `last` for one microbatch (1 where it is None); entry d of a sequence is device d's.
         checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where the table has an R for it.
 
     Raises:
@@ -52,6 +53,7 @@ class Costs:
     release: Release = Release.WEIGHT_GRAD
     recompute: Cost | None = None
     checkpoint: Cost = 0
+    last: Cost | None = None
 
     def __post_init__(self) -> None:
         faults = [] if isinstance(self.release, Release) else [f"release is {quoted(self.release)}; it is a jaxpipe.Release"]
@@ -96,6 +98,7 @@ class Costs:
             activation=every["activation"],
             recompute=every.get("recompute", every["forward"]),
             checkpoint=every["checkpoint"],
+            last=every.get("last", (1,) * num_stages),
         )
 
 
@@ -112,6 +115,7 @@ class StageCosts:
     activation: tuple[float, ...]
     recompute: tuple[float, ...]
     checkpoint: tuple[float, ...]
+    last: tuple[float, ...]
 
     def of(self, kind: Kind) -> tuple[float, ...] | None:
         """The time of each stage's actions of a kind; None where these take none of their own."""

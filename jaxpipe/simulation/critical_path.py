@@ -36,6 +36,7 @@ class _Links:
         self._mate = mates(table).tolist() if transfers is Transfers.RENDEZVOUS else [-1] * table.num_actions
         self._wait = wait.tolist()
         self._sender = senders(table, wait).tolist()
+        self._shares = {meeting.user: meeting.members[table.device[meeting.user]] for meeting in table.meetings.values()}
 
     def first_half(self, number: int) -> int:
         """The number of the forward half of a pair's backward half; any other number as it is."""
@@ -53,9 +54,21 @@ class _Links:
         if self._mate[number] >= 0:
             yield from self._previous(self._mate[number], same=False)
         yield from self._previous(number, same=True)
+        yield from self._meeting(number)
         for half in {number, int(self._table.last_half[number])}:
             if (source := self._wait[half]) >= 0 and self._mate[number] < 0:
                 yield self._ends[source] + self._latency[self._table.stage[self._sender[half]]], False, source
+
+    def _meeting(self, number: int) -> Iterator[tuple[float, bool, int]]:
+        """What holds back an action that all devices do together, and the backward that needs it."""
+        meetings, latency = self._table.meetings, self._latency[-1] if self._table.num_devices > 1 and self._latency else 0
+        if (meeting := meetings.get(number)) is not None:
+            for member in meeting.members:
+                yield from () if member == number else self._previous(member, same=False)
+            source = int(self._table.last_half[meeting.source])
+            yield self._ends[source] + latency, False, source
+        elif (share := self._shares.get(number, -1)) >= 0:
+            yield self._ends[share] + latency, False, share
 
     def _previous(self, number: int, *, same: bool) -> Iterator[tuple[float, bool, int]]:
         """The action before in the row, posted receives left out."""

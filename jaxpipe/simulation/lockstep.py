@@ -8,6 +8,7 @@ import numpy as np
 
 from ..table.action import Cell
 from ..table.check import check
+from ..table.encoded import Meeting
 from ..table.run_order import Transfers, mates, waits
 from ..table.schedule import Schedule
 
@@ -75,12 +76,23 @@ def _steps(schedule: Schedule, transfers: Transfers) -> list[int]:
     free = [0] * table.num_devices
     for i in schedule.run_order(transfers).order:
         d = device[i]
+        if i in table.meetings:
+            _meet(table.meetings[i], i, at, free)
+            continue
         at[i] = max(free[d], at[need[i]] + lag[i])
         free[d] = at[i] + takes[i]
     at.pop()
     for i in table.pairs.tolist():
         at[i] = at[i + 1]
     return at
+
+
+def _meet(meeting: Meeting, number: int, at: list[int], free: list[int]) -> None:
+    """One step for what all devices do together, booked at the first of its actions."""
+    if number == meeting.members[0]:
+        step = max(free)
+        for device, member in enumerate(meeting.members):
+            at[member], free[device] = step, step + 1
 
 
 def _rendezvous_steps(schedule: Schedule) -> list[int]:
@@ -92,6 +104,9 @@ def _rendezvous_steps(schedule: Schedule) -> list[int]:
     free = [0] * table.num_devices
     for i in schedule.run_order(Transfers.RENDEZVOUS).order:
         if at[i] >= 0:
+            continue
+        if i in table.meetings:
+            _meet(table.meetings[i], i, at, free)
             continue
         j = mate[i]
         at[i] = free[device[i]]

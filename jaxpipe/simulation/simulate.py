@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..errors import ScheduleError, Violation, quoted
@@ -25,6 +27,8 @@ def simulate(
     """Simulate a table: each action starts as early as its device is free and its inputs are there.
 
     An input from another device is there `costs.transfer` after its producer ended.  Idle cells are not waited for.
+    What all devices do together (L) starts and ends at the same time on all of them, a transfer after the last stage's F; what it makes is
+    there for that stage's B a transfer after its end.
     In a table with SEND and RECV these take no time of their own and the message leaves at the SEND; `transfers` says
     who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and RECV (RENDEZVOUS).
 
@@ -83,9 +87,13 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
     starts: list[float] = [0] * total
     ends: list[float] = [0] * (total + 1)
     free: list[float] = [0] * table.num_devices
+    met = _Meetings(table, durations, costs)
     for i in schedule.run_order(transfers).order:
+        if i in met.all:
+            met.run(i, starts, ends, free)
+            continue
         d, j = device[i], need[i]
-        start = free[d]
+        start = met.ready(i, ends, free[d])
         if j < total:
             ready = ends[j] + latency[i]
             if ready > start:
@@ -95,6 +103,33 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
     ends.pop()
     _join_pairs(table, starts, ends)
     return _stretch_receives(table, starts, ends, costs) if table.has_transfers else (starts, ends)
+
+
+class _Meetings:
+    """What all devices do together, in a simulation: all start when the last is free and the last stage's output is everywhere."""
+
+    def __init__(self, table: Encoded, durations: Sequence[float], costs: StageCosts) -> None:
+        self.all = table.meetings
+        self._durations = durations
+        # Alone, a device has all that it needs.
+        self._latency = costs.transfer[-1] if table.num_devices > 1 and costs.transfer else 0
+        self._before = {meeting.user: meeting.members[0] for meeting in self.all.values()}
+        self._last_half = table.last_half
+
+    def run(self, number: int, starts: list[float], ends: list[float], free: list[float]) -> None:
+        """Book all shares at the first of them."""
+        members, source, _ = self.all[number]
+        if number != members[0]:
+            return
+        begin = max(max(free), ends[self._last_half[source]] + self._latency)
+        end = begin + max(self._durations[i] for i in members)
+        for device, i in enumerate(members):
+            starts[i], ends[i], free[device] = begin, end, end
+
+    def ready(self, number: int, ends: Sequence[float], free: float) -> float:
+        """When an action of a device that is free from then on has what it needs of such a share."""
+        share = self._before.get(number, -1)
+        return free if share < 0 else max(free, ends[share] + self._latency)
 
 
 def _stretch_receives(table: Encoded, starts: list[float], ends: list[float], costs: StageCosts) -> tuple[list[float], list[float]]:
@@ -125,13 +160,17 @@ def _rendezvous_times(schedule: Schedule, durations: list[float], costs: StageCo
     ends: list[float] = [0] * table.num_actions
     free: list[float] = [0] * table.num_devices
     booked = bytearray(table.num_actions)
+    met = _Meetings(table, durations, costs)
     for i in schedule.run_order(Transfers.RENDEZVOUS).order:
         if booked[i]:
             continue
+        if i in met.all:
+            met.run(i, starts, ends, free)
+            continue
         d, j = device[i], mate[i]
-        starts[i] = free[d]
+        starts[i] = met.ready(i, ends, free[d])
         if j < 0:
-            free[d] = ends[i] = free[d] + durations[i]
+            free[d] = ends[i] = starts[i] + durations[i]
             continue
         other = device[j]
         starts[j] = free[other]

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ScheduleError, Violation, listed, quoted
 from .action import Action, Cell, Overlap, Row, parts
-from .kinds import COMPUTE, KIND_NAMES, KINDS, MESSAGES, RECEIVES, Kind, Pass, Value, kinds_where, makers
+from .kinds import COMPUTE, KIND_NAMES, KINDS, MESSAGES, RECEIVES, TOGETHER, Kind, Pass, Value, kinds_where, makers
 from .limits import is_whole
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -28,6 +28,14 @@ _CELL_TYPES = {Action, Overlap, type(None)}
 # The look-up table has an entry for each kind, stage and microbatch.  Where it would be this much larger than the number of actions,
 # some number is a typing error (0F1000000).
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
+
+
+class Meeting(NamedTuple):
+    """What all devices do at the same time for one microbatch: the number of each device's action, and whom it stands between."""
+
+    members: tuple[int, ...]
+    source: int  # the forward of the last stage, whose output it reads; -1 where it is missing
+    user: int  # the backward of the last stage, which reads what it makes; -1 where there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +131,28 @@ class Encoded:
     def forward_only(self) -> bool:
         """True where the table computes nothing of the backward pass."""
         return not bool(self.of_kinds(kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)).any())
+
+    @cached_property
+    def together(self) -> BoolArray:
+        """Per action, whether all devices do it at the same time."""
+        return self.of_kinds(TOGETHER)
+
+    @cached_property
+    def meetings(self) -> dict[int, Meeting]:
+        """By the number of any action of it: what all devices do together, where each of them has it once."""
+        found: dict[int, Meeting] = {}
+        shares = np.flatnonzero(self.together & self.in_range)
+        if not len(shares):
+            return found
+        last, backward = self.num_stages - 1, self.backward_at
+        for kind in TOGETHER:
+            for m in range(self.num_microbatches):
+                members = self.at[kind, : self.num_devices, m]
+                if len(members) < self.num_devices or (members < 0).any() or (self.device[members] != np.arange(self.num_devices)).any():
+                    continue
+                meeting = Meeting(tuple(members.tolist()), int(self._maker(Value.OUTPUT)[last, m]), int(backward[last, m]))
+                found.update(dict.fromkeys(meeting.members, meeting))
+        return found
 
     @cached_property
     def producer(self) -> IntArray:

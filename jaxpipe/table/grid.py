@@ -108,6 +108,14 @@ def _in_time(rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: 
     at = [-1] * (table.num_actions + 1)
     for i in order:
         d = device[i]
+        if i in table.meetings:
+            members = table.meetings[i].members
+            if i == members[0]:
+                step = max(column[e] + position[j] - before[e] for e, j in enumerate(members))
+                for e, j in enumerate(members):
+                    column[e] = at[j] = step
+                    before[e] = position[j]
+            continue
         column[d] = at[i] = max(column[d] + position[i] - before[d], at[need[i]] + 1)
         before[d] = position[i]
     places: list[list[int]] = [[-1] * len(row) for row in rows]

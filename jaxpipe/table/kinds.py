@@ -27,6 +27,7 @@ class Kind(enum.IntEnum):
     SEND_B = 6  # send the gradient of the stage's input to the stage before
     RECV_B = 7  # receive the gradient of the stage's output from the next stage
     R = 8  # recompute the stage's forward, for its B or I
+    L = 9  # one device's share of `last` spread over all devices; the number before it is the device's, not a stage's
 
     @property
     def is_compute(self) -> bool:
@@ -74,6 +75,7 @@ class KindSpec:
         overlaps: whether it may be half of an overlapped pair.
         sends: of a SEND, what it sends.
         receives: of a RECV, its SEND.
+        together: all devices do it at the same time, each its share, once for each microbatch; its first number is then the device's.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
         light, dark: its colours on a light and on a dark page; None where it is drawn as a transfer.
     """
@@ -88,6 +90,7 @@ class KindSpec:
     overlaps: bool = False
     sends: Value | None = None
     receives: Kind | None = None
+    together: bool = False
     cost: str | None = None
     light: Shades | None = None
     dark: Shades | None = None
@@ -167,6 +170,15 @@ KINDS = (
         light=("#c9a800", "#efe27a"),
         dark=("#c4a60c", "#e8da78"),
     ),
+    KindSpec(
+        kind=Kind.L,
+        words="last, spread",
+        direction=Pass.FORWARD,
+        together=True,
+        cost="last",
+        light=("#b8326e", "#f0b4cd"),
+        dark=("#c23f7a", "#ecaec8"),
+    ),
 )
 
 
@@ -215,6 +227,8 @@ RECOMPUTE = readers(Value.INPUT)
 RUNS_FORWARD = makers(Value.ACTIVATIONS)
 # The values that stay on their device for a later action of the same stage and microbatch.
 KEPT = tuple(value for value in Value if readers(value))
+# What all devices do at the same time.
+TOGETHER = kinds_where(lambda spec: spec.together)
 # What may be the forward half of an overlapped pair, and its backward half.
 FORWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.FORWARD)
 BACKWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.BACKWARD)

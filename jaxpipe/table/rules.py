@@ -8,7 +8,21 @@ import numpy as np
 
 from ..errors import Violation
 from .encoded import BoolArray, Encoded, IntArray
-from .kinds import BACKWARD_HALVES, COMPUTE, FORWARD_HALVES, KEPT, KIND_NAMES, KINDS, MESSAGES, Kind, Value, kinds_where, makers, readers
+from .kinds import (
+    BACKWARD_HALVES,
+    COMPUTE,
+    FORWARD_HALVES,
+    KEPT,
+    KIND_NAMES,
+    KINDS,
+    MESSAGES,
+    TOGETHER,
+    Kind,
+    Value,
+    kinds_where,
+    makers,
+    readers,
+)
 from .placement import Placement
 from .run_order import RunOrder, Transfers, Wait, buffered_order, rendezvous_order, waits
 
@@ -76,6 +90,7 @@ def _completeness(table: Encoded) -> list[Violation]:
         Violation("completeness", f"{stage}F{m} is missing: no device runs the forward of stage {stage}, microbatch {m}")
         for stage, m in np.argwhere(~has[Kind.F]).tolist()
     ]
+    found += _shares(table)
     if table.forward_only:
         return found
     by_input, by_weight = makers(Value.INPUT_GRAD), makers(Value.WEIGHT_GRAD)
@@ -88,6 +103,28 @@ def _completeness(table: Encoded) -> list[Violation]:
     return found
 
 
+def _shares(table: Encoded) -> list[Violation]:
+    """What all devices do together, each has for every microbatch, or none for any."""
+    found = []
+    for kind in TOGETHER:
+        there = table.at[kind, : table.num_devices] >= 0
+        if not there.any():
+            continue
+        if table.num_stages < table.num_devices:
+            many = f"{table.num_devices} devices and {table.num_stages} stages"
+            message = f"a table with {kind.name} needs as many stages as devices; this one has {many}"
+            found.append(Violation("completeness", message))
+            continue
+        for device, m in np.argwhere(~there).tolist():
+            others = table.at[kind, : table.num_devices, m]
+            message = f"{device}{kind.name}{m} is missing: all devices do their share of {kind.name} together, for every microbatch"
+            anchors = others[others >= 0].tolist()
+            found.append(
+                _at(table, "completeness", anchors[0], message, anchors[1:]) if anchors else Violation("completeness", message, device)
+            )
+    return found
+
+
 def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str:
     """What a (stage, microbatch) has of B, I and W, in words."""
     texts = [f"{stage}{KIND_NAMES[k]}{microbatch}" for k in present]
@@ -95,7 +132,7 @@ def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str
 
 
 def _placement(table: Encoded, placement: Placement) -> list[Violation]:
-    """Every action is on a device that holds its stage, and B, I, W and R are where their microbatch's F is."""
+    """Every action is on a device that holds its stage (L: on the one that it names), and B, I, W and R where their microbatch's F is."""
     found = []
     if placement.num_devices != table.num_devices:
         message = f"the placement is for {placement.num_devices} devices, but the table has {table.num_devices} rows"
@@ -108,7 +145,12 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
     allowed = np.zeros((table.num_stages, table.num_devices), bool)
     for stage, devices in enumerate(placement.devices_of):
         allowed[stage, [d for d in devices if 0 <= d < table.num_devices]] = True
-    known = np.flatnonzero(table.in_range & table.is_compute)  # a transfer belongs to what it serves: the rule of transfers
+    shares = np.flatnonzero(table.in_range & table.together)
+    for i in shares[table.stage[shares] != table.device[shares]].tolist():
+        message = f"{table.text(i)} is on device {table.device[i]}, but it is the share of device {table.stage[i]}"
+        found.append(_at(table, "placement", i, message))
+    # A transfer belongs to what it serves: the rule of transfers.
+    known = np.flatnonzero(table.in_range & table.is_compute & ~table.together)
     misplaced = known[~allowed[table.stage[known], table.device[known]]]
     for i in misplaced.tolist():
         stage = int(table.stage[i])
@@ -125,14 +167,25 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
 
 
 def _order(table: Encoded) -> list[Violation]:
-    """On each device, F comes before its R, B or I, R before B or I, I before W, and a stage after the one that feeds it."""
+    """On each device, F comes before its R, B or I, R before B or I, I before W, a stage after the one that feeds it, L between F and B."""
     found = []
     for value in KEPT:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))
         for maker in makers(value):
             found += _late(table, "order", mine, table.at[maker, table.stage[mine], table.microbatch[mine]])
     mine = np.flatnonzero(table.is_compute & (table.producer >= 0))
-    return found + _late(table, "order", mine, table.producer[mine])
+    return found + _late(table, "order", mine, table.producer[mine]) + _late_shares(table)
+
+
+def _late_shares(table: Encoded) -> list[Violation]:
+    """What all devices do together comes after the last stage's F, and before its B or I, on the device of these."""
+    found = []
+    for number, meeting in table.meetings.items():
+        if meeting.source >= 0 and table.device[meeting.source] == table.device[number]:
+            found += _late(table, "order", np.array([number]), np.array([meeting.source]))
+        if meeting.user >= 0 and table.device[meeting.user] == table.device[number]:
+            found += _late(table, "order", np.array([meeting.user]), np.array([number]))
+    return found
 
 
 def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> list[Violation]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .encoded import Encoded, IntArray
+from .encoded import Encoded, IntArray, Meeting
 from .kinds import SENDS
 
 
@@ -69,6 +69,7 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
     """Run the rows where only `wait` holds a device back (sends never do)."""
     total = table.num_actions
     need = np.where(wait >= 0, wait, total).tolist()
+    meetings = dict(table.meetings)
     done = bytearray(total + 1)
     done[total] = 1
     order: list[int] = []
@@ -87,6 +88,15 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
                     parked_earlier[device] = parked[j]
                     parked[j] = device
                     break
+                if i in meetings:
+                    members = meetings[i].members
+                    if any(head[d] != at for d, at in enumerate(members) if d != device):
+                        break
+                    order += members
+                    head = [at + 1 for at in members]
+                    runnable += [d for d in range(table.num_devices) if d != device]
+                    i += 1
+                    continue
                 done[i] = 1
                 order.append(i)
                 other = parked[i]
@@ -97,12 +107,35 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
             head[device] = i
         if len(order) == total:
             return RunOrder(tuple(order), tuple(cycles))
-        stuck = [Wait(d, i, need[i], int(table.device[need[i]])) for d, i in enumerate(head) if i < stop[d]]
+        owner = table.device
+        stuck = [
+            _absent(meetings[i], head, d) if i in meetings else Wait(d, i, need[i], int(owner[need[i]]))
+            for d, i in enumerate(head)
+            if i < stop[d]
+        ]
         for cycle in _cycles(stuck):
             cycles.append(cycle)
+            # Pretend, so that later cycles are found too.
+            if cycle[0].at in meetings:
+                runnable += _dissolve(meetings, cycle[0].at, head)
+                continue
             _unpark(cycle[0], parked, parked_earlier)
-            need[cycle[0].at] = total  # pretend, so that later cycles are found too
+            need[cycle[0].at] = total
             runnable.append(cycle[0].device)
+
+
+def _absent(meeting: Meeting, head: Sequence[int], device: int) -> Wait:
+    """A device that is at what all do together waits for the first that is not."""
+    other = next(d for d, at in enumerate(meeting.members) if head[d] != at)
+    return Wait(device, meeting.members[device], meeting.members[other], other)
+
+
+def _dissolve(meetings: dict[int, Meeting], number: int, head: Sequence[int]) -> list[int]:
+    """Let each device do its share alone; the devices that were waiting for the others."""
+    members = meetings[number].members
+    for member in members:
+        del meetings[member]
+    return [d for d, at in enumerate(members) if head[d] == at]
 
 
 def _unpark(wait: Wait, parked: list[int], parked_earlier: list[int]) -> None:
@@ -125,6 +158,7 @@ def rendezvous_order(table: Encoded) -> RunOrder:
     head, stop = list(table.first[:-1]), table.first[1:]
     owner = table.device.tolist()
     is_send = table.of_kinds(SENDS).tolist()
+    meetings = dict(table.meetings)
     runnable = list(range(table.num_devices))[::-1]
     while True:
         while runnable:
@@ -132,7 +166,14 @@ def rendezvous_order(table: Encoded) -> RunOrder:
             i, end = head[device], stop[device]
             while i < end:
                 j = mate[i]
-                if j < 0:
+                if i in meetings:
+                    members = meetings[i].members
+                    if any(head[d] != at for d, at in enumerate(members) if d != device):
+                        break
+                    order += members
+                    head = [at + 1 for at in members]
+                    runnable += [d for d in range(table.num_devices) if d != device]
+                elif j < 0:
                     order.append(i)
                 else:
                     other = owner[j]
@@ -146,9 +187,16 @@ def rendezvous_order(table: Encoded) -> RunOrder:
             head[device] = i
         if len(order) == total:
             return RunOrder(tuple(order), tuple(cycles))
-        stuck = [Wait(d, i, mate[i], owner[mate[i]]) for d, i in enumerate(head) if i < stop[d]]
+        stuck = [
+            _absent(meetings[i], head, d) if i in meetings else Wait(d, i, mate[i], owner[mate[i]])
+            for d, i in enumerate(head)
+            if i < stop[d]
+        ]
         for cycle in _cycles(stuck):
             cycles.append(cycle)
+            if cycle[0].at in meetings:
+                runnable += _dissolve(meetings, cycle[0].at, head)
+                continue
             mate[mate[cycle[0].at]] = mate[cycle[0].at] = -1
             runnable.append(cycle[0].device)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import ScheduleError, Violation
-from .action import Action, Cell, Overlap, Row, parts
+from .action import Action, Cell, Row, parts
 from .encoded import Encoded, encode, require_cells
 from .grid import grid
+from .kinds import TOGETHER
 from .placement import Placement
 from .rules import broken_rules, deadlocks, run_order
 from .run_order import RunOrder, Transfers
@@ -66,7 +67,7 @@ class Schedule:
     def to_csv(self) -> str:
         """Write torch's CSV: one line per device, one action per cell, an empty cell where idle.
 
-        A table with R is written too, but torch's reader does not know R (`remove_recompute` takes it out).
+        A table with R or L is written too, but torch's reader knows neither (`remove_recompute` and `remove_spread` take them out).
         """
         return rows_to_csv(self.rows)
 
@@ -163,10 +164,11 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     found: dict[int, list[int]] = {}
     for device, row in enumerate(rows):
         for cell in row:
-            action = cell.forward if isinstance(cell, Overlap) else cell
-            if action is None:
+            if cell is None:
                 continue
             for half in parts(cell):
+                if half.kind in TOGETHER:  # its number is the device's
+                    continue
                 devices = found.setdefault(half.stage, [])
                 if device not in devices:
                     devices.append(device)

@@ -43,7 +43,7 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
         costs: the costs by which one of several blocked messages is chosen; all 1 where it is None.
 
     Raises:
-        ScheduleError: the table breaks a rule, or has transfers already.
+        ScheduleError: the table breaks a rule, has transfers already, or has L.
 
     >>> import jaxpipe as jp
     >>> print(add_transfers(jp.schedules.build("gpipe", devices=2, microbatches=1)).to_csv(), end="")
@@ -52,6 +52,8 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     """
     if schedule.has_transfers:
         raise ScheduleError("the table has SEND and RECV already; jaxpipe.remove_transfers removes them")
+    if schedule.encoded.together.any():
+        raise ScheduleError("the table has L, for which no SEND and RECV are defined; jaxpipe.remove_spread takes L out")
     with paused_collector():
         plan = _plan(simulate(schedule, costs))
         run = _Run(plan)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..table.action import Action, parts
 from ..table.contract import Contract
-from ..table.kinds import COMPUTE, RECOMPUTE, TRANSFERS, Kind
+from ..table.kinds import COMPUTE, RECOMPUTE, TOGETHER, TRANSFERS, Kind
 from ..table.schedule import Schedule
 from .add_recompute import add_recompute, remove_recompute
 from .add_transfers import add_transfers, remove_transfers
 from .forward_only import forward_only
 from .merge_backward import merge_backward
 from .split_backward import split_backward
+from .spread_last import remove_spread, spread_last
 
 Faults = tuple[str, ...]
 
@@ -39,6 +40,17 @@ def _keeps(kept: Collection[Kind], *, holds: Collection[Kind] = tuple(Kind), who
     return faults
 
 
+def _spreads(keeps: Callable[[Schedule, Schedule], Faults]) -> Callable[[Schedule, Schedule], Faults]:
+    """A promise kept, and that every device has its share of every microbatch's `last`."""
+
+    def faults(before: Schedule, after: Schedule) -> Faults:
+        shares = [[a.microbatch for a in row if a.kind in TOGETHER] for row in _rows(after)]
+        whole = all(row == shares[0] and sorted(row) == list(range(after.num_microbatches)) for row in shares)
+        return (*keeps(before, after), *(() if whole else ("a device lacks its share of a microbatch",)))
+
+    return faults
+
+
 def _rows(schedule: Schedule) -> Iterator[list[Action]]:
     return ([action for cell in row for action in parts(cell)] for row in schedule.rows)
 
@@ -46,7 +58,7 @@ def _rows(schedule: Schedule) -> Iterator[list[Action]]:
 def _work(row: list[Action]) -> list[Action]:
     """What is computed, a B as its I and its W."""
     halves = [half for a in row for half in ([a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a])]
-    return sorted(a for a in halves if a.kind in COMPUTE)
+    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in TOGETHER)
 
 
 def _names(kinds: Collection[Kind]) -> str:
@@ -66,5 +78,7 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("split_backward", split_backward, _keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True)),
     Contract("forward_only", forward_only, _keeps((Kind.F,), holds=(Kind.F,))),
     Contract("add_recompute", add_recompute, _keeps(_without(*RECOMPUTE, *TRANSFERS))),
+    Contract("spread_last", spread_last, _spreads(_keeps(_without(*_BACKWARD, *TOGETHER), whole=True))),
+    Contract("remove_spread", remove_spread, _keeps(_without(*TOGETHER), holds=_without(*TOGETHER))),
     Contract("remove_recompute", remove_recompute, _keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE))),
 )

@@ -26,7 +26,9 @@ VEE = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
 BOTH_WAYS = "0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n"
 PAIRED = "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
 AGAIN = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1B1\n"
+SPREAD = "0F0,0F1,0L0,0B0,0L1,0B1\n1F0,1L0,1B0,1F1,1L1,1B1\n"
 GOOD = {
+    "spread": SPREAD,
     "again": AGAIN,
     "plain": PLAIN,
     "sent": SENT,
@@ -146,6 +148,13 @@ MUTATIONS = {
         {"transfer"},
         (1, 2),
     ),
+    "completeness: an L is missing": (SPREAD, drop(0, 2), {"completeness"}, (1, 1)),
+    "duplicate: an L twice": (SPREAD, insert(0, 3, "0L0"), {"duplicate"}, (0, 3)),
+    "placement: an L of another device": (SPREAD, move((1, 1), (0, 2)), {"placement"}, (0, 2)),
+    "order: L before the last F": (SPREAD, swap(1, 0, 1), {"order"}, (1, 0)),
+    "order: the last B before L": (SPREAD, swap(1, 1, 2), {"order"}, (1, 1)),
+    "deadlock: L in another order": (SPREAD, swap(0, 2, 4), {"deadlock"}, (0, 2)),
+    "deadlock: L before what another device needs for its own": (SPREAD, move((0, 4), (0, 1)), {"deadlock"}, (0, 1)),
     "deadlock: a forward too early": (ALONE, swap(1, 1, 2), {"deadlock"}, (0, 1)),
     "deadlock: a RECV before what its SEND waits for": (SENT, swap(0, 2, 4), {"deadlock", "transfer"}, (0, 2)),
     "deadlock: only where both sides wait": (SENT, swap(1, 3, 4), {"deadlock"}, (1, 3)),
@@ -301,8 +310,8 @@ def test_a_cell_of_another_type_is_named(cell):
 
 
 def test_a_kind_that_does_not_exist_is_refused():
-    with pytest.raises(ScheduleError, match="kind 9"):
-        jp.check(Schedule(((Action(0, 9, 0),),), Placement.loop(devices=1), 1))
+    with pytest.raises(ScheduleError, match=f"kind {len(Kind)}"):
+        jp.check(Schedule(((Action(0, len(Kind), 0),),), Placement.loop(devices=1), 1))
 
 
 def test_a_long_report_is_cut_but_its_violations_are_not():
