@@ -306,6 +306,7 @@ def _cheapest(costs: StageCosts) -> StageCosts:
         activation=costs.activation,
         recompute=costs.recompute,
         checkpoint=costs.checkpoint,
+        last=costs.last,
     )
 
 
