@@ -25,7 +25,7 @@ from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.compiled import GpuProgram, LargeMove, Move, compile_and_read, count_waits, flat, most_waits, never, steady
-from jaxpipe.table.action import Overlap
+from jaxpipe.report import most_actions
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -94,11 +94,6 @@ class Case:
 
 def _layer_policy(remat: Remat) -> Callable[..., bool] | bool:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat is Remat.DOTS else remat is Remat.LAYER
-
-
-def most_actions(schedule: jp.Schedule) -> int:
-    """The most actions of any device, an overlapped pair counted as two."""
-    return max(sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None) for row in schedule.rows)
 
 
 COLUMNS = (

@@ -255,6 +255,7 @@ class Pipeline:
         Raises:
             PipelineError: as `value_and_grad` does.
         """
+        from .compiled import compile_and_try_to_read
         from .report import report
         from .spmd.memory import predicted_memory
 
@@ -262,18 +263,19 @@ class Pipeline:
         begin = time.perf_counter()
         lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
         middle = time.perf_counter()
-        compiled = lowered.compile()
+        on_gpus = bool(self.compiler_options)
+        compiled, program = compile_and_try_to_read(lowered) if on_gpus else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         to = self.partition.shardings(self.mesh, params)
         held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
         job, code, entries = traced[0]
         memory = predicted_memory(job, self.mesh, code, entries, held, batch)
-        return report(self.schedule, self._plan, code, compiled, params=held, prefer=self.prefer) | {"predicted": memory} | seconds
+        return report(self.schedule, self._plan, code, compiled, program, params=held, prefer=self.prefer) | {"predicted": memory} | seconds
 
     # Compiling
 
     @cached_property
-    def compiler_options(self) -> dict[str, str | int | bool]:
+    def compiler_options(self) -> dict[str, str | bool]:
         """XLA options that the program wants on this mesh's backend: on NVIDIA GPUs predicates become nodes of CUDA graphs; else none.
 
         `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the outermost `jax.jit` only, so a function of

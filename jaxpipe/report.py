@@ -25,6 +25,14 @@ Memory, for one coordinate of the pipe and data axes, before the partitioner spl
 What XLA says of the compiled program, for one device:
 
     temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
+    predicted           bytes of one device by what they are for, and their "total" (`jaxpipe.spmd.memory`): from the program's slots and
+                        each block compiled alone, without the compiled step
+
+What the text of the step compiled for NVIDIA GPUs says; None for other backends:
+
+    host_waits          how often a device's host waits for it in a step, at the most: no CUDA graph holds that predicate
+    permutes_beside_compute     (with compute issued between start and done, all) of the segment of most trips
+    collectives_beside_compute  the same of all other collectives
 
     stage_kinds         different stages (by function, parameters, or what they take); pools hold the largest of each, transfers too
     fallbacks           equations that the cut of the backward into I and W could not cut, and so do W's work in I
@@ -41,7 +49,10 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from .compiled import GpuProgram, most_waits, steady
+from .jaxprs import needed_for
 from .jaxprs.sizes import nbytes
+from .jaxprs.slices import Split
 from .lowering.plan import Plan, Prefer, plan_of
 from .program.ir import Program
 from .program.pools import Slots
@@ -50,7 +61,7 @@ from .simulation.costs import Costs
 from .simulation.simulate import simulate
 from .spmd.operands import SharedBuffers
 from .stage.model_code import ModelCode
-from .table.action import Kind
+from .table.action import Kind, Overlap
 from .table.schedule import Schedule
 
 
@@ -59,6 +70,7 @@ def report(
     plan: Plan,
     code: ModelCode,
     compiled: Any,
+    gpu_program: GpuProgram | None,
     *,
     params: Mapping[str, Any],
     prefer: Prefer,
@@ -70,6 +82,7 @@ def report(
         plan: ticks and segments that the step was made of.
         code: what the step's functions were cut into.
         compiled: the `jax.stages.Compiled` step.
+        gpu_program: what was read in its text, if it is for GPUs.
         params: shapes of the placed parameters, with shardings.
         prefer: what `plan` was asked to keep.
     """
@@ -83,6 +96,7 @@ def report(
         **_memory(code),
         "parameter_bytes": {key: sum(map(_local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
         **_xla(compiled),
+        **_gpu(gpu_program, schedule),
         "stage_kinds": len(code.kinds),
         "fallbacks": list(dict.fromkeys(f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted)))),
     }
@@ -185,6 +199,24 @@ def _xla(compiled: Any) -> dict[str, Any]:
     }
 
 
+def _gpu(program: GpuProgram | None, schedule: Schedule) -> dict[str, Any]:
+    """What the text of a GPU program tells; None where there is none."""
+    if program is None:
+        return {"host_waits": None, "permutes_beside_compute": None, "collectives_beside_compute": None}
+    permutes = steady(program.collectives)
+    others = [each for each in program.collectives if each.kind != "collective-permute"]
+    return {
+        "host_waits": round(most_waits(program.predicates, most_actions(schedule))),
+        "permutes_beside_compute": (sum(each.overlapped for each in permutes), len(permutes)),
+        "collectives_beside_compute": (sum(each.overlapped for each in others), len(others)),
+    }
+
+
+def most_actions(schedule: Schedule) -> int:
+    """The most actions of any device, an overlapped pair counted as two."""
+    return max(sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None) for row in schedule.rows)
+
+
 def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
     """Equations of I that have outputs which only W reads: nothing but a scan can be cut inside, so I does that work too.
 
@@ -198,17 +230,20 @@ _FREE = frozenset({"split", "optimization_barrier", "random_split", "random_unwr
 
 
 def _fallbacks(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> list[str]:
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, core.Var)}
-    read |= {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, core.Var)}
-    left = {v for v in jaxpr.outvars if isinstance(v, core.Var)} - read
+    chosen = list(zip(jaxpr.eqns, needed_for(jaxpr, wanted), strict=True))
+    needed = {v for eqn, choice in chosen if choice is not False for v in eqn.invars if isinstance(v, core.Var)}
+    needed |= {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, core.Var)}
     found = []
-    for eqn in jaxpr.eqns:
+    for eqn, choice in chosen:
         name = eqn.primitive.name
-        if name == "scan":
-            carries = eqn.params["num_carry"]
-            found += _fallbacks(eqn.params["jaxpr"].jaxpr, [i < carries or v in read for i, v in enumerate(eqn.outvars)])
+        if choice is False:
             continue
-        count = sum(v in left for v in eqn.outvars)
+        if name == "scan":
+            carries = choice.carry_first if isinstance(choice, Split) else (True,) * eqn.params["num_carry"]
+            read = [v in needed for v in eqn.outvars[len(carries) :]]
+            found += _fallbacks(eqn.params["jaxpr"].jaxpr, [*carries, *read])
+            continue
+        count = sum(v not in needed and not isinstance(v, core.DropVar) for v in eqn.outvars)
         if count and len(eqn.outvars) > 1 and name not in _FREE:
             found.append(f"{name}: {count} of its {len(eqn.outvars)} results are for W alone, and are computed in I")
     return found

@@ -7,7 +7,7 @@ from .collectives import Beside, Collective, find_collectives, steady
 from .copies import MADE_ANEW, LargeMove, Move, large_moves
 from .hlo import Module, parse
 from .memory import Buffer, Memory
-from .program import GpuProgram, compile_and_read
+from .program import GpuProgram, compile_and_read, compile_and_try_to_read
 from .waits import Predicate, always, count_waits, find_predicates, flat, most_waits, never
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Predicate",
     "always",
     "compile_and_read",
+    "compile_and_try_to_read",
     "count_waits",
     "find_collectives",
     "find_predicates",

@@ -45,10 +45,28 @@ def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> 
     """Compile what `pipe.lower(...)` or `jax.jit(f).lower(...)` returns, with XLA options besides its own.
 
     XLA writes its thunks into a temporary folder; nothing is run.
+
+    Raises:
+        ValueError: it has not written them (no GPU program, or a compilation cache has answered).
     """
     with tempfile.TemporaryDirectory() as name:
-        dumps = {"xla_dump_to": name, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options={**(options or {}), **dumps})
-        folder = Path(name)
-        memory = read_memory(compiled, only(folder, "*-memory-usage-report.txt"))
-        return GpuProgram(parse(compiled.as_text()), read_graph_nodes(folder), memory)
+        return _read(_compile(lowered, options, name), Path(name))
+
+
+def compile_and_try_to_read(lowered: Any) -> tuple[Any, GpuProgram | None]:
+    """The compiled program, and what is read in it; None where it is none for GPUs, or where XLA has not written its thunks."""
+    with tempfile.TemporaryDirectory() as name:
+        compiled = _compile(lowered, None, name)
+        try:
+            return compiled, _read(compiled, Path(name))
+        except ValueError:
+            return compiled, None
+
+
+def _compile(lowered: Any, options: Mapping[str, Any] | None, folder: str) -> Any:
+    return lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+
+
+def _read(compiled: Any, folder: Path) -> GpuProgram:
+    memory = read_memory(compiled, only(folder, "*-memory-usage-report.txt"))
+    return GpuProgram(parse(compiled.as_text()), read_graph_nodes(folder), memory)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -54,12 +54,20 @@ class Entry:
     @property
     def spec(self) -> PartitionSpec:
         """How the partitioner splits the value."""
-        return PartitionSpec(*self._spec(0))
+        return self._spec(0)
+
+    @property
+    def pool_spec(self) -> PartitionSpec:
+        """How it splits a pool of such entries."""
+        return PartitionSpec(*[None] * (1 + self.by_row), *(part.axes for part in self.parts), None)
+
+    def pool(self, slots: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The shape of a pool of so many slots."""
+        return jax.ShapeDtypeStruct((slots, *self.kept), dtype)
 
     def constrain_pool(self, pool: Any) -> Any:
         """Tell the partitioner how a pool [slots, *kept] is split."""
-        lead = 1 + self.by_row
-        return self._constrain(pool, [None] * lead + [part.axes for part in self.parts] + [None])
+        return self._constrain(pool, self.pool_spec)
 
     def pack(self, value: Any) -> Any:
         """A value [*shape] as it is kept."""
@@ -109,10 +117,10 @@ class Entry:
         rows = [0] if self.by_row and not missing else []
         return dims, [*rows, *first, *(i for i in range(len(dims)) if i not in (*rows, *first))]
 
-    def _spec(self, missing: int) -> list[tuple[str, ...] | None]:
+    def _spec(self, missing: int) -> PartitionSpec:
         """How a value is split, by dim."""
         split = {part.dim: part.axes for part in self.parts}
-        return [split.get(dim) for dim in range(missing, len(self.shape))]
+        return PartitionSpec(*(split.get(dim) for dim in range(missing, len(self.shape))))
 
-    def _constrain(self, value: Any, spec: Sequence[tuple[str, ...] | None]) -> Any:
-        return lax.with_sharding_constraint(value, PartitionSpec(*spec)) if self.pinned else value
+    def _constrain(self, value: Any, spec: PartitionSpec) -> Any:
+        return lax.with_sharding_constraint(value, spec) if self.pinned else value

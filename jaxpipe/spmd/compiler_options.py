@@ -6,14 +6,14 @@ from typing import TypeAlias
 
 from jax.sharding import Mesh
 
-Options: TypeAlias = dict[str, str | int | bool]
+Options: TypeAlias = dict[str, str | bool]
 
 # What may be part of a CUDA graph: XLA's default, and WHILE besides, so that a block under a predicate is a node of a graph that the GPU
 # decides upon and not a loop that the host waits for.  COLLECTIVES stays out: CUDA allows no communication in a conditional node's body.
 _IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE")
 _GPU: Options = {
     "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
-    "xla_gpu_graph_min_graph_size": 1,  # a predicate is one operation of its own
+    "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
     # Stacks that a scan fills from zero are not filled with zeros first.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
 }

@@ -16,6 +16,7 @@ from ..model.partition import leaf_plans
 from ..stage.code import StageCode, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
+from .compiler_options import options_for
 
 # Values, and how each is split; None: as the partitioner likes.
 Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
@@ -112,7 +113,8 @@ def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *group
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
 
-    return jax.jit(mapped).lower(*([shape(*each) for each in group] for group in groups)).compile()
+    lowered = jax.jit(mapped).lower(*([shape(*each) for each in group] for group in groups))
+    return lowered.compile(compiler_options=options_for(mesh))
 
 
 def _entry(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> Entry:

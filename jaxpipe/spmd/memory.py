@@ -33,7 +33,7 @@ def predicted_memory(
     pools               the slots that the program has, each as large as a device's part of what it holds
     gathered            whole parameters and accumulators where only parts are given and returned (fsdp, outer, DualPipe's copies)
     hoisted             what is computed from parameters once a step
-    sent                what is on its way
+    sent                what is to be sent next
     work                of the block that needs most, its own arrays
     """
     buffers = SharedBuffers.of(code.kinds, entries)
@@ -42,7 +42,6 @@ def predicted_memory(
     names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
     pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
     first = slots.first * sum(map(nbytes, (*code.first.residual_input, *code.first.residual_weight)))
-    lanes = max((len(t.lanes) for s in code.program.segments for t in s.templates), default=0)
     found = {
         "parameters": sum(map(_local_bytes, jax.tree.leaves(dict(params)))),
         "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
@@ -50,7 +49,7 @@ def predicted_memory(
         "pools": sum(pools.values()) + first,
         "gathered": _gathered(job, mesh, code, params),
         "hoisted": _hoisted(job, mesh, code, entries),
-        "sent": (1 + lanes) * (_entry_bytes(buffers.x) + _entry_bytes(buffers.cotangent)),
+        "sent": _entry_bytes(buffers.x) + _entry_bytes(buffers.cotangent),
         "work": max(work_space(job, mesh, code, entries).values(), default=0),
     }
     return {**found, "total": sum(found.values())}

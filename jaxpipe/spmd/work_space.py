@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from ..jaxprs import Entry
+from ..arrays import Leaves
+from ..jaxprs import Entry, Slot, Total, run_in_slots
 from ..model.partition import leaf_plans
-from ..stage.code import StageCode, run
+from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.kinds import RECOMPUTE, Kind
+from .body import accumulator_dtype
 from .entries import Group, StageEntries, compiled_alone
 
 _WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A piece of code, how its inputs are split, and which inputs and outputs lie in slots or accumulators."""
+
+    name: str
+    jaxpr: core.Jaxpr
+    specs: tuple[PartitionSpec | None, ...]
+    reads: tuple[tuple[int, Entry], ...] = ()
+    writes: tuple[tuple[int, Entry], ...] = ()
+    totals: int = 0  # of the first outputs, as the parameters are split
+    parameters: tuple[PartitionSpec, ...] = ()
 
 
 def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
@@ -26,64 +45,95 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
     """
     splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
     again = bool(code.program.schedule.encoded.of_kinds(RECOMPUTE).any())
+    blocks = [
+        block
+        for number, kind in enumerate(code.kinds)
+        for block in _stage_blocks(kind, _entries(kind) if entries is None else entries[number], splits=splits, again=again)
+    ]
     found: dict[str, int] = {}
-    for number, kind in enumerate(code.kinds):
-        own = None if entries is None else entries[number]
-        for name, jaxpr, groups in _stage_blocks(kind, own, splits=splits, again=again):
-            found[name] = max(found.get(name, 0), _temp(job, mesh, jaxpr, groups))
-    for name, jaxpr, groups in _outer_blocks(job, code, None if entries is None else entries[0]):
-        found[name] = _temp(job, mesh, jaxpr, groups)
+    for block in [*blocks, *_outer_blocks(job, code, split=entries is not None)]:
+        found[block.name] = max(found.get(block.name, 0), _temp(job, mesh, block))
     return found
 
 
-def _temp(job: Job, mesh: Mesh, jaxpr: core.Jaxpr, specs: Sequence[PartitionSpec | None]) -> int:
-    group: Group = [(var.aval, spec) for var, spec in zip(jaxpr.invars, specs, strict=True)]
-    memory = compiled_alone(job, mesh, lambda values: run(jaxpr, *values), group).memory_analysis()
+def _temp(job: Job, mesh: Mesh, block: _Block) -> int:
+    """Bytes besides inputs and outputs, of a block that reads and writes slots of pools as it does in the step."""
+    invars: list[Any] = [var.aval for var in block.jaxpr.invars]
+    outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
+    lazily = dict(block.reads)
+    inputs: Group = [
+        (lazily[i].pool(1, aval.dtype), lazily[i].pool_spec) if i in lazily else (aval, spec)
+        for i, (aval, spec) in enumerate(zip(invars, block.specs, strict=True))
+    ]
+    pools: Group = [(entry.pool(1, outvars[i].dtype), entry.pool_spec) for i, entry in block.writes]
+    wide = [jax.ShapeDtypeStruct(aval.shape, accumulator_dtype(aval.dtype, job.accumulate)) for aval in outvars[: block.totals]]
+    totals: Group = list(zip(wide, block.parameters, strict=True))
+
+    def run(values: Leaves, pools: Leaves, totals: Leaves) -> Leaves:
+        at = jnp.int32(0)
+        writes: dict[int, Slot | Total] = {i: Total(leaf) for i, leaf in enumerate(totals)}
+        writes |= {i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)}
+        return run_in_slots(block.jaxpr, values, reads={i: Slot(values[i], at, entry) for i, entry in block.reads}, writes=writes)
+
+    memory = compiled_alone(job, mesh, run, inputs, pools, totals).memory_analysis()
     return int(getattr(memory, "temp_size_in_bytes", 0))
 
 
-def _stage_blocks(
-    code: StageCode, entries: StageEntries | None, *, splits: bool, again: bool
-) -> list[tuple[str, core.Jaxpr, list[PartitionSpec | None]]]:
-    """Name, jaxpr, and how its inputs are split."""
+def _entries(code: StageCode) -> StageEntries:
+    """No axis is left to the partitioner."""
 
-    def specs(kept: Sequence[Entry], count: int) -> list[PartitionSpec | None]:
-        return [entry.spec for entry in kept] if entries is not None else [_WHOLE] * count
+    def plain(avals: Sequence[Any]) -> tuple[Entry, ...]:
+        return tuple(Entry(tuple(aval.shape)) for aval in avals)
 
-    parameters = [_WHOLE] * code.num_params if entries is None else list(entries.parameters)
-    x = specs(entries.x if entries else (), len(code.x_avals))
-    before: list[PartitionSpec | None] = [*(_WHOLE for _ in code.consts), *parameters, *x]
-    rest = len(code.forward.invars) - len(before)
-    free: list[PartitionSpec | None] = [None if entries else _WHOLE] * rest  # extra, once
-    kept = [
-        *specs(entries.residual_input if entries else (), len(code.residual_input)),
-        *specs(entries.residual_weight if entries else (), len(code.residual_weight)),
+    stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
+    return StageEntries((_WHOLE,) * code.num_params, *map(plain, stored))
+
+
+def _stage_blocks(code: StageCode, entries: StageEntries, *, splits: bool, again: bool) -> list[_Block]:
+    """The blocks of a kind of stage."""
+    before = [*(_WHOLE for _ in code.consts), *entries.parameters, *(entry.spec for entry in entries.x)]
+    free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
+    start = (*before, *(None for _ in range(free)))
+    kept = (*entries.residual_input, *entries.residual_weight)
+    dy = [*(entry.spec for entry in entries.cotangent), *([] if code.loss is None else [_WHOLE])]
+    late = (*start, *(entry.spec for entry in kept), *dy)
+    read = tuple((len(start) + i, entry) for i, entry in enumerate(kept))
+    stash = tuple((len(late) + i, entry) for i, entry in enumerate(entries.stash))
+
+    def written(first: int, those: Sequence[Entry]) -> tuple[tuple[int, Entry], ...]:
+        return tuple((first + i, entry) for i, entry in enumerate(those))
+
+    found = [_Block("F", code.forward, start, writes=written(code.num_outputs, kept))]
+    found += [_Block("R", code.recompute, start, writes=written(0, kept))] if again else []
+    if not splits:
+        return [*found, _Block("B", code.backward, late, read, totals=code.num_params, parameters=entries.parameters)]
+    dx = sum(code.x_wanted)
+    return [
+        *found,
+        _Block("I", code.input_grad, late, read, written(dx, entries.stash)),
+        _Block(
+            "W",
+            code.weight_grad,
+            (*late, *(entry.spec for entry in entries.stash)),
+            (*read, *stash),
+            totals=code.num_params,
+            parameters=entries.parameters,
+        ),
     ]
-    dy = [*specs(entries.cotangent if entries else (), len(code.dy_avals)), *([] if code.loss is None else [_WHOLE])]
-    stash = specs(entries.stash if entries else (), len(code.stash))
-    late = [*before, *free, *kept, *dy]
-    found = [("F", code.forward, [*before, *free])]
-    found += [("R", code.recompute, [*before, *free])] if again else []
-    if splits:
-        return [*found, ("I", code.input_grad, late), ("W", code.weight_grad, [*late, *stash])]
-    return [*found, ("B", code.backward, late)]
 
 
-def _outer_blocks(job: Job, code: ModelCode, entries: StageEntries | None) -> list[tuple[str, core.Jaxpr, list[PartitionSpec | None]]]:
-    """The same of `first`, its gradient, and `last` with its gradient."""
+def _outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[_Block]:
+    """`first`, its gradient, and `last` with its gradient."""
 
-    def split(key: str) -> list[PartitionSpec]:
-        return [PartitionSpec(*plan.auto) for name in (key, "shared") for plan in leaf_plans(job.plans[name])]
+    def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
+        own = [PartitionSpec(*plan.auto) for name in (key, "shared") for plan in leaf_plans(job.plans[name])]
+        start = [*(_WHOLE for _ in range(consts)), *own]
+        return (*start, *(None if split else _WHOLE for _ in range(len(jaxpr.invars) - len(start))))
 
-    def padded(start: Sequence[PartitionSpec], jaxpr: core.Jaxpr) -> list[PartitionSpec | None]:
-        rest = len(jaxpr.invars) - len(start)
-        return [*start, *([None if entries else _WHOLE] * rest)]
-
-    first = [*(_WHOLE for _ in code.first.consts), *split("first")]
-    found = [("first", code.first.forward, padded(first, code.first.forward))]
-    if code.first.num_params:
-        found.append(("first gradient", code.first.backward, padded(first, code.first.backward)))
-    if code.last is not None:
-        last = [*(_WHOLE for _ in code.last.consts), *split("last")]
-        found.append(("last", code.last.train, padded(last, code.last.train)))
+    first, last = code.first, code.last
+    found = [_Block("first", first.forward, specs("first", len(first.consts), first.forward))]
+    if first.num_params:
+        found.append(_Block("first gradient", first.backward, specs("first", len(first.consts), first.backward)))
+    if last is not None:
+        found.append(_Block("last", last.train, specs("last", len(last.consts), last.train)))
     return found

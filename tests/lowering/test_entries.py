@@ -1,0 +1,95 @@
+"""How pools keep values, which values are made anew where they are read, and what is kept of gathered ones."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpipe.jaxprs import Entry, Part, Slot, Total, into_scans, run_in_slots
+from jaxpipe.stage.trace import trace_stage
+
+SHAPES = [
+    ((), ()),
+    ((5,), ()),
+    ((3, 4, 6), ()),
+    ((3, 4, 6), (Part(1, ("t",), 2),)),
+    ((3, 4, 6), (Part(2, ("t",), 3), Part(1, ("u",), 2))),
+    ((4, 6), (Part(0, ("t",), 2),)),
+    ((0, 3), ()),
+]
+
+
+@pytest.mark.parametrize(("shape", "parts"), SHAPES, ids=str)
+def test_a_value_comes_back_out_of_its_slot(shape, parts):
+    entry = Entry(shape, parts)
+    value = jnp.arange(np.prod(shape, dtype=int), dtype=float).reshape(shape)
+    pool = jnp.full((2, *entry.kept), -1.0)
+    pool = Slot(pool, jnp.int32(1), entry).store(value)
+    np.testing.assert_array_equal(Slot(pool, jnp.int32(1), entry).load(), value)
+    assert jnp.all(pool[0] == -1)
+    for row in range(shape[0] if len(shape) > 1 else 0):
+        pool = Slot(pool, jnp.int32(0), entry).store_row(jnp.int32(row), value[row] + 1)
+        np.testing.assert_array_equal(Slot(pool, jnp.int32(0), entry).load_row(jnp.int32(row)), value[row] + 1)
+
+
+def test_a_device_s_part_of_an_entry_is_one_piece():
+    entry = Entry((3, 4, 6), (Part(2, ("t",), 2),))
+    assert entry.kept == (3, 2, 12)
+    assert entry.pool_spec == PartitionSpec(None, None, ("t",), None)
+    assert entry.spec == PartitionSpec(None, None, ("t",))
+    value = jnp.arange(72).reshape(3, 4, 6)
+    np.testing.assert_array_equal(entry.pack(value)[:, 1], value[:, :, 3:].reshape(3, 12))
+
+
+def masked(params, x):
+    """Attention's mask, made outside of the scan over layers."""
+    mask = jnp.arange(x.shape[0])[:, None] >= jnp.arange(x.shape[0])
+
+    def layer(x, w):
+        scores = jnp.where(mask, x @ x.T, -1e30)
+        return jax.nn.softmax(scores) @ x @ w, None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
+def test_masks_are_made_inside_scans_and_never_kept():
+    params, x = jnp.ones((3, 4, 4)), jnp.ones((5, 4))
+    before = jax.make_jaxpr(masked)(params, x).jaxpr
+    (scan,) = (eqn for eqn in into_scans(before).eqns if eqn.primitive.name == "scan")
+    assert scan.params["num_consts"] == 0
+    code = trace_stage(lambda p, x, _: masked(p, x), params, x, {})
+    kept = (*code.once_avals, *code.residual_input, *code.residual_weight, *code.stash)
+    assert not [aval for aval in kept if aval.dtype == bool]
+
+
+def test_a_gathered_value_is_kept_as_what_it_is_gathered_from():
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.NamedSharding(mesh, PartitionSpec(None, None))
+
+    def stage(w, x, _):
+        split = jnp.tanh(x)
+        return jax.lax.with_sharding_constraint(split, whole) @ w
+
+    code = trace_stage(stage, jnp.ones((4, 4)), jnp.ones((2, 4)), {})
+    # tanh's output is what its own derivative needs; the gathered copy, which W reads, is not kept beside it.
+    assert len((*code.residual_input, *code.residual_weight)) == 1
+
+
+def test_rows_of_a_table_s_gradient_are_added_where_they_belong():
+    table, rows, dy = jnp.ones((10, 3)), jnp.array([1, 4, 1]), jnp.arange(9.0).reshape(3, 3)
+    jaxpr = jax.make_jaxpr(lambda t, i, dy: jax.vjp(lambda t: t[i], t)[1](dy))(table, rows, dy)
+    assert not jaxpr.consts
+    total = jnp.full((10, 3), 2.0)
+    (found,) = run_in_slots(jaxpr.jaxpr, [table, rows, dy], writes={0: Total(total)})
+    np.testing.assert_array_equal(found, total.at[rows].add(dy))
+
+    def add(total):
+        return run_in_slots(jaxpr.jaxpr, [table, rows, dy], writes={0: Total(total)})[0]
+
+    scattered = [eqn for eqn in jax.make_jaxpr(add)(total).eqns if eqn.primitive.name == "scatter-add"]
+    adds = [eqn for eqn in jax.make_jaxpr(add)(total).eqns if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == (10, 3)]
+    assert len(scattered) == 1
+    assert adds == []
