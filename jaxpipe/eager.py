@@ -114,7 +114,7 @@ class _Shard:
         (y, loss), vjp, state = jax.vjp(call, self.stages[stage], self.outer["shared"], x, has_aux=True)
         if not isinstance(loss, tuple):
             self.losses[microbatch] += loss
-        if self.job.training and "state" in self.functions.stages[stage].wants:
+        if self.job.changes_state and "state" in self.functions.stages[stage].wants:
             self.state[stage] = state
         return y, None, lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype)))
 
@@ -167,7 +167,8 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
         rows: list[Leaves] = [jax.tree.leaves(aux["metrics"]) for shard in shards for aux in shard.aux]
         tree = jax.tree.structure(shards[0].aux[0]["metrics"])
         parts = [[jnp.atleast_1d(leaf) for leaf in leaves] for leaves in zip(*rows, strict=True)]
-        return {"outputs": jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])}
+        whole = jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])
+        return {"outputs": whole, "state": _merged_state(job, shards)}
     found: dict[str, Any] = {"state": _merged_state(job, shards)}
     if job.functions.last is None:
         return found

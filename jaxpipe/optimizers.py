@@ -69,7 +69,7 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool = False)
         def start(key: str, tree: PyTree) -> tuple[PyTree, ...]:
             return tuple(stack.apply(optimizer.init, stack.tree) for stack in view(key, tree))
 
-        found: dict[str, PyTree] = {key: start(key, params[key]) for key in OUTER}
+        found: dict[str, PyTree] = {key: start(key, params[key]) for key in OUTER if key in params}
         return {**found, "stages": params["stages"].map(lambda chunk: start("stages", chunk))}
 
     def update(grads: Mapping[str, PyTree], state: Mapping[str, PyTree], params: Any = None, **extra: Any) -> tuple[PyTree, PyTree]:
@@ -83,7 +83,7 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool = False)
                 after.append(new)
             return _joined(key, chunk, updates, layered=pipe.layout.layers is not None), tuple(after)
 
-        both = {key: one(key, grads[key], state[key], None if params is None else params[key]) for key in OUTER}
+        both = {key: one(key, grads[key], state[key], None if params is None else params[key]) for key in OUTER if key in grads}
         chunks = [
             one("stages", chunk, states, None if params is None else params["stages"][v])
             for v, (chunk, states) in enumerate(zip(grads["stages"], state["stages"], strict=True))

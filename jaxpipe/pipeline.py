@@ -25,6 +25,7 @@ from .model.param_layout import OUTER, check_canonical
 from .model.partition import Partition, axes_of
 from .model.placed import Chunks, home_faults
 from .model.read import read_model
+from .same_code import SameCode, jit_same, key_of
 from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
@@ -114,7 +115,9 @@ class Pipeline:
         prefer: Prefer | str = Prefer.MEMORY,
         executor: Executor | None = None,
     ) -> None:
+        settings = {name: value for name, value in locals().items() if name != "self"}
         _check_kinds(schedule, mesh)
+        self._key = key_of(settings)
         self.schedule = check(schedule)
         self.mesh = automatic(mesh)
         self.axis = axis
@@ -150,6 +153,17 @@ class Pipeline:
         # What stages hand from microbatch to microbatch is known after a step alone.
         self._jit_loss = differentiable_loss((lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step)
 
+    def __repr__(self) -> str:
+        """The schedule, the mesh, and what the model has."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        table = self.schedule
+        parts = [f"schedule={table.name or 'a table'!r}", f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
+        parts += [f"mesh=({axes})", f"axis={self.axis!r}"]
+        parts += [f"data_axes={self.data_axes}"] if self.data_axes else []
+        parts += [f"layout={'|'.join(self.layout.layers.stages)!r}"] if self.layout.layers is not None else []
+        names = [f.name for f in (self.functions.first, self.functions.last) if f is not None]
+        return f"Pipeline({', '.join(parts)}, with {' and '.join(names) or 'neither first nor last'})"
+
     # Parameters
 
     def place(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -163,7 +177,7 @@ class Pipeline:
             PipelineError: parameters that do not fit, are placed already, or no arrays; every fault is listed.
         """
         check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
-        full = {"stages": params["stages"], **{k: params.get(k, {}) for k in OUTER}}
+        full = dict(params)
         like = jax.eval_shape(self._arranged, full)
         to = self.partition.shardings(self.mesh, like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
@@ -252,19 +266,25 @@ class Pipeline:
         return (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
 
     def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed."""
+        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed.
+
+        A batch of any number of rows will do, such as the last one of a data set: it is cut into as many microbatches as its rows
+        divide into, up to the schedule's.  (Each number of rows is a program of its own.)
+        """
         return self._answer(self._call(self._jit_evaluate, params, batch, rng, state))
 
     def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`)."""
+        """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`); fewer where `evaluate` cuts fewer."""
         return self._call(self._jit_evaluate, params, batch, rng, state)["losses"]
 
     def outputs(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> PyTree:
         """What the last stage returns, before `last`: leaves [rows, ...] in the order of the batch's rows, by forwards alone.
 
-        A leaf that is a scalar of each microbatch gives one entry a microbatch.
+        A leaf that is a scalar of each microbatch gives one entry a microbatch.  With `state` (see `place_state`) it is (outputs, new
+        state): what a step of generation leaves in its cache of keys and values, for instance.
         """
-        return self._call(self._jit_outputs, params, batch, rng, state)
+        results = self._call(self._jit_outputs, params, batch, rng, state)
+        return (results["outputs"], results["state"]) if self.functions.has_state else results["outputs"]
 
     def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh.
@@ -323,9 +343,10 @@ class Pipeline:
         """The function compiled, with the options where it is called from outside of any other `jax.jit`."""
         if not self._executor.compiles:
             return function
+        same = SameCode((function.__name__, self._key), function)
         if not self.compiler_options:
-            return jax.jit(function)
-        inner, outermost = jax.jit(function), self.jit(function)
+            return jit_same(same)
+        inner, outermost = jit_same(same), jit_same(same, compiler_options=self.compiler_options)
 
         def call(*arguments: Any) -> Any:
             traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
@@ -423,7 +444,7 @@ class Pipeline:
         return self._run(params, batch, rng, state, training=False)[0]
 
     def _outputs(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> PyTree:
-        return self._run(params, batch, rng, state, training=False, outputs=True)[0]["outputs"]
+        return self._run(params, batch, rng, state, training=False, outputs=True)[0]
 
     def _run(
         self,
@@ -438,10 +459,11 @@ class Pipeline:
         observe: Observe | None = None,
     ) -> Any:
         """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None."""
-        self._check_step(params, batch, rng, state)
+        self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
+        given, params = params, {"stages": params["stages"], **{key: params.get(key, {}) for key in OUTER}}
         job = Job(
-            plan=self._plan if training else forward_plan(self.schedule),
+            plan=self._plan if training else forward_plan(self.schedule, self._microbatches_of(batch)),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
@@ -455,8 +477,16 @@ class Pipeline:
         )
         lie = self._result_shardings(job, params)
         if self._executor.compiles:
-            return on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(params, batch, rng, state)
-        return jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, self._executor.run(job, params, batch, rng, state))
+            results, grads = on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(params, batch, rng, state)
+        else:
+            found = self._executor.run(job, params, batch, rng, state)
+            results, grads = jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, found)
+        return results, {key: grads[key] for key in given if key in grads}
+
+    def _microbatches_of(self, batch: PyTree) -> int:
+        """The most microbatches, up to those of the schedule, into which the rows of a batch for evaluation divide."""
+        rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
+        return max(count for count in range(1, self.schedule.num_microbatches + 1) if rows % count == 0)
 
     def _result_shardings(self, job: Job, params: Mapping[str, PyTree]) -> tuple[dict[str, NamedSharding], PyTree]:
         """Where results and gradients lie, whatever the executor is."""
@@ -471,16 +501,16 @@ class Pipeline:
             size *= self.mesh.shape[name]
         return size
 
-    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree, rng: Any, state: Any) -> None:
+    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree, rng: Any, state: Any, *, training: bool = True) -> None:
         """PipelineError, before anything is traced, for parameters that are not placed for this schedule or rows that do not divide."""
         faults = []
         wanted = {"stages", *OUTER}
-        if not isinstance(params, Mapping) or set(params) != wanted:
-            faults.append(f"parameters must be what `place` returned, a dict with keys {sorted(wanted)}")
+        if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
+            faults.append(f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}")
         else:
             faults += home_faults(params["stages"], self.layout.home, "parameters", "place") or self._row_faults(params["stages"])
         faults += array_faults(params, "params")
-        faults += self._batch_faults(batch)
+        faults += self._batch_faults(batch, training=training)
         faults += _key_faults(rng)
         if bool(state) is not self.functions.has_state:
             takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
@@ -499,8 +529,8 @@ class Pipeline:
             if np.shape(leaf)[:1] != (count,)
         ]
 
-    def _batch_faults(self, batch: PyTree) -> list[str]:
-        count, data = self.schedule.num_microbatches, self._data_size
+    def _batch_faults(self, batch: PyTree, *, training: bool) -> list[str]:
+        count, data = self.schedule.num_microbatches if training else 1, self._data_size
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         if not leaves:
             return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]

@@ -196,6 +196,7 @@ def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int,
         outer_wants=code.outer_wants,
         num_chunks=num_chunks,
         training=job.training,
+        changes_state=job.changes_state,
     )
 
 

@@ -22,7 +22,7 @@ from .state import State, given
 def finish(job: Job, code: ModelCode, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
     """Sum once over devices what only some of them have: losses, gradients of first, last and shared, data shards."""
     if job.outputs:
-        return {"outputs": _outputs(job, code, state)}, {}
+        return {"outputs": _outputs(job, code, state), "state": _new_state(job, state, kept)}, {}
     everyone = (job.axis, *job.data_axes)
     results, scale = _losses(job, code, state, everyone)
     results["state"] = _new_state(job, state, kept)

@@ -54,7 +54,7 @@ def test_all_faults_of_specs_are_listed() -> None:
     with pytest.raises(jp.PipelineError) as caught:
         place(specs, data_axes=("data",))
     parts = (
-        "specs has a key 'stage'; its keys are those of the parameters, ['first', 'last', 'shared', 'stages']",
+        "specs has a key 'stage'; its keys are those of the parameters, ['first', 'last', 'stages']",
         f"first/embed: {PartitionSpec('pipe')} names the pipe axis 'pipe'",
         f"last/head: {PartitionSpec('data')} names the data axis 'data'; fsdp='data' splits parameters over it",
         f"stages/b: {PartitionSpec('model')} names an axis 'model' that the mesh does not have; its axes are {dict(mesh().shape)}",
