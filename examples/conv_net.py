@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe as jp
-from gpt.devices import find, on_mesh
+from gpt.devices import find
 
 DEVICES, MICROBATCHES, ROWS, STEPS = 2, 4, 32, 30
 SIDE, CHANNELS, CLASSES = 12, 8, 4
@@ -81,7 +81,7 @@ def main() -> None:
 
     params = pipe.place(initial(jax.random.key(0), schedule.num_stages))
     optimizer = optax.adam(1e-2)
-    opt_state = on_mesh(optimizer.init(params), mesh)
+    opt_state = pipe.init(optimizer, params)
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -86,7 +86,7 @@ def main() -> None:
     pipe = jp.Pipeline(**model.functions, schedule=schedule, mesh=mesh)
     optimizer = optax.adam(3e-3)
     params = pipe.place(model.params)
-    opt_state = optimizer.init(params)
+    opt_state = pipe.init(optimizer, params)
 
     @jax.jit
     def train(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -74,7 +74,7 @@ def main() -> None:
     pipe = jp.Pipeline(**model.functions, schedule=schedule, mesh=mesh)
     optimizer = optax.adam(3e-3)
     params, state = pipe.place(model.params), pipe.place_state(model.state)
-    opt_state = optimizer.init(params)
+    opt_state = pipe.init(optimizer, params)
 
     @jax.jit
     def train(params: Any, state: Any, opt_state: Any, batch: Any, key: jax.Array) -> Any:

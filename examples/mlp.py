@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe as jp
-from gpt.devices import find, on_mesh
+from gpt.devices import find
 
 DEVICES, LAYERS, WIDTH, MICROBATCHES, ROWS, STEPS = 4, 2, 32, 8, 256, 120  # LAYERS: of a stage
 
@@ -65,7 +65,7 @@ def main() -> None:
         }
     )
     optimizer = optax.adam(3e-3)
-    opt_state = on_mesh(optimizer.init(params), mesh)
+    opt_state = pipe.init(optimizer, params)
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpipe as jp
-from gpt.devices import find, on_mesh
+from gpt.devices import find
 
 PIPE, DATA, TENSOR, MICROBATCHES, STEPS = 2, 2, 2, 4, 40
 VOCAB, CONTEXT, WIDTH, HIDDEN, EXPERTS, ROWS = 16, 8, 16, 32, 4, 16
@@ -103,7 +103,7 @@ def main() -> None:
     assert worst < 1e-4  # float32, summed in another order
 
     optimizer = optax.adam(1e-2)
-    opt_state = on_mesh(optimizer.init(params), mesh)
+    opt_state = pipe.init(optimizer, params)
 
     @jax.jit
     def update(params: Any, opt_state: Any, grads: Any) -> Any:

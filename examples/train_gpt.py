@@ -120,7 +120,7 @@ def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpu
         return optax.apply_updates(params, updates), opt_state, loss
 
     params = pipe.place(jax.jit(model.init)(jax.random.key(args.seed)))
-    opt_state = devices.on_mesh(optimizer.init(params), pipe.mesh)
+    opt_state = pipe.init(optimizer, params)
     folder = RunFolder(args.resume) if args.resume else RunFolder.create(args.out)
     checkpoints, start = Checkpoints(folder.checkpoints, pipe, layer_axis=True), 0
     if args.resume:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe as jp
-from gpt.devices import find, on_mesh
+from gpt.devices import find
 
 DEVICES, LAYERS, WIDTH, VOCAB, TIME, MICROBATCHES, ROWS, STEPS = 4, 7, 32, 16, 12, 8, 64, 60
 
@@ -64,7 +64,7 @@ def main() -> None:
     pipe = jp.Pipeline(layers=functions, layout=layout, schedule=schedule, mesh=mesh)
     params = pipe.place(parameters())
     optimizer = optax.adam(3e-3)
-    opt_state = on_mesh(optimizer.init(params), mesh)
+    opt_state = pipe.init(optimizer, params)
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -29,6 +29,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .debug import Nonfinite, find_nonfinite
     from .model.functions import Context, Loss
+    from .optimizers import per_layer
     from .pipeline import Pipeline
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "parse_action",
     "parse_cell",
     "parse_layout",
+    "per_layer",
     "remove_recompute",
     "remove_spread",
     "remove_transfers",
@@ -90,6 +92,7 @@ _NEEDS_JAX = {
     "Nonfinite": ".debug",
     "Pipeline": ".pipeline",
     "find_nonfinite": ".debug",
+    "per_layer": ".optimizers",
 }
 
 

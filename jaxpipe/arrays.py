@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 # A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: JAX itself has no type for it.
@@ -13,3 +16,39 @@ Leaves: TypeAlias = "list[Any]"
 # Numbers that a tick reads from its records, and predicates.
 Scalar: TypeAlias = Int32[Array, ""]
 Flag: TypeAlias = Bool[Array, ""]
+
+
+def wider(*dtypes: Any) -> Any:
+    """The dtype that holds all of these, also where JAX promotes nothing by itself (8-bit floats, `jax_numpy_dtype_promotion="strict"`)."""
+    bits = [np.dtype(dtype).itemsize if jnp.issubdtype(dtype, jnp.floating) else 8 for dtype in dtypes]
+    large = [dtype for dtype, size in zip(dtypes, bits, strict=True) if size > 1] or [dtypes[0]]
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*large)
+
+
+def array_faults(tree: PyTree, name: str) -> list[str]:
+    """Leaves that JAX cannot take, by type: tensors of another library, strings, objects."""
+    odd: dict[str, list[str]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.hasobject:
+            odd.setdefault("a numpy array of objects", []).append(name + jax.tree_util.keystr(path))
+        elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | bool | int | float | complex):
+            kind = type(leaf)
+            if not hasattr(leaf, "__jax_array__"):
+                odd.setdefault(f"a {kind.__module__.split('.')[0]}.{kind.__qualname__}", []).append(name + jax.tree_util.keystr(path))
+    return [
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} is {kind}; give jax or numpy arrays"
+        f"{': tensor.detach().cpu().numpy()' if 'torch' in kind else ''}"
+        for kind, names in odd.items()
+    ]
+
+
+def described(tree: PyTree, most: int = 8) -> str:
+    """Leaves by path, dtype and shape, the first of them: "w float32[3, 3], b float32[3]"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    texts = []
+    for path, leaf in leaves[:most]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        texts.append(f"{name} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}".strip())
+    more = f" and {len(leaves) - most} more" if len(leaves) > most else ""
+    return ", ".join(texts) + more if leaves else "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,10 @@ try:
     import orbax.checkpoint as ocp
 except ImportError as error:
     raise ImportError("jaxpipe.checkpoint needs orbax-checkpoint, which is not installed: pip install 'jaxpipe[checkpoint]'") from error
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are empty, cut off or gone."""
 
 
 class Checkpoints:
@@ -55,6 +60,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path | str, pipe: Pipeline | None, *, keep: int | None = 2, layer_axis: bool = False) -> None:
         self._portable = PortableState(pipe, layer_axis)
+        self._damaged: dict[int, str] = {}  # what a resumed run will write again
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
 
@@ -76,25 +82,39 @@ class Checkpoints:
             CheckpointError: the state holds something that belongs to the schedule and not to the model; all faults are listed.
         """
         canonical = self._portable.of(state)
+        if self._damaged.pop(step, None) is not None:
+            self._manager.delete(step)
         about = {"leaves": _leaves(canonical)}
         self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)))
 
     def restore(self, like: Mapping[str, PyTree], *, step: int | None = None) -> tuple[int, dict[str, PyTree]]:
         """(step, state) of the newest or a given step, laid out and spread like `like`.
 
+        Where the newest one is damaged (files that are empty, cut off or gone), a warning names it and the newest whole one is taken.
+
         Args:
             like: a state of this run: arrays, or ShapeDtypeStructs (`pipe.place` of shapes, `jax.eval_shape(optimizer.init, ...)`).
             step: None for the newest.
 
         Raises:
-            CheckpointError: there is no such step, or it holds another model's state; all differences are listed.
+            CheckpointError: there is no such step, or it holds another model's state (all differences are listed); no step, or not the
+                one that was asked for, can be read.
         """
-        step = self._step(step)
         target = self._portable.of(jax.tree.map(_shape_of, dict(like)))
-        stored = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]["leaves"]
-        self._check(step, _leaves(target), stored)
-        found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        return step, self._portable.placed(found["state"], like)
+        if step is not None:
+            return step, self._read(self._step(step), target, like)
+        self._step(None)
+        self._damaged.clear()
+        for found in reversed(self.steps):
+            try:
+                state = self._read(found, target, like)
+            except DamagedCheckpointError as error:
+                self._damaged[found] = str(error)
+                continue
+            if self._damaged:
+                warnings.warn(f"{'; '.join(self._damaged.values())}; going on from step {found}, the newest whole one", stacklevel=2)
+            return found, state
+        raise CheckpointError.listing("no checkpoint can be read", self._damaged.values())
 
     def wait(self) -> None:
         """Until the last save is whole."""
@@ -112,6 +132,25 @@ class Checkpoints:
         self.close()
 
     # Inside
+
+    def _read(self, step: int, target: PyTree, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """The state of a step; DamagedCheckpointError where its files cannot be read."""
+        try:
+            stored = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]["leaves"]
+        except Exception as error:  # what a damaged file makes orbax raise depends on the file
+            raise self._damage(step, error) from error
+        self._check(step, _leaves(target), stored)
+        try:
+            found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+        except Exception as error:
+            raise self._damage(step, error) from error
+        return self._portable.placed(found, like)
+
+    def _damage(self, step: int, error: Exception) -> DamagedCheckpointError:
+        text = (str(error).strip().splitlines() or [""])[0][:200]
+        return DamagedCheckpointError(
+            f"the checkpoint of step {step} in {self._manager.directory} is damaged and cannot be read ({type(error).__name__}: {text})"
+        )
 
     def _step(self, step: int | None) -> int:
         """The step to restore."""

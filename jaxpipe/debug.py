@@ -151,12 +151,12 @@ class _Search:
     def _params(self, call: _Call, stage: int) -> PyTree:
         """(parameters of the call, shared ones)."""
         if call in (self.first, self.last):
-            own = self.params[call.name]
+            own = self.params.get(call.name, {})
         else:
             device, chunk = next((d, row.index(stage)) for d, row in enumerate(self.pipe.layout.owned) if stage in row)
             placed = self.params["stages"][chunk]
             own = placed.stage(device) if isinstance(placed, Packed) else self._pick(placed, jnp.int32(device))
-        return jax.tree.map(self._on_mesh, (own, self.params["shared"]))
+        return jax.tree.map(self._on_mesh, (own, self.params.get("shared", {})))
 
     def _on_mesh(self, leaf: Any) -> Any:
         """The same array, spread as it is, on the mesh of automatic axes."""

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Leaves, PyTree
-from .model.functions import Loss
+from .arrays import Leaves, PyTree, wider
+from .model.functions import Loss, inverse_count
 from .program.interpret import interpret
 from .program.liveness import Liveness
 from .program.verify import verify
@@ -76,7 +76,7 @@ class _Shard:
         self.aux: list[Any] = [None] * job.num_microbatches
 
     def _zeros(self, leaf: Any) -> Any:
-        return jnp.zeros(leaf.shape, leaf.dtype if self.job.accumulate is None else jnp.promote_types(leaf.dtype, self.job.accumulate))
+        return jnp.zeros(leaf.shape, leaf.dtype if self.job.accumulate is None else wider(leaf.dtype, self.job.accumulate))
 
     def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
         return make_extra(self.batch, self.rng, jnp.int32(stage), jnp.int32(microbatch), wants)
@@ -114,7 +114,7 @@ class _Shard:
         (y, loss), vjp, state = jax.vjp(call, self.stages[stage], self.outer["shared"], x, has_aux=True)
         if not isinstance(loss, tuple):
             self.losses[microbatch] += loss
-        if self.job.training and "state" in self.functions.stages[stage].wants:
+        if self.job.changes_state and "state" in self.functions.stages[stage].wants:
             self.state[stage] = state
         return y, None, lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype)))
 
@@ -167,14 +167,15 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
         rows: list[Leaves] = [jax.tree.leaves(aux["metrics"]) for shard in shards for aux in shard.aux]
         tree = jax.tree.structure(shards[0].aux[0]["metrics"])
         parts = [[jnp.atleast_1d(leaf) for leaf in leaves] for leaves in zip(*rows, strict=True)]
-        return {"outputs": jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])}
+        whole = jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])
+        return {"outputs": whole, "state": _merged_state(job, shards)}
     found: dict[str, Any] = {"state": _merged_state(job, shards)}
     if job.functions.last is None:
         return found
     losses = jnp.stack([sum(parts[1:], parts[0]) for parts in zip(*(shard.losses for shard in shards), strict=True)])
     auxes = [aux for shard in shards for aux in shard.aux]
     if job.functions.loss is Loss.SUM_OVER_COUNT:
-        found["weight"] = 1.0 / jnp.asarray(sum(aux["count"] for aux in auxes)).astype(losses.dtype)
+        found["weight"] = inverse_count(jnp.asarray(sum(aux["count"] for aux in auxes)), losses.dtype)
         loss = jnp.sum(losses) * found["weight"]
     else:
         losses = losses / job.data_size

@@ -13,16 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import PyTree
+from .arrays import PyTree, array_faults
 from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .layouts.layout import Layout
 from .lowering.plan import Prefer, forward_plan, plan_of
 from .model.functions import Function, Functions, Loss
 from .model.mesh import automatic, explicit_context, jit_on_mesh, on_mesh
+from .model.optimizer_state import state_shardings
 from .model.param_layout import OUTER, check_canonical
-from .model.partition import Partition
+from .model.partition import Partition, axes_of
+from .model.placed import Chunks, home_faults
 from .model.read import read_model
+from .same_code import SameCode, jit_same, key_of
 from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
@@ -65,6 +68,9 @@ class Pipeline:
         shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis likewise.
         specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the axis of stages (or layers): a
             tree like the canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
+        replicated_axes: mesh axes along which parameters and rows are whole, as for a function that uses such an axis by itself (a
+            sharding constraint, a `shard_map` inside a stage).  An axis of several devices that is in no argument is an error: they
+            would all do the same work.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
@@ -104,18 +110,21 @@ class Pipeline:
         fsdp: str | None = None,
         shard_outer: bool = False,
         specs: Mapping[str, PyTree] | None = None,
+        replicated_axes: Sequence[str] = (),
         accumulate_dtype: Any = jnp.float32,
         prefer: Prefer | str = Prefer.MEMORY,
         executor: Executor | None = None,
     ) -> None:
+        settings = {name: value for name, value in locals().items() if name != "self"}
         _check_kinds(schedule, mesh)
+        self._key = key_of(settings)
         self.schedule = check(schedule)
         self.mesh = automatic(mesh)
         self.axis = axis
-        self.data_axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+        self.data_axes = _as_tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
         self.prefer = _prefer(prefer)
-        _check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp)
+        _check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*_as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.partition = Partition(
             axis=axis,
@@ -144,16 +153,31 @@ class Pipeline:
         # What stages hand from microbatch to microbatch is known after a step alone.
         self._jit_loss = differentiable_loss((lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step)
 
+    def __repr__(self) -> str:
+        """The schedule, the mesh, and what the model has."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        table = self.schedule
+        parts = [f"schedule={table.name or 'a table'!r}", f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
+        parts += [f"mesh=({axes})", f"axis={self.axis!r}"]
+        parts += [f"data_axes={self.data_axes}"] if self.data_axes else []
+        parts += [f"layout={'|'.join(self.layout.layers.stages)!r}"] if self.layout.layers is not None else []
+        names = [f.name for f in (self.functions.first, self.functions.last) if f is not None]
+        return f"Pipeline({', '.join(parts)}, with {' and '.join(names) or 'neither first nor last'})"
+
     # Parameters
 
     def place(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Canonical parameters -> placed ones; ShapeDtypeStructs give ShapeDtypeStructs with shardings.
 
         Canonical: {"first", "stages" with leaves [S, ...] in model order, "last", "shared"}.  Placed: "stages" is a tuple with a tree
-        a chunk, leaves [P, ...] sharded over the pipe axis; the others are on every device.  PipelineError lists all faults.
+        a chunk, leaves [P, ...] sharded over the pipe axis; the others are on every device.  Its structure says for which placement of
+        stages it is, also after `jax.tree.map`, `jit` and an optimizer, so that no other schedule takes it.
+
+        Raises:
+            PipelineError: parameters that do not fit, are placed already, or no arrays; every fault is listed.
         """
         check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
-        full = {"stages": params["stages"], **{k: params.get(k, {}) for k in OUTER}}
+        full = dict(params)
         like = jax.eval_shape(self._arranged, full)
         to = self.partition.shardings(self.mesh, like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
@@ -166,13 +190,29 @@ class Pipeline:
         With `spread`, leaves stay spread over the mesh (stages over the pipe axis where they divide), so that no device needs room for the
         whole model; otherwise they are where any computation finds them.
         """
-        tree = dict(placed)
+        tree = self._placed_tree(placed)
         if not spread:
             return self._compiled(self._rearranged, tree, None)(tree)
         to = self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed)
         return self._compiled(self._rearranged, tree, to)(tree)
 
-    def place_state(self, state: PyTree) -> tuple[PyTree, ...]:
+    def init(self, optimizer: Any, params: dict[str, PyTree]) -> PyTree:
+        """`optimizer.init(params)`, with every array where a training step leaves it: moments beside their parameters, counts on the mesh.
+
+        `optimizer.init` by itself leaves counts on one device, so that the step is compiled a second time for what the first returns.
+        ShapeDtypeStructs give ShapeDtypeStructs with shardings.
+
+        Example:
+            opt_state = pipe.init(optimizer, params)
+        """
+        placed = self._placed_tree(params)
+        state = jax.eval_shape(optimizer.init, placed)
+        to = state_shardings(state, placed, self.partition.shardings(self.mesh, placed))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
+            return jax.tree.map(lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), state, to)
+        return jit_on_mesh(self.mesh, optimizer.init, to)(placed)
+
+    def place_state(self, state: PyTree) -> Chunks | tuple[()]:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
 
         A stage that takes `state` by keyword returns (x, new state); the next microbatch finds what the one before left, in the order
@@ -187,14 +227,17 @@ class Pipeline:
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to), like)
         return self._compiled(self.layout.place_stages, state, jax.tree.map(lambda _: to, like))(state)
 
-    def canonical_state(self, placed: tuple[PyTree, ...]) -> PyTree:
+    def canonical_state(self, placed: Chunks | tuple[()]) -> PyTree:
         """The stages' own state back in the canonical layout."""
+        faults = home_faults(placed, self.layout.home, "state", "place_state")
+        if faults:
+            raise PipelineError("\n".join(faults), tuple(faults))
         return self._compiled(self.layout.canonical_stages, placed, None)(placed)
 
     # Steps
 
     def value_and_grad(
-        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()
+        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()
     ) -> tuple[Any, dict[str, PyTree]]:
         """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`; may be jitted, donates nothing.
 
@@ -202,10 +245,10 @@ class Pipeline:
         its own rows).  `rng` is the step's key, from which `ctx.rng` is made.  With `state` (see `place_state`), the new state comes
         after the loss: ((loss, state), grads), or ((loss, metrics, state), grads).
         """
-        results, grads = self._jit_step(params, batch, rng, state)
+        results, grads = self._call(self._jit_step, params, batch, rng, state)
         return self._answer(results, with_state=self.functions.has_state), grads
 
-    def loss(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
+    def loss(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
         """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad` differentiate by `params`.
 
         Differentiated, it runs the step of `value_and_grad` once and scales its gradients, which then have the parameters' own dtypes;
@@ -218,26 +261,32 @@ class Pipeline:
         Example:
             loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 * optax.tree.norm(p, squared=True))(params)
         """
-        results = self._jit_loss(params, batch, rng, state)
+        results = self._call(self._jit_loss, params, batch, rng, state)
         aux = [results[key] for key, there in (("metrics", self.functions.has_metrics), ("state", self.functions.has_state)) if there]
         return (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
 
-    def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
-        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed."""
-        return self._answer(self._jit_evaluate(params, batch, rng, state))
+    def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
+        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed.
 
-    def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
-        """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`)."""
-        return self._jit_evaluate(params, batch, rng, state)["losses"]
+        A batch of any number of rows will do, such as the last one of a data set: it is cut into as many microbatches as its rows
+        divide into, up to the schedule's.  (Each number of rows is a program of its own.)
+        """
+        return self._answer(self._call(self._jit_evaluate, params, batch, rng, state))
 
-    def outputs(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> PyTree:
+    def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
+        """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`); fewer where `evaluate` cuts fewer."""
+        return self._call(self._jit_evaluate, params, batch, rng, state)["losses"]
+
+    def outputs(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> PyTree:
         """What the last stage returns, before `last`: leaves [rows, ...] in the order of the batch's rows, by forwards alone.
 
-        A leaf that is a scalar of each microbatch gives one entry a microbatch.
+        A leaf that is a scalar of each microbatch gives one entry a microbatch.  With `state` (see `place_state`) it is (outputs, new
+        state): what a step of generation leaves in its cache of keys and values, for instance.
         """
-        return self._jit_outputs(params, batch, rng, state)
+        results = self._call(self._jit_outputs, params, batch, rng, state)
+        return (results["outputs"], results["state"]) if self.functions.has_state else results["outputs"]
 
-    def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()) -> Any:
+    def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh.
 
         What it compiles to is called with the same arguments: `compiled(params, batch)`, or `compiled(params, batch, rng=key)`.
@@ -245,7 +294,7 @@ class Pipeline:
         return self._lower(params, batch, rng, state)
 
     def compile_report(
-        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = ()
+        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()
     ) -> dict[str, Any]:
         """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals, XLA's memory, compile seconds.
 
@@ -296,9 +345,10 @@ class Pipeline:
         """The function compiled, with the options where it is called from outside of any other `jax.jit`."""
         if not self._executor.compiles:
             return function
+        same = SameCode((function.__name__, self._key), function)
         if not self.compiler_options:
-            return jax.jit(function)
-        inner, outermost = jax.jit(function), self.jit(function)
+            return jit_same(same)
+        inner, outermost = jit_same(same), jit_same(same, compiler_options=self.compiler_options)
 
         def call(*arguments: Any) -> Any:
             traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
@@ -308,19 +358,40 @@ class Pipeline:
 
     # Inside
 
+    def _call(self, function: Callable[..., Any], params: Any, batch: Any, rng: Any, state: Any) -> Any:
+        """The function of a step; what JAX cannot take is named by its place in the arguments."""
+        faults = _key_faults(rng)
+        if faults:
+            raise PipelineError("\n".join(faults), tuple(faults))
+        try:
+            return function(params, batch, rng, state)
+        except TypeError:
+            self._check_step(params, batch, rng, state)
+            raise
+
     def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Observe | None = None) -> Any:
         def step(params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()) -> tuple[Any, dict[str, PyTree]]:
             results, grads = self._step(params, batch, rng, state, observe)
             return self._answer(results, with_state=self.functions.has_state), grads
 
         given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
-        return self.jit(step).lower(params, batch, **given)
+        jitted = self.jit(step)
+        return self._call(lambda params, batch, _rng, _state: jitted.lower(params, batch, **given), params, batch, rng, state)
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return {**tree, "stages": self.layout.place_stages(tree["stages"])}
 
     def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return {**tree, "stages": self.layout.canonical_stages(tree["stages"])}
+
+    def _placed_tree(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """The tree; PipelineError where it is not placed for this pipeline's schedule."""
+        if not isinstance(placed, Mapping) or "stages" not in placed:
+            raise PipelineError('`canonical` takes parameters, or gradients, as the pipeline returns them: a dict with "stages"')
+        faults = home_faults(placed["stages"], self.layout.home, "these parameters", "place")
+        if faults:
+            raise PipelineError("\n".join(faults), tuple(faults))
+        return dict(placed)
 
     def _compiled(self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree) -> Callable[[PyTree], PyTree]:
         """The jitted function that rearranges such a tree, made once; results lie at `to`, or anywhere where it is None."""
@@ -375,7 +446,7 @@ class Pipeline:
         return self._run(params, batch, rng, state, training=False)[0]
 
     def _outputs(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> PyTree:
-        return self._run(params, batch, rng, state, training=False, outputs=True)[0]["outputs"]
+        return self._run(params, batch, rng, state, training=False, outputs=True)[0]
 
     def _run(
         self,
@@ -390,10 +461,11 @@ class Pipeline:
         observe: Observe | None = None,
     ) -> Any:
         """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None."""
-        self._check_step(params, batch, state)
+        self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
+        given, params = params, {"stages": params["stages"], **{key: params.get(key, {}) for key in OUTER}}
         job = Job(
-            plan=self._plan if training else forward_plan(self.schedule),
+            plan=self._plan if training else forward_plan(self.schedule, self._microbatches_of(batch)),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
@@ -407,8 +479,16 @@ class Pipeline:
         )
         lie = self._result_shardings(job, params)
         if self._executor.compiles:
-            return on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(params, batch, rng, state)
-        return jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, self._executor.run(job, params, batch, rng, state))
+            results, grads = on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(params, batch, rng, state)
+        else:
+            found = self._executor.run(job, params, batch, rng, state)
+            results, grads = jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, found)
+        return results, {key: grads[key] for key in given if key in grads}
+
+    def _microbatches_of(self, batch: PyTree) -> int:
+        """The most microbatches, up to those of the schedule, into which the rows of a batch for evaluation divide."""
+        rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
+        return max(count for count in range(1, self.schedule.num_microbatches + 1) if rows % count == 0)
 
     def _result_shardings(self, job: Job, params: Mapping[str, PyTree]) -> tuple[dict[str, NamedSharding], PyTree]:
         """Where results and gradients lie, whatever the executor is."""
@@ -423,38 +503,48 @@ class Pipeline:
             size *= self.mesh.shape[name]
         return size
 
-    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree, state: Any) -> None:
+    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree, rng: Any, state: Any, *, training: bool = True) -> None:
         """PipelineError, before anything is traced, for parameters that are not placed for this schedule or rows that do not divide."""
         faults = []
         wanted = {"stages", *OUTER}
-        if not isinstance(params, Mapping) or set(params) != wanted:
-            faults.append(f"parameters must be what `place` returned, a dict with keys {sorted(wanted)}")
-        elif not isinstance(params["stages"], tuple | list) or len(params["stages"]) != self.layout.num_owned:
-            faults.append(
-                f'parameters are placed for another schedule: "stages" must hold {self.layout.num_owned} chunks; call `place` again'
-            )
+        if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
+            faults.append(f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}")
         else:
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params["stages"]):
-                if not leaf.shape or leaf.shape[0] != self.schedule.num_devices:
-                    faults.append(
-                        f"stages{jax.tree_util.keystr(path)} has shape {leaf.shape}: placed for another schedule; its leading axis must be "
-                        f"{self.schedule.num_devices} devices; call `place` again"
-                    )
-        faults += self._batch_faults(batch)
+            faults += home_faults(params["stages"], self.layout.home, "parameters", "place") or self._row_faults(params["stages"])
+        faults += array_faults(params, "params")
+        faults += self._batch_faults(batch, training=training)
+        faults += _key_faults(rng)
         if bool(state) is not self.functions.has_state:
             takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
             faults.append(f"a stage {takes}" if self.functions.has_state else "no stage takes `state` by keyword; leave state= out")
-        elif state and (not isinstance(state, tuple) or len(state) != self.layout.num_owned):
-            faults.append("state must be what `place_state`, or the step before, returned")
+        elif state:
+            faults += home_faults(state, self.layout.home, "state", "place_state")
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)
 
-    def _batch_faults(self, batch: PyTree) -> list[str]:
-        count, data = self.schedule.num_microbatches, self._data_size
+    def _row_faults(self, stages: Chunks) -> list[str]:
+        """Leaves of placed stages without a row for each device."""
+        count = self.schedule.num_devices
+        return [
+            f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the {count} devices (see `place`)"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
+            if np.shape(leaf)[:1] != (count,)
+        ]
+
+    def _batch_faults(self, batch: PyTree, *, training: bool) -> list[str]:
+        count, data = self.schedule.num_microbatches if training else 1, self._data_size
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         if not leaves:
             return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
-        faults = []
+        faults = array_faults(batch, "batch")
+        scalars = [jax.tree_util.keystr(path) for path, leaf in leaves if not np.shape(leaf)]
+        if faults:
+            return faults
+        if len(scalars) > 3:
+            return [
+                f"{len(scalars)} leaves of the batch are plain numbers, batch{scalars[0]} the first of them: lists are trees to JAX; make "
+                "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
+            ]
         lengths = {}
         for path, leaf in leaves:
             shape = np.shape(leaf)
@@ -495,6 +585,20 @@ def _loss(value: Any) -> Loss:
     raise PipelineError(f"loss must be {known}; got {value!r}")
 
 
+def _key_faults(rng: Any) -> list[str]:
+    """What is wrong with the step's key."""
+    if rng is None:
+        return []
+    dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if (typed and shape == ()) or (dtype == np.uint32 and len(shape) == 1):
+        return []
+    if typed:
+        return [f"rng holds {shape} keys, but a step takes one; give one of them"]
+    what = f"rng={rng}" if isinstance(rng, int) else f"rng is {type(rng).__name__}, and"
+    return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
+
+
 def _prefer(value: Prefer | str) -> Prefer:
     try:
         return Prefer(value)
@@ -514,7 +618,11 @@ def _check_kinds(schedule: Any, mesh: Any) -> None:
         raise PipelineError("\n".join(faults), tuple(faults))
 
 
-def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None) -> None:
+def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None, others: set[Any]) -> None:
     """Every fault of the mesh for this schedule."""
     faults = []
     sizes = dict(mesh.shape)
@@ -532,5 +640,11 @@ def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str,
             faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
     if fsdp is not None and fsdp not in data_axes:
         faults.append(f"fsdp={fsdp!r} must be one of data_axes={data_axes}: its devices see different rows of the batch")
+    for name, size in sizes.items():
+        if size > 1 and name not in {axis, *data_axes, *others}:
+            faults.append(
+                f"mesh axis {name!r} is in no argument, so its {size} devices would all do the same work; write data_axes=({name!r},) to "
+                f"spread the rows of the batch over it, specs= to split parameters over it, or replicated_axes=({name!r},) if that is meant"
+            )
     if faults:
         raise PipelineError.listing("the mesh does not fit", faults)

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .arrays import PyTree
 from .errors import CheckpointError
-from .model.mesh import explicit_context, jit_on_mesh
+from .model.mesh import explicit_context, jit_on_mesh, trimmed
 from .model.param_layout import OUTER
+from .model.placed import Chunks, home_faults
 from .pipeline import Pipeline
 
 Path: TypeAlias = Any
@@ -100,6 +101,10 @@ class PortableState:
         """The rule of every leaf that belongs to a parameter, by path; of a stage, by that of its first chunk."""
         if not is_params(state.get("params")):
             raise CheckpointError('a state must hold parameters under "params", as `Pipeline.place` gives them')
+        if self.pipe is not None:
+            home = home_faults(state["params"]["stages"], self.pipe.layout.home, "params", "place")
+            if home:
+                raise CheckpointError.listing("this state is not the pipeline's", home)
         params = jax.tree_util.tree_leaves_with_path(state["params"])
         known = {self._parameter(path): Reference(leaf.shape, _spec(leaf)) for path, leaf in params}
         rules: dict[Path, Rule] = {}
@@ -107,6 +112,11 @@ class PortableState:
         for path, node in jax.tree_util.tree_leaves_with_path(dict(state), is_leaf=is_params):
             if not is_params(node):
                 continue
+            if isinstance(node["stages"], Chunks) and self.pipe is not None:
+                home = home_faults(node["stages"], self.pipe.layout.home, _text(path) or "parameters", "place")
+                if home:
+                    faults += home
+                    continue
             if self.pipe is not None and not self._unlike and len({jax.tree.structure(chunk) for chunk in node["stages"]}) > 1:
                 faults.append(f"{_text(path)}: chunks of stages have unlike structures; a mask must treat every stage the same")
             for p, leaf in jax.tree_util.tree_leaves_with_path(node):
@@ -122,6 +132,14 @@ class PortableState:
 
     def _rule(self, leaf: Any, parameter: Reference | None, *, stage: bool) -> Rule | None:
         """None where it cannot be told which axis of the leaf is that of stages."""
+        if (
+            parameter is None
+            and stage
+            and self.pipe is not None
+            and not self._unlike
+            and leaf.shape[:1] == (self.pipe.schedule.num_devices,)
+        ):
+            return Rule(0, True, _spec(leaf)[1:])  # the state of an optimizer that has one for each stage (`per_layer`)
         if parameter is None:
             return None if stage else Rule(0, False, ())
         shape, spec = parameter
@@ -179,7 +197,9 @@ class PortableState:
 
         parts = self._run(("placed", *mine), arrange, jax.tree.leaves(stages), specs)
         found = tuple(jax.tree.unflatten(jax.tree.structure(chunk), part) for chunk, part in zip(chunks, parts, strict=True))
-        return found if self.pipe is not None else found[0]
+        if self.pipe is None:
+            return found[0]
+        return like.like(found) if isinstance(like, Chunks) else found
 
     def _merged_unlike(self, path: Path, stages: PyTree, rules: Mapping[Path, Rule], whole: PyTree) -> PyTree:
         """Placed stages of unlike forms -> the canonical tree; `whole` are the shapes of all that the parameters have."""
@@ -273,7 +293,7 @@ class PortableState:
 
     def _placed_spec(self, rule: Rule) -> PartitionSpec:
         assert self.pipe is not None
-        return PartitionSpec(*(None,) * rule.lead, self.pipe.axis, *rule.spec) if rule.follows else PartitionSpec()
+        return trimmed(*(None,) * rule.lead, self.pipe.axis, *rule.spec) if rule.follows else PartitionSpec()
 
     def _run(self, key: Any, arrange: Callable[[PyTree], PyTree], leaves: PyTree, specs: Callable[[PyTree], PyTree]) -> PyTree:
         """Move arrays to where `specs` wants them, in one program for each `key`; ShapeDtypeStructs give ShapeDtypeStructs."""
@@ -299,7 +319,7 @@ class PortableState:
         abstract = isinstance(leaf, jax.ShapeDtypeStruct)
         if self.pipe is None:
             return _with_sharding(leaf, _unplaced(leaf, leaf)) if abstract else leaf
-        to = NamedSharding(self.pipe.mesh, PartitionSpec(*(None,) * rule.lead, *rule.spec) if rule.follows else PartitionSpec())
+        to = NamedSharding(self.pipe.mesh, trimmed(*(None,) * rule.lead, *rule.spec) if rule.follows else PartitionSpec())
         return _with_sharding(leaf, to) if abstract else jax.device_put(leaf, to)
 
     def _back(self, value: Any, like: Any) -> Any:

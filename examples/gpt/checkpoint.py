@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,21 @@ class RunFolder:
                 number += 1
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        (self.path / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        """Whole or not at all: a run that is killed meanwhile keeps the settings that it had."""
+        new = self.path / "settings.json.new"
+        with new.open("w") as file:
+            file.write(json.dumps(settings, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self.path / "settings.json")
 
     def read_settings(self) -> dict[str, Any]:
         try:
             return dict(json.loads((self.path / "settings.json").read_text()))
         except FileNotFoundError:
             raise SystemExit(f"{self.path} is not the folder of a run: it has no settings.json") from None
+        except ValueError as error:
+            raise SystemExit(f"{self.path}/settings.json is damaged ({error}); write it anew from the folder of a like run") from None
 
     def check_corpus(self, digest: str) -> None:
         """Exit where the run was trained on another text: another version of Python has another library."""

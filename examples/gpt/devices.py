@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from glob import glob
 from importlib.util import find_spec
-from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 
 def find(count: int) -> list[jax.Device]:
@@ -29,12 +28,3 @@ def find(count: int) -> list[jax.Device]:
 def mesh(devices: list[jax.Device], *, pipe: int, data: int) -> Mesh:
     """A pipe x data mesh; neighbours along the pipe axis are `data` devices apart."""
     return jax.make_mesh((pipe, data), ("pipe", "data"), devices=devices)
-
-
-def on_mesh(tree: Any, mesh: Mesh) -> Any:
-    """Copy what lies on a single device (an optimizer's step counter) to the whole mesh.
-
-    A step returns it there, so that without this the second step would be compiled once more.
-    """
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf.sharding, NamedSharding) else jax.device_put(leaf, everywhere), tree)

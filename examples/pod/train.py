@@ -23,7 +23,6 @@ import optax
 from jax.experimental import multihost_utils
 
 import jaxpipe as jp
-from gpt.devices import on_mesh
 from gpt.model import GPT
 from gpt.optimizer import adamw
 from jaxpipe.checkpoint import Checkpoints
@@ -105,7 +104,7 @@ def main() -> None:
 
     # Under jit the parameters are made where they belong: no process ever holds the whole model.
     params = jax.jit(lambda key: pipe.place(model.init(key)))(jax.random.key(0))
-    opt_state = on_mesh(optimizer.init(params), mesh)
+    opt_state = pipe.init(optimizer, params)
     checkpoints, done = Checkpoints(args.checkpoints, pipe, layer_axis=True), 0
     if checkpoints.latest is not None:
         done, state = checkpoints.restore({"params": params, "opt_state": opt_state})

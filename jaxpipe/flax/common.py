@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
@@ -30,6 +31,52 @@ class End:
     modules: Any
     call: Callable[..., Any]
     variables: Any = None
+
+
+def check_ends(**ends: Any) -> None:
+    """PipelineError for what is given as `first` or `last` and is no `End`."""
+    faults = []
+    for name, end in ends.items():
+        if end is None or isinstance(end, End):
+            continue
+        takes = "module, microbatch" if name == "first" else "module, x, microbatch"
+        given = "a function" if inspect.isfunction(end) else f"a {type(end).__name__}"
+        first = "None" if inspect.isfunction(end) else "module"
+        faults.append(f"{name}= is {given}; write {name}=End({first}, lambda {takes}: ...), the module and how it is called")
+    if faults:
+        raise PipelineError("\n".join(faults), tuple(faults))
+
+
+def without_names(tree: PyTree) -> bool:
+    """Whether no spec of a tree names an axis."""
+    return not any(entry is not None for spec in jax.tree.leaves(tree, is_leaf=is_spec) if is_spec(spec) for entry in spec)
+
+
+def is_spec(value: Any) -> bool:
+    """A leaf of a tree of specs."""
+    return isinstance(value, PartitionSpec)
+
+
+def mesh_specs(tree: PyTree, rules: Mapping[str, Any] | None, *, lead: int = 0, drop: int = 0) -> PyTree:
+    """The specs that flax's metadata gives, for leaves with `lead` axes before their own (of which metadata names `drop` already).
+
+    Args:
+        tree: of PartitionSpecs, or None.
+        rules: logical name -> mesh axis, a tuple of them, or None; names that are not in it are mesh axes.
+        lead: leading axes that the pipeline adds.
+        drop: leading entries of a spec of full length to leave out, those of an axis of blocks.
+    """
+    known = rules or {}
+
+    def entry(names: Any) -> Any:
+        if isinstance(names, tuple):
+            return tuple(found for name in names if (found := known.get(name, name)) is not None) or None
+        return known.get(names, names)
+
+    def translate(spec: Any) -> Any:
+        return PartitionSpec(*(None,) * lead, *map(entry, tuple(spec)[drop:])) if is_spec(spec) else None
+
+    return jax.tree.map(translate, tree, is_leaf=is_spec)
 
 
 def wanted(call: Callable[..., Any]) -> frozenset[str]:

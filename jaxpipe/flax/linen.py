@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,7 +13,23 @@ from flax import linen as nn
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .common import End, blocks_per_stage, divided, key_of, layered, no_key, period, scanned, stacked, wanted, with_keywords
+from .common import (
+    End,
+    blocks_per_stage,
+    check_ends,
+    divided,
+    is_spec,
+    key_of,
+    layered,
+    mesh_specs,
+    no_key,
+    period,
+    scanned,
+    stacked,
+    wanted,
+    with_keywords,
+    without_names,
+)
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 
@@ -31,12 +47,14 @@ class LinenStages:
     last: Callable[..., Any] | None
     params: dict[str, PyTree]
     state: PyTree
+    specs: dict[str, PyTree]  # what `nn.with_partitioning` said of parameters
     _pattern: int  # blocks of a group; 0 where variables came stacked
 
     @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """The functions that there are, by the name that `Pipeline` gives them."""
-        found = {"stage": self.stage, "first": self.first, "last": self.last}
+    def functions(self) -> dict[str, Any]:
+        """The functions that there are, by the name that `Pipeline` gives them, and `specs` where variables have sharding metadata."""
+        found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
+        found["specs"] = None if without_names(self.specs) else self.specs
         return {name: function for name, function in found.items() if function is not None}
 
     def to_linen(self, params: dict[str, PyTree], state: PyTree = None) -> Any:
@@ -65,6 +83,7 @@ def from_linen(
     shared: tuple[Any, Any] | None = None,
     call: Callable[..., Any] | None = None,
     rngs: Sequence[str] = ("dropout",),
+    rules: Mapping[str, Any] | None = None,
 ) -> LinenStages:
     """Make the functions and canonical parameters of a pipeline from linen modules and their variables, as they are.
 
@@ -81,11 +100,22 @@ def from_linen(
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take training, microbatch, ctx and shared by keyword, as in
             `lambda block, x, *, training: block(x, train=training)`.
         rngs: the collections for which modules draw random numbers.
+        rules: where `nn.with_partitioning` names logical axes, the mesh axis of each (or None).
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
     """
-    modules, given, stack = _blocks(blocks, variables)
+    check_ends(first=first, last=last)
+    modules, boxed, stack = _blocks(blocks, variables)
+    given = [nn.meta.unbox(dict(v)) for v in boxed]
+    specs: dict[str, PyTree] = {}
+    for key, end in (("first", first), ("last", last)):
+        if end is not None:
+            specs[key] = mesh_specs(nn.get_partition_spec(_params(end.modules, end.variables)), rules)
+    first, last = (end and replace(end, variables=nn.meta.unbox(end.variables)) for end in (first, last))
+    if shared is not None:
+        specs["shared"] = mesh_specs(nn.get_partition_spec(_params(*shared)), rules)
+        shared = (shared[0], nn.meta.unbox(shared[1]))
     if stack:
         count, length = _stack_size(given[0]), 0
         own, state = (divided(dict(tree), num_stages) for tree in _apart(given[0]))
@@ -111,8 +141,20 @@ def from_linen(
         last=None if last is None else _end(last, "last", shared, rngs, ("x", "microbatch"), total + 1),
         params=params,
         state=state,
+        specs={**specs, "stages": _stage_specs(boxed, length, rules)},
         _pattern=length,
     )
+
+
+def _stage_specs(boxed: Sequence[Variables], length: int, rules: Mapping[str, Any] | None) -> PyTree:
+    """Sharding metadata of the blocks' parameters; those of the first group stand for all."""
+    if length:
+        return mesh_specs(nn.get_partition_spec(_group([_apart(v)[0] for v in boxed], 0, length)), rules, lead=1)
+    own = _apart(boxed[0])[0]
+    # Metadata may name the axis of blocks, as nn.scan adds it, or not.
+    whole = jax.tree.map(lambda spec, leaf: len(spec) == leaf.ndim, nn.get_partition_spec(own), nn.meta.unbox(own), is_leaf=is_spec)
+    tree = nn.get_partition_spec(own)
+    return jax.tree.map(lambda spec, w: mesh_specs(spec, rules, lead=1, drop=int(w)), tree, whole, is_leaf=is_spec)
 
 
 def submodule(variables: Variables, name: str) -> dict[str, PyTree]:

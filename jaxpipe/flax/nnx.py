@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,23 @@ from flax import nnx
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .common import End, blocks_per_stage, divided, key_of, layered, no_key, period, scanned, stacked, wanted, with_keywords
+from .common import (
+    End,
+    blocks_per_stage,
+    check_ends,
+    divided,
+    is_spec,
+    key_of,
+    layered,
+    mesh_specs,
+    no_key,
+    period,
+    scanned,
+    stacked,
+    wanted,
+    with_keywords,
+    without_names,
+)
 
 MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
 
@@ -30,13 +46,15 @@ class NnxStages:
     last: Callable[..., Any] | None
     params: dict[str, PyTree]
     state: PyTree
+    specs: dict[str, PyTree]  # what `nnx.with_partitioning` said of parameters
     _parts: dict[str, _Part]
     _blocks: tuple[Any, ...]  # one stacked module, or groups of modules
 
     @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """The functions that there are, by the name that `Pipeline` gives them."""
-        found = {"stage": self.stage, "first": self.first, "last": self.last}
+    def functions(self) -> dict[str, Any]:
+        """The functions that there are, by the name that `Pipeline` gives them, and `specs` where variables have sharding metadata."""
+        found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
+        found["specs"] = None if without_names(self.specs) else self.specs
         return {name: function for name, function in found.items() if function is not None}
 
     def to_nnx(self, params: dict[str, PyTree], state: PyTree = None) -> None:
@@ -130,6 +148,7 @@ def from_nnx(
     shared: Any = None,
     call: Callable[..., Any] | None = None,
     trainable: Any = nnx.Param,
+    rules: Mapping[str, Any] | None = None,
 ) -> NnxStages:
     """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as they are.
 
@@ -145,6 +164,7 @@ def from_nnx(
         shared: modules that several of these functions use (a tied embedding): they are given as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared and training by keyword.
         trainable: which variables are parameters (a filter of nnx); the blocks' others are state.
+        rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or share a variable.
@@ -155,6 +175,7 @@ def from_nnx(
         >>> model.params["stages"]["kernel"].shape
         (2, 3, 4, 4)
     """
+    check_ends(first=first, last=last)
     groups, stack = _groups(blocks, num_stages)
     parts = {"stages": _Part.of(groups[0], trainable, stack=stack)}
     ends = {"first": None if first is None else first.modules, "last": None if last is None else last.modules, "shared": shared}
@@ -180,9 +201,25 @@ def from_nnx(
         last=None if last is None else _end(last, "last", parts, ("x", "microbatch"), total + 1),
         params=params,
         state=state,
+        specs=_specs(parts, rules),
         _parts=parts,
         _blocks=tuple(groups),
     )
+
+
+def _specs(parts: dict[str, _Part], rules: Mapping[str, Any] | None) -> dict[str, PyTree]:
+    """Sharding metadata of the variables, as `Pipeline` takes it."""
+    found = {}
+    for key, part in parts.items():
+        tree = pure(nnx.get_partition_spec(part.params))
+        if key != "stages":
+            found[key] = mesh_specs(tree, rules)
+        elif not part.stack:
+            found[key] = mesh_specs(tree, rules, lead=1)  # the blocks of a stage
+        else:  # metadata may name the axis of blocks, as nnx.vmap adds it, or not
+            whole = jax.tree.map(lambda spec, leaf: len(spec) == leaf.ndim, tree, pure(part.params), is_leaf=is_spec)
+            found[key] = jax.tree.map(lambda spec, w: mesh_specs(spec, rules, lead=1, drop=int(w)), tree, whole, is_leaf=is_spec)
+    return found
 
 
 def pure(state: Any) -> PyTree:

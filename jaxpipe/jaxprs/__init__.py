@@ -1,8 +1,9 @@
 """Small pure transformations of jaxprs: inline calls, slice, cut in two."""
 
+from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
-from .eval_in_slots import Slot, Total, run_in_slots
+from .eval_in_slots import Slot, Total, literal_dtype, run_in_slots
 from .flatten import flatten
 from .min_cut import weight as cut_weight
 from .numbers import into_scans
@@ -16,6 +17,7 @@ __all__ = [
     "Part",
     "Slot",
     "Total",
+    "collectives",
     "cut",
     "cut_weight",
     "drop_dead",
@@ -24,6 +26,7 @@ __all__ = [
     "into_scans",
     "keep_first",
     "known_from",
+    "literal_dtype",
     "needed_for",
     "run_in_slots",
     "sink",

@@ -132,9 +132,15 @@ def _is_in(atom: Any, those: set[Any]) -> bool:
 
 def _load(env: dict[core.Var, Any], atom: Any) -> Any:
     if isinstance(atom, core.Literal):
-        return atom.val
+        return jnp.asarray(atom.val, literal_dtype(atom))
     value = env[atom]
     return value.load() if isinstance(value, Slot) else value
+
+
+def literal_dtype(atom: core.Literal) -> Any:
+    """The dtype of a literal, whose value may be a plain number."""
+    aval: Any = atom.aval
+    return aval.dtype
 
 
 def _bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from ..program.liveness import Liveness
 from ..program.segments import Segment
 from ..simulation.simulate import simulate
 from ..table.schedule import Schedule
-from ..transforms.forward_only import forward_only
+from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, modulo_ticks
 from .balanced_ticks import balanced_ticks
 from .cost_model import cost_matrix, least_makespan, program_makespan, program_price
@@ -101,6 +101,8 @@ def plan_of(schedule: Schedule, prefer: Prefer = Prefer.MEMORY) -> Plan:
     return Plan.of(schedule, prefer)
 
 
-def forward_plan(schedule: Schedule) -> Plan:
-    """The plan of the schedule's forwards alone, for evaluation."""
-    return plan_of(schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name))
+def forward_plan(schedule: Schedule, microbatches: int | None = None) -> Plan:
+    """The plan of the schedule's forwards alone, for evaluation; of the first microbatches alone where their number is given."""
+    table = schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
+    fewer = microbatches is not None and microbatches < schedule.num_microbatches
+    return plan_of(first_microbatches(table, microbatches) if microbatches is not None and fewer else table)

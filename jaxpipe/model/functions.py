@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree
+from ..arrays import PyTree, described, wider
 from ..errors import PipelineError
 
 
@@ -41,7 +41,14 @@ class Loss(enum.Enum):
     """How the losses of microbatches make the loss of the step."""
 
     MEAN = "mean"  # last returns a scalar; the loss is their mean
-    SUM_OVER_COUNT = "sum_over_count"  # last returns (sum, count); the loss is all sums over all counts
+    # last returns (sum, count); the loss is all sums over all counts, and 0 with zero gradients where nothing is counted
+    SUM_OVER_COUNT = "sum_over_count"
+
+
+def inverse_count(count: Any, dtype: Any) -> Any:
+    """What sums are multiplied with: 1 / count, and 0 for a batch in which nothing is counted, whose loss and gradients are 0."""
+    count = count.astype(dtype)
+    return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
 
 
 STAGE_KEYWORDS = ("ctx", "microbatch", "shared", "state", "training")
@@ -57,18 +64,37 @@ class Function:
     wants: frozenset[str]
 
     @classmethod
-    def of(cls, call: Callable[..., Any], name: str, offered: Collection[str] = STAGE_KEYWORDS) -> Function:
-        """Read the signature for the keywords that are offered; PipelineError if it is not callable."""
+    def of(
+        cls,
+        call: Callable[..., Any],
+        name: str,
+        offered: Collection[str] = STAGE_KEYWORDS,
+        *,
+        takes: Sequence[str] = ("params", "x"),
+    ) -> Function:
+        """Read the signature for the keywords that are offered; PipelineError if it cannot be called so.
+
+        `takes` names what is passed by position.
+        """
         if not callable(call):
             raise PipelineError(f"`{name}` must be a function; got {type(call).__name__}")
         try:
-            parameters = inspect.signature(call).parameters.values()
+            signature = inspect.signature(call)
         except (TypeError, ValueError):
             return cls(call, name, frozenset())
-        keywords = {
-            p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
-        }
-        return cls(call, name, frozenset(keywords & set(offered)))
+        parameters = list(signature.parameters.values())
+        # A parameter after those that are passed by position may be given by its name, whether it has a default or not.
+        named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        named += [p for p in parameters[len(takes) :] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        wants = frozenset({p.name for p in named} & set(offered))
+        try:
+            signature.bind(*takes, **dict.fromkeys(wants))
+        except TypeError as error:
+            raise PipelineError(
+                f"`{name}` is called as {name}({', '.join(takes)}), and by keyword with those of {', '.join(sorted(offered))} that it "
+                f"takes, but its parameters are {signature}: {error}"
+            ) from None
+        return cls(call, name, wants)
 
     def under(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Function:
         """The same function changed, with the keywords that it is known to take (a wrapper hides its signature)."""
@@ -82,13 +108,35 @@ class Function:
     def run(self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool) -> Any:
         """Call it with those keywords that it takes."""
         have = {"shared": shared, "training": training, **{k: extra.get(k) for k in ("ctx", "microbatch", "state")}}
+        return self.calling(lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}), arguments, have["ctx"])
+
+    def calling(self, call: Callable[[], Any], arguments: Sequence[PyTree], ctx: Any) -> Any:
+        """Call it; an error from inside says which function it was and what it was given."""
         try:
-            return self.call(*arguments, **{k: have[k] for k in sorted(self.wants)})
-        except TypeError as error:
-            ctx = have["ctx"]
-            if "ctx" in self.wants and isinstance(ctx, Context) and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
-                raise PipelineError(f"`{self.name}` uses ctx.rng, but the step got no key; pass rng=jax.random.key(...)") from error
+            return call()
+        except PipelineError:
             raise
+        except Exception as error:
+            text = str(error)
+            if "ctx" in self.wants and isinstance(ctx, Context) and ctx.rng is None and re.search(r"\b(key|PRNG)", text):
+                raise PipelineError(f"`{self.name}` uses ctx.rng, but the step got no key; pass rng=jax.random.key(...)") from error
+            if "can only refer to Auto axes" in text:
+                raise PipelineError(
+                    f"`{self.name}` constrains the sharding of an array by a mesh axis that is not left to the partitioner: inside "
+                    "a pipeline's functions the pipe axis and data_axes are manual (each device has its own stage and rows), so a "
+                    "PartitionSpec names others only, and stands alone or in a NamedSharding of `pipe.mesh` "
+                    f"({text.splitlines()[0]})"
+                ) from error
+            what = "; ".join(described(tree) for tree in arguments)
+            error.add_note(f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was traced with ({what})")
+            raise
+
+
+def _place(call: Callable[..., Any]) -> str:
+    """Where a function was written."""
+    code = getattr(call, "__code__", None)
+    name = getattr(call, "__qualname__", type(call).__name__)
+    return name if code is None else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +218,7 @@ class Functions:
         count: PyTree = ()
         if self.loss is Loss.SUM_OVER_COUNT:
             out, count = self._pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
-            count = jnp.asarray(count)
+            count = self._count(count)
         if isinstance(out, tuple):
             raise PipelineError(
                 f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: for (loss, metrics) write "
@@ -181,7 +229,20 @@ class Functions:
             raise PipelineError(
                 f"`last` must return a floating scalar loss; it returns {out.dtype}{list(out.shape)}: take its mean, for instance"
             )
+        # Half a precision ends at 65504 (float16) or counts to 256 (bfloat16); losses are summed over the step.
+        out = out.astype(wider(out.dtype, jnp.float32))
         return out, {"count": count, "metrics": metrics}
+
+    @staticmethod
+    def _count(count: Any) -> Any:
+        """The count in a dtype in which those of all microbatches can be added; PipelineError where it is no number."""
+        count = jnp.asarray(count)
+        if count.shape != () or jnp.issubdtype(count.dtype, jnp.complexfloating):
+            raise PipelineError(
+                f"`last` must return (sum, count) with a scalar count; the count is {count.dtype}{list(count.shape)}: take its sum"
+            )
+        wide = jnp.float32 if jnp.issubdtype(count.dtype, jnp.floating) else jnp.int32
+        return count.astype(wider(count.dtype, wide))
 
     @staticmethod
     def _pair(out: Any, what: str) -> tuple[Any, Any]:

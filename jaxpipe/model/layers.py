@@ -179,7 +179,8 @@ def _stage_function(
 
             def layer(x: PyTree, row: PyTree, number: Any, function: Function = function, own: dict[str, Any] = own) -> tuple[PyTree, Any]:
                 ctx = {"ctx": _context(own["ctx"], number)} if "ctx" in own else {}
-                return _pair(function, function.call(row, x, **{**own, **ctx}), has_loss=has_loss)
+                out = function.calling(lambda: function.call(row, x, **{**own, **ctx}), (row, x), ctx.get("ctx"))
+                return _pair(function, out, has_loss=has_loss)
 
             x, more = _run_layers(layer, run, params[run.letter][run.group], x, before + run.layer)
             loss = loss if more is None else loss + more

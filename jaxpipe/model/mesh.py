@@ -51,6 +51,12 @@ def on_mesh(mesh: Mesh, function: Callable[..., T], to: Callable[..., Any] | Non
     return call
 
 
+def trimmed(*entries: Any) -> PartitionSpec:
+    """A spec without its last Nones, as JAX writes results': it compiles again for an equal sharding that is written otherwise."""
+    count = max((i + 1 for i, entry in enumerate(entries) if entry is not None), default=0)
+    return PartitionSpec(*entries[:count])
+
+
 def explicit_context(mesh: Mesh) -> bool:
     """Whether `jax.set_mesh` made the axes of this mesh explicit around the caller."""
     context = jax.sharding.get_abstract_mesh()

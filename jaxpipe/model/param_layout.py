@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import PyTree
+from ..arrays import PyTree, array_faults
 from ..errors import PipelineError
 from ..table.placement import Placement
 from .layers import LayerMap
 from .packed import Packed, pack
+from .placed import Chunks, Home
 from .places import Places
 
 OUTER = ("first", "last", "shared")
@@ -46,6 +47,11 @@ class ParamLayout:
         """The most stages that one device owns: the length of the placed `stages` tuple."""
         return max(len(row) for row in self.owned)
 
+    @cached_property
+    def home(self) -> Home:
+        """What placed trees say that they are for."""
+        return Home(self.owned, () if self.layers is None else self.layers.stages)
+
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
         return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
@@ -60,11 +66,11 @@ class ParamLayout:
                 found.append((devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
-    def place_stages(self, stages: PyTree) -> tuple[PyTree, ...]:
+    def place_stages(self, stages: PyTree) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that chunk are zero."""
         if self.unlike:
             trees = stages if self.layers is None else self.layers.split(stages)
-            return tuple(pack([None if s < 0 else trees[s] for s in self.stage_at(v)]) for v in range(self.num_owned))
+            return Chunks((pack([None if s < 0 else trees[s] for s in self.stage_at(v)]) for v in range(self.num_owned)), self.home)
 
         def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
             index = np.array([max(s, 0) for s in stage_of])
@@ -75,7 +81,7 @@ class ParamLayout:
             return jnp.where(there, taken, jnp.zeros_like(taken))
 
         placed = [self.stage_at(v) for v in range(self.num_owned)]
-        return tuple(jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed)
+        return Chunks((jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed), self.home)
 
     def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
         """The inverse of `place_stages`."""
@@ -94,7 +100,7 @@ class ParamLayout:
         chunk = placed[self.owned[device].index(stage)]
         return chunk.stage(device) if isinstance(chunk, Packed) else jax.tree.map(lambda leaf: leaf[device], chunk)
 
-    def place_trees(self, trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    def place_trees(self, trees: Sequence[PyTree]) -> Chunks:
         """A tree for each stage -> placed ones."""
         if self.unlike:
             return self.place_stages(list(trees) if self.layers is None else self.layers.join(list(trees)))
@@ -152,6 +158,14 @@ def check_canonical(params: Mapping[str, PyTree], layout: ParamLayout, *, has_fi
         faults.append('the pipeline has a `first` function, but parameters have no "first"; give its parameters ({} if none)')
     if has_last and "last" not in params:
         faults.append('the pipeline has a `last` function, but parameters have no "last"; give its parameters ({} if none)')
+    if isinstance(params.get("stages"), Chunks):
+        raise PipelineError(
+            "these parameters are placed already; `place` takes canonical ones, which `pipe.canonical(placed)` gives back (with the "
+            "pipeline that placed them)"
+        )
+    odd = array_faults(dict(params), "params")
+    if odd:
+        raise PipelineError.listing("these parameters do not fit the pipeline", [*faults, *odd])
     if "stages" in params:
         faults += layout.faults(params["stages"])
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):

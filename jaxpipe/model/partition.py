@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+from .mesh import trimmed
+from .placed import Chunks
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class LeafPlan:
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
 
     def spec(self, axis: str) -> PartitionSpec:
-        """The whole sharding of the placed leaf."""
-        return self._spec(axis, self.auto)
+        """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the second step would be compiled again."""
+        return trimmed(*self._spec(axis, self.auto))
 
     def manual(self, axis: str) -> PartitionSpec:
         """The part of it that `shard_map` is told."""
@@ -114,7 +116,8 @@ class Partition:
     def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
         """Plans by path: a spec holds for the parameter that it names and for all below it; what no spec names is whole."""
         given = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec)}
-        chunks = tree if key == "stages" else (tree,)
+        stages = tree if isinstance(tree, Chunks) else None
+        chunks = (tree,) if stages is None else stages
         found = []
         for chunk in chunks:
             own: list[str] = []
@@ -123,7 +126,7 @@ class Partition:
         names = [self._name(key, path) for chunk in chunks for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
         unused = [prefix for prefix in given if prefix and not any(_holds(prefix, name) for name in names)]
         faults += [f"{key}: specs name {prefix!r}, but the parameters are {list(dict.fromkeys(names))}" for prefix in unused]
-        return tuple(found) if key == "stages" else found[0]
+        return found[0] if stages is None else stages.like(found)
 
     def _leaves(self, key: str, tree: PyTree, given: Mapping[str, Any], faults: list[str]) -> PyTree:
         def leaf_plan(path: Any, leaf: Any) -> LeafPlan:
@@ -193,10 +196,7 @@ class Partition:
         return faults
 
     def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Shardings of placed parameters.
-
-        A spec names every axis of its array, as the step's results do: otherwise the second step would be compiled again.
-        """
+        """Shardings of placed parameters."""
         return jax.tree.map(lambda plan: NamedSharding(mesh, plan.spec(self.axis)), self.plans(params), is_leaf=is_plan)
 
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -224,6 +224,12 @@ def _names(entry: Any) -> tuple[Any, ...]:
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def axes_of(specs: Any) -> set[Any]:
+    """The mesh axes that any of these specs names."""
+    leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
+    return {name for spec in leaves if isinstance(spec, PartitionSpec) for entry in spec for name in _names(entry)}
 
 
 def is_plan(value: Any) -> bool:

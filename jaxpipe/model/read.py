@@ -96,7 +96,8 @@ def _by_layers(
 
 
 def _outer(call: Call | None, name: str) -> Function | None:
-    return None if call is None else Function.of(call, name, OUTER_KEYWORDS)
+    takes = ("params", "microbatch") if "first" in name or EMBEDDING in name else ("params", "x", "microbatch")
+    return None if call is None else Function.of(call, name, OUTER_KEYWORDS, takes=takes)
 
 
 def _check_copies(model: Model) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import Leaves, PyTree, Scalar
+from ..arrays import Leaves, PyTree, Scalar, wider
 from ..model.functions import Loss
 from ..model.partition import gather, leaf_plans
 from ..program.records import TickRecord, arrays, map_fields
@@ -124,7 +124,7 @@ def _initial(
         x=buffers.x.empty(slots.x),
         sent_x=empty(buffers.x.avals),
         stage_state=tuple(jax.tree.leaves(kept[v]) if kept else [] for v in range(len(chunks))),
-        losses=jnp.zeros(count, jnp.result_type(*losses) if losses else jnp.float32),
+        losses=jnp.zeros(count, wider(*losses) if losses else jnp.float32),
         aux=None if code.last is None else empty_pool(code.last.aux_avals, count),
     )
     if not job.training:
@@ -154,7 +154,7 @@ def _initial(
 
 def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
     """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
-    return dtype if wanted is None else jnp.promote_types(dtype, wanted)
+    return dtype if wanted is None else wider(dtype, wanted)
 
 
 def _operands(
@@ -171,7 +171,6 @@ def _operands(
     """Compute what depends on parameters alone, once, and gather the operands of the ticks."""
     firsts, lasts = [*first, *shared], [*last, *shared]
     seed = 1.0 if job.functions.loss is Loss.SUM_OVER_COUNT else 1.0 / (job.num_microbatches * job.data_size)
-    seed_dtype = jnp.float32 if code.last is None else jnp.promote_types(code.last.loss_dtype, jnp.float32)
     return Operands(
         stages=_stage_operands(job, code, chunks, kept, shared),
         first=firsts,
@@ -180,7 +179,7 @@ def _operands(
         last_once=[] if code.last is None else run(code.last.hoist, *code.last.consts, *lasts),
         batch=batch,
         rng=rng,
-        seed=jnp.asarray(seed, seed_dtype),
+        seed=jnp.asarray(seed, jnp.result_type(float)),
     )
 
 
@@ -197,6 +196,7 @@ def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int,
         outer_wants=code.outer_wants,
         num_chunks=num_chunks,
         training=job.training,
+        changes_state=job.changes_state,
     )
 
 

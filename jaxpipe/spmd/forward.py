@@ -72,10 +72,11 @@ class RunForward(_StageForward):
             part = part.updated(State(losses=state.losses))
         if last:
             part = part.updated(State(aux=state.aux))
+        if self.shared.changes_state:
+            own = chunk_part(given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks)
+            part = part.updated(State(stage_state=own))
         if not training:
             return part
-        own = chunk_part(given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks)
-        part = part.updated(State(stage_state=own))
         if use.block.keeps:
             part = part.updated(State(residual_input=state.residual_input, residual_weight=state.residual_weight))
         if first:
@@ -98,7 +99,7 @@ class RunForward(_StageForward):
         if code.loss is not None:
             loss, *rest = rest
             state = state.updated(State(losses=add_at(state.losses, row.microbatch, loss)))
-        if code.state and shared.training:
+        if code.state and shared.changes_state:
             own = operand.write_state(given(state.stage_state[chunk]), rest)
             state = state.updated(State(stage_state=chunk_part(own, chunk, shared.num_chunks)))
         # What only the last stage returns is never sent; then no other kind takes it.

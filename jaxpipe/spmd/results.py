@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, PyTree
-from ..model.functions import Loss
+from ..model.functions import Loss, inverse_count
 from ..model.partition import leaf_plans, reduce_gradients
+from ..model.placed import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from .replicas import return_replicas
@@ -21,7 +22,7 @@ from .state import State, given
 def finish(job: Job, code: ModelCode, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
     """Sum once over devices what only some of them have: losses, gradients of first, last and shared, data shards."""
     if job.outputs:
-        return {"outputs": _outputs(job, code, state)}, {}
+        return {"outputs": _outputs(job, code, state), "state": _new_state(job, state, kept)}, {}
     everyone = (job.axis, *job.data_axes)
     results, scale = _losses(job, code, state, everyone)
     results["state"] = _new_state(job, state, kept)
@@ -39,7 +40,7 @@ def finish(job: Job, code: ModelCode, state: State, params: dict[str, PyTree], k
     for tree, plans, values in zip(params["stages"], job.plans["stages"], owned, strict=True):
         summed = [v[None] for v in finished(values, plans, job.data_axes)]
         stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
-    grads: dict[str, PyTree] = {"stages": tuple(stages)}
+    grads: dict[str, PyTree] = {"stages": params["stages"].like(stages)}
     for key, leaves in (("first", gradients.first), ("last", gradients.last), ("shared", gradients.shared)):
         grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), finished(given(leaves), job.plans[key], everyone))
     return results, grads
@@ -67,10 +68,11 @@ def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, 
             return lax.pmax(leaf, job.data_axes)
         return lax.psum(leaf, job.data_axes) / job.data_size
 
-    return tuple(
+    found = [
         jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in given(state.stage_state[v])])
         for v, tree in enumerate(kept)
-    )
+    ]
+    return Chunks(found, job.layout.home) if found else ()
 
 
 def _losses(job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]) -> tuple[PyTree, Any]:
@@ -82,7 +84,7 @@ def _losses(job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]) 
     aux = jax.tree.unflatten(code.last.aux_tree, [lax.psum(leaf, everyone) for leaf in given(state.aux)])
     if job.functions.loss is Loss.SUM_OVER_COUNT:
         count = jnp.sum(aux["count"])
-        weight = 1.0 / count.astype(losses.dtype)
+        weight = inverse_count(count, losses.dtype)
         loss = jnp.sum(losses) * weight
     else:
         losses = losses / job.data_size

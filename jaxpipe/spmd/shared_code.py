@@ -25,6 +25,7 @@ class SharedCode:
     operands: Operands
     outer_wants: frozenset[str]
     num_chunks: int
+    changes_state: bool  # the stages' own; otherwise it is only read
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
 
     def outer_extra(self, stage: Scalar, microbatch: Scalar) -> Leaves:

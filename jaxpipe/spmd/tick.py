@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
@@ -43,18 +44,21 @@ class TickEmitter:
         for j, (template, row) in enumerate(zip(segment.templates, rows, strict=True)):
             for use, those in zip(template.blocks, kinds[j], strict=True):
                 for kind in those:
-                    state = self._block(use, kind, row, state, asks=len(those) > 1)
-            if len(template.exchanges) > 1:
-                state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
-            else:
-                for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
-                    brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
-                    awaited.setdefault(j + permute.delay, []).append((permute.payload, keeps[j][lane], row.arrivals[lane], brought))
+                    with jax.named_scope(self._scope(use, kind)):
+                        state = self._block(use, kind, row, state, asks=len(those) > 1)
+            with jax.named_scope("exchange"):
+                if len(template.exchanges) > 1:
+                    state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
+                else:
+                    for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
+                        brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
+                        awaited.setdefault(j + permute.delay, []).append((permute.payload, keeps[j][lane], row.arrivals[lane], brought))
             # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
             # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
             for payload, keep, arrival, leaves in awaited.pop(j, ()):
-                at = replace(arrival, slot=jnp.where(given(state.token), 0, arrival.slot))
-                state = arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
+                with jax.named_scope("exchange"):
+                    at = replace(arrival, slot=jnp.where(given(state.token), 0, arrival.slot))
+                    state = arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
         assert not awaited, "a transfer is awaited after its trip"
         return state
 
@@ -74,6 +78,13 @@ class TickEmitter:
         if asks:
             predicate = jnp.logical_and(predicate, jnp.array(self.shared.kind_of)[stage] == kind)
         return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, block, state)
+
+    def _scope(self, use: BlockUse, kind: int) -> str:
+        """The name under which a profile shows a block: "F stage 3" where no other stage runs this code, else "F chunk 0"."""
+        half = half_of(self.program, use.block)
+        here = (half.chunk == use.block.chunk) & (half.kind == int(use.block.kind))
+        stages = {int(s) for s in np.unique(half.stage[here]) if self.shared.kind_of[s] == kind}
+        return f"{use.block.kind.name} {f'stage {stages.pop()}' if len(stages) == 1 else f'chunk {use.block.chunk}'}"
 
     def _kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
         """For each template and each of its blocks, the kinds of the stages that run it."""

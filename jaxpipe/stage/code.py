@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ..arrays import Leaves
+from ..jaxprs import literal_dtype
 from ..program.liveness import Liveness
 
 
@@ -94,7 +95,10 @@ class LastCode:
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without constants."""
-    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*arguments)
+    found = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*arguments)
+    # An output that is a literal is a plain number.
+    pairs = zip(found, jaxpr.outvars, strict=True)
+    return [jnp.asarray(value, literal_dtype(atom)) if isinstance(atom, core.Literal) else value for value, atom in pairs]
 
 
 def inexact(leaf: Any) -> bool:

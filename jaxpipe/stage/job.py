@@ -35,8 +35,13 @@ class Job:
     def results(self) -> tuple[str, ...]:
         """What it returns besides gradients."""
         if self.outputs:
-            return ("outputs",)
+            return ("outputs", "state")
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether the stages' own state goes on from microbatch to microbatch, or is only read."""
+        return self.training or self.outputs
 
     @property
     def num_microbatches(self) -> int:
@@ -47,7 +52,7 @@ class Job:
 class Executor(Protocol):
     """A back end: runs the program of a job.
     `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the stages' placed state or (); it
-    returns ({"loss", "losses", "metrics", "state"} or {"outputs"}, gradients laid out like the parameters, {} where there are none).
+    returns ({"loss", "losses", "metrics", "state"} or {"outputs", "state"}, gradients laid out like the parameters, {} without any).
     """
 
     @property

@@ -32,7 +32,7 @@ def trace_last(function: Callable[..., tuple[Any, PyTree]], params: PyTree, y: P
         return loss, aux, dparams, dy
 
     params_leaves = jax.tree.leaves(params)
-    seed = jax.ShapeDtypeStruct((), jnp.float32)
+    seed = jax.ShapeDtypeStruct((), jnp.result_type(float))  # the widest: that of a float64 loss is not rounded
     traced, shapes = jax.make_jaxpr(train, return_shape=True)(params_leaves, y_leaves, extra, seed)
     aux_leaves, aux_tree = jax.tree.flatten(shapes[1])
     flat = flatten(traced)

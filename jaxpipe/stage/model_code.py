@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+from ..jaxprs import collectives
 from ..model.functions import Context, Functions
 from ..program.ir import Program
 from ..program.liveness import Liveness, longest
@@ -74,6 +76,7 @@ def trace_model(
     index = jnp.int32(0)
     outer = make_extra(batch, rng, index, index, outer_wants)
     first_code = trace_stage(functions.run_first, (first, shared), (), outer)
+    _check_collectives("first", (first_code.hoist, first_code.forward, first_code.backward), job.axis)
     x: PyTree = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of, wants = [], []
@@ -84,7 +87,8 @@ def trace_model(
             extra = make_extra(batch, rng, index, index, function.wants_arrays)
             if "state" in function.wants:
                 extra["state"] = state
-            kinds[key] = _trace_one(job, functions, stage, (params, shared), x, extra)
+            kinds[key] = code = _trace_one(job, functions, stage, (params, shared), x, extra)
+            _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)
             wants.append(function.wants_arrays)
         kind_of.append(list(kinds).index(key))
         x = jax.tree.unflatten(kinds[key].y_tree, kinds[key].y_avals)
@@ -92,6 +96,7 @@ def trace_model(
     last_code = None
     if functions.last is not None:
         last_code = trace_last(functions.run_last, (last, shared), x, outer)
+        _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     program = verify(job.plan.program(longest([code.liveness for code in codes])))
     return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants)
 
@@ -116,6 +121,16 @@ def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: Py
         shapes = ", ".join(f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}" for p, a in jax.tree_util.tree_leaves_with_path(x))
         raise PipelineError(f"stage {stage} cannot take what {before} returns ({shapes}): {error}") from error
     return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra), extra)
+
+
+def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
+    """PipelineError for communication over the pipe axis, which would wait for ever: devices run different stages at a time."""
+    found = sorted({primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes})
+    if found:
+        raise PipelineError(
+            f"`{name}` calls {', '.join(found)} over the pipe axis {axis!r}; devices along it run different stages at a time, so it would "
+            'wait for ever. What all stages share belongs under "shared"; a sum over microbatches is a metric, or made of gradients'
+        )
 
 
 def _check_state(name: str, code: StageCode, extra: PyTree) -> StageCode:

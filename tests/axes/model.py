@@ -45,7 +45,8 @@ def build(name: str, microbatches: int = 4) -> jp.Schedule:
 
 
 def pipeline(schedule: jp.Schedule, **options: Any) -> jp.Pipeline:
-    options.setdefault("mesh", mesh())
+    grid = options.setdefault("mesh", mesh())
+    options.setdefault("replicated_axes", [name for name in grid.axis_names if name not in options.get("data_axes", ())])
     return jp.Pipeline(options.pop("stage", stage), schedule=schedule, first=first, last=options.pop("last", last), **options)
 
 

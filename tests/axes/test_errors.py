@@ -18,6 +18,14 @@ def raises(*parts: str) -> Any:
     return pytest.raises(jp.PipelineError, match="(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts))
 
 
+def test_an_axis_along_which_all_would_do_the_same_is_refused() -> None:
+    specs = {"stages": {"w": PartitionSpec(None, "tensor")}}
+    with raises("mesh axis 'data' is in no argument, so its 2 devices would all do the same work", "replicated_axes=('data',)"):
+        pipeline(build("1f1b"), specs=specs, replicated_axes=())
+    for options in ({"specs": specs, "data_axes": "data"}, {"data_axes": ("data", "tensor")}, {"replicated_axes": ("data", "tensor")}):
+        assert pipeline(build("1f1b"), **{"replicated_axes": (), **options}).mesh.axis_names == mesh().axis_names
+
+
 def test_fsdp_is_no_data_axis() -> None:
     with raises("fsdp='data' must be one of data_axes=()", "different rows"):
         pipeline(build("1f1b"), fsdp="data")
@@ -46,7 +54,7 @@ def test_all_faults_of_specs_are_listed() -> None:
     with pytest.raises(jp.PipelineError) as caught:
         place(specs, data_axes=("data",))
     parts = (
-        "specs has a key 'stage'; its keys are those of the parameters, ['first', 'last', 'shared', 'stages']",
+        "specs has a key 'stage'; its keys are those of the parameters, ['first', 'last', 'stages']",
         f"first/embed: {PartitionSpec('pipe')} names the pipe axis 'pipe'",
         f"last/head: {PartitionSpec('data')} names the data axis 'data'; fsdp='data' splits parameters over it",
         f"stages/b: {PartitionSpec('model')} names an axis 'model' that the mesh does not have; its axes are {dict(mesh().shape)}",
@@ -77,11 +85,11 @@ def test_a_spec_of_the_wrong_form(spec: Any, message: str) -> None:
 def test_specs_may_be_few_or_one_for_many() -> None:
     """What no spec names is whole; a spec above several parameters holds for all of them."""
     whole = pipeline(build("1f1b"), specs={"last": {}}).place(canonical(2))
-    assert whole["stages"][0]["w"].sharding.spec == PartitionSpec("pipe", None, None)
+    assert whole["stages"][0]["w"].sharding.spec == PartitionSpec("pipe")
     some = pipeline(build("1f1b"), specs={"stages": {"v": PartitionSpec("tensor")}, "last": PartitionSpec(None, "tensor")})
     placed = some.place(canonical(2))
-    assert placed["stages"][0]["v"].sharding.spec == PartitionSpec("pipe", "tensor", None)
-    assert placed["stages"][0]["w"].sharding.spec == PartitionSpec("pipe", None, None)
+    assert placed["stages"][0]["v"].sharding.spec == PartitionSpec("pipe", "tensor")
+    assert placed["stages"][0]["w"].sharding.spec == PartitionSpec("pipe")
     assert placed["last"]["head"].sharding.spec == PartitionSpec(None, "tensor")
 
 

@@ -18,8 +18,8 @@ from tests.parity.tolerance import FLOAT64
 
 def build_pipe(**options: Any) -> tuple[jp.Pipeline, Any]:
     options = {"last": lambda p, x, mb: (last(p, x, mb), {"m": jnp.sum(x)}), "has_metrics": True, **options}
-    grid = mesh("pipe", "data", "rest")
-    pipe = jp.Pipeline(stage, schedule=build("1f1b"), mesh=grid, data_axes=("data",), first=first, **options)
+    where = {"mesh": mesh("pipe", "data", "rest"), "data_axes": ("data",), "replicated_axes": ("rest",)}
+    pipe = jp.Pipeline(stage, schedule=build("1f1b"), first=first, **where, **options)
     return pipe, pipe.place(canonical(2))
 
 
@@ -85,7 +85,7 @@ def test_the_loss_of_forwards_is_that_of_training() -> None:
     def noisy(params: Any, x: Any, *, ctx: Any, training: bool) -> Any:
         return stage(params, x) * (jax.random.bernoulli(ctx.rng, 0.5, x.shape) if training else 1.0)
 
-    pipe = jp.Pipeline(noisy, schedule=build("1f1b"), mesh=mesh("pipe", "a", "b"), first=first, last=last)
+    pipe = jp.Pipeline(noisy, schedule=build("1f1b"), mesh=mesh("pipe", "a", "b"), replicated_axes=("a", "b"), first=first, last=last)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pipe.place(canonical(2)))
     key = jax.random.key(0)
     loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch(4), rng=key))(params)

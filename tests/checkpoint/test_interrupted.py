@@ -160,3 +160,28 @@ def test_what_stages_keep_comes_back_under_another_schedule(tmp_path: Path) -> N
     for tree in found.values():
         assert np.array_equal(tree["mean"], kept["mean"])
         assert np.array_equal(tree["count"], kept["count"])
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path) -> None:
+    pipe, _ = pipe_and_optimizer()
+    one, two = (jax.tree.map(lambda leaf, k=k: leaf + k, pipe.place(runs.canonical(2))) for k in (1, 2))
+    with Checkpoints(tmp_path, pipe) as checkpoints:
+        checkpoints.save(1, {"params": one})
+        checkpoints.save(2, {"params": two})
+    for file in (tmp_path / "2" / "about").rglob("*"):
+        if file.is_file():
+            file.write_text("")  # as a full disk leaves them
+    with Checkpoints(tmp_path, pipe) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 2 .* is damaged"):
+            checkpoints.restore({"params": one}, step=2)
+        with pytest.warns(UserWarning, match="checkpoint of step 2 .* is damaged.*going on from step 1"):
+            number, state = checkpoints.restore({"params": one})
+        assert number == 1
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(one), strict=True))
+        checkpoints.save(2, {"params": two})  # the step comes again, and takes the damaged one's place
+        checkpoints.wait()
+        assert checkpoints.restore({"params": one})[0] == 2
+    shutil.rmtree(tmp_path / "2" / "state")
+    shutil.rmtree(tmp_path / "1" / "state")
+    with Checkpoints(tmp_path, pipe) as checkpoints, pytest.raises(CheckpointError, match=r"(?s)no checkpoint can be read.*step 2.*step 1"):
+        checkpoints.restore({"params": one})

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 import jaxpipe as jp
 from gpt import data, verify
 from gpt.checkpoint import RunFolder
-from gpt.devices import on_mesh
 from gpt.model import GPT
 from gpt.optimizer import adamw, decayed
 from jaxpipe.checkpoint import Checkpoints
@@ -159,7 +158,7 @@ class TestCheckpoints:
         narrow_model = dataclasses.replace(model, stages=2)
         narrow = pipeline(narrow_model, "gpipe", devices=2)
         like = {"params": narrow.place(narrow_model.init(jax.random.key(9)))}
-        like["opt_state"] = on_mesh(optimizer.init(like["params"]), narrow.mesh)
+        like["opt_state"] = narrow.init(optimizer, like["params"])
         step, found = Checkpoints(tmp_path / "c", narrow, layer_axis=True).restore(like)
 
         assert step == 3
@@ -186,7 +185,7 @@ class TestCheckpoints:
     @staticmethod
     def trained(pipe, optimizer, model):
         params = pipe.place(model.init(jax.random.key(0)))
-        opt_state = on_mesh(optimizer.init(params), pipe.mesh)
+        opt_state = pipe.init(optimizer, params)
         _, grads = pipe.value_and_grad(params, batch_of())
         updates, opt_state = jax.jit(optimizer.update)(grads, opt_state, params)
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}

@@ -19,10 +19,11 @@ ENVIRONMENT, QUICK = outside(), quick()
     ("name", "environment", "says"),
     [
         ("mlp", QUICK, "on new points: loss"),
+        ("generate", QUICK, "the same tokens with a cache as without"),
         ("conv_net", ENVIRONMENT, "accuracy on new images"),
         ("custom_schedule", QUICK, "1B15 comes before 1F15"),
         ("uneven_layout", QUICK, "with ZB-V on two devices and another layout"),
-        ("moe_dp_pp_tp", QUICK, "P('pipe', 'tensor', None, None)"),
+        ("moe_dp_pp_tp", QUICK, "P('pipe', 'tensor')"),
     ],
 )
 def test_an_example_runs_to_its_end(name, environment, says):

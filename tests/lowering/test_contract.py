@@ -420,7 +420,7 @@ def test_axes_that_are_not_named_are_left_to_the_partitioner():
 
     canonical, batch = stacked(2), rows_of(3)
     mesh = mesh_of(2, model=3)
-    pipe = jp.Pipeline(plain_stage, schedule=build("zb_h1"), mesh=mesh, last=plain_last)
+    pipe = jp.Pipeline(plain_stage, schedule=build("zb_h1"), mesh=mesh, last=plain_last, replicated_axes=("model",))
     params = pipe.place(canonical)
     split = NamedSharding(mesh, PartitionSpec("pipe", None, "model"))
     params["stages"] = jax.tree.map(lambda leaf: jax.device_put(leaf, split), params["stages"])

@@ -123,10 +123,12 @@ def test_without_first_the_batch_needs_x():
 
 def test_parameters_placed_for_another_schedule():
     four = pipe_of(schedule=schedule(devices=4), mesh=mesh_of(4)).place(params_of(4))
-    with raises("stages[0]['w'] has shape (4, 4, 4)", "placed for another schedule", "call `place` again"):
+    with raises(
+        "placed for stages by device {0: 0; 1: 1; 2: 2; 3: 3}", "this schedule has stages by device {0: 0; 1: 1}", "bring them over"
+    ):
         step(pipe_of(), four)
     chunks = pipe_of(schedule=schedule("interleaved_1f1b", chunks=2)).place(params_of(4))
-    with raises("placed for another schedule", "must hold 1 chunks", "call `place` again"):
+    with raises("placed for stages by device {0: 0, 2; 1: 1, 3}"):
         step(pipe_of(), chunks)
 
 

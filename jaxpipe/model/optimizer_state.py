@@ -1,0 +1,43 @@
+"""Where the state of an optimizer lies: what follows a parameter beside it, the rest on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from ..arrays import PyTree
+from .mesh import trimmed
+
+
+def state_shardings(state: PyTree, params: Mapping[str, PyTree], shardings: Mapping[str, PyTree]) -> PyTree:
+    """A sharding for each leaf of an optimizer's state (shapes), given placed parameters (shapes) and where they lie.
+
+    A leaf follows the parameter whose path ends its own where it has its shape; else, under "stages", it follows the devices' axis
+    where it has one (a moment that is factored, a count of each stage).
+    """
+    leaves = zip(jax.tree_util.tree_leaves_with_path(dict(params)), jax.tree.leaves(dict(shardings)), strict=True)
+    known: dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]] = {_names(path): (leaf.shape, to) for (path, leaf), to in leaves}
+    one = next(to for _, to in known.values())
+    mesh = one.mesh
+    stages = [(shape[0], to.spec[0]) for (key, *_), (shape, to) in known.items() if key == "stages"]
+
+    def lies(path: Any, leaf: Any) -> NamedSharding:
+        names = _names(path)
+        for at in range(len(names)):
+            for tail in range(at + 1, len(names) + 1):
+                # Between the part of the model and the leaf's own path there may be more, as with a state for each layer.
+                for middle in range(at + 1, min(at + 3, tail) + 1):
+                    found = known.get((*names[at:middle], *names[tail:]))
+                    if found is not None and found[0] == leaf.shape:
+                        return found[1]
+        first = stages[0][1] if "stages" in names and stages and leaf.shape[:1] == stages[0][:1] else None
+        return NamedSharding(mesh, trimmed(first))
+
+    return jax.tree_util.tree_map_with_path(lies, state)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

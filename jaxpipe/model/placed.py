@@ -1,0 +1,72 @@
+"""Placed trees of stages, which say in their structure for which placement they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import SequenceKey
+
+from ..arrays import PyTree
+
+
+@dataclass(frozen=True)
+class Home:
+    """Which stages each device owns, in chunk order, and the layers of each stage where there are any."""
+
+    owned: tuple[tuple[int, ...], ...]
+    layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [f"{d}: {', '.join(map(str, row))}" for d, row in enumerate(self.owned[:4])]
+        layers = f", with layers {'|'.join(self.layers)[:60]}" if self.layers else ""
+        return f"stages by device {{{'; '.join(rows)}{'; ...' if len(self.owned) > 4 else ''}}}{layers}"
+
+
+class Chunks(tuple[PyTree, ...]):
+    """A tree for each chunk of the devices, leaves [P, ...]: a tuple whose structure holds the placement that it is for.
+
+    `jax.tree.map`, optimizers, `jax.jit` and scans keep it, and refuse trees of another placement beside it.
+    """
+
+    home: Home
+
+    def __new__(cls, chunks: Iterable[PyTree], home: Home) -> Chunks:
+        """Trees by chunk, and the placement that they are for."""
+        found = super().__new__(cls, chunks)
+        found.home = home
+        return found
+
+    def __reduce__(self) -> tuple[type[Chunks], tuple[tuple[PyTree, ...], Home]]:
+        return Chunks, (tuple(self), self.home)
+
+    def like(self, chunks: Iterable[PyTree]) -> Chunks:
+        """Other trees in the same places."""
+        return Chunks(chunks, self.home)
+
+    def map(self, function: Callable[[PyTree], PyTree]) -> Chunks:
+        """Change the tree of every chunk."""
+        return self.like(map(function, self))
+
+
+jax.tree_util.register_pytree_with_keys(
+    Chunks,
+    lambda chunks: ([(SequenceKey(v), chunk) for v, chunk in enumerate(chunks)], chunks.home),
+    lambda home, chunks: Chunks(chunks, home),
+    lambda chunks: (tuple(chunks), chunks.home),
+)
+
+
+def home_faults(stages: Any, home: Home, what: str, again: str) -> list[str]:
+    """What is wrong with stages that must be placed there; `again` is the method that places them."""
+    if not isinstance(stages, Chunks):
+        kind = type(stages).__name__
+        return [f"{what} are not placed (their stages are a {kind}); give what `{again}` returned, or what was made of it by jax.tree.map"]
+    if stages.home != home:
+        return [
+            f"{what} are placed for {stages.home}, but this schedule has {home}; bring them over: "
+            f"new.{again}(old.{'canonical' if again == 'place' else 'canonical_state'}(...)), with the pipeline that placed them as `old`"
+        ]
+    return []

@@ -1,0 +1,61 @@
+"""Sharding metadata of flax variables becomes the pipeline's specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import jaxpipe as jp
+from jaxpipe.flax import End, from_linen, from_nnx
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "mlp"))
+        return x + nn.Dense(WIDTH, kernel_init=init)(x)
+
+
+def nnx_blocks() -> list[Any]:
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "mlp"))
+    with nnx.use_eager_sharding(False):  # there is no mesh yet
+        return [nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=nnx.Rngs(i)) for i in range(4)]
+
+
+def linen_model(**how: Any) -> Any:
+    variables = [Block().init(jax.random.key(i), jnp.ones((1, WIDTH))) for i in range(4)]
+    return from_linen(Block(), variables, num_stages=2, last=End(None, lambda _, x, microbatch: jnp.mean(x**2)), **how)
+
+
+def nnx_model(**how: Any) -> Any:
+    return from_nnx(nnx_blocks(), num_stages=2, last=End(None, lambda _, x, microbatch: jnp.mean(x**2)), **how)
+
+
+@pytest.mark.parametrize("model", [linen_model, nnx_model])
+def test_metadata_becomes_specs(model: Any) -> None:
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    mesh = jax.make_mesh((2, 2), ("pipe", "tensor"), devices=jax.devices()[:4])
+    made = model(rules={"mlp": "tensor"})
+    pipe = jp.Pipeline(**made.functions, schedule=schedule, mesh=mesh)
+    kernels = {
+        jax.tree_util.keystr(path): leaf.sharding.spec
+        for path, leaf in jax.tree_util.tree_leaves_with_path(pipe.place(made.params)["stages"])
+    }
+    assert {spec for name, spec in kernels.items() if "kernel" in name} == {PartitionSpec("pipe", None, None, "tensor")}
+    assert {spec for name, spec in kernels.items() if "bias" in name} == {PartitionSpec("pipe")}
+    whole = jp.Pipeline(**{**made.functions, "specs": None}, schedule=schedule, mesh=mesh, replicated_axes=("tensor",))
+    rows = {"x": jnp.ones((4, WIDTH))}
+    # A matmul whose columns two devices share: the same sums, in float32.
+    split, plain = pipe.evaluate(pipe.place(made.params), rows), whole.evaluate(whole.place(made.params), rows)
+    assert float(split) == pytest.approx(float(plain), rel=1e-5)
+    unknown = jp.Pipeline(**model().functions, schedule=schedule, mesh=mesh, replicated_axes=("tensor",))
+    with pytest.raises(jp.PipelineError, match="names an axis 'mlp' that the mesh does not have"):
+        unknown.place(made.params)

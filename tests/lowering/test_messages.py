@@ -1,0 +1,161 @@
+"""What goes wrong around a step is named before anything is compiled; an error inside a function says which one and with what."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jaxpipe as jp
+from tests.lowering.test_errors import WIDTH, M, P, batch_of, last, params_of, pipe_of, raises, stage
+from tests.parity.engines import mesh_of
+
+
+def trace(pipe: jp.Pipeline, batch: Any = None, **how: Any) -> Any:
+    """Nothing is compiled."""
+    return pipe.lower(pipe.place(params_of()), batch_of() if batch is None else batch, **how)
+
+
+COLLECTIVES = {
+    "psum": lambda x: lax.psum(x, "pipe"),
+    "ppermute": lambda x: lax.ppermute(x, "pipe", [(0, 1), (1, 0)]),
+    "all_gather": lambda x: jnp.sum(lax.all_gather(x, "pipe"), 0),
+    "pmax": lambda x: lax.fori_loop(0, 2, lambda _, y: lax.pmax(lax.stop_gradient(y), "pipe"), x),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_over_the_pipe_axis_is_refused(name: str) -> None:
+    """It would wait for ever."""
+    with raises(f"`stage` calls {name}", "over the pipe axis 'pipe'", "run different stages"):
+        trace(pipe_of(lambda p, x: COLLECTIVES[name](stage(p, x))))
+
+
+def test_a_collective_in_last_or_over_a_replicated_axis() -> None:
+    with raises("`last` calls psum"):
+        trace(pipe_of(last=lambda p, x, mb: lax.psum(last(p, x, mb), "pipe")))
+    trace(pipe_of(lambda p, x: stage(p, x) + 0 * lax.axis_index("pipe")))  # communicates nothing
+
+
+def test_a_sharding_constraint_on_an_axis_that_is_manual() -> None:
+    with raises("`stage` constrains the sharding", "names others only", "PartitionSpec"):
+        trace(pipe_of(lambda p, x: lax.with_sharding_constraint(stage(p, x), PartitionSpec("pipe"))))
+
+
+def test_an_error_of_a_function_says_which_it_was_and_what_it_was_given() -> None:
+    def broken(params: Any, x: Any) -> Any:
+        return stage(params, x).reshape(7, 7)
+
+    with pytest.raises(TypeError, match="reshape") as caught:
+        trace(pipe_of(broken))
+    (note,) = [note for note in caught.value.__notes__ if "jaxpipe" in note]
+    assert "raised by `stage`" in note
+    assert "broken, test_messages.py:" in note
+    assert f"(w float64[{WIDTH}, {WIDTH}]; float64[2, {WIDTH}])" in note
+    with pytest.raises(KeyError) as caught:
+        trace(pipe_of(last=lambda p, x, mb: mb["z"]))
+    assert any("raised by `last`" in note for note in caught.value.__notes__)
+
+
+def test_functions_of_another_signature() -> None:
+    trace(pipe_of(lambda p, x, ctx: stage(p, x) + 0 * ctx.stage))  # by position or by keyword: it is told by its name
+    with raises("`stage` is called as stage(params, x)", "its parameters are (p, x, mask)", "'mask'"):
+        pipe_of(lambda p, x, mask: stage(p, x))
+    with raises("`last` is called as last(params, x, microbatch)"):
+        pipe_of(last=lambda p, x: 0.0)
+
+
+def test_what_is_no_array() -> None:
+    tensor = type("Tensor", (), {"__module__": "torch", "shape": (2, 3), "dtype": "torch.float32"})
+    with raises("params['stages']['w'] is a torch.Tensor", "tensor.detach().cpu().numpy()"):
+        pipe_of().place({"stages": {"w": tensor()}, "last": {}})
+    with raises("batch['x'] is a torch.Tensor"):
+        trace(pipe_of(), {**batch_of(), "x": tensor()})
+    with raises("batch['x'] is a numpy array of objects"):
+        trace(pipe_of(), {**batch_of(), "x": np.array([None] * 6)})
+    with pytest.raises(jp.PipelineError) as caught:
+        trace(pipe_of(), {**batch_of(), "x": [[1.0, 2.0]] * 600})
+    assert caught.value.faults == (
+        "1200 leaves of the batch are plain numbers, batch['x'][0][0] the first of them: lists are trees to JAX; make arrays of them, "
+        "jax.numpy.asarray([...]), with a leading axis of rows",
+    )
+
+
+def test_what_is_no_key() -> None:
+    with raises("rng=3 is no key; write rng=jax.random.key(3)"):
+        trace(pipe_of(), rng=3)
+    with raises("rng holds (2,) keys"):
+        trace(pipe_of(), rng=jax.random.split(jax.random.key(0)))
+    trace(pipe_of(), rng=jax.random.PRNGKey(0))
+
+
+def test_without_a_loss() -> None:
+    pipe = jp.Pipeline(stage, schedule=pipe_of().schedule, mesh=mesh_of(P))
+    params = pipe.place({"stages": params_of()["stages"]})
+    for name in ("evaluate", "losses", "loss", "value_and_grad"):
+        with raises("needs a loss; give Pipeline(..., last="):
+            getattr(pipe, name)(params, batch_of())
+
+
+def test_counts_that_are_no_numbers() -> None:
+    how = {"loss": jp.Loss.SUM_OVER_COUNT}
+    with raises("a scalar count; the count is float64[3]"):
+        trace(pipe_of(last=lambda p, x, mb: (jnp.sum(x), jnp.ones(3)), **how))
+
+
+def test_a_batch_in_which_nothing_is_counted_has_loss_0_and_gradients_0() -> None:
+    """And sums and counts of half a precision are added in a whole one: 3 microbatches of 40000 are beyond float16."""
+
+    def counted(params: Any, x: Any, microbatch: Any) -> Any:
+        mask = microbatch["mask"]
+        return jnp.sum(mask * jnp.square(x)).astype(jnp.float16), 40000 * mask[0, 0].astype(jnp.float16)
+
+    pipe = pipe_of(last=counted, loss=jp.Loss.SUM_OVER_COUNT)
+    params = pipe.place(params_of())
+    rows = {"x": batch_of()["x"], "mask": np.zeros((2 * M, 1))}
+    loss, grads = pipe.value_and_grad(params, rows)
+    assert float(loss) == 0.0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+    loss, grads = pipe.value_and_grad(params, {**rows, "mask": np.ones((2 * M, 1))})
+    wanted = np.float32(np.float16(2 * WIDTH * np.tanh(WIDTH * np.tanh(WIDTH)) ** 2)) / 40000
+    assert float(loss) == pytest.approx(wanted, rel=1e-3)  # float16 sums
+
+
+def test_constant_losses_small_floats_and_jaxs_strict_modes() -> None:
+    """A stage loss that is a number, parameters of 8 bits, no promotion by JAX, and its internal checks."""
+    small = jax.tree.map(lambda a: jnp.asarray(a / 8, jnp.float8_e4m3fn), params_of())
+
+    def dense(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["w"].astype(x.dtype)), 0.0
+
+    with jax.numpy_dtype_promotion("strict"), jax.enable_checks(True):
+        pipe = pipe_of(dense, stage_loss=True)
+        loss, grads = pipe.value_and_grad(pipe.place(small), batch_of())
+    x = np.ones(WIDTH)
+    for _ in range(P):
+        x = np.tanh(x @ np.full((WIDTH, WIDTH), 1 / 8))
+    assert float(loss) == pytest.approx(np.mean((x - 1) ** 2), rel=1e-6)  # the loss is in float64, what 8 bits hold is exact
+    assert jax.tree.leaves(grads)[0].dtype == jnp.float32
+
+
+def test_a_scan_over_no_layers_gives_x() -> None:
+    pipe = pipe_of(lambda p, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0])
+    params = pipe.place({"stages": {"w": np.ones((P, 0, WIDTH, WIDTH))}, "last": {}})
+    loss, grads = pipe.value_and_grad(params, {**batch_of(), "y": np.full((2 * M, WIDTH), 3.0)})
+    assert float(loss) == 4.0
+    assert jax.tree.leaves(grads)[0].shape == (P, 0, WIDTH, WIDTH)
+
+
+def test_ends_of_flax_models() -> None:
+    nnx: ModuleType = pytest.importorskip("flax.nnx")
+    from jaxpipe.flax import from_nnx
+
+    blocks = [nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(2)]
+    with raises("first= is a Linear; write first=End(module, lambda module, microbatch: ...)", "last= is a function; write last=End(None,"):
+        from_nnx(blocks, num_stages=2, first=blocks[0], last=lambda m, x, mb: 0.0)

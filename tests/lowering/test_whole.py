@@ -1,0 +1,84 @@
+"""What a user expects of the whole object: a name for what is compiled once, batches of any size, keys as given, a readable profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.eager import EagerExecutor
+from tests.lowering.test_errors import WIDTH, batch_of, last, params_of, pipe_of, stage
+from tests.parity.engines import mesh_of
+
+
+def plain_loss(rows: Any) -> float:
+    x = rows["x"]
+    for w in params_of()["stages"]["w"]:
+        x = np.tanh(x @ w)
+    return float(np.mean((x - rows["y"]) ** 2))
+
+
+def test_an_equal_pipeline_is_compiled_once() -> None:
+    traced = []
+
+    def counted(params: Any, x: Any) -> Any:
+        traced.append(1)
+        return stage(params, x)
+
+    def build(**changes: Any) -> jp.Pipeline:
+        how = {"schedule": jp.schedules.build("1f1b", devices=2, microbatches=3), "mesh": mesh_of(2), "last": last, "data_axes": []}
+        return jp.Pipeline(counted, **{**how, **changes})
+
+    first, second = build(), build()
+    params = first.place(params_of())
+    one = first.value_and_grad(params, batch_of())
+    count = len(traced)
+    two = second.value_and_grad(params, batch_of())
+    assert len(traced) == count
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))  # one program, run twice
+    jax.eval_shape(build(accumulate_dtype=None).value_and_grad, params, batch_of())
+    assert len(traced) > count
+
+
+def test_every_operation_of_a_tick_lies_in_a_named_scope() -> None:
+    pipe = pipe_of(schedule=jp.schedules.build("zb_h1", devices=2, microbatches=3))
+    text = pipe.lower(pipe.place(params_of()), batch_of()).as_text(debug_info=True)
+    for scope in ("F chunk 0", "I chunk 0", "W chunk 0", "exchange"):
+        assert scope in text, scope
+
+
+def test_a_scope_names_the_stage_where_only_one_runs_the_code() -> None:
+    functions = [lambda p, x: jnp.tanh(x @ p["w"]), lambda p, x: x @ p["w"]]
+    pipe = pipe_of(functions)
+    params = pipe.place({"stages": [{"w": np.ones((WIDTH, WIDTH))}] * 2, "last": {}})
+    text = pipe.lower(params, batch_of()).as_text(debug_info=True)
+    assert all(scope in text for scope in ("F stage 0", "F stage 1", "B stage 1"))
+
+
+def test_canonical_has_the_keys_that_were_given() -> None:
+    pipe = pipe_of()
+    params = pipe.place(params_of())
+    assert set(params) == {"stages", "last"}
+    assert set(pipe.canonical(params)) == {"stages", "last"}
+    _, grads = jax.eval_shape(pipe.value_and_grad, params, batch_of())
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("executor", [None, EagerExecutor()], ids=["compiled", "eager"])
+def test_evaluation_takes_a_batch_of_any_size(executor: Any) -> None:
+    pipe = pipe_of(executor=executor)
+    params = pipe.place(params_of())
+    rng = np.random.default_rng(0)
+    for rows in (4, 5):  # of 3 microbatches: two of 2 rows; one of 5
+        batch = {key: rng.standard_normal((rows, WIDTH)) for key in ("x", "y")}
+        assert float(pipe.evaluate(params, batch)) == pytest.approx(plain_loss(batch), rel=1e-12)
+    assert pipe.losses(params, batch).shape == (1,)
+    assert pipe.outputs(params, batch).shape == (5, WIDTH)
+
+
+def test_a_pipeline_says_what_it_is() -> None:
+    assert repr(pipe_of()) == "Pipeline(schedule='1f1b', 2 stages, 3 microbatches, mesh=(pipe=2), axis='pipe', with last)"
