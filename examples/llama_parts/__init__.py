@@ -1,0 +1,1 @@
+"""The parts of examples/llama.py: the model and its published sizes, Hugging Face's files, packed batches, flags."""

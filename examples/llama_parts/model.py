@@ -1,0 +1,221 @@
+"""Llama in plain JAX, cut into the functions that a pipeline wants: `first` (embedding), `layer`, `last` (norm, head and loss).
+
+Pre-norm layers with RMSNorm, rotary positions, grouped-query attention and a SwiGLU (Touvron et al. 2023; Grattafiori et al. 2024). The
+formulas and parameter names are those of torch_ref/models/llama.py; rotation and kernels fit the files that Hugging Face publishes.
+Parameters have float32 (the master weights of the optimizer); the compute casts them to `dtype`, once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .sizes import Sizes
+
+Tree = Any  # a pytree of arrays
+
+
+class Remat(StrEnum):
+    """What the backward of a layer computes again instead of keeping it."""
+
+    NONE = "none"  # nothing but elementwise arithmetic
+    DOTS = "dots"  # all but the results of products with weights
+    LAYER = "layer"  # the whole layer, from its input
+    STAGE = "stage"  # the whole stage, from its input: the least memory between forward and backward
+
+
+class Attention(StrEnum):
+    """How attention is computed."""
+
+    PLAIN = "plain"  # products and a softmax, [N, heads, T, T]: any device, short contexts
+    CUDNN = "cudnn"  # cuDNN's fused kernel, on NVIDIA GPUs in bfloat16
+
+
+POLICIES = {
+    Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    Remat.LAYER: jax.checkpoint_policies.nothing_saveable,
+}
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes and how to compute; `first`, `layer` and `last` are what `jaxpipe.Pipeline` takes as layers E, t and L.
+
+    A microbatch holds "tokens", "targets" and "weights" (how much each target counts), [N, T], and where its rows are packed of several
+    documents also "segments" (the document of a token) and "positions" (its place in the document).
+    """
+
+    sizes: Sizes
+    dtype: Any = jnp.bfloat16  # of the compute
+    remat: Remat = Remat.NONE
+    attention: Attention = Attention.PLAIN
+    loss_tokens: int = 0  # logits of so many tokens of a row at a time; 0 for all at once
+    tensor: str | None = None  # the mesh axis over which layers are split; None outside of a pipeline
+    sequence: bool = False  # what lies between layers is split over that axis too, by time (Korthikanti et al. 2022, section 4.2.2)
+
+    @property
+    def param_dtype(self) -> Any:
+        """float32, or what the compute has if that is wider."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    def shapes(self) -> Tree:
+        """The canonical parameters as shapes: {"first", "stages": {"t": leaves [layers, ...]}, "last"}; a tied table is in "shared"."""
+        s = self.sizes
+        kernels = {
+            "attn": {"q": (s.width, s.heads * s.head), "k": (s.width, s.kv_heads * s.head), "v": (s.width, s.kv_heads * s.head)},
+            "mlp": {"gate": (s.width, s.hidden), "up": (s.width, s.hidden), "down": (s.hidden, s.width)},
+        }
+        kernels["attn"]["out"] = (s.heads * s.head, s.width)
+        layer: Tree = {part: {name: {"kernel": shape} for name, shape in own.items()} for part, own in kernels.items()}
+        layer |= {"norm1": {"scale": (s.width,)}, "norm2": {"scale": (s.width,)}}
+        stacked = jax.tree.map(lambda shape: (s.layers, *shape), layer, is_leaf=lambda node: isinstance(node, tuple))
+        table, last = {"table": (s.vocab, s.width)}, {"norm": {"scale": (s.width,)}}
+        ends: Tree = {"first": {}, "last": last, "shared": table}
+        if not s.tied:
+            ends = {"first": table, "last": last | {"head": {"kernel": (s.width, s.vocab)}}}
+        shapes = ends | {"stages": {"t": stacked}}
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a, self.param_dtype), shapes, is_leaf=lambda node: isinstance(node, tuple))
+
+    def specs(self) -> Tree:
+        """How tensor parallelism splits heads, hidden features and the vocabulary (Shoeybi et al. 2019), without the layers' axis."""
+        axis = self.tensor
+        columns, rows = {"kernel": PartitionSpec(None, axis)}, {"kernel": PartitionSpec(axis, None)}
+        layer = {"attn": {"q": columns, "k": columns, "v": columns, "out": rows}, "mlp": {"gate": columns, "up": columns, "down": rows}}
+        table = {"table": PartitionSpec(axis, None)}
+        if self.sizes.tied:
+            return {"shared": table, "stages": {"t": layer}}
+        return {"first": table, "stages": {"t": layer}, "last": {"head": columns}}
+
+    # What the pipeline calls
+
+    def first(self, params: Tree, microbatch: Tree, *, shared: Tree = None) -> jax.Array:
+        """Token embedding, [N, T, d]."""
+        return self._between(self._table(params, shared)[microbatch["tokens"]])
+
+    def layer(self, params: Tree, x: jax.Array, *, microbatch: Tree) -> jax.Array:
+        """One layer, [N, T, d] -> [N, T, d]."""
+        seen = {name: microbatch[name] for name in ("segments", "positions") if name in microbatch}
+        if self.remat in POLICIES:
+            return jax.checkpoint(self._layer, policy=POLICIES[self.remat])(params, x, seen)
+        return self._layer(params, x, seen)
+
+    def last(self, params: Tree, x: jax.Array, microbatch: Tree, *, shared: Tree = None) -> tuple[jax.Array, jax.Array]:
+        """The weighted cross entropy of a microbatch, in nats: its sum, and the sum of the weights."""
+        u = self._whole(self._norm(params["norm"], x))
+        kernel = self._table(params, shared).T if self.sizes.tied else params["head"]["kernel"].astype(self.dtype)
+        parts = (u, microbatch["targets"], microbatch["weights"])
+        length = x.shape[1]
+        if not self.loss_tokens or self.loss_tokens >= length:
+            return _cross_entropy(kernel, parts), jnp.sum(microbatch["weights"], dtype=self.param_dtype)
+        if length % self.loss_tokens:
+            raise ValueError(f"rows of {length} tokens do not divide into pieces of {self.loss_tokens}; let loss_tokens divide {length}")
+        # One piece of logits at a time, and again in the backward: [N, T, V] in float32 is more than a stage's parameters.
+        cut = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, self.loss_tokens, *a.shape[2:]), 1, 0), parts)
+        piece = jax.checkpoint(partial(_cross_entropy, kernel))
+        total = jax.lax.scan(lambda total, part: (total + piece(part), None), jnp.zeros((), self.param_dtype), cut)[0]
+        return total, jnp.sum(microbatch["weights"], dtype=self.param_dtype)
+
+    # Without a pipeline
+
+    def logits(self, canonical: Tree, batch: Tree) -> jax.Array:
+        """The whole model, [N, T] tokens -> [N, T, V]."""
+        x, shared = self.hidden(canonical, batch), canonical.get("shared")
+        kernel = self._table({}, shared).T if self.sizes.tied else canonical["last"]["head"]["kernel"].astype(self.dtype)
+        return _wide(self._norm(canonical["last"]["norm"], x) @ kernel)
+
+    def hidden(self, canonical: Tree, batch: Tree) -> jax.Array:
+        """What the last layer returns, [N, T, d]."""
+        x = self.first(canonical["first"], batch, shared=canonical.get("shared"))
+        return jax.lax.scan(lambda x, row: (self.layer(row, x, microbatch=batch), None), x, canonical["stages"]["t"])[0]
+
+    def loss(self, canonical: Tree, batch: Tree) -> jax.Array:
+        """The loss of a whole batch at once, in nats a token."""
+        total, count = self.last(canonical["last"], self.hidden(canonical, batch), batch, shared=canonical.get("shared"))
+        return total / count
+
+    # Inside
+
+    def _table(self, params: Tree, shared: Tree) -> jax.Array:
+        return (shared if self.sizes.tied else params)["table"].astype(self.dtype)
+
+    def _layer(self, params: Tree, x: jax.Array, seen: Tree) -> jax.Array:
+        x = x + self._between(self._attend(params["attn"], self._whole(self._norm(params["norm1"], x)), seen))
+        u, mlp = self._whole(self._norm(params["norm2"], x)), params["mlp"]
+        gated = jax.nn.silu(self._dense(mlp["gate"], u)) * self._dense(mlp["up"], u)
+        return x + self._between(self._dense(mlp["down"], gated))
+
+    def _attend(self, params: Tree, u: jax.Array, seen: Tree) -> jax.Array:
+        """Grouped-query attention (Ainslie et al. 2023): `heads / kv_heads` queries share a key and a value."""
+        rows, tokens, _ = u.shape
+        q, k, v = (self._dense(params[name], u).reshape(rows, tokens, -1, self.sizes.head) for name in ("q", "k", "v"))
+        positions = seen.get("positions", jnp.broadcast_to(jnp.arange(tokens), (rows, tokens)))
+        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        attend = _fused_attention if self.attention is Attention.CUDNN else _plain_attention
+        return self._dense(params["out"], attend(q, k, v, seen.get("segments")).reshape(rows, tokens, -1))
+
+    def _between(self, x: jax.Array) -> jax.Array:
+        """Say how x lies between layers: left open, the partitioner might split its width."""
+        return self._lies(x, PartitionSpec(None, self.tensor if self.sequence else None, None))
+
+    def _whole(self, x: jax.Array) -> jax.Array:
+        """What is multiplied with split kernels is whole on every device: else the partitioner might gather the kernels."""
+        return self._lies(x, PartitionSpec(None, None, None))
+
+    def _lies(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return x if self.tensor is None else jax.lax.with_sharding_constraint(x, spec)
+
+    def _dense(self, params: Tree, x: jax.Array) -> jax.Array:
+        return x @ params["kernel"].astype(self.dtype)
+
+    def _norm(self, params: Tree, x: jax.Array) -> jax.Array:
+        wide = _wide(x)
+        size = jnp.mean(wide * wide, axis=-1, keepdims=True) + self.sizes.eps
+        return (wide * jax.lax.rsqrt(size) * params["scale"]).astype(self.dtype)
+
+    def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Rotary positions (Su et al. 2021) of [N, T, heads, h]: feature i turns with feature i + h / 2, as in Hugging Face's files."""
+        angle = _wide(positions.astype(jnp.float32)).astype(self.param_dtype)[..., None, None] * self.sizes.frequencies()
+        a, b = jnp.split(_wide(x), 2, axis=-1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """In float32 at least."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _visible(tokens: int, segments: jax.Array | None) -> jax.Array:
+    """Which keys a query sees, [N or 1, 1, T, T]: none that come later, and none of another document."""
+    causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None]
+    return causal if segments is None else causal & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def _plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    rows, tokens, heads, size = q.shape
+    grouped = q.reshape(rows, tokens, k.shape[2], -1, size)
+    scores = jnp.einsum("nqkgf,nskf->nkgqs", grouped, k, preferred_element_type=_wide(q).dtype) / np.sqrt(size).astype(_wide(q).dtype)
+    seen = _visible(tokens, segments)[:, :, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("nkgqs,nskf->nqkgf", weights, v).reshape(rows, tokens, heads, size)
+
+
+def _fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    if segments is None:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return jax.nn.dot_product_attention(q, k, v, mask=_visible(q.shape[1], segments), implementation="cudnn")
+
+
+def _cross_entropy(kernel: jax.Array, parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    """The weighted sum over some tokens; what is compared with the target, not looked up, stays split over a tensor axis."""
+    u, targets, weights = parts
+    logits = _wide(u @ kernel)
+    found = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0).sum(axis=-1)
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - found))
