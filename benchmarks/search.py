@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         gaps.append(listed / known - 1)
         searched.append((found / known - 1, found / bound - 1))
         seconds = (f"{middle - begin:.1f}", f"{time.process_time() - middle:.1f}")
-        over = (f"{listed / known - 1:.2%}", f"{found / known - 1:.2%}", f"{found / bound - 1:.2%}")
+        over = (f"{listed / known - 1:.2%}", f"{found / known - 1:.2%}", f"{max(0, found / bound - 1):.2%}")
         rows.append((instance.name, *(f"{v:g}" for v in (bound, listed, found, known)), *over, *seconds))
         print("  ".join(rows[-1]), flush=True)
         args.best.write_text(json.dumps(best, indent=0, sort_keys=True) + "\n")

@@ -4,10 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import megatron, render, schedules
-from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, ProgramError, ScheduleError, Violation
+from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, PlanError, ProgramError, ScheduleError, Violation
 from .layouts.balance import balanced_layout, even_layout, split_layers
 from .layouts.layout import Layout, LayoutError, check_layout, parse_layout
 from .lowering.plan import Prefer
+from .planner.layer_cost import LayerCost
+from .planner.plan import plan
+from .planner.result import PipelinePlan, Plans
 from .simulation.costs import Costs
 from .simulation.lockstep import Steps, simulate_steps
 from .simulation.lower_bound import lower_bound
@@ -41,6 +44,7 @@ __all__ = [
     "Costs",
     "JaxpipeError",
     "Kind",
+    "LayerCost",
     "Layout",
     "LayoutError",
     "Loss",
@@ -49,7 +53,10 @@ __all__ = [
     "ParseError",
     "Pipeline",
     "PipelineError",
+    "PipelinePlan",
     "Placement",
+    "PlanError",
+    "Plans",
     "Prefer",
     "ProgramError",
     "Release",
@@ -73,6 +80,7 @@ __all__ = [
     "parse_cell",
     "parse_layout",
     "per_layer",
+    "plan",
     "remove_recompute",
     "remove_spread",
     "remove_transfers",

@@ -72,6 +72,10 @@ class PipelineError(FaultsError):
     """A mesh, parameter tree, batch or function that does not fit the schedule; `.faults` holds every one."""
 
 
+class PlanError(FaultsError):
+    """A model, costs or a memory limit for which there is no plan; `.faults` holds every reason."""
+
+
 class CheckpointError(FaultsError):
     """A checkpoint that is not there or is of another model, or a state that cannot be saved; `.faults` holds every one."""
 

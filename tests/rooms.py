@@ -11,8 +11,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 # A room imports itself and rooms before it.  A file beside the rooms is a room of its own.
 WITHOUT_JAX = (
-    *("errors", "version", "table", "simulation", "solver", "transforms", "schedules", "layouts", "megatron", "program", "lowering"),
-    *("render", "cli"),
+    *("errors", "version", "table", "simulation", "solver", "transforms", "schedules", "layouts", "megatron", "program"),
+    *("lowering", "planner", "render", "cli"),
 )
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),

@@ -91,7 +91,7 @@ def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chun
 
 def read(source: str) -> Schedule:
     """Read a table from a .csv or .json file, or CSV from standard input; it is not checked yet."""
-    text, name = (_limited(sys.stdin, source), "stdin") if source == "-" else (_text_of(file_path(source)), Path(source).stem)
+    text, name = (_limited(sys.stdin, source), "stdin") if source == "-" else (read_text(file_path(source)), Path(source).stem)
     try:
         if Path(source).suffix == ".json":
             return Schedule.from_json(text)
@@ -213,7 +213,8 @@ def file_path(text: str) -> Path:
     return Path(text)
 
 
-def _text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file; UsageError for what is no text, or far too long."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             return _limited(file, str(path))

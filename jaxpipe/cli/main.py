@@ -1,4 +1,4 @@
-"""The jaxpipe command: list, show, simulate, check and compare schedules.
+"""The jaxpipe command: list, show, simulate, check and compare schedules, and plan pipelines.
 
 Exit status 0: success.  1: the schedule is invalid (every violation is printed, with the grid and the cells marked).  2: bad usage.
 """
@@ -17,6 +17,7 @@ from ..table.run_order import Transfers
 from ..version import __version__
 from .arguments import InvalidScheduleError, UsageError, real_number, whole_number
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
+from .plan import add_plan, plan_command
 from .terminal import Terminal, make_terminal
 
 SUCCESS, INVALID, USAGE = 0, 1, 2
@@ -27,6 +28,7 @@ _COMMANDS = {
     "simulate": simulate_command,
     "check": check_command,
     "compare": compare_command,
+    "plan": plan_command,
 }
 
 
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands.add_parser("simulate", help="makespan, bubble, memory and times of a schedule"))
     _add_check(commands.add_parser("check", help="check a table and list everything that is invalid in it"))
     _add_compare(commands.add_parser("compare", help="simulate several schedules of one model side by side"))
+    add_plan(commands.add_parser("plan", help="the fastest pipelines of a model that fit into memory"))
     return parser
 
 

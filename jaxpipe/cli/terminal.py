@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -59,6 +59,17 @@ class Terminal:
         with self.err.status(what):
             yield
 
+    @contextmanager
+    def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """A function that is told (done, of how many) and shows it as a progress bar, on a terminal's stderr only."""
+        if not self.err.is_terminal:
+            yield _nothing
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.err, transient=True) as progress:
+            task = progress.add_task(what, total=None)
+            yield lambda done, of: progress.update(task, completed=done, total=of)
+
     def track(self, items: Sequence[T], what: str) -> Iterator[T]:
         """Iterate over items with a progress bar, on a terminal's stderr only."""
         if not self.err.is_terminal:
@@ -67,6 +78,10 @@ class Terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.err, transient=True) as progress:
             yield from progress.track(items, description=what)
+
+
+def _nothing(done: int, of: int) -> None:
+    """Progress that nobody watches."""
 
 
 def make_terminal() -> Terminal:

@@ -16,11 +16,19 @@ from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
 MAX_SPLIT = 4096
 
 
-def split_layers(costs: Sequence[float], *, stages: int, allow_empty: bool = False) -> tuple[range, ...]:
+def split_layers(
+    costs: Sequence[float],
+    *,
+    stages: int,
+    allow_empty: bool = False,
+    sizes: Sequence[float] | None = None,
+    most: float = np.inf,
+) -> tuple[range, ...]:
     """Split layers, in order, into stages so that the most expensive stage is as cheap as possible; returns the layer numbers per stage.
 
-    Of all such splits, the one with the least sum of squared stage costs, the most even one.  LayoutError on a
-    negative cost, or on more stages than layers unless `allow_empty`.  Exact, by dynamic programming in O(stages * layers^2); at most
+    Of all such splits, the one with the least sum of squared stage costs, the most even one.  Where `sizes` are given, of the layers, no
+    stage's sum of them goes over `most`.  LayoutError on a negative cost, on more stages than layers unless `allow_empty`, or where
+    no split keeps `most`.  Exact, by dynamic programming in O(stages * layers^2); at most
     4096 layers and stages.
 
     >>> [len(layers) for layers in split_layers([3, 1, 1, 1, 1, 2], stages=3)]
@@ -34,7 +42,12 @@ def split_layers(costs: Sequence[float], *, stages: int, allow_empty: bool = Fal
     size = total[None, :] - total[:, None]  # [start, end] -> cost of a stage that holds layers start ... end - 1
     gap = np.arange(len(total))[None, :] - np.arange(len(total))[:, None]
     size[gap < (0 if allow_empty else 1)] = np.inf
+    if sizes is not None:
+        held = np.concatenate([[0.0], np.cumsum(np.asarray(sizes, dtype=np.float64))])
+        size[held[None, :] - held[:, None] > most] = np.inf
     largest = _cheapest(size, stages, total_of=np.maximum)[1]
+    if largest == np.inf:
+        raise LayoutError(f"no split of {len(values)} layers over {stages} stages keeps every stage's size at {most:g} or below")
     # The bound is itself an entry of `size`, so the comparison is exact and needs no tolerance.
     squares = np.where(size <= largest, size, np.inf) ** 2
     cuts = _cheapest(squares, stages, total_of=np.add)[0]

@@ -56,7 +56,7 @@ def lower_bound(
         CostError: a sequence of costs does not have one entry per stage.
 
     >>> lower_bound(devices=4, microbatches=8), lower_bound(devices=4, microbatches=8, max_activations=2)
-    (27, 36)
+    (27, 39)
     """
     places = _placements(devices, chunks, placement, microbatches, max_activations)
     costs = costs or Costs()

@@ -1,0 +1,272 @@
+"""The fastest pipelines that fit: every schedule, number of chunks and remat that may vary, simulated, lowered and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import PlanError, ScheduleError
+from ..layouts.layout import Layout, LayoutError
+from ..lowering.cost_model import cost_matrix, program_makespan
+from ..lowering.plan import plan_of
+from ..schedules import build
+from ..schedules.registry import describe
+from ..simulation.costs import Costs
+from ..simulation.lower_bound import lower_bound
+from ..simulation.simulate import simulate
+from ..table.schedule import Schedule
+from .layer_cost import LayerCost, Remat, stage_costs
+from .layers import balanced, improved
+from .memory import Memory, memory_of
+from .question import Question
+from .result import PipelinePlan, Plans, Rejected, gib
+
+# Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "auto")
+_MOVES = 60  # layouts that are simulated for each of the best candidates
+_REFINED = 4  # candidates whose layout is improved
+
+
+def plan(
+    layers: str,
+    costs: Mapping[str, LayerCost],
+    *,
+    devices: int,
+    microbatches: int,
+    memory: float | None = None,
+    transfer: float = 0.0,
+    schedules: Sequence[str] | None = None,
+    chunks: Sequence[int] = (1, 2, 4),
+    remat: Sequence[str | None] = (None, "full"),
+    search: float = 0,
+    seed: int = 0,
+    most: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plans:
+    """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and remat, with what each device holds.
+
+    Layers are split over stages so that the slowest stage is as fast as possible (exact dynamic programming), then moved one by one where
+    the simulated step gets shorter.  The candidates of the shortest simulated steps are lowered: seconds are those of the lowered program
+    for these costs, and memory is that of its pools, accumulators, parameters and optimizer state.
+
+    Args:
+        layers: a layer a letter, such as "E" + "t" * 80 + "L"; "E" is `first`, "L" is `last`.
+        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure`).
+        devices: P.
+        microbatches: M.
+        memory: bytes that a device has; no limit where it is None.
+        transfer: seconds of a hop to another device.
+        schedules: names of `schedules.names()` to choose among.
+        chunks: stages per device to choose among.
+        remat: what may be computed again, to choose among: None (nothing), "full".
+        search: seconds of search by OR-tools for a shorter table than the best one (the extra `jaxpipe[solver]`).
+        seed: of the search.
+        most: how many plans to return.
+        progress: is told (how many candidates are done, of how many).
+
+    Returns:
+        Plans, a sequence with `.rejected`: what was left out, and why.
+
+    Raises:
+        PlanError: a letter has no cost, there are fewer layers than devices, nothing fits (with the nearest plan), or numbers
+            look as if they were in other units.
+
+    >>> t = LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
+    >>> head = LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
+    >>> best, *others = plan("t" * 15 + "L", {"t": t, "L": head}, devices=4, microbatches=8, memory=16e9, chunks=(1,), remat=(None,))
+    >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
+    ('(t*4|)*3,t*3,L', 8, True)
+    """
+    question = Question.of(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat)
+    candidates, rejected = _candidates(question, progress)
+    candidates.sort(key=lambda c: c.seconds)
+    candidates[:_REFINED] = [_refined(question, c) for c in candidates[:_REFINED]]
+    candidates.sort(key=lambda c: c.seconds)
+    fitting: list[_Lowered] = []
+    beyond: list[_Lowered] = []
+    for candidate in candidates:
+        if len(fitting) == most:
+            break
+        lowered = _lower(question, candidate)
+        (fitting if memory is None or lowered.memory.total <= memory else beyond).append(lowered)
+    if not fitting:
+        raise _nothing_fits(question, beyond, rejected)
+    if search:
+        fitting += _searched(question, min(fitting, key=lambda f: f.seconds), search, seed)
+    fitting.sort(key=lambda f: f.seconds)
+    rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.memory.total - (memory or 0))}", b.seconds) for b in beyond]
+    return Plans(tuple(_result(question, f) for f in fitting[:most]), tuple(rejected))
+
+
+class _Candidate(NamedTuple):
+    """A choice, its table, and the table's simulated seconds."""
+
+    name: str
+    chunks: int
+    remat: Remat
+    cap: int | None
+    layout: Layout
+    schedule: Schedule
+    costs: Costs
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        """As a table names it."""
+        parts = [self.name, f"V {self.chunks}"]
+        parts += [f"cap {self.cap}"] if self.cap else []
+        parts += [f"remat {self.remat.value}"] if self.remat.value else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A candidate with what its program takes and holds."""
+
+    candidate: _Candidate
+    seconds: float
+    memory: Memory
+
+
+def _candidates(question: Question, progress: Callable[[int, int], None] | None) -> tuple[list[_Candidate], list[Rejected]]:
+    """Every choice that can be built."""
+    choices = list(_choices(question))
+    found: list[_Candidate] = []
+    rejected: list[Rejected] = []
+    for done, (name, chunks, remat) in enumerate(choices):
+        try:
+            layout = balanced(question.layers, question.costs, devices=question.devices, chunks=chunks, remat=remat)
+            caps = _caps(question, layout, chunks, remat) if name == "auto" else (None,)
+            found += [_built(question, name, chunks, remat, cap, layout) for cap in caps]
+        except (ScheduleError, LayoutError) as error:
+            rejected.append(Rejected(f"{name}, V {chunks}", str(error).splitlines()[-1].strip(), None))
+        if progress is not None:
+            progress(done + 1, len(choices))
+    return found, rejected
+
+
+def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
+    """Schedules with the chunks that they take and that the layers are enough for."""
+    for name in question.schedules:
+        rule = describe(name).chunks
+        for chunks in question.chunks:
+            if rule.nearest(chunks) == chunks and question.devices * chunks <= len(question.layers):
+                for remat in question.remat:
+                    yield name, chunks, remat
+
+
+def _built(question: Question, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout) -> _Candidate:
+    """A candidate with its table."""
+    costs = stage_costs(layout, question.costs, remat=remat, transfer=question.transfer)
+    options: dict[str, Any] = {} if cap is None else {"max_activations": cap}
+    if any(option.name == "costs" for option in describe(name).options):
+        options["costs"] = costs
+    schedule = build(name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options)
+    return _Candidate(name, chunks, remat, cap, layout, schedule, costs, simulate(schedule, costs).makespan)
+
+
+def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
+    """Caps for `auto`: as much as it asks for, 1F1B's memory, and what the limit leaves room for."""
+    enough = chunks * question.devices
+    if question.memory is None:
+        return None, enough
+    trial = build(
+        "1f1b" if chunks == 1 else "interleaved_1f1b", devices=question.devices, microbatches=question.microbatches, chunks=chunks
+    )
+    held = memory_of(layout, trial.placement, question.costs, plan_of(trial), remat=remat)
+    slots = plan_of(trial).program().slots
+    each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
+    room = question.memory - (held.total - held.residuals - held.boundaries)
+    fits = int(room / each) if each else 2 * enough
+    return tuple(dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))]))
+
+
+def _refined(question: Question, candidate: _Candidate) -> _Candidate:
+    """The candidate with a better layout for its table, and the table fitted to it anew."""
+
+    def makespan(layout: Layout) -> float:
+        costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
+        return simulate(candidate.schedule, costs).makespan
+
+    layout = improved(candidate.layout, makespan, tries=_MOVES)
+    costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
+    same = candidate._replace(layout=layout, costs=costs, seconds=makespan(layout))
+    if layout == candidate.layout:
+        return same
+    return min(same, _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout), key=lambda c: c.seconds)
+
+
+def _lower(question: Question, candidate: _Candidate) -> _Lowered:
+    """What the lowered program takes and holds."""
+    lowered = plan_of(candidate.schedule)
+    seconds = program_makespan(cost_matrix(lowered.ticks, candidate.costs), lowered.segments, transfer=question.transfer)
+    held = memory_of(candidate.layout, candidate.schedule.placement, question.costs, lowered, remat=candidate.remat)
+    return _Lowered(candidate, seconds, held)
+
+
+def _searched(question: Question, best: _Lowered, seconds: float, seed: int) -> list[_Lowered]:
+    """A shorter table for the best plan's layout and memory, if the search finds one."""
+    old = best.candidate
+    cap = max(*simulate(old.schedule, old.costs).peak_activations, old.schedule.num_chunks)
+    shape: dict[str, Any] = {"devices": question.devices, "microbatches": question.microbatches, "chunks": old.chunks}
+    table = build("auto", **shape, placement=old.schedule.placement, max_activations=cap, costs=old.costs, search=seconds, seed=seed)
+    found = old._replace(name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan)
+    lowered = _lower(question, found)
+    fits = question.memory is None or lowered.memory.total <= question.memory
+    return [lowered] if fits and lowered.seconds < best.seconds else []
+
+
+def _nothing_fits(question: Question, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]) -> PlanError:
+    """By how much, and what comes nearest."""
+    if not beyond:
+        return PlanError.listing(
+            "no schedule can be built for this model", [f"{r.what}: {r.why}" for r in rejected] or ["none was asked for"]
+        )
+    assert question.memory is not None
+    near = min(beyond, key=lambda b: b.memory.total)
+    needs = near.memory.total - question.memory
+    part, held = max(vars(near.memory).items(), key=lambda item: item[1])
+    return PlanError(
+        f"nothing fits into {gib(question.memory)} a device: the nearest is {near.candidate.words}, layout {near.candidate.layout}, "
+        f"which needs {gib(near.memory.total)}, {gib(needs)} more (most of it, {gib(held)}, {_PARTS[part]}); use more "
+        "devices or smaller microbatches, allow other chunks and remat='full', or shard parameters and optimizer state over another axis"
+    )
+
+
+_PARTS = {
+    "stages": "parameters, gradients and optimizer state of its layers",
+    "outer": "the same of first and last",
+    "residuals": "residuals",
+    "stash": "stash",
+    "boundaries": "stage inputs and cotangents",
+    "workspace": "workspace",
+}
+
+
+def _result(question: Question, lowered: _Lowered) -> PipelinePlan:
+    """A plan as it is handed out."""
+    c = lowered.candidate
+    timeline = simulate(c.schedule, c.costs)
+    cap = max(*timeline.peak_activations, c.schedule.num_chunks)
+    bound = lower_bound(c.costs, placement=c.schedule.placement, microbatches=question.microbatches, max_activations=cap)
+    times = c.costs.for_stages(c.schedule.num_stages)
+    whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
+    slow = max(range(len(whole)), key=lambda s: whole[s])
+    gap = f"; at most {lowered.seconds / bound - 1:.1%} above the optimum for its layout and memory" if bound else ""
+    why = (
+        f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms a microbatch, "
+        f"the mean is {sum(whole) / len(whole) * 1e3:.3g} ms{gap}"
+    )
+    return PipelinePlan(
+        layout=str(c.layout),
+        schedule=c.schedule,
+        remat=c.remat.value,
+        seconds=lowered.seconds,
+        memory=(lowered.memory.total,) * question.devices,
+        lower_bound=bound,
+        why=why,
+        words=c.words,
+        costs=c.costs,
+        parts=lowered.memory,
+    )

@@ -1,0 +1,100 @@
+"""What `plan` is asked, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import PlanError, quoted
+from ..layouts.layout import parse_layout
+from ..table.limits import is_number, is_whole
+from .layer_cost import LayerCost, Remat
+
+# Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
+_LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
+
+
+@dataclass(frozen=True)
+class Question:
+    """The arguments of `plan`, valid ones."""
+
+    layers: str
+    costs: Mapping[str, LayerCost]
+    devices: int
+    microbatches: int
+    memory: float | None
+    transfer: float
+    schedules: tuple[str, ...]
+    chunks: tuple[int, ...]
+    remat: tuple[Remat, ...]
+
+    @classmethod
+    def of(
+        cls,
+        layers: str,
+        costs: Mapping[str, LayerCost],
+        devices: int,
+        microbatches: int,
+        memory: float | None,
+        transfer: float,
+        schedules: Sequence[str],
+        chunks: Sequence[int],
+        remat: Sequence[str | None],
+    ) -> Question:
+        """PlanError that lists everything that is wrong."""
+        counts = {"devices": devices, "microbatches": microbatches, **{f"chunks[{i}]": n for i, n in enumerate(chunks)}}
+        faults = [f"{name} must be a whole number of at least 1, not {quoted(n)}" for name, n in counts.items() if not _is_count(n)]
+        faults += [f"remat holds {quoted(r)}; it is None or 'full'" for r in remat if r not in (None, "full")]
+        names = [schedules] if isinstance(schedules, str) else list(schedules)
+        if not (is_number(transfer) and transfer >= 0):
+            faults.append(f"transfer must be seconds, 0 or more, not {quoted(transfer)}")
+        if memory is not None and not (is_number(memory) and memory > 0):
+            faults.append(f"memory must be bytes that a device has, or None, not {quoted(memory)}")
+        faults += [
+            f"costs[{quoted(c)}] must be a jaxpipe.LayerCost, not {quoted(v)}" for c, v in costs.items() if not isinstance(v, LayerCost)
+        ]
+        if faults:
+            raise PlanError.listing("there is no plan for this", faults)
+        model = parse_layout(layers, devices=1, letters="".join(sorted({*"EtmL", *costs})))
+        letters = model.layers
+        if model.num_stages > 1:
+            faults.append(f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. 'Et*80,L'")
+        missing = sorted(set(letters) - set(costs))
+        faults += [f"costs are missing for layer {c!r}; give costs[{c!r}] = jaxpipe.LayerCost(...)" for c in missing]
+        if devices * min(chunks, default=1) > len(letters):
+            faults.append(
+                f"{len(letters)} layers are too few for {devices} devices of {min(chunks)} stages; "
+                f"use at most {len(letters) // min(chunks)} devices"
+            )
+        if not missing:
+            faults += _unit_faults({c: costs[c] for c in letters}, memory, transfer)
+        if faults:
+            raise PlanError.listing("there is no plan for this", faults)
+        kinds = tuple(dict.fromkeys(Remat(r) for r in remat))
+        return cls(letters, costs, devices, microbatches, memory, transfer, tuple(names), tuple(dict.fromkeys(chunks)), kinds)
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value >= 1
+
+
+def _unit_faults(costs: Mapping[str, LayerCost], memory: float | None, transfer: float) -> list[str]:
+    """Numbers that are thousands of times too large or small beside the others."""
+    faults = []
+    if memory is not None and memory < _LEAST_MEMORY:
+        faults.append(f"memory={memory:g} is {memory:g} bytes; for gigabytes write {memory:g}e9")
+    seconds = {c: cost.forward + cost.backward_seconds for c, cost in costs.items()}
+    long = [c for c, s in seconds.items() if s > _MOST_SECONDS]
+    faults += [f"layer {c!r} takes {seconds[c]:g} seconds a microbatch; times are in seconds: possible typo" for c in long]
+    timed = {c: s for c, s in seconds.items() if s > 0 and c not in ("E", "L")}
+    if timed and max(timed.values()) > _UNLIKE * min(timed.values()):
+        slow, fast = max(timed, key=lambda c: timed[c]), min(timed, key=lambda c: timed[c])
+        faults.append(
+            f"layer {slow!r} takes {timed[slow]:g} s and layer {fast!r} {timed[fast]:g} s; are both in seconds? (milliseconds are 1e-3)"
+        )
+    if timed and transfer > 1000 * max(timed.values()):
+        faults.append(f"transfer={transfer:g} s is over a thousand times a layer's {max(timed.values()):g} s; are both in seconds?")
+    for letter, cost in costs.items():
+        small = [name for name in ("parameters", "residuals", "boundary") if 0 < getattr(cost, name) < 1]
+        faults += [f"layer {letter!r}: {name}={getattr(cost, name):g} is less than a byte; sizes are in bytes" for name in small]
+    return faults

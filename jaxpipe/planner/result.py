@@ -1,0 +1,142 @@
+"""What `plan` returns: plans side by side, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, overload
+
+from ..simulation.costs import Costs
+from ..simulation.simulate import simulate
+from ..simulation.timeline import Timeline
+from ..table.schedule import Schedule
+from .memory import Memory
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """One way to run the model.
+
+    Attributes:
+        layout: the layers of each stage, as `parse_layout` reads them.
+        schedule: the table.
+        remat: None or "full", as `Pipeline` takes it.
+        seconds: of one step, of the lowered program under the planned costs.
+        memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
+        lower_bound: seconds below which no schedule goes for this layout, placement and peak of activations.
+        why: where its time goes, in a sentence.
+        words: its choices in short.
+        costs: of its stages, in seconds.
+        parts: what a device's memory is for.
+    """
+
+    layout: str
+    schedule: Schedule
+    remat: str | None
+    seconds: float
+    memory: tuple[float, ...]
+    lower_bound: float
+    why: str
+    words: str = field(default="", compare=False)
+    costs: Costs = field(default_factory=Costs, compare=False)
+    parts: Memory | None = field(default=None, compare=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The table simulated under the planned costs: what a run is compared with."""
+        return simulate(self.schedule, self.costs)
+
+    def pipeline(self, layers: Mapping[str, Any], *, mesh: Any, **options: Any) -> Any:
+        """The `jaxpipe.Pipeline` that runs it: `layers` is a function for each letter; options are those of `Pipeline`."""
+        # By name: plans are made where JAX is not installed.
+        made = import_module("jaxpipe.pipeline").Pipeline
+        return made(layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, remat=self.remat, **options)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "layout": self.layout,
+            "schedule": self.schedule.name,
+            "chunks": self.schedule.num_chunks,
+            "placement": list(self.schedule.stage_to_device),
+            "remat": self.remat,
+            "seconds": self.seconds,
+            "memory": list(self.memory),
+            "memory_parts": None if self.parts is None else vars(self.parts) | {"total": self.parts.total},
+            "lower_bound": self.lower_bound,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A choice that was left out, why, and the seconds that it would have taken (None where it cannot be built)."""
+
+    what: str
+    why: str
+    seconds: float | None
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Plans(Sequence[PipelinePlan]):
+    """Plans, best first, and what was rejected."""
+
+    found: tuple[PipelinePlan, ...]
+    rejected: tuple[Rejected, ...]
+
+    @property
+    def best(self) -> PipelinePlan:
+        """The fastest that fits."""
+        return self.found[0]
+
+    @overload
+    def __getitem__(self, index: int) -> PipelinePlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PipelinePlan]: ...
+    def __getitem__(self, index: int | slice) -> PipelinePlan | Sequence[PipelinePlan]:
+        return self.found[index]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Iterator[PipelinePlan]:
+        return iter(self.found)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """One line a plan: choices, layout, seconds, against the best, bubble, memory, gap to the bound."""
+        return [
+            (
+                p.words,
+                p.layout,
+                f"{p.seconds:.4g}",
+                f"{p.seconds / self.best.seconds:.3f}" if self.best.seconds else "-",
+                f"{p.timeline.bubble:.1%}",
+                gib(max(p.memory)),
+                f"{p.seconds / p.lower_bound - 1:.1%}" if p.lower_bound else "-",
+            )
+            for p in self.found
+        ]
+
+    def __str__(self) -> str:
+        lines = [COLUMNS, *self.rows()]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+COLUMNS = ("plan", "layout", "seconds", "vs best", "bubble", "memory", "above bound")
+
+
+def gib(size: float) -> str:
+    """Bytes as people read them.
+
+    >>> gib(80e9), gib(3 * 2**20)
+    ('74.5 GiB', '3.0 MiB')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 2**10:.1f} KiB"

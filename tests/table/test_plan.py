@@ -1,0 +1,153 @@
+"""`plan`: the best split of all, plans that fit, reasons for the others, and errors that say what to change."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.cli.main import main
+from jaxpipe.planner.layer_cost import Remat
+from jaxpipe.planner.layers import balanced
+
+T = jp.LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
+HEAD = jp.LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
+EMBED = jp.LayerCost(forward=0.001, input_grad=0, weight_grad=0.002, parameters=2e8, boundary=1e7)
+COSTS = {"E": EMBED, "t": T, "L": HEAD}
+SHAPE = {"devices": 2, "microbatches": 4, "chunks": (1, 2), "schedules": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")}
+MODEL = "Et*6,L"
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return jp.plan(MODEL, COSTS, **SHAPE, memory=20e9)
+
+
+def test_plans_are_sorted_and_hold_what_they_promise(plans):
+    assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
+    for p in plans:
+        jp.check(p.schedule)
+        assert jp.parse_layout(p.layout, devices=2).layers == "E" + "t" * 6 + "L"
+        assert p.lower_bound <= p.seconds + 1e-12
+        assert len(p.memory) == 2
+        assert max(p.memory) == p.parts.total <= 20e9
+        # The lowered program keeps the order of every row, and may make devices wait for each other a little more.
+        assert p.timeline.makespan * (1 - 1e-9) <= p.seconds < 1.2 * p.timeline.makespan
+
+
+def test_all_the_work_is_in_the_times(plans):
+    """Embedding, head and loss counted, whichever stage they are in."""
+    for p in plans:
+        times = p.costs.for_stages(p.schedule.num_stages)
+        work = sum(times.forward) + sum(times.backward)
+        layer = T.forward + T.backward_seconds
+        again = 6 * T.forward if p.remat else 0
+        assert work == pytest.approx(6 * layer + again + HEAD.forward + HEAD.backward_seconds + EMBED.forward + EMBED.backward_seconds)
+
+
+def test_memory_is_that_of_the_program():
+    """By hand, for gpipe on two devices: parameters, gradients and Adam's state, M residuals of the largest stage, pools of inputs."""
+    gpipe, full = jp.plan(MODEL, COSTS, **{**SHAPE, "schedules": ("gpipe",)})
+    assert (gpipe.remat, full.remat) == (None, "full")
+    assert gpipe.layout in ("Et*3|t*3,L", "Et*4|ttL")
+    inner = max(stage.count("t") for stage in jp.parse_layout(gpipe.layout, devices=2).stages)
+    assert gpipe.parts.stages == 4 * 4e8 * inner
+    assert gpipe.parts.outer == 4 * (2e8 + 2e8)
+    assert gpipe.parts.residuals == 4 * inner * 1e8
+    assert full.parts.residuals == 0
+    assert full.seconds > gpipe.seconds
+
+
+def test_the_split_is_the_best_of_all_splits():
+    """Against every way to cut, with a limit on what a stage may hold."""
+    letters = "EttmtmL"
+    costs = {**COSTS, "m": jp.LayerCost(forward=0.004, input_grad=0.003, weight_grad=0.002, parameters=3e9)}
+    seconds = [costs[c].forward + costs[c].backward_seconds for c in letters]
+    for most in (float("inf"), 16e9, 14e9):
+
+        def worst(cuts, most=most):
+            pieces = [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(letters)))]
+            held = max(sum(costs[letters[i]].held_bytes for i in piece if letters[i] not in "EL") for piece in pieces)
+            return max(sum(seconds[i] for i in piece) for piece in pieces) if held <= most else float("inf")
+
+        least = min(worst(cuts) for cuts in itertools.combinations(range(1, len(letters)), 2))
+        layout = balanced(letters, costs, devices=3, chunks=1, remat=Remat.NONE, most_bytes=most)
+        cuts = itertools.accumulate(len(stage) for stage in layout.stages[:-1])
+        assert worst(tuple(cuts)) == pytest.approx(least)
+
+
+def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
+    limit = max(max(p.memory) for p in plans) - 1
+    fewer = jp.plan(MODEL, COSTS, **SHAPE, memory=limit)
+    assert any("does not fit by" in r.why for r in fewer.rejected)
+    assert all(max(p.memory) <= limit for p in fewer)
+    with pytest.raises(jp.PlanError, match=r"nothing fits into 4\.7 GiB a device: the nearest is .* which needs .* more"):
+        jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
+
+
+def test_auto_uses_the_memory_that_there_is():
+    found = jp.plan(MODEL, COSTS, devices=2, microbatches=6, chunks=(1,), schedules=("auto",), remat=(None,), memory=9.5e9)
+    assert max(found.best.memory) <= 9.5e9
+    more = jp.plan(MODEL, COSTS, devices=2, microbatches=6, chunks=(1,), schedules=("auto",), remat=(None,), memory=20e9)
+    assert more.best.seconds <= found.best.seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"costs": {"t": T}}, "costs are missing for layer 'E'"),
+        ({"devices": 99}, "8 layers are too few for 99 devices"),
+        ({"memory": 80}, "for gigabytes write 80e9"),
+        ({"costs": {**COSTS, "t": jp.LayerCost(forward=9000, input_grad=1, weight_grad=1)}}, "times are in seconds"),
+        ({"transfer": 90}, "over a thousand times a layer's"),
+        ({"remat": ("some",)}, "remat holds 'some'"),
+        ({"layers": "Et|tL"}, "already holds '|'"),
+        ({"schedules": ("zbv",), "chunks": (1,)}, "no schedule can be built"),
+    ],
+)
+def test_faults_are_named(change, message):
+    given = {"layers": MODEL, "costs": COSTS, **SHAPE, **change}
+    with pytest.raises(jp.PlanError) as caught:
+        jp.plan(given.pop("layers"), given.pop("costs"), **given)
+    assert message in str(caught.value)
+
+
+def test_a_layer_cost_is_a_number_of_at_least_0():
+    with pytest.raises(jp.CostError, match="forward is -1"):
+        jp.LayerCost(forward=-1, input_grad=0, weight_grad=0)
+
+
+def test_the_command_prints_a_table_json_and_a_picture(tmp_path, capsys):
+    picture = tmp_path / "plan.svg"
+    sizes = ["--layers", "6", "--width", "1024", "--vocab", "32000", "-P", "2", "-M", "4", "--schedules", "1f1b", "zb_h1", "-V", "1"]
+    assert main(["plan", *sizes, "--memory", "80GB", "-o", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plan")
+    assert "best:" in out
+    assert "estimates" in out
+    assert "<svg" in picture.read_text()
+    costs = {name: {"forward": c.forward, "input_grad": c.input_grad, "weight_grad": c.weight_grad} for name, c in COSTS.items()}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"layers": MODEL, "costs": costs, "transfer": 0.001}))
+    assert main(["plan", "--costs", str(file), "-P", "2", "-M", "4", "--schedules", "1f1b", "-V", "1", "--remat", "none", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    (best,) = facts["plans"]
+    assert best["schedule"] == "1f1b"
+    assert best["seconds"] > best["lower_bound"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "6"], "give --width, --vocab"),
+        (["--costs", "{file}"], "forward is missing"),
+    ],
+)
+def test_the_command_says_what_is_missing(tmp_path, capsys, arguments, message):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"layers": "t*4", "costs": {"t": {}}}))
+    given = [str(file) if a == "{file}" else a for a in arguments]
+    assert main(["plan", *given, "-P", "2", "-M", "4"]) == 2
+    assert message in capsys.readouterr().err
