@@ -71,7 +71,7 @@ def _gradient_bytes(job: Job, leaf: Any) -> int:
 def _gathered(job: Job, mesh: Mesh, code: ModelCode, params: Mapping[str, PyTree]) -> int:
     total = 0
     for key in ("first", "last", "shared"):
-        pairs = zip(jax.tree.leaves(params[key]), leaf_plans(job.plans[key]), strict=True)
+        pairs = zip(jax.tree.leaves(params.get(key, ())), leaf_plans(job.plans[key]), strict=True)
         total += sum(_whole_bytes(job, mesh, leaf, plan) for leaf, plan in pairs if plan.gathers)
     chunks = params["stages"]
     for chunk in range(code.program.schedule.num_chunks):

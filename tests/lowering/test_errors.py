@@ -133,7 +133,7 @@ def test_parameters_placed_for_another_schedule():
 
 
 def test_parameters_that_were_not_placed():
-    with raises("`place`", "'first', 'last', 'shared', 'stages'"):
+    with raises("parameters are not placed (their stages are a dict); give what `place` returned"):
         step(pipe_of(), params_of())
 
 
