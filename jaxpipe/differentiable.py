@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from .arrays import PyTree
@@ -39,8 +40,8 @@ def differentiable_loss(
         scale = cotangents["loss"]
         none = (None, None, None)  # batch, rng, state
         if isinstance(scale, SymbolicZero):
-            return jax.tree.map(jnp.zeros_like, params), *none
-        return jax.tree.map(lambda p, g: (g * scale.astype(g.dtype)).astype(jnp.result_type(p)), params, grads), *none
+            return jax.tree.map(_nothing, params), *none
+        return jax.tree.map(lambda p, g: _nothing(p) if g is None else (g * scale.astype(g.dtype)).astype(p.dtype), params, grads), *none
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
@@ -68,6 +69,13 @@ def without_gradient(function: Callable[..., T], message: str) -> Callable[..., 
 
     guarded.defvjp(forward, backward, symbolic_zeros=True)
     return guarded
+
+
+def _nothing(leaf: Any) -> Any:
+    """The cotangent of a parameter that has no gradient."""
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.zeros_like(leaf)
+    return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 def _is_primal(node: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 
 from .arrays import Leaves, PyTree, wider
 from .model.functions import Loss, inverse_count
+from .model.partition import LeafPlan, is_plan, leaf_plans
 from .program.interpret import interpret
 from .program.liveness import Liveness
 from .program.verify import verify
@@ -71,11 +72,16 @@ class _Shard:
         stages = range(job.layout.placement.num_stages)
         self.stages = [job.layout.of_stage(s, params["stages"]) for s in stages]
         self.state = [job.layout.of_stage(s, state) for s in stages] if state else [()] * len(stages)
-        self.total = jax.tree.map(self._zeros, {**self.outer, "stages": self.stages})
+        plans = job.plans
+        self.frozen = {key: _frozen(params[key], leaf_plans(plans[key])) for key in self.outer}
+        self.frozen["stages"] = [_frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan)) for s, own in enumerate(self.stages)]
+        self.total = jax.tree.map(self._zeros, {**self.outer, "stages": self.stages}, self.frozen)
         self.losses: list[Any] = [0.0] * job.num_microbatches
         self.aux: list[Any] = [None] * job.num_microbatches
 
-    def _zeros(self, leaf: Any) -> Any:
+    def _zeros(self, leaf: Any, frozen: bool) -> Any:
+        if frozen:
+            return None
         return jnp.zeros(leaf.shape, leaf.dtype if self.job.accumulate is None else wider(leaf.dtype, self.job.accumulate))
 
     def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
@@ -83,7 +89,7 @@ class _Shard:
 
     def _add(self, key: str, grads: PyTree, stage: int | None = None) -> None:
         old = self.total[key] if stage is None else self.total[key][stage]
-        new = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), old, grads)
+        new = jax.tree.map(lambda total, grad: None if total is None else total + grad.astype(total.dtype), old, grads, is_leaf=_is_none)
         if stage is None:
             self.total[key] = new
         else:
@@ -159,6 +165,15 @@ class _Shard:
     def gradients(self) -> dict[str, PyTree]:
         """Laid out as parameters are placed."""
         return {**self.total, "stages": self.job.layout.place_trees(self.total["stages"])}
+
+
+def _frozen(tree: PyTree, plans: list[LeafPlan]) -> PyTree:
+    """Whether each parameter of a tree is frozen."""
+    return jax.tree.unflatten(jax.tree.structure(tree), [plan.frozen for plan in plans])
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from .lowering.plan import Prefer, forward_plan, plan_of
 from .model.functions import Function, Functions, Loss
 from .model.mesh import automatic, explicit_context, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
-from .model.param_layout import OUTER, check_canonical
-from .model.partition import Partition, axes_of
+from .model.param_layout import OUTER, check_canonical, with_outer
+from .model.partition import Partition, axes_of, frozen_filter, is_plan
 from .model.placed import Chunks, home_faults
 from .model.read import read_model
 from .same_code import SameCode, jit_same, key_of
@@ -71,6 +71,9 @@ class Pipeline:
         replicated_axes: mesh axes along which parameters and rows are whole, as for a function that uses such an axis by itself (a
             sharding constraint, a `shard_map` inside a stage).  An axis of several devices that is in no argument is an error: they
             would all do the same work.
+        frozen: parameters that are not trained: a function of a path, "stages/w", and the parameter's shape and dtype (without the
+            stage axis), or regular expressions of which one is found in the path.  They have no gradient (None stands in its place),
+            no accumulator and no optimizer state, and any dtype.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
@@ -111,6 +114,7 @@ class Pipeline:
         shard_outer: bool = False,
         specs: Mapping[str, PyTree] | None = None,
         replicated_axes: Sequence[str] = (),
+        frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
         accumulate_dtype: Any = jnp.float32,
         prefer: Prefer | str = Prefer.MEMORY,
         executor: Executor | None = None,
@@ -134,6 +138,7 @@ class Pipeline:
             outer=shard_outer,
             specs=specs,
             layered=model.layout.layers is not None,
+            frozen=frozen_filter(frozen),
         )
         self._executor: Executor = SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         self.functions = Functions(
@@ -179,6 +184,9 @@ class Pipeline:
         check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
         full = dict(params)
         like = jax.eval_shape(self._arranged, full)
+        faults = self.partition.dtype_faults(like)
+        if faults:
+            raise PipelineError.listing("these parameters do not fit the pipeline", faults)
         to = self.partition.shardings(self.mesh, like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
             return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
@@ -205,12 +213,28 @@ class Pipeline:
         Example:
             opt_state = pipe.init(optimizer, params)
         """
-        placed = self._placed_tree(params)
+        placed = self.trained(self._placed_tree(params))
         state = jax.eval_shape(optimizer.init, placed)
-        to = state_shardings(state, placed, self.partition.shardings(self.mesh, placed))
+        to = state_shardings(state, placed, self.trained(self.partition.shardings(self.mesh, params), like=params))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
             return jax.tree.map(lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), state, to)
         return jit_on_mesh(self.mesh, optimizer.init, to)(placed)
+
+    def trained(self, tree: dict[str, PyTree], *, like: Mapping[str, PyTree] | None = None) -> dict[str, PyTree]:
+        """Placed parameters, or a tree like them, with None for those that are `frozen`: what an optimizer is for.
+
+        Example:
+            trained = pipe.trained(params)
+            updates, opt_state = optimizer.update(grads, opt_state, trained)
+            params = pipe.with_trained(params, optax.apply_updates(trained, updates))
+        """
+        plans = self.partition.plans(tree if like is None else like)
+        return jax.tree.map(lambda plan, leaf: None if plan.frozen else leaf, plans, tree, is_leaf=is_plan)
+
+    def with_trained(self, params: dict[str, PyTree], trained: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Placed parameters with new values for those that are not `frozen`."""
+        plans = self.partition.plans(params)
+        return jax.tree.map(lambda plan, old, new: old if plan.frozen else new, plans, params, trained, is_leaf=is_plan)
 
     def place_state(self, state: PyTree) -> Chunks | tuple[()]:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
@@ -318,7 +342,7 @@ class Pipeline:
         to = self.partition.shardings(self.mesh, params)
         held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
         job, code, entries = traced[0]
-        memory = predicted_memory(job, self.mesh, code, entries, held, batch)
+        memory = predicted_memory(job, self.mesh, code, entries, with_outer(held), batch)
         return report(self.schedule, self._plan, code, compiled, program, params=held, prefer=self.prefer) | {"predicted": memory} | seconds
 
     # Compiling
@@ -463,7 +487,7 @@ class Pipeline:
         """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None."""
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
-        given, params = params, {"stages": params["stages"], **{key: params.get(key, {}) for key in OUTER}}
+        given, params = params, with_outer(params)
         job = Job(
             plan=self._plan if training else forward_plan(self.schedule, self._microbatches_of(batch)),
             functions=functions.handing_over() if outputs else functions,

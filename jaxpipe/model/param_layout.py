@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,11 @@ from .placed import Chunks, Home
 from .places import Places
 
 OUTER = ("first", "last", "shared")
+
+
+def with_outer(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The parameters with an empty tree for what has none."""
+    return {"stages": params["stages"], **{key: params.get(key, {}) for key in OUTER}}
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,16 @@ class ParamLayout:
         leaves = [jax.ShapeDtypeStruct(s, chunk.leaves[p].dtype) for p, s in zip(form.paths, form.shapes, strict=True)]
         return jax.tree.unflatten(form.tree, leaves)
 
+    def leaves_of(self, stage: int, chunks: Sequence[PyTree], is_leaf: Callable[[Any], bool]) -> list[Any]:
+        """What trees like owned chunks hold for the leaves of one stage, in its own order."""
+        device = self.placement.devices_of[stage][0]
+        chunk = chunks[self.owned[device].index(stage)]
+        if not isinstance(chunk, Packed):
+            return jax.tree.leaves(chunk, is_leaf=is_leaf)
+        form = chunk.forms[device]
+        assert form is not None
+        return [chunk.leaves[path] for path in form.paths]
+
     def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
         """Where a stage's leaves lie in those of a chunk; None where stages are alike."""
         if not isinstance(chunks[chunk], Packed):
@@ -168,11 +183,5 @@ def check_canonical(params: Mapping[str, PyTree], layout: ParamLayout, *, has_fi
         raise PipelineError.listing("these parameters do not fit the pipeline", [*faults, *odd])
     if "stages" in params:
         faults += layout.faults(params["stages"])
-    for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params)):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            faults.append(
-                f"parameter {jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}; parameters must be floating: "
-                "put other arrays in the batch"
-            )
     if faults:
         raise PipelineError.listing("these parameters do not fit the pipeline", faults)

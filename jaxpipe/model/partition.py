@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -28,6 +30,7 @@ class LeafPlan:
     stage: bool
     gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
+    frozen: bool = False  # no gradient, no accumulator
 
     def spec(self, axis: str) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the second step would be compiled again."""
@@ -103,6 +106,7 @@ class Partition:
     outer: bool = False  # first, last and shared are split over the pipe axis
     specs: Mapping[str, PyTree] | None = None  # canonical specs without the axis of stages or layers, of those parameters that are split
     layered: bool = False  # stages are made of layers
+    frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
@@ -112,6 +116,21 @@ class Partition:
         if faults:
             raise PipelineError.listing("these specs do not fit", faults)
         return found
+
+    def dtype_faults(self, params: Mapping[str, PyTree]) -> list[str]:
+        """Placed parameters (shapes) that are trained and have no gradient, by their dtype."""
+        paths = jax.tree_util.tree_leaves_with_path(dict(params))
+        plans = jax.tree.leaves(self.plans(params), is_leaf=is_plan)
+        odd = [
+            (_path(path), leaf.dtype)
+            for (path, leaf), plan in zip(paths, plans, strict=True)
+            if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+        return [
+            f"parameter {name!r} is {dtype}; parameters that are trained must be floating: put other arrays in the batch, or name "
+            "them in frozen="
+            for name, dtype in odd
+        ]
 
     def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
         """Plans by path: a spec holds for the parameter that it names and for all below it; what no spec names is whole."""
@@ -162,7 +181,11 @@ class Partition:
             fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
-        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto))
+        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), self._is_frozen(where, shape, leaf.dtype))
+
+    def _is_frozen(self, where: str, shape: tuple[int, ...], dtype: Any) -> bool:
+        """What the user's filter says of a parameter, of which it sees the shape without the stage axis."""
+        return self.frozen is not None and bool(self.frozen(where, jax.ShapeDtypeStruct(shape, dtype)))
 
     def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
         """What is wrong with the spec of a parameter, whose shape is meant without the stage axis."""
@@ -226,6 +249,16 @@ def _names(entry: Any) -> tuple[Any, ...]:
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
+def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
+    """The filter of frozen parameters, from a function or from regular expressions of paths."""
+    if given is None or callable(given):
+        return given
+    patterns = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise PipelineError(f"frozen must be a function of a path and a shape, or regular expressions of paths; got {given!r}")
+    return lambda path, _leaf: any(re.search(pattern, path) for pattern in patterns)
+
+
 def axes_of(specs: Any) -> set[Any]:
     """The mesh axes that any of these specs names."""
     leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
@@ -235,6 +268,17 @@ def axes_of(specs: Any) -> set[Any]:
 def is_plan(value: Any) -> bool:
     """True for a `LeafPlan` (a leaf of the trees that `Partition.plans` returns)."""
     return isinstance(value, LeafPlan)
+
+
+def trained(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """The leaves that have a gradient."""
+    return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
+
+
+def with_frozen(values: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """A leaf for each parameter, None for those that are frozen."""
+    own = iter(values)
+    return [None if plan.frozen else next(own) for plan in plans]
 
 
 def gather(tree: PyTree, plans: PyTree) -> PyTree:

@@ -47,7 +47,7 @@ class RunBackward(StageBlock[Backward[Scalar]]):
         code = self.code
         arguments, slots = self._inputs(state)
         outs = run_in_slots(code.backward, arguments, reads=slots, writes=self._totals(state))
-        dparams, dx = outs[: code.num_params], outs[code.num_params :]
+        dparams, dx = outs[: code.num_trained], outs[code.num_trained :]
         return self._hand_on(dx, self._accumulate(dparams, state))
 
     def _input_grad(self, state: State) -> State:
@@ -92,7 +92,7 @@ class RunBackward(StageBlock[Backward[Scalar]]):
     def _accumulate(self, dparams: Leaves, state: State) -> State:
         """Add the gradients of a stage's own parameters, where these are not the new totals, and of the shared ones."""
         operand, gradients, chunk = self.operand, given(state.gradients), self.use.block.chunk
-        own = len(dparams) - len(operand.shared)
+        own = len(dparams) - len(given(gradients.shared))
         total = dparams[:own] if operand.places is None else operand.accumulate(given(gradients.chunks[chunk]), dparams[:own])
         new = Gradients(chunks=chunk_part(total, chunk, self.shared.num_chunks), shared=add(given(gradients.shared), dparams[own:]))
         return state.updated(State(gradients=new))

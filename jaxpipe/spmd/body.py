@@ -14,6 +14,7 @@ from jax import lax
 from ..arrays import Leaves, PyTree, Scalar, wider
 from ..model.functions import Loss
 from ..model.partition import gather, leaf_plans
+from ..model.places import Places
 from ..program.records import TickRecord, arrays, map_fields
 from ..program.segments import Segment
 from ..stage.code import run
@@ -132,7 +133,7 @@ def _initial(
 
     def accumulators(tree: PyTree, plans: PyTree) -> Leaves:
         leaves = zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
-        return [p.constrain(jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, job.accumulate))) for leaf, p in leaves]
+        return [p.constrain(jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, job.accumulate))) for leaf, p in leaves if not p.frozen]
 
     plans = job.plans["stages"]
     return replace(
@@ -218,9 +219,20 @@ def _stage_operands(
                 shared=shared,
                 once=[],
                 state_places=layout.places(stage, kept, chunk) if kept else None,
+                gradient_places=_gradient_places(job, stage, chunk, layout.places(stage, chunks, chunk)),
             )
             found[key] = replace(bare, once=run(stage_code.hoist, *stage_code.consts, *bare.params()))
     return found
+
+
+def _gradient_places(job: Job, stage: int, chunk: int, places: Places | None) -> Places | None:
+    """Where a stage's leaves that have a gradient lie among the accumulators of its chunk."""
+    if places is None:
+        return None
+    plans = job.plans["stages"]
+    held = leaf_plans(plans[min(chunk, len(plans) - 1)])
+    before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()
+    return tuple(place._replace(at=before[place.at]) for place in places if not held[place.at].frozen)
 
 
 def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: State) -> State:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
-from ..model.partition import LeafPlan, leaf_plans
+from ..model.partition import LeafPlan, leaf_plans, trained
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -45,7 +45,7 @@ def predicted_memory(
     found = {
         "parameters": sum(map(_local_bytes, jax.tree.leaves(dict(params)))),
         "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
-        "gradients": sum(_gradient_bytes(job, leaf) for leaf in jax.tree.leaves(dict(params))),
+        "gradients": sum(_gradient_bytes(job, leaf) for leaf in trained(jax.tree.leaves(dict(params)), leaf_plans(job.plans))),
         "pools": sum(pools.values()) + first,
         "gathered": _gathered(job, mesh, code, params),
         "hoisted": _hoisted(job, mesh, code, entries),
@@ -85,6 +85,8 @@ def _gathered(job: Job, mesh: Mesh, code: ModelCode, params: Mapping[str, PyTree
 def _whole_bytes(job: Job, mesh: Mesh, leaf: Any, plan: LeafPlan) -> int:
     """A parameter with what its manual axes split brought together, and its accumulator."""
     whole = _local_bytes(leaf) * math.prod(mesh.shape[name] for name, _ in plan.gathers)
+    if plan.frozen:
+        return int(whole)
     return int(whole + whole // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
 
 

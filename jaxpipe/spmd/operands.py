@@ -53,6 +53,7 @@ class StageOperand:
     shared: Leaves
     once: Leaves  # what was hoisted
     state_places: Places | None
+    gradient_places: Places | None  # of the leaves that have a gradient, among the accumulators
 
     def params(self) -> Leaves:
         """The stage's parameters, then the shared ones.
@@ -64,8 +65,8 @@ class StageOperand:
 
     def accumulate(self, total: Leaves, grads: Leaves) -> Leaves:
         """The chunk's accumulators with the gradients of an unlike stage's own parameters added in their places."""
-        assert self.places is not None
-        return _at_places(Place.add, total, self.places, grads)
+        assert self.gradient_places is not None
+        return _at_places(Place.add, total, self.gradient_places, grads)
 
     def read_state(self, state: Leaves) -> Leaves:
         """The stage's state out of its chunk's."""

@@ -11,7 +11,7 @@ from jax import lax
 
 from ..arrays import Leaves, PyTree
 from ..model.functions import Loss, inverse_count
-from ..model.partition import leaf_plans, reduce_gradients
+from ..model.partition import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.placed import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -33,16 +33,18 @@ def finish(job: Job, code: ModelCode, state: State, params: dict[str, PyTree], k
     owned = return_replicas(job, [given(leaves) for leaves in gradients.chunks])
 
     def finished(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
-        summed = reduce_gradients(values, leaf_plans(plans), axes)
+        found = leaf_plans(plans)
+        summed = reduce_gradients(values, trained(found, found), axes)
         return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
 
     stages = []
     for tree, plans, values in zip(params["stages"], job.plans["stages"], owned, strict=True):
-        summed = [v[None] for v in finished(values, plans, job.data_axes)]
+        summed = with_frozen([v[None] for v in finished(values, plans, job.data_axes)], leaf_plans(plans))
         stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
     grads: dict[str, PyTree] = {"stages": params["stages"].like(stages)}
     for key, leaves in (("first", gradients.first), ("last", gradients.last), ("shared", gradients.shared)):
-        grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), finished(given(leaves), job.plans[key], everyone))
+        whole = with_frozen(finished(given(leaves), job.plans[key], everyone), leaf_plans(job.plans[key]))
+        grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), whole)
     return results, grads
 
 

@@ -105,8 +105,9 @@ def _stage_blocks(code: StageCode, entries: StageEntries, *, splits: bool, again
 
     found = [_Block("F", code.forward, start, writes=written(code.num_outputs, kept))]
     found += [_Block("R", code.recompute, start, writes=written(0, kept))] if again else []
+    trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
     if not splits:
-        return [*found, _Block("B", code.backward, late, read, totals=code.num_params, parameters=entries.parameters)]
+        return [*found, _Block("B", code.backward, late, read, totals=code.num_trained, parameters=trained)]
     dx = sum(code.x_wanted)
     return [
         *found,
@@ -116,8 +117,8 @@ def _stage_blocks(code: StageCode, entries: StageEntries, *, splits: bool, again
             code.weight_grad,
             (*late, *(entry.spec for entry in entries.stash)),
             (*read, *stash),
-            totals=code.num_params,
-            parameters=entries.parameters,
+            totals=code.num_trained,
+            parameters=trained,
         ),
     ]
 
@@ -132,7 +133,7 @@ def _outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[_Block]:
 
     first, last = code.first, code.last
     found = [_Block("first", first.forward, specs("first", len(first.consts), first.forward))]
-    if first.num_params:
+    if first.num_trained:
         found.append(_Block("first gradient", first.backward, specs("first", len(first.consts), first.backward)))
     if last is not None:
         found.append(_Block("last", last.train, specs("last", len(last.consts), last.train)))

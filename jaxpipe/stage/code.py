@@ -17,7 +17,7 @@ a layout change of one of these gives.  Every matmul of B is done in exactly one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -53,7 +53,7 @@ class StageCode:
     stash: tuple[Any, ...]
     x_wanted: tuple[bool, ...]
     y_wanted: tuple[bool, ...]
-    num_params: int
+    trained: tuple[bool, ...]  # which parameters have a gradient
     liveness: Liveness
 
     @property
@@ -67,6 +67,16 @@ class StageCode:
         return tuple(a for a, w in zip(self.y_avals, self.y_wanted, strict=True) if w)
 
     @property
+    def num_params(self) -> int:
+        """Parameters, frozen ones too."""
+        return len(self.trained)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that have a gradient."""
+        return sum(self.trained)
+
+    @property
     def num_outputs(self) -> int:
         """Outputs of the forward before its residuals."""
         return len(self.y_avals) + (self.loss is not None) + len(self.state)
@@ -74,6 +84,19 @@ class StageCode:
     def __str__(self) -> str:
         parts = ("hoist", "forward", "backward", "input_grad", "weight_grad")
         return "\n".join(f"{name} = {getattr(self, name)}" for name in parts)
+
+
+class ParamUse(NamedTuple):
+    """What is done with a parameter: whether it has a gradient, and whether what depends on it alone is made once a step."""
+
+    trained: bool = True
+    once: bool = True
+
+    @classmethod
+    def of(cls, leaf: Any, *, frozen: bool) -> ParamUse:
+        """Frozen ones of fewer than 16 bits are kept small: what they stand for is made where it is needed."""
+        small = not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2
+        return cls(not frozen, not (frozen and small))
 
 
 @dataclass(frozen=True)

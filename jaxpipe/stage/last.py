@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,24 +10,29 @@ import jax.numpy as jnp
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import drop_dead, flatten
-from .code import LastCode, inexact
+from .code import LastCode, ParamUse, inexact
 from .split import hoist_known
+from .trace import filled
 
 
-def trace_last(function: Callable[..., tuple[Any, PyTree]], params: PyTree, y: PyTree, extra: PyTree) -> LastCode:
+def trace_last(
+    function: Callable[..., tuple[Any, PyTree]], params: PyTree, y: PyTree, extra: PyTree, uses: Sequence[ParamUse] | None = None
+) -> LastCode:
     """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends on parameters alone."""
     y_leaves, y_tree = jax.tree.flatten(y)
     wanted = [inexact(leaf) for leaf in y_leaves]
     tree = jax.tree.structure(params)
+    uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
+    trained = [use.trained for use in uses]
 
     def train(params_leaves: Leaves, y_leaves: Leaves, extra: PyTree, seed: Any) -> PyTree:
         def call(p: Leaves, diff: Leaves) -> tuple[Any, PyTree]:
             floats = iter(diff)
             merged = [next(floats) if w else leaf for leaf, w in zip(y_leaves, wanted, strict=True)]
-            return function(jax.tree.unflatten(tree, p), jax.tree.unflatten(y_tree, merged), extra)
+            return function(jax.tree.unflatten(tree, filled(p, params_leaves, trained)), jax.tree.unflatten(y_tree, merged), extra)
 
         diff = [leaf for leaf, w in zip(y_leaves, wanted, strict=True) if w]
-        loss, vjp, aux = jax.vjp(call, params_leaves, diff, has_aux=True)
+        loss, vjp, aux = jax.vjp(call, [leaf for leaf, t in zip(params_leaves, trained, strict=True) if t], diff, has_aux=True)
         dparams, dy = vjp(seed.astype(loss.dtype))
         return loss, aux, dparams, dy
 
@@ -38,7 +43,8 @@ def trace_last(function: Callable[..., tuple[Any, PyTree]], params: PyTree, y: P
     flat = flatten(traced)
     jaxpr = flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
     head = len(flat.consts) + len(params_leaves)
-    apart = hoist_known(jaxpr, [True] * head + [False] * (len(jaxpr.invars) - head))
+    known = [True] * len(flat.consts) + [use.once for use in uses]
+    apart = hoist_known(jaxpr, known + [False] * (len(jaxpr.invars) - head))
     count = len(jaxpr.invars)
     ins = apart.second.invars
     body = apart.second.replace(invars=[*ins[:head], *ins[count:], *ins[head:count]])

@@ -16,10 +16,11 @@ from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..model.functions import Context, Functions
+from ..model.partition import LeafPlan, is_plan, leaf_plans
 from ..program.ir import Program
 from ..program.liveness import Liveness, longest
 from ..program.verify import verify
-from .code import LastCode, StageCode, reads
+from .code import LastCode, ParamUse, StageCode, reads
 from .job import Job
 from .last import trace_last
 from .trace import trace_stage
@@ -75,19 +76,22 @@ def trace_model(
     outer_wants = frozenset({"microbatch", "ctx"})
     index = jnp.int32(0)
     outer = make_extra(batch, rng, index, index, outer_wants)
-    first_code = trace_stage(functions.run_first, (first, shared), (), outer)
+    shared_uses = _uses(shared, leaf_plans(job.plans["shared"]))
+    first_uses = _uses(first, leaf_plans(job.plans["first"])) + shared_uses
+    first_code = trace_stage(functions.run_first, (first, shared), (), outer, first_uses)
     _check_collectives("first", (first_code.hoist, first_code.forward, first_code.backward), job.axis)
     x: PyTree = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
-        key = (function, _form(params), _form(state), _form(x))
+        uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
+        key = (function, _form(params), _form(state), _form(x), tuple(uses))
         if key not in kinds:
             extra = make_extra(batch, rng, index, index, function.wants_arrays)
             if "state" in function.wants:
                 extra["state"] = state
-            kinds[key] = code = _trace_one(job, functions, stage, (params, shared), x, extra)
+            kinds[key] = code = _trace_one(job, functions, stage, (params, shared), x, extra, uses)
             _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)
             wants.append(function.wants_arrays)
         kind_of.append(list(kinds).index(key))
@@ -95,7 +99,8 @@ def trace_model(
     codes = tuple(kinds.values())
     last_code = None
     if functions.last is not None:
-        last_code = trace_last(functions.run_last, (last, shared), x, outer)
+        last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
+        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
         _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     program = verify(job.plan.program(longest([code.liveness for code in codes])))
     return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants)
@@ -106,12 +111,17 @@ def _form(tree: PyTree) -> Any:
     return jax.tree.structure(tree), tuple((tuple(a.shape), a.dtype) for a in jax.tree.leaves(tree))
 
 
-def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree) -> StageCode:
+def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
+    """What is done with each of these parameters."""
+    return [ParamUse.of(leaf, frozen=plan.frozen) for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)]
+
+
+def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree, uses: Sequence[ParamUse]) -> StageCode:
     """Trace one stage and check what it returns."""
     call = partial(functions.run_stage, stage)
     if not job.layout.unlike:
         _check_chain(lambda p, h, e: call(p, h, e)[0], params, x, extra)
-        return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra), extra)
+        return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra, uses), extra)
     before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
     try:
         jax.eval_shape(call, params, x, extra)
@@ -120,7 +130,7 @@ def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: Py
     except (TypeError, ValueError) as error:
         shapes = ", ".join(f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}" for p, a in jax.tree_util.tree_leaves_with_path(x))
         raise PipelineError(f"stage {stage} cannot take what {before} returns ({shapes}): {error}") from error
-    return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra), extra)
+    return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra, uses), extra)
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
@@ -136,7 +146,7 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
 def _check_state(name: str, code: StageCode, extra: PyTree) -> StageCode:
     """PipelineError where x depends on the state in a way that the backward would have to know: by then the state is another one."""
     count = len(jax.tree.leaves(extra.get("state", ())))
-    before = len(code.consts) + code.num_params + len(code.x_avals) + len(jax.tree.leaves(extra))
+    before = len(code.hoist.invars) + len(code.x_avals) + len(jax.tree.leaves(extra))
     for jaxpr in (code.backward, code.input_grad, code.weight_grad):
         if any(reads(jaxpr)[before - count : before]):
             raise PipelineError(

@@ -12,7 +12,7 @@ from ..jaxprs import Cut, cut, drop_dead, equal_outputs, into_scans, keep_first,
 from ..jaxprs.cut import keep_work
 from ..jaxprs.flatten import Atom
 from ..program.liveness import LastUse, Liveness
-from .code import StageCode, inexact, reads
+from .code import ParamUse, StageCode, inexact, reads
 from .weight_cut import cut_weights
 
 
@@ -21,9 +21,24 @@ class Inputs:
     """How many leaves each group of inputs of a stage's jaxprs has, in this order."""
 
     consts: int
-    params: int
+    uses: tuple[ParamUse, ...]
     x: int
     extra: int
+
+    @property
+    def params(self) -> int:
+        """Parameters, frozen ones too."""
+        return len(self.uses)
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have a gradient."""
+        return sum(use.trained for use in self.uses)
+
+    @property
+    def known(self) -> list[bool]:
+        """Of constants and parameters, what is there before the step's loop; what depends on it alone is made once."""
+        return [True] * self.consts + [use.once for use in self.uses]
 
     @property
     def total(self) -> int:
@@ -60,7 +75,7 @@ class Joint:
 def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     """Cut the joint jaxpr into the pieces."""
     total, outputs = inputs.total, returns.count
-    known = [True] * (inputs.consts + inputs.params) + [False] * (inputs.x + inputs.extra)
+    known = inputs.known + [False] * (inputs.x + inputs.extra)
     dy = joint.jaxpr.invars[total:]
     jaxpr = sink(into_scans(joint.jaxpr), joint.split, known=[*known, *(False for _ in dy)])
     grads = len(jaxpr.outvars) - outputs
@@ -97,7 +112,7 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
 
     # Input gradient | weight gradient, by what dx needs.
     start = total + once
-    apart = cut_weights(backward, params=inputs.params, residuals=slice(start, start + len(kept)))
+    apart = cut_weights(backward, params=inputs.trained, residuals=slice(start, start + len(kept)))
     return _classify(inputs, once, hoist, forward, backward, apart, returns, len(kept), len(dy), joint.consts)
 
 
@@ -154,7 +169,7 @@ def _classify(
         stash=apart.crossing,
         x_wanted=returns.x_wanted,
         y_wanted=tuple(inexact(a) for a in returns.y),
-        num_params=inputs.params,
+        trained=tuple(use.trained for use in inputs.uses),
         liveness=Liveness(x=x_use, cotangent=LastUse.WEIGHT_GRAD if dy_weight else LastUse.INPUT_GRAD),
     )
 

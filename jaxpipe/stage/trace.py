@@ -13,15 +13,19 @@ from ..arrays import Leaves, PyTree
 from ..jaxprs import flatten
 from ..jaxprs.flatten import Atom
 from ..model.functions import Returned
-from .code import StageCode, inexact
+from .code import ParamUse, StageCode, inexact
 from .split import Inputs, Joint, Returns, pieces
 
 
-def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> StageCode:
+def trace_stage(
+    function: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree, uses: Sequence[ParamUse] | None = None
+) -> StageCode:
     """Cut `function(params, x, extra) -> y`, or `(y, Returned)`, into its pieces; arguments are arrays, tracers or ShapeDtypeStructs.
 
-    Parameters must be floating; leaves of x that are not (segment ids, masks) get no gradient.
+    Parameters must be floating, but for frozen ones (`uses`, by leaf); leaves of x that are not (segment ids, masks) get no gradient.
     """
+    uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
+    trained = [use.trained for use in uses]
     x_leaves, x_tree = jax.tree.flatten(x)
     wanted = tuple(inexact(leaf) for leaf in x_leaves)
     params_tree = jax.tree.structure(params)
@@ -30,11 +34,11 @@ def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extr
         def call(p: Leaves, d: Leaves) -> tuple[PyTree, PyTree]:
             floats, others = iter(d), iter(rest)
             merged = [next(floats) if w else next(others) for w in wanted]
-            out = function(jax.tree.unflatten(params_tree, p), jax.tree.unflatten(x_tree, merged), extra)
+            out = function(jax.tree.unflatten(params_tree, filled(p, params_leaves, trained)), jax.tree.unflatten(x_tree, merged), extra)
             y, more = out if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Returned) else (out, Returned())
             return (y, more.loss), more.state
 
-        y, vjp, state = jax.vjp(call, params_leaves, diff, has_aux=True)
+        y, vjp, state = jax.vjp(call, [leaf for leaf, t in zip(params_leaves, trained, strict=True) if t], diff, has_aux=True)
         return y, state, vjp
 
     params_leaves = jax.tree.leaves(params)
@@ -59,7 +63,7 @@ def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extr
     consts = len(joint.consts)
     order = _input_order(consts, len(params_leaves), wanted, len(jax.tree.leaves(extra)), len(dy))
     joint = Joint(joint.jaxpr.replace(invars=[joint.jaxpr.invars[i] for i in order]), joint.consts, joint.split)
-    inputs = Inputs(consts, len(params_leaves), len(x_leaves), len(jax.tree.leaves(extra)))
+    inputs = Inputs(consts, tuple(uses), len(x_leaves), len(jax.tree.leaves(extra)))
     has_loss = not isinstance(y[1], tuple)
     y_count = len(y_leaves) - has_loss
     returns = Returns(
@@ -71,6 +75,12 @@ def trace_stage(function: Callable[..., PyTree], params: PyTree, x: PyTree, extr
         x_wanted=wanted,
     )
     return pieces(joint, inputs, returns)
+
+
+def filled(values: Leaves, leaves: Leaves, replaced: Sequence[bool]) -> Leaves:
+    """The leaves with some of them replaced by values, in order."""
+    new = iter(values)
+    return [next(new) if r else leaf for leaf, r in zip(leaves, replaced, strict=True)]
 
 
 def _no_gradient(leaf: Any) -> Any:

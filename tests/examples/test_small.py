@@ -20,6 +20,7 @@ ENVIRONMENT, QUICK = outside(), quick()
     [
         ("mlp", QUICK, "on new points: loss"),
         ("generate", QUICK, "the same tokens with a cache as without"),
+        ("lora", QUICK, "the losses of plain JAX in every step"),
         ("conv_net", ENVIRONMENT, "accuracy on new images"),
         ("custom_schedule", QUICK, "1B15 comes before 1F15"),
         ("uneven_layout", QUICK, "with ZB-V on two devices and another layout"),
