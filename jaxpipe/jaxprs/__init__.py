@@ -3,7 +3,7 @@
 from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
-from .eval_in_slots import Slot, Total, literal_dtype, run_in_slots
+from .eval_in_slots import InSlots, Slot, Total, literal_dtype, run_both_in_slots, run_in_slots
 from .flatten import flatten
 from .min_cut import weight as cut_weight
 from .numbers import into_scans
@@ -14,6 +14,7 @@ from .value_numbering import equal_outputs, keep_first
 __all__ = [
     "Cut",
     "Entry",
+    "InSlots",
     "Part",
     "Slot",
     "Total",
@@ -28,6 +29,7 @@ __all__ = [
     "known_from",
     "literal_dtype",
     "needed_for",
+    "run_both_in_slots",
     "run_in_slots",
     "sink",
 ]

@@ -41,7 +41,7 @@ class _Values(NamedTuple):
     entries: tuple[_Entry, ...]
 
 
-def _moment(tick: IntArray, phase: int) -> IntArray:
+def _moment(tick: IntArray, phase: int | IntArray) -> IntArray:
     return _PHASES * tick + phase
 
 
@@ -133,8 +133,16 @@ class _Writer:
     ) -> _Values:
         """Values on the devices of `holder` that the backward actions `early` and `late` read."""
         reads = [entry for readers in (early, late) for entry in self._all(read, self._when[readers])]
-        end = _moment(self._when[late], self._backward_phase)
-        return _Values(self._actions.device[holder], begin, end, (*written, *reads))
+        return _Values(self._actions.device[holder], begin, self._read_until(late), (*written, *reads))
+
+    def _read_until(self, readers: IntArray) -> IntArray:
+        """When a backward action has read: in an overlapped pair no sooner than the forward has written, since both run as one."""
+        table = self._actions
+        paired = np.zeros((self._ticks.forward.chunk.shape), bool)
+        forward = table.of_kinds(RUNS_FORWARD)
+        paired[self._when[forward], table.device[forward]] = True
+        latest = max(self._forward_phase, self._backward_phase)
+        return _moment(self._when[readers], np.where(paired[self._when[readers], table.device[readers]], latest, self._backward_phase))
 
     @staticmethod
     def _all(table: IntTable, tick: IntArray) -> list[_Entry]:
@@ -161,7 +169,7 @@ class _Writer:
         again = recompute_of(table, forward)
         recomputed = again >= 0
         end = np.where(recomputed, _moment(when[again], self._forward_phase), now)
-        end = np.where(kept, _moment(when[late], self._backward_phase), end)
+        end = np.where(kept, self._read_until(late), end)
         entries = [*self._all(f.x, tick), *self._some(f.out, local, when[source]), *arrivals, *self._some(f.x, recomputed, when[again])]
         entries += [*self._some(b.x, kept, when[by_input]), *self._some(b.x, kept, when[late])]
         return _Values(table.device[forward], begin, end, tuple(entries))

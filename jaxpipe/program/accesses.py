@@ -13,7 +13,7 @@ from .code_rules import Running, half_of, ticks_of
 from .ir import Program
 from .liveness import LastUse
 from .pools import POOL_OF, PoolName
-from .records import IntTable
+from .records import NOBODY, IntTable
 from .segments import Payload, Presence, Segment
 
 Ints = NDArray[np.int64]
@@ -48,7 +48,11 @@ def accesses(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Acc
 
 
 def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Iterator[Accesses]:
+    forward, backward = program.ticks.forward.chunk, program.ticks.backward.chunk
+    # A forward and a backward of one device in one tick run as one: the backward may read until the forward has written.
+    paired = (forward != NOBODY) & (backward != NOBODY)
     for block in blocks:
+        end = 1 + max(other.place for other in blocks if other.ticks[0] == block.ticks[0])  # of the template's blocks
         touches = _of_forward if block.use.block.runs_forward else _of_backward
         for of, slots, order, where, shift in touches(program, block.use.block.kind):
             if of is not pool:
@@ -60,7 +64,9 @@ def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> I
             value = (half.stage[at].astype(np.int64) + shift) * program.schedule.num_microbatches + half.microbatch[at]
             count = np.ones(len(tick), np.int64)
             slot = slots[at].astype(np.int64)
-            yield Accesses(device, slot, tick, block.place * count, order * count, value, np.full(len(tick), order == _READ))
+            late = paired[at] & (order == _READ) & (not block.use.block.runs_forward)
+            place = np.where(late, end, block.place * count)
+            yield Accesses(device, slot, tick, place, order * count, value, np.full(len(tick), order == _READ))
 
 
 # (pool, slots, order, flag that must be set or None, how far from the block's stage the value's is)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import Slot, Total, run_in_slots
+from ..jaxprs import InSlots, Slot, Total
 from ..program.records import Backward
 from ..program.segments import Presence
 from ..table.action import Kind
 from .block import Block, run_where
 from .outer import FirstGradient
 from .pools import add, strengthen
-from .stage_block import StageBlock
+from .stage_block import StageBlock, Steps
 from .state import Gradients, State, chunk_part, given
 
 
@@ -37,36 +37,36 @@ class RunBackward(StageBlock[Backward[Scalar]]):
             part = part.updated(State(sent_dx=state.sent_dx))
         return part
 
-    def run(self, state: State) -> State:
+    def steps(self, state: State) -> Steps:
         """Run it."""
-        run = {Kind.B: self._both, Kind.I: self._input_grad, Kind.W: self._weight_grad}[self.use.block.kind]
-        return run(state)
+        return {Kind.B: self._both, Kind.I: self._input_grad, Kind.W: self._weight_grad}[self.use.block.kind](state)
 
-    def _both(self, state: State) -> State:
+    def _both(self, state: State) -> Steps:
         """B: both gradients at once."""
         code = self.code
         arguments, slots = self._inputs(state)
-        outs = run_in_slots(code.backward, arguments, reads=slots, writes=self._totals(state))
+        outs, state = yield InSlots(code.backward, arguments, slots, self._totals(state)), state
         dparams, dx = outs[: code.num_trained], outs[code.num_trained :]
         return self._hand_on(dx, self._accumulate(dparams, state))
 
-    def _input_grad(self, state: State) -> State:
+    def _input_grad(self, state: State) -> Steps:
         """I: the input's gradient, and a stash for W."""
         code, buffer, pool, at = self.code, self.shared.buffers.stash, given(state.stash), self.row.stash
         arguments, slots = self._inputs(state)
         count = sum(code.x_wanted)
         stash = buffer.slots(pool, at, code.stash)
-        writes = {count + i: s for i, s in enumerate(stash) if s is not None}
-        outs = run_in_slots(code.input_grad, arguments, reads=slots, writes=writes)
+        writes: dict[int, Slot | Total] = {count + i: s for i, s in enumerate(stash) if s is not None}
+        outs, state = yield InSlots(code.input_grad, arguments, slots, writes), state
         return self._hand_on(outs[:count], state.updated(State(stash=buffer.stored(pool, at, code.stash, outs[count:]))))
 
-    def _weight_grad(self, state: State) -> State:
+    def _weight_grad(self, state: State) -> Steps:
         """W: the parameters' gradients, from residuals and stash."""
         code = self.code
         arguments, slots = self._inputs(state)
         stash = self.shared.buffers.stash.lazily(given(state.stash), self.row.stash, code.stash)
         reads = slots | {len(arguments) + i: s for i, s in enumerate(stash) if isinstance(s, Slot)}
-        return self._accumulate(run_in_slots(code.weight_grad, [*arguments, *stash], reads=reads, writes=self._totals(state)), state)
+        outs, state = yield InSlots(code.weight_grad, [*arguments, *stash], reads, self._totals(state)), state
+        return self._accumulate(outs, state)
 
     def _inputs(self, state: State) -> tuple[Leaves, dict[int, Slot]]:
         """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are slots where they can be."""
@@ -83,7 +83,7 @@ class RunBackward(StageBlock[Backward[Scalar]]):
         dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
         return [*before, *kept, *dy], {len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)}
 
-    def _totals(self, state: State) -> dict[int, Total]:
+    def _totals(self, state: State) -> dict[int, Slot | Total]:
         """The accumulators that a scan over layers adds to row by row, by the number of the parameter; none where stages are unlike."""
         if self.operand.places is not None:
             return {}

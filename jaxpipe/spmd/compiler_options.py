@@ -6,6 +6,9 @@ from typing import TypeAlias
 
 from jax.sharding import Mesh
 
+from ..table.action import Overlap
+from ..table.schedule import Schedule
+
 Options: TypeAlias = dict[str, str | bool]
 
 # What may be part of a CUDA graph: XLA's default, and WHILE besides, so that a block under a predicate is a node of a graph that the GPU
@@ -19,10 +22,17 @@ _GPU: Options = {
 }
 
 
-def options_for(mesh: Mesh) -> Options:
-    """The options for the devices of a mesh; none but on NVIDIA GPUs.
+# Of an overlapped pair both halves communicate: one's collectives need not wait for the other's.
+_PAIRS: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"}
+
+
+def options_for(mesh: Mesh, schedule: Schedule) -> Options:
+    """The options for the devices of a mesh and a schedule; none but on NVIDIA GPUs.
 
     An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
     """
     platforms = {device.platform for device in mesh.devices.flat}
-    return dict(_GPU) if platforms <= {"gpu", "cuda"} else {}
+    if not platforms <= {"gpu", "cuda"}:
+        return {}
+    pairs = any(isinstance(cell, Overlap) for row in schedule.rows for cell in row)
+    return {**_GPU, **(_PAIRS if pairs else {})}

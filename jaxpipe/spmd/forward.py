@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from jax.extend import core
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import run_in_slots
+from ..jaxprs import InSlots, Slot, Total
 from ..program.records import Forward
 from ..program.segments import Presence
-from ..stage.code import run
 from .block import Block, run_where
 from .outer import EvaluateLast, RunFirst, RunLast
 from .pools import add_at, strengthen
-from .stage_block import StageBlock
+from .stage_block import StageBlock, Steps
 from .state import Gradients, State, chunk_part, given
 
 
@@ -28,7 +28,9 @@ class _StageForward(StageBlock[Forward[Scalar]]):
         extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, given(state.stage_state[self.use.block.chunk]))
         return [*code.consts, *operand.params(), *x, *extra, *operand.once]
 
-    def keep(self, jaxpr: core.Jaxpr, count: int, state: State) -> tuple[Leaves, State]:
+    def keep(
+        self, jaxpr: core.Jaxpr, count: int, state: State
+    ) -> Generator[tuple[InSlots, State], tuple[Leaves, State], tuple[Leaves, State]]:
         """Run a forward whose outputs after the first `count` are residuals, which go into their slots: those, and the state after it."""
         code, buffers, row = self.code, self.shared.buffers, self.row
         early = len(code.residual_input)
@@ -38,7 +40,8 @@ class _StageForward(StageBlock[Forward[Scalar]]):
             (buffers.residual_weight, pools[1], row.residual_weight, code.residual_weight),
         )
         slots = [slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)]
-        outs = run_in_slots(jaxpr, self.arguments(state), writes={count + i: s for i, s in enumerate(slots) if s is not None})
+        writes: dict[int, Slot | Total] = {count + i: s for i, s in enumerate(slots) if s is not None}
+        outs, state = yield InSlots(jaxpr, self.arguments(state), {}, writes), state
         found = (outs[count : count + early], outs[count + early :])
         by_input, by_weight = (
             buffer.stored(pool, at, avals, values) for (buffer, pool, at, avals), values in zip(entries, found, strict=True)
@@ -53,9 +56,10 @@ class RunRecompute(_StageForward):
         """Residuals."""
         return State(residual_input=state.residual_input, residual_weight=state.residual_weight)
 
-    def run(self, state: State) -> State:
+    def steps(self, state: State) -> Steps:
         """Run it."""
-        return self.keep(self.code.recompute, 0, state)[1]
+        _, state = yield from self.keep(self.code.recompute, 0, state)
+        return state
 
 
 class RunForward(_StageForward):
@@ -86,15 +90,15 @@ class RunForward(_StageForward):
             part = part.updated(State(cotangent=state.cotangent, gradients=Gradients(last=gradients.last, shared=gradients.shared)))
         return part
 
-    def run(self, state: State) -> State:
+    def steps(self, state: State) -> Steps:
         """Run it."""
         shared, code, use, row, operand = self.shared, self.code, self.use, self.row, self.operand
         chunk, buffer = use.block.chunk, self.shared.buffers.x
         state = run_where(use.first, row.is_first != 0, RunFirst(shared, row), state)
         if shared.training and use.block.keeps:
-            outs, state = self.keep(code.forward, code.num_outputs, state)
+            outs, state = yield from self.keep(code.forward, code.num_outputs, state)
         else:
-            outs = run(code.evaluate, *self.arguments(state))
+            outs, state = yield InSlots(code.evaluate, self.arguments(state), {}, {}), state
         y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
         if code.loss is not None:
             loss, *rest = rest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +22,37 @@ from .backward import RunBackward
 from .block import Block, run_in_order
 from .exchange import arrive, permuted, run_chosen
 from .forward import RunForward, RunRecompute
+from .pair import RunPair
 from .shared_code import SharedCode
 from .state import State, given
+
+
+class _Pair(NamedTuple):
+    """Blocks that are run as one where one device has both in a tick."""
+
+    ahead: BlockUse
+    back: BlockUse
+    active: Presence
+    alone: tuple[int, int]  # how often either is run without the other
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.ahead.block} with {self.back.block}"
+
+
+def _left(use: BlockUse, pairs: Sequence[_Pair]) -> Presence:
+    """How often a block is run apart from pairs."""
+    for pair in pairs:
+        for own, alone in zip((pair.ahead, pair.back), pair.alone, strict=True):
+            if own is use:
+                return Presence.of(alone, pair.total)
+    return use.active
+
+
+def _is_pair(row: TickRecord[Scalar]) -> Any:
+    """Whether this device has a forward and a whole backward in this tick."""
+    backs = jnp.logical_and(row.backward.chunk >= 0, row.backward.kind == int(Kind.B))
+    return jnp.logical_and(row.forward.chunk >= 0, backs)
 
 
 @dataclass(frozen=True)
@@ -42,10 +73,15 @@ class TickEmitter:
         kinds, keeps = self._kinds_at(segment), self._keeps_at(segment)
         awaited: dict[int, list[tuple[Payload, bool, Arrival[Scalar], Leaves]]] = {}
         for j, (template, row) in enumerate(zip(segment.templates, rows, strict=True)):
+            pairs = self._pairs_at(segment, j) if all(len(those) == 1 for those in kinds[j]) else []
+            for pair in pairs:
+                with jax.named_scope(str(pair)):
+                    state = self._pair(pair, row, state)
             for use, those in zip(template.blocks, kinds[j], strict=True):
-                for kind in those:
+                left = _left(use, pairs)
+                for kind in those if left is not Presence.NEVER else ():
                     with jax.named_scope(self._scope(use, kind)):
-                        state = self._block(use, kind, row, state, asks=len(those) > 1)
+                        state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
             with jax.named_scope("exchange"):
                 if len(template.exchanges) > 1:
                     state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
@@ -62,8 +98,8 @@ class TickEmitter:
         assert not awaited, "a transfer is awaited after its trip"
         return state
 
-    def _block(self, use: BlockUse, kind: int, row: TickRecord[Scalar], state: State, *, asks: bool) -> State:
-        """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run it too."""
+    def _block(self, use: BlockUse, kind: int, row: TickRecord[Scalar], state: State, *, asks: bool, alone: bool) -> State:
+        """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run it too; `alone`: pairs run apart."""
         half: Forward[Scalar] | Backward[Scalar] = row.forward if use.block.runs_forward else row.backward
         predicate, stage = half.chunk == use.block.chunk, half.stage
         if isinstance(half, Backward) or self._has_recompute:
@@ -75,9 +111,39 @@ class TickEmitter:
             block: Block = run(self.shared, use, kind, half)
         else:
             block = RunBackward(self.shared, use, kind, half)
+        if alone and use.block.kind in (Kind.F, Kind.B):
+            predicate = jnp.logical_and(predicate, jnp.logical_not(_is_pair(row)))
         if asks:
             predicate = jnp.logical_and(predicate, jnp.array(self.shared.kind_of)[stage] == kind)
         return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, block, state)
+
+    def _pairs_at(self, segment: Segment, j: int) -> list[_Pair]:
+        """The overlapped pairs of a template's ticks: a forward and a whole backward of one device in one tick."""
+        ticks = slice(segment.start + j, segment.stop, segment.period)
+        forward, backward = self.program.ticks.forward, self.program.ticks.backward
+        ahead = (forward.chunk[ticks] >= 0) & (backward.chunk[ticks] >= 0) & (backward.kind[ticks] == int(Kind.B))
+        if self._has_recompute or not ahead.any():
+            return []
+        found = []
+        uses = segment.templates[j].blocks
+        for f in (use for use in uses if use.block.kind is Kind.F):
+            for b in (use for use in uses if use.block.kind is Kind.B):
+                both = ahead & (forward.chunk[ticks] == f.block.chunk) & (backward.chunk[ticks] == b.block.chunk)
+                runs = [
+                    int(((half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind)) & ~ahead).sum())
+                    for half, use in ((forward, f), (backward, b))
+                ]
+                if both.any():
+                    found.append(_Pair(f, b, Presence.of(int(both.sum()), both.size), (runs[0], runs[1]), both.size))
+        return found
+
+    def _pair(self, pair: _Pair, row: TickRecord[Scalar], state: State) -> State:
+        """A forward and a backward in one block."""
+        kinds = [self.shared.kind_of[int(self._stages(use, slice(None))[0])] for use in (pair.ahead, pair.back)]
+        forward = RunForward(self.shared, pair.ahead, kinds[0], row.forward)
+        backward = RunBackward(self.shared, pair.back, kinds[1], row.backward)
+        here = jnp.logical_and(row.forward.chunk == pair.ahead.block.chunk, row.backward.chunk == pair.back.block.chunk)
+        return run_in_order(pair.active, jnp.logical_and(_is_pair(row), here), RunPair(forward, backward), state)
 
     def _scope(self, use: BlockUse, kind: int) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this code, else "F chunk 0"."""
