@@ -1,7 +1,7 @@
 """Train a Llama through a pipeline, of any published size: on one host, or on a pod by the launchers of examples/pod/.
 
 python examples/llama.py                                                     a tiny one, on four virtual CPU devices
-python examples/llama.py --model llama3.1-8b --load Llama-3.1-8B --pipe 4 --tensor 2 --context 8192 --attention cudnn --remat layer
+python examples/llama.py --model llama3.1-8b --load Llama-3.1-8B --pipe 4 --tensor 2 --context 4096 --remat layer --sequence
                          --loss-tokens 1024 --tokens corpus.npy --end 128001 --peak 989        continues a published one on eight H100s
 python examples/llama.py --model llama3.1-70b --layout "Et*9|(t*10|)*6t*10|tL" ...             layers laid out by hand
 
@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpipe as jp
-from gpt.devices import find, on_mesh
+from gpt.devices import find
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.distributed import Watchdog, global_batch, local_rows, make_mesh
 from llama_parts import initial, weights
@@ -113,7 +113,7 @@ def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
 
     train_step = pipe.jit(step, donate_argnums=(0, 1))
     params = weights.load(args.load, pipe, model) if args.load else initial.placed(model, pipe, jax.random.key(args.seed))
-    opt_state = on_mesh(optimizer.init(params), pipe.mesh)
+    opt_state = pipe.init(optimizer, params)
     checkpoints, done = Checkpoints(args.out, pipe), 0
     if checkpoints.latest is not None:
         done, state = checkpoints.restore({"params": params, "opt_state": opt_state})

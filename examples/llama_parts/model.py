@@ -35,7 +35,7 @@ class Attention(StrEnum):
     """How attention is computed."""
 
     PLAIN = "plain"  # products and a softmax, [N, heads, T, T]: any device, short contexts
-    CUDNN = "cudnn"  # cuDNN's fused kernel, on NVIDIA GPUs in bfloat16
+    CUDNN = "cudnn"  # JAX's call of cuDNN's fused kernel, on NVIDIA GPUs in bfloat16; no test runs it, for want of a GPU
 
 
 POLICIES = {

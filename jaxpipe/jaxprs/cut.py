@@ -183,8 +183,8 @@ class _Maker:
         seconds = [v for v, f in zip(eqn.outvars, own, strict=True) if not f]
         # A value that crosses in each trip and is an output of the scan too is stacked only once.
         inner_outs = made.first.outvars[: len(firsts)]
-        stacked = dict(zip(inner_outs[sum(choice.carry_first) :], firsts[sum(choice.carry_first) :], strict=True))
-        stacked = {v: o for v, o in stacked.items() if isinstance(v, core.Var) and not isinstance(o, core.DropVar)}
+        ys = zip(inner_outs[sum(choice.carry_first) :], firsts[sum(choice.carry_first) :], strict=True)
+        stacked = {v: o for v, o in ys if isinstance(v, core.Var) and not isinstance(o, core.DropVar)}
         stacks, outs, outvars = [], list(inner_outs), list(firsts)
         makers = {v: e for e in made.first.eqns for v in e.outvars}
         for var in made.first.outvars[len(firsts) :]:

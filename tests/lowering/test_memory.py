@@ -121,3 +121,15 @@ def test_the_report_has_the_slots_that_were_compiled():
     report = pipe.compile_report(params, {"x": rows, "y": rows})
     assert report["slots"].x < 8
     assert report["temp_bytes"] >= ACTIVATION * (report["slots"].x + report["slots"].cotangent)
+
+
+def test_parameters_drawn_under_jit_are_drawn_where_they_lie():
+    """With one stage a device no device draws a whole stack: what the program needs is a few times a device's own part."""
+    schedule = jp.schedules.build("1f1b", devices=8, microbatches=8)
+    pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(8), last=last)
+    shape = (8, 256, 256)
+    init = jax.jit(lambda key: pipe.place({"stages": jax.random.normal(key, shape, jnp.float32), "last": {}}))
+    memory = init.lower(jax.random.key(0)).compile().memory_analysis()
+    own = 4 * int(np.prod(shape)) // 8
+    assert memory.output_size_in_bytes == pytest.approx(own, rel=0.01)
+    assert memory.temp_size_in_bytes <= 4 * own  # bits and what becomes of them; drawn whole they would be 16 times a part

@@ -433,6 +433,17 @@ def test_a_cast_parameter_is_hoisted_once_also_where_the_backward_would_cast_aga
         assert not any(eqn.primitive.name == "convert_element_type" and parameters & {*eqn.invars} for eqn in jaxpr.eqns)
 
 
+def test_a_scan_that_returns_a_number_can_be_cut():
+    """As layers do that have a loss of their own beside layers that have none."""
+
+    def scanned(params, x, extra):
+        x, losses = jax.lax.scan(lambda h, p: (jnp.tanh(h @ jnp.sin(p)), jnp.zeros((), h.dtype)), x, params["a"])
+        return x, jnp.sum(losses)
+
+    code = trace_stage(scanned, draw({"a": (3, WIDTH, WIDTH)}), draw(X), {})
+    assert work(code.input_grad) + work(code.weight_grad) == work(code.backward)
+
+
 def test_a_scan_that_stacks_a_number_can_be_cut():
     def scanned(params, x, extra):
         x, numbers = jax.lax.scan(lambda h, p: (jnp.tanh(h @ p), 2.0), x, params["a"])
