@@ -1,4 +1,4 @@
-"""An overlapped pair is one loop over layers: the collectives of the forward run beside matmuls of the backward, and the other way round."""
+"""An overlapped pair is one loop over layers: the collectives of either half run beside matmuls of the other."""
 
 from __future__ import annotations
 
