@@ -47,14 +47,16 @@ class NnxStages:
     params: dict[str, PyTree]
     state: PyTree
     specs: dict[str, PyTree]  # what `nnx.with_partitioning` said of parameters
+    frozen: frozenset[str]  # paths of parameters that are not trained
     _parts: dict[str, _Part]
     _blocks: tuple[Any, ...]  # one stacked module, or groups of modules
 
     @property
     def functions(self) -> dict[str, Any]:
-        """The functions that there are, by the name that `Pipeline` gives them, and `specs` where variables have sharding metadata."""
+        """What `Pipeline` is given: the functions that there are, `specs` where variables have sharding metadata, `frozen`."""
         found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
         found["specs"] = None if without_names(self.specs) else self.specs
+        found["frozen"] = (lambda path, _leaf: path in self.frozen) if self.frozen else None
         return {name: function for name, function in found.items() if function is not None}
 
     def to_nnx(self, params: dict[str, PyTree], state: PyTree = None) -> None:
@@ -148,6 +150,7 @@ def from_nnx(
     shared: Any = None,
     call: Callable[..., Any] | None = None,
     trainable: Any = nnx.Param,
+    frozen: Any = None,
     rules: Mapping[str, Any] | None = None,
 ) -> NnxStages:
     """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as they are.
@@ -164,6 +167,7 @@ def from_nnx(
         shared: modules that several of these functions use (a tied embedding): they are given as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared and training by keyword.
         trainable: which variables are parameters (a filter of nnx); the blocks' others are state.
+        frozen: which of them are not trained (a filter of nnx, `lambda path, v: not isinstance(v, nnx.LoRAParam)` say); see `Pipeline`.
         rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
 
     Raises:
@@ -202,6 +206,7 @@ def from_nnx(
         params=params,
         state=state,
         specs=_specs(parts, rules),
+        frozen=_frozen_paths(parts, frozen),
         _parts=parts,
         _blocks=tuple(groups),
     )
@@ -220,6 +225,15 @@ def _specs(parts: dict[str, _Part], rules: Mapping[str, Any] | None) -> dict[str
             whole = jax.tree.map(lambda spec, leaf: len(spec) == leaf.ndim, tree, pure(part.params), is_leaf=is_spec)
             found[key] = jax.tree.map(lambda spec, w: mesh_specs(spec, rules, lead=1, drop=int(w)), tree, whole, is_leaf=is_spec)
     return found
+
+
+def _frozen_paths(parts: dict[str, _Part], chosen: Any) -> frozenset[str]:
+    """The paths, "stages/kernel", of parameters that a filter of nnx takes."""
+    if chosen is None:
+        return frozenset()
+    takes = nnx.filterlib.to_predicate(chosen)
+    flat = [(key, path, variable) for key, part in parts.items() for path, variable in nnx.to_flat_state(part.params)]
+    return frozenset("/".join([key, *map(str, path)]) for key, path, variable in flat if takes(path, variable))
 
 
 def pure(state: Any) -> PyTree:
