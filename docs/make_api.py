@@ -56,7 +56,8 @@ def page() -> str:
     for module in map(import_module, MODULES):
         lines += ["", f"## {module.__name__}", "", first_sentence(module), ""]
         for name, value in vars(module).items():
-            own = getattr(value, "__module__", "").startswith(module.__name__) and callable(value)
+            home = getattr(value, "__module__", "")
+            own = callable(value) and (home.startswith(module.__name__) or name in getattr(module, "__all__", ()))
             if own and not name.startswith("_"):
                 lines.append(f"- `{signature(name, value)}`: {first_sentence(value)}")
                 lines += members(value) if inspect.isclass(value) else []

@@ -256,4 +256,7 @@ def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
 
 
 def _floating(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype == jax.dtypes.float0:  # what stands for the gradient of a frozen parameter that is not floating
+        return False
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

@@ -18,7 +18,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .errors import PipelineError
+from .fingerprint import check_same, fingerprint
 from .pipeline import Pipeline
+
+__all__ = ["Watchdog", "check_same", "crossings", "fingerprint", "global_batch", "local_rows", "make_mesh"]
 
 FAILED, TIMED_OUT = 1, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help
 
@@ -153,7 +156,8 @@ class Watchdog:
                 raise
             traceback.print_exc()
             _end(
-                f"{name} failed, see the error above (of a connection or a collective: another process died, and its log says why)",
+                f"{name} failed, see the error above (of a connection or a collective: another process died in this step, and its log says "
+                "why; start the job again, and it goes on from the newest checkpoint)",
                 FAILED,
             )
         finally:
@@ -166,7 +170,7 @@ class Watchdog:
         faulthandler.dump_traceback(all_threads=True)
         _end(
             f"{name} has not ended within its limit of {limit:g} s (the threads are above). Either another process is stuck or gone, "
-            "or the limit is too small",
+            "or the limit is too small. Start the job again, and it goes on from the newest checkpoint",
             TIMED_OUT,
         )
 

@@ -79,6 +79,8 @@ class Pipeline:
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
             program in eager JAX, for debugging.
 
+    Pipelines of equal arguments, functions being the same objects, share what is traced and compiled, as calls of one `jax.jit` do.
+
     Raises:
         ScheduleError: the table breaks a rule.
         PipelineError: mesh, axis or functions do not fit; every fault is listed.

@@ -26,6 +26,7 @@ WITH_JAX = (
         "debug",
         "portable",
         "checkpoint",
+        "fingerprint",
         "distributed",
         "flax",
     ),

@@ -26,7 +26,7 @@ import jaxpipe as jp
 from gpt.model import GPT
 from gpt.optimizer import adamw
 from jaxpipe.checkpoint import Checkpoints
-from jaxpipe.distributed import Watchdog, crossings, global_batch, local_rows, make_mesh
+from jaxpipe.distributed import Watchdog, check_same, crossings, global_batch, local_rows, make_mesh
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,6 +102,10 @@ def main() -> None:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
+    watchdog = Watchdog(seconds=args.step_limit, first=args.first_limit)
+    with watchdog.step("the comparison of all processes", seconds=args.first_limit):
+        check_same(pipe, jax.eval_shape(model.init, jax.random.key(0)), rows=args.batch, context=args.context, steps=args.steps)
+
     # Under jit the parameters are made where they belong: no process ever holds the whole model.
     params = jax.jit(lambda key: pipe.place(model.init(key)))(jax.random.key(0))
     opt_state = pipe.init(optimizer, params)
@@ -115,7 +119,6 @@ def main() -> None:
     say(f"{jax.process_count()} processes; neighbours in different processes, of all: {crossings(mesh)}")
     print(f"process {jax.process_index()} feeds rows {mine.tolist()}", flush=True)
 
-    watchdog = Watchdog(seconds=args.step_limit, first=args.first_limit)
     for i in range(done, args.steps):
         with watchdog.step(i + 1):
             batch = global_batch(pipe, rows_of_text(text, i, mine, args), rows=args.batch)

@@ -7,6 +7,8 @@ except ImportError as error:
 
 from .common import End
 from .linen import LinenStages, from_linen, submodule, submodules
+from .linen_layers import LinenLayers
 from .nnx import NnxStages, from_nnx
+from .nnx_layers import NnxLayers
 
-__all__ = ["End", "LinenStages", "NnxStages", "from_linen", "from_nnx", "submodule", "submodules"]
+__all__ = ["End", "LinenLayers", "LinenStages", "NnxLayers", "NnxStages", "from_linen", "from_nnx", "submodule", "submodules"]

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+from ..layouts.layout import LETTERS, Layout, parse_layout
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
 
@@ -45,6 +46,14 @@ def check_ends(**ends: Any) -> None:
         faults.append(f"{name}= is {given}; write {name}=End({first}, lambda {takes}: ...), the module and how it is called")
     if faults:
         raise PipelineError("\n".join(faults), tuple(faults))
+
+
+def letters_of(layout: Layout | str) -> str:
+    """The letters of the blocks in model order."""
+    if isinstance(layout, str):
+        known = {*LETTERS, *(c for c in layout if c.isalpha())}
+        layout = parse_layout(layout, devices=1, letters="".join(sorted(known)))
+    return "".join(layout.stages).replace("E", "").replace("L", "")
 
 
 def without_names(tree: PyTree) -> bool:

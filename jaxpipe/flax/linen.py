@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-from flax import errors
 from flax import linen as nn
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+from ..layouts.layout import Layout
 from .common import (
     End,
     blocks_per_stage,
     check_ends,
     divided,
     is_spec,
-    key_of,
     layered,
     mesh_specs,
-    no_key,
     period,
     scanned,
     stacked,
     wanted,
-    with_keywords,
     without_names,
 )
-
-Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
+from .linen_layers import by_layout
+from .linen_parts import Variables, apart, difference, drawing, end_function, given_keywords, kind_of, params_of, streams, unboxed_ends
 
 
 @dataclass(frozen=True)
@@ -77,14 +74,15 @@ def from_linen(
     blocks: nn.Module | Sequence[nn.Module],
     variables: Variables | Sequence[Variables],
     *,
-    num_stages: int,
+    num_stages: int | None = None,
+    layout: Layout | str | None = None,
     first: End | None = None,
     last: End | None = None,
     shared: tuple[Any, Any] | None = None,
     call: Callable[..., Any] | None = None,
     rngs: Sequence[str] = ("dropout",),
     rules: Mapping[str, Any] | None = None,
-) -> LinenStages:
+) -> Any:
     """Make the functions and canonical parameters of a pipeline from linen modules and their variables, as they are.
 
     Random numbers come from the step's key (`rng=`), a key for each layer and microbatch.  Blocks need not be alike: a pattern
@@ -94,7 +92,8 @@ def from_linen(
         blocks: the module of every block, or a list with each block's own.
         variables: a list with each block's variables (see `submodules`), or variables with a leading axis of blocks (as `nn.scan`,
             `nn.vmap` or a vmapped `init` make them).
-        num_stages: S; divides the number of blocks.
+        num_stages: S; divides the number of blocks.  The model is then a `LinenStages`.
+        layout: instead of num_stages, the letters of each stage, as `from_nnx` takes them; the model is then a `LinenLayers`.
         first, last: what comes before and after the blocks; their functions are given bound modules.
         shared: (modules, variables) that several of these functions use: given, bound, as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take training, microbatch, ctx and shared by keyword, as in
@@ -106,39 +105,40 @@ def from_linen(
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
     """
     check_ends(first=first, last=last)
+    if (layout is None) == (num_stages is None):
+        raise PipelineError("give from_linen either num_stages=, for stages of equal size, or layout=, the letters of each stage")
+    if layout is not None:
+        modules, boxed, stack = _blocks(blocks, variables)
+        if stack:
+            raise PipelineError("with layout=, give a list with each block's variables")
+        return by_layout(modules, boxed, layout, first=first, last=last, shared=shared, call=call, rngs=rngs, rules=rules)
+    assert num_stages is not None
     modules, boxed, stack = _blocks(blocks, variables)
     given = [nn.meta.unbox(dict(v)) for v in boxed]
-    specs: dict[str, PyTree] = {}
-    for key, end in (("first", first), ("last", last)):
-        if end is not None:
-            specs[key] = mesh_specs(nn.get_partition_spec(_params(end.modules, end.variables)), rules)
-    first, last = (end and replace(end, variables=nn.meta.unbox(end.variables)) for end in (first, last))
-    if shared is not None:
-        specs["shared"] = mesh_specs(nn.get_partition_spec(_params(*shared)), rules)
-        shared = (shared[0], nn.meta.unbox(shared[1]))
+    first, last, shared, specs = unboxed_ends(first, last, shared, rules)
     if stack:
         count, length = _stack_size(given[0]), 0
-        own, state = (divided(dict(tree), num_stages) for tree in _apart(given[0]))
+        own, state = (divided(dict(tree), num_stages) for tree in apart(given[0]))
         per_stage = blocks_per_stage(count, num_stages)
     else:
         per_block = blocks_per_stage(len(given), num_stages)
-        kinds = [_kind(m, v) for m, v in zip(modules, given, strict=True)]
-        length = period(kinds, per_block, lambda i, j: _difference(kinds[i], kinds[j]))
+        kinds = [kind_of(m, v) for m, v in zip(modules, given, strict=True)]
+        length = period(kinds, per_block, lambda i, j: difference(kinds[i], kinds[j]))
         per_stage = per_block // length
-        parts = [_apart(v) for v in given]
+        parts = [apart(v) for v in given]
         own, state = (
             stacked([_group(tree, i, length) for i in range(0, len(given), length)], num_stages) for tree in zip(*parts, strict=True)
         )
     total = per_stage * num_stages
     ends = {"first": first, "last": last}
-    params = {"stages": own, **{key: _params(end.modules, end.variables) for key, end in ends.items() if end is not None}}
+    params = {"stages": own, **{key: params_of(end.modules, end.variables) for key, end in ends.items() if end is not None}}
     if shared is not None:
-        params["shared"] = _params(*shared)
+        params["shared"] = params_of(*shared)
     group = tuple(modules[: max(length, 1)])
     return LinenStages(
         stage=_stage(group, call, shared, rngs, per_stage=per_stage, pattern=max(length, 1), stateful=bool(jax.tree.leaves(state))),
-        first=None if first is None else _end(first, "first", shared, rngs, ("microbatch",), total),
-        last=None if last is None else _end(last, "last", shared, rngs, ("x", "microbatch"), total + 1),
+        first=None if first is None else end_function(first, "first", shared, rngs, ("microbatch",), total),
+        last=None if last is None else end_function(last, "last", shared, rngs, ("x", "microbatch"), total + 1),
         params=params,
         state=state,
         specs={**specs, "stages": _stage_specs(boxed, length, rules)},
@@ -149,8 +149,8 @@ def from_linen(
 def _stage_specs(boxed: Sequence[Variables], length: int, rules: Mapping[str, Any] | None) -> PyTree:
     """Sharding metadata of the blocks' parameters; those of the first group stand for all."""
     if length:
-        return mesh_specs(nn.get_partition_spec(_group([_apart(v)[0] for v in boxed], 0, length)), rules, lead=1)
-    own = _apart(boxed[0])[0]
+        return mesh_specs(nn.get_partition_spec(_group([apart(v)[0] for v in boxed], 0, length)), rules, lead=1)
+    own = apart(boxed[0])[0]
     # Metadata may name the axis of blocks, as nn.scan adds it, or not.
     whole = jax.tree.map(lambda spec, leaf: len(spec) == leaf.ndim, nn.get_partition_spec(own), nn.meta.unbox(own), is_leaf=is_spec)
     tree = nn.get_partition_spec(own)
@@ -190,82 +190,16 @@ def _stage(
     wants = frozenset() if call is None else wanted(call)
 
     def run(params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        keywords = _keywords(shared, wants, given)
+        keywords = given_keywords(shared, wants, given)
         after = []
         for i, (module, own, rest) in enumerate(zip(modules, _each(params, pattern), _each(state, pattern), strict=True)):
             mutable = sorted(rest) if given["training"] else []
-            how = {"method": call, "rngs": _streams(rngs, key, i), "mutable": mutable}
-            x, new = _drawing("a block", partial(module.apply, {"params": own, **rest}, x, **how, **keywords))
+            how = {"method": call, "rngs": streams(rngs, key, i), "mutable": mutable}
+            x, new = drawing("a block", partial(module.apply, {"params": own, **rest}, x, **how, **keywords))
             after.append({**rest, **new})
         return x, (_join(after) if stateful else {})
 
     return scanned(run, groups=per_stage, wants=wants | {"training"}, random=bool(rngs), stateful=stateful)
-
-
-def _end(
-    end: End, name: str, shared: tuple[Any, Any] | None, rngs: Sequence[str], positional: Sequence[str], index: int
-) -> Callable[..., Any]:
-    """`first` or `last`; its variables that are no parameters are constants."""
-    wants = wanted(end.call)
-
-    def function(params: PyTree, *arguments: Any, **given: Any) -> Any:
-        key = key_of(given.get("ctx"), index) if rngs else None
-        modules = _bound(end.modules, end.variables, params, _streams(rngs, key, 0))
-        try:
-            return _drawing(f"`{name}`", lambda: end.call(modules, *arguments, **_keywords(shared, wants, given)))
-        except errors.ModifyScopeVariableError as error:
-            raise PipelineError(f"`{name}` changes its variables; only blocks may keep state (batch statistics): {error}") from error
-
-    return with_keywords(function, ("params", *positional), (wants - {"microbatch"}) | ({"ctx"} if rngs else set()), name)
-
-
-def _keywords(shared: tuple[Any, Any] | None, wants: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
-    """What the user's function is given by keyword; shared parameters as bound modules."""
-    found = {name: given[name] for name in wants}
-    if "shared" in found and shared is not None:
-        found["shared"] = _bound(*shared, found["shared"], {})
-    return found
-
-
-def _drawing(what: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except errors.InvalidRngError as error:
-        raise no_key(what, error) from error
-
-
-def _streams(names: Sequence[str], key: Any, block: int) -> dict[str, Any]:
-    """A key for each collection of random numbers of a block."""
-    if key is None:
-        return {}
-    return {name: jax.random.fold_in(key, block * len(names) + i) for i, name in enumerate(names)}
-
-
-def _bound(modules: Any, variables: Any, params: PyTree, rngs: dict[str, Any]) -> Any:
-    """Modules, one or a tuple or dict of them, with parameters in them."""
-    if isinstance(modules, nn.Module):
-        return modules.bind({**(variables or {}), "params": params}, rngs=rngs)
-    if isinstance(modules, Mapping):
-        return {name: _bound(m, variables[name], params[name], rngs) for name, m in modules.items()}
-    if modules is None:
-        return None
-    return tuple(_bound(m, v, p, rngs) for m, v, p in zip(modules, variables, params, strict=True))
-
-
-def _params(modules: Any, variables: Any) -> PyTree:
-    """The parameters among the variables of modules."""
-    if modules is None:
-        return {}
-    if isinstance(modules, nn.Module):
-        return (variables or {}).get("params", {})
-    if isinstance(modules, Mapping):
-        return {name: _params(m, variables[name]) for name, m in modules.items()}
-    return tuple(_params(m, v) for m, v in zip(modules, variables, strict=True))
-
-
-def _apart(variables: Variables) -> tuple[PyTree, PyTree]:
-    """Parameters, and the other collections."""
-    return variables.get("params", {}), {name: tree for name, tree in variables.items() if name != "params"}
 
 
 def _group(trees: Sequence[PyTree], start: int, length: int) -> PyTree:
@@ -305,17 +239,3 @@ def _stack_size(variables: Variables) -> int:
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
         raise PipelineError(f"stacked variables must all have a leading axis of blocks, of one length; these have {shapes}")
     return int(next(iter(shapes.values()))[0])
-
-
-def _kind(module: nn.Module, variables: Variables) -> dict[str, str]:
-    """What must be equal for two blocks to run the same code: class, settings, and the variables' shapes, by name."""
-    settings = {f.name: repr(getattr(module, f.name, None)) for f in fields(module) if f.name not in ("parent", "name")}
-    leaves = jax.tree_util.tree_leaves_with_path(variables)
-    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
-    return {"the block": type(module).__name__, **settings, **shapes}
-
-
-def _difference(one: dict[str, str], other: dict[str, str]) -> str:
-    """The first setting or shape in which two blocks differ."""
-    name = next(n for n in [*one, *other] if one.get(n) != other.get(n))
-    return f"{name} is {one.get(name, 'not there')} in one and {other.get(name, 'not there')} in the other"

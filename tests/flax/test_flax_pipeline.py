@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 import jaxpipe as jp
@@ -75,3 +76,40 @@ def test_dropout_does_not_depend_on_the_schedule() -> None:
     one, other = losses.values()
     assert worst_error(one, other) <= FLOAT64
     assert one[0] != one[1]
+
+
+def test_a_layout_of_letters_has_uneven_stages_and_blocks_of_two_kinds() -> None:
+    net = Net(scales=(1.0, 0.5))
+    model = taken_apart(net, None, layout="Etdtd|tdL")
+    pipe, batch = pipeline(model, "1f1b"), rows(M * ROWS)
+    loss, grads = pipe.value_and_grad(pipe.place(model.params), batch)
+    wanted, wanted_grads = nnx.jit(nnx.value_and_grad(lambda net: net.loss(batch)))(net)
+    assert abs(loss - wanted) <= FLOAT64 * wanted
+    other = Net(seed=1, scales=(1.0, 0.5))
+    taken_apart(other, None, layout="Etdtd|tdL").to_nnx(pipe.canonical(grads))  # written where parameters are: leaf by leaf
+    assert worst_error(nnx.state(other, nnx.Param), wanted_grads) <= FLOAT64
+
+
+def test_faults_of_a_layout_of_letters() -> None:
+    net = Net(scales=(1.0, 0.5))
+    with pytest.raises(PipelineError, match=r"blocks of letter 't' are unlike: scale is 1.0 in one and 0.5 in the other"):
+        taken_apart(net, None, layout="Ettt|tttL")
+    with pytest.raises(PipelineError, match="the layout has 4 layers between E and L, but there are 6 blocks"):
+        taken_apart(net, None, layout="Etd|tdL")
+    with pytest.raises(PipelineError, match=r"either num_stages=, for stages of equal size, or layout="):
+        taken_apart(net, 2, layout="Etdt|dtdL")
+    with pytest.raises(PipelineError, match="variables that are no parameters"):
+        taken_apart(Net(norm=True), None, layout="Ett|ttttL")
+
+
+def test_a_layout_of_letters_of_linen_blocks() -> None:
+    net = LinenNet()
+    variables = initialised(net)
+    even, uneven = linen_apart(net, variables, 2), linen_apart(net, variables, None, layout="Etttt|ttL")
+    batch = rows(M * ROWS)
+    losses = [(pipe := pipeline(model, "1f1b")).evaluate(pipe.place(model.params), batch) for model in (even, uneven)]
+    assert abs(losses[0] - losses[1]) <= FLOAT64 * losses[0]
+    back = uneven.to_linen(uneven.params)
+    for i, found in enumerate(back):
+        wanted = variables["params"][f"block_{i}"]
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))

@@ -29,7 +29,7 @@ def initialised(net: LinenNet) -> Any:
     return jax.jit(net.init)(jax.random.key(0), rows())
 
 
-def taken_apart(net: LinenNet, variables: Any, num_stages: int, **options: Any) -> Any:
+def taken_apart(net: LinenNet, variables: Any, num_stages: int | None, **options: Any) -> Any:
     ends = {
         "first": End(EMBED, lambda embed, microbatch: embed(microbatch["tokens"]), submodule(variables, "embed")),
         "last": End(HEAD, lambda head, x, microbatch: cross_entropy(head(x), microbatch), submodule(variables, "head")),

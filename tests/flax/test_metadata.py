@@ -59,3 +59,17 @@ def test_metadata_becomes_specs(model: Any) -> None:
     unknown = jp.Pipeline(**model().functions, schedule=schedule, mesh=mesh, replicated_axes=("tensor",))
     with pytest.raises(jp.PipelineError, match="names an axis 'mlp' that the mesh does not have"):
         unknown.place(made.params)
+
+
+def test_a_filter_of_nnx_says_what_is_frozen() -> None:
+    """LoRA: the weights are frozen, in any dtype, and the updates of low rank trained."""
+    blocks = [nnx.LoRALinear(WIDTH, WIDTH, lora_rank=2, rngs=nnx.Rngs(i)) for i in range(4)]
+    end = End(None, lambda _, x, microbatch: jnp.mean(x**2))
+    model = from_nnx(blocks, num_stages=2, last=end, frozen=lambda path, variable: not isinstance(variable, nnx.LoRAParam))
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    pipe = jp.Pipeline(**model.functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=2), mesh=mesh)
+    params = pipe.place(model.params)
+    _, grads = jax.eval_shape(pipe.value_and_grad, params, {"x": jnp.ones((4, WIDTH))})
+    names = {jax.tree_util.keystr(path[2:], simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(grads["stages"])}
+    assert {name.split("/")[-1] for name in names} == {"lora_a", "lora_b"}
+    assert grads["stages"][0]["kernel"] is None

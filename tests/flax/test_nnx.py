@@ -22,7 +22,7 @@ def head_loss(modules: Any, x: jax.Array, microbatch: Any) -> jax.Array:
     return cross_entropy(modules["head"](modules["out"](x)), microbatch)
 
 
-def taken_apart(net: Net, num_stages: int, **options: Any) -> Any:
+def taken_apart(net: Net, num_stages: int | None, **options: Any) -> Any:
     ends = {
         "first": End(net.embed, lambda embed, microbatch: embed(microbatch["tokens"])),
         "last": End({"out": net.out, "head": net.head}, head_loss),

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.distributed import Watchdog, crossings, global_batch, local_rows, make_mesh
+from jaxpipe.distributed import Watchdog, check_same, crossings, fingerprint, global_batch, local_rows, make_mesh
+from jaxpipe.fingerprint import differences
 
 
 def pipeline(pipe: int, data: int) -> jp.Pipeline:
@@ -129,3 +130,21 @@ def test_a_failing_step_of_a_job_ends_the_process_without_waiting_for_the_others
     assert "RuntimeError: connection reset by peer" in done.stderr
     assert re.search(r"jaxpipe: process 3 of 4 on \S+: step 7 failed, see the error above", done.stderr)
     assert "waited" not in done.stdout
+
+
+def test_a_fingerprint_differs_where_what_is_computed_does():
+    shapes = {"stages": jax.ShapeDtypeStruct((2, 3), jnp.float32), "last": {}}
+    one, wide = pipeline(2, 1), {**shapes, "stages": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
+    other = jp.Pipeline(lambda p, x: x, schedule=jp.schedules.build("gpipe", devices=2, microbatches=2), mesh=one.mesh)
+    base = fingerprint(one, shapes, rate=0.1)
+    check_same(one, shapes, rate=0.1)  # a job of one process agrees with itself
+    for found, names in (
+        (fingerprint(pipeline(2, 1), shapes, rate=0.1), set()),
+        (fingerprint(one, wide, rate=0.1), {"parameters"}),
+        (fingerprint(one, shapes, rate=0.2), {"rate"}),
+        (fingerprint(other, shapes, rate=0.1), {"schedule", "pipeline"}),
+    ):
+        assert {fault.split(":")[0] for fault in differences([base, base, found])} == names
+    (fault,) = differences([base, fingerprint(one, wide, rate=0.1)])
+    assert "process 0 has 1 arrays of 6 numbers, stages float32[2, 3]" in fault
+    assert "process 1 has 1 arrays of 8 numbers, stages float32[2, 4]" in fault

@@ -44,6 +44,21 @@ def test_two_processes_train_the_losses_of_one(tmp_path):
     assert fed == {0: list(range(8)), 1: list(range(8))}  # both are stages of one replica
 
 
+@pytest.mark.slow
+def test_processes_that_were_started_unlike_are_refused_by_name(tmp_path):
+    """Other numbers of layers would train on without a word, other schedules would wait for each other."""
+    commands = train_commands(2, 1, f"{TINY} --pipe 2 --steps 3 --save-every 0")
+    commands[1] += ["--layers", "4", "--schedule", "gpipe"]
+    with start(commands, tmp_path) as job:
+        assert job.wait(120) == [1, 1], job.everything()
+        for process in (0, 1):
+            log = job.log(process)
+            assert "the processes of this job were not started alike" in log
+            assert "schedule: process 0 has 1f1b" in log
+            assert "parameters: process 0 has" in log
+            assert "step 1 loss" not in log
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("pipe", "data", "schedule"), [(2, 2, "1f1b"), (4, 1, "zb_h1"), (1, 4, "1f1b")])
 def test_four_processes_train_the_losses_of_one(tmp_path, pipe, data, schedule):
