@@ -25,7 +25,7 @@ from .model.param_layout import OUTER, check_canonical, with_outer
 from .model.partition import Partition, axes_of, frozen_filter, is_plan
 from .model.placed import Chunks, home_faults
 from .model.read import read_model
-from .model.spread import Cuts, cut_off
+from .model.spread import Cuts, cut_off, cut_shardings
 from .model.vocabulary import VocabHead
 from .same_code import SameCode, jit_same, key_of
 from .spmd.compiler_options import options_for
@@ -440,7 +440,7 @@ class Pipeline:
     def _canonical_shardings(self, like: dict[str, PyTree], placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Stages over the pipe axis where they divide; over other axes everything as it was, where stages are alike."""
         to = self.partition.shardings(self.mesh, placed)
-        found: dict[str, PyTree] = {key: to[key] for key in like if key != "stages"}
+        found: dict[str, PyTree] = {key: cut_shardings(to[key]) for key in like if key != "stages"}
 
         def over_pipe(leaf: Any, *was: Any) -> NamedSharding:
             divides = bool(leaf.shape) and leaf.shape[0] % self.schedule.num_devices == 0

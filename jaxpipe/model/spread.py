@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 
@@ -91,6 +92,18 @@ def cut_off(tree: PyTree) -> PyTree:
         if not is_padded(leaf):
             return leaf
         return jax.lax.slice_in_dim(leaf.array, 0, leaf.size, axis=leaf.dim)
+
+    return jax.tree.map(own, tree, is_leaf=is_padded)
+
+
+def cut_shardings(tree: PyTree) -> PyTree:
+    """Shardings for `cut_off` of what has these: a dim that does not divide is whole on every device."""
+
+    def own(leaf: Any) -> Any:
+        if not is_padded(leaf):
+            return leaf
+        spec = [None if d == leaf.dim else entry for d, entry in enumerate(leaf.array.spec)]
+        return NamedSharding(leaf.array.mesh, PartitionSpec(*spec))
 
     return jax.tree.map(own, tree, is_leaf=is_padded)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,10 @@ from jax.sharding import PartitionSpec
 import jaxpipe as jp
 from jaxpipe import Loss, PipelineError
 from jaxpipe.eager import EagerExecutor
+from jaxpipe.lowering.plan import plan_of
+from jaxpipe.portable import PortableState
+from jaxpipe.program.faults import Rule
+from jaxpipe.program.verify import faults
 from tests.parity.engines import mesh_of
 from tests.tiers import slow
 
@@ -160,6 +165,28 @@ def test_what_is_placed_comes_back_and_shapes_are_placed_too():
     assert pipe.outputs(placed, rows(8, 10)).shape == (8, TOKENS, WIDTH)
 
 
+def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
+    def pipe_on(devices):
+        schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices)
+        return jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=jp.VocabHead())
+
+    whole = canonical(4, 10)
+    states = {}
+    for devices in (4, 2):
+        params = pipe_on(devices).place(whole)
+        states[devices] = {"params": params, "moments": jax.tree.map(lambda a: 2 * a, params)}
+    stored = PortableState(pipe_on(4)).of(states[4])
+    assert stored["params"]["last"]["w"].shape == stored["moments"]["last"]["w"].shape == (10, WIDTH)
+    back = PortableState(pipe_on(2)).placed(stored, states[2])
+    assert jax.tree.structure(back) == jax.tree.structure(states[2])
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True))
+    again = PortableState(pipe_on(4)).placed(PortableState(pipe_on(2)).of(states[2]), states[4])
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(states[4]), strict=True))
+    pipe, params = pipe_on(4), states[4]["params"]
+    spread = pipe.canonical(params, spread=True)
+    assert np.array_equal(spread["last"]["w"], whole["last"]["w"])
+
+
 def test_a_function_of_ones_own_and_any_collective():
     """A matrix cut along its columns, a scale that every device holds whole, a sum over devices and one of a gathered array."""
 
@@ -224,3 +251,48 @@ def test_a_target_that_is_no_word_gives_no_number():
     assert np.isfinite(pipe.evaluate(params, batch))
     batch["targets"][1, 0] = 4
     assert np.isnan(pipe.evaluate(params, batch))
+
+
+def changed(program, **fields):
+    """The program with other entries of its shares."""
+    (share,) = program.ticks.shares
+    new = {name: change(getattr(share, name).copy()) for name, change in fields.items()}
+    return replace(program, ticks=replace(program.ticks, shares=(replace(share, **new),)))
+
+
+def put(tick, device, value):
+    def change(table):
+        table[tick, device] = value
+        return table
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        (lambda t: {"kind": put(t, 1, -1)}, Rule.TOGETHER),
+        (lambda t: {"microbatch": put(t, 0, 1)}, Rule.TOGETHER),
+        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, Rule.TOGETHER),
+        (lambda t: {"is_source": put(t, 0, 1)}, Rule.ACTION),
+        (lambda t: {"kind": put(t, slice(None), -1)}, Rule.ACTION),
+        (lambda t: {"y": put(t, 1, 1)}, Rule.SLOT),
+        (lambda t: {"out": put(t, 1, 1)}, Rule.SLOT),
+    ],
+)
+def test_a_wrong_share_is_found(fields, rule):
+    """Rules of programs, each broken alone."""
+    program = plan_of(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))).program()
+    assert faults(program) == ()
+    tick = int(np.argmax(program.ticks.shares[0].kind[:, 0] >= 0))
+    assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}
+
+
+def test_code_for_shares_is_where_they_are():
+    program = plan_of(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))).program()
+    bare = [replace(s, templates=tuple(_without_shares(template) for template in s.templates)) for s in program.segments]
+    assert Rule.CODE in {fault.rule for fault in faults(replace(program, segments=tuple(bare)))}
+
+
+def _without_shares(template):
+    return replace(template, blocks=tuple(use for use in template.blocks if not use.block.is_share))
