@@ -2,6 +2,7 @@
 
 python examples/train_gpt.py                                    four virtual CPU devices, 1F1B
 python examples/train_gpt.py --schedule gpipe --data 2          another table; two data-parallel replicas
+python examples/train_gpt.py --spread-head                      the vocabulary cut over the four devices
 python examples/train_gpt.py --resume out/train_gpt/run-1       go on from the newest checkpoint, bit for bit
 python examples/train_gpt.py --verify                           20 steps three ways, and how far they lie apart
 """
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=int, default=64, help="tokens a row (64)")
     p.add_argument("--vocab", type=int, default=1024, help="tokens in the vocabulary, at least 128 (1024)")
     p.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="the head is the token embedding")
+    p.add_argument("--spread-head", action="store_true", help="the head on all devices at once, 1/P of the vocabulary each")
     p.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), help="type of the compute (float32; float64 with --verify)")
     p.add_argument("--batch", type=int, default=16, help="rows a step, over all replicas (16)")
     p.add_argument("--steps", type=int, help="steps in all (1500; 20 with --verify)")
@@ -104,8 +106,11 @@ def build(args: argparse.Namespace) -> tuple[GPT, jp.Pipeline]:
         tied=args.tied,
         dtype=jnp.dtype(args.dtype),
     )
+    if args.spread_head and args.tied:
+        raise SystemExit("--spread-head needs a head of its own: the embedding that --tied shares with it is not spread; leave --tied out")
     mesh = devices.mesh(devices.find(args.pipe * args.data), pipe=args.pipe, data=args.data)
-    pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, axis="pipe", first=model.first, last=model.last, data_axes=("data",))
+    last = jp.spread(model.spread_last, dims={"ln": None, "head": {"kernel": 1}}) if args.spread_head else model.last
+    pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, axis="pipe", first=model.first, last=last, data_axes=("data",))
     return model, pipe
 
 

@@ -32,6 +32,8 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .debug import Nonfinite, find_nonfinite
     from .model.functions import Context, Loss
+    from .model.spread import spread
+    from .model.vocabulary import VocabHead
     from .optimizers import per_layer
     from .pipeline import Pipeline
 
@@ -66,6 +68,7 @@ __all__ = [
     "Timeline",
     "Transfers",
     "Violation",
+    "VocabHead",
     "add_recompute",
     "add_transfers",
     "balanced_layout",
@@ -90,12 +93,15 @@ __all__ = [
     "simulate_steps",
     "split_backward",
     "split_layers",
+    "spread",
     "spread_last",
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
 _NEEDS_JAX = {
     "Context": ".model.functions",
+    "VocabHead": ".model.vocabulary",
+    "spread": ".model.spread",
     "Loss": ".model.functions",
     "Nonfinite": ".debug",
     "Pipeline": ".pipeline",

@@ -81,6 +81,11 @@ def find_nonfinite(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, 
         raise PipelineError(
             "find_nonfinite runs stages apart from each other, and so none that takes `state`; give that stage a constant one"
         )
+    if pipe.functions.spreads_last:
+        raise PipelineError(
+            "find_nonfinite runs functions apart from each other, and so none that is spread over the devices; build a pipeline whose "
+            "`last` runs on one device"
+        )
     jax.eval_shape(pipe._step, params, batch, rng, ())  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
     for microbatch in range(pipe.schedule.num_microbatches):

@@ -44,6 +44,7 @@ class EagerExecutor:
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job."""
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
+        job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})
         program = verify(job.plan.program(Liveness()))
         shards = [_Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard) for shard in range(job.data_size)]
         for shard in shards:
@@ -129,7 +130,12 @@ class _Shard:
         extra = self._extra(len(self.stages) - 1, microbatch, _OUTER_WANTS)
 
         def call(own: PyTree, shared: PyTree, y: PyTree) -> tuple[Any, Any]:
-            return self.functions.run_last((own, shared), y, extra)
+            if not self.functions.spreads_last:
+                return self.functions.run_last((own, shared), y, extra)
+            # All devices at once: a mapped axis in place of the mesh's, and the mean of their equal losses.
+            shares = self.job.cuts.shares("last", own), self.job.cuts.shares("shared", shared)
+            losses, aux = jax.vmap(lambda *share: self.functions.run_last(share, y, extra), axis_name=self.job.axis)(*shares)
+            return jnp.mean(losses), jax.tree.map(lambda leaf: leaf[0], aux)
 
         loss, vjp, self.aux[microbatch] = jax.vjp(call, self.outer["last"], self.outer["shared"], y, has_aux=True)
         self.losses[microbatch] += loss

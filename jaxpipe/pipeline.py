@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree, array_faults
 from .differentiable import differentiable_loss, without_gradient
-from .errors import PipelineError
+from .errors import PipelineError, ScheduleError
 from .layouts.layout import Layout
 from .lowering.plan import Prefer, forward_plan, plan_of
 from .model.functions import Function, Functions, Loss
@@ -25,6 +25,8 @@ from .model.param_layout import OUTER, check_canonical, with_outer
 from .model.partition import Partition, axes_of, frozen_filter, is_plan
 from .model.placed import Chunks, home_faults
 from .model.read import read_model
+from .model.spread import Cuts, cut_off, cut_shardings
+from .model.vocabulary import VocabHead
 from .same_code import SameCode, jit_same, key_of
 from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor
@@ -32,6 +34,7 @@ from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.schedule import Schedule
+from .transforms.spread_last import remove_spread, spread_last
 
 _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
@@ -57,7 +60,9 @@ class Pipeline:
         mesh: a `jax.sharding.Mesh` with axes of any types; axes that are neither `axis` nor in `data_axes` are left to the partitioner.
             `pipe.mesh` has the same devices with automatic axes, and what the pipeline returns lies there.
         axis: the name of the pipe axis.
-        first, last: what comes before the first stage and after the last one; they run on those devices only.
+        first, last: what comes before the first stage and after the last one; they run on those devices only.  `last` under
+            `jaxpipe.spread`, or a `jaxpipe.VocabHead`, runs on all devices at once, each with its share of the parameters, as actions L
+            of the table: `spread_last` puts them in where the schedule has none.
         data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
         loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
         has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches.
@@ -124,7 +129,7 @@ class Pipeline:
         settings = {name: value for name, value in locals().items() if name != "self"}
         _check_kinds(schedule, mesh)
         self._key = key_of(settings)
-        self.schedule = check(schedule)
+        check(schedule)
         self.mesh = automatic(mesh)
         self.axis = axis
         self.data_axes = _as_tuple(data_axes)
@@ -132,6 +137,8 @@ class Pipeline:
         self.prefer = _prefer(prefer)
         _check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*_as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
+        self.schedule = _with_shares(schedule, spread=model.last is not None and model.last.spread)
+        self._cuts = Cuts(schedule.num_devices, model.cuts)
         self.partition = Partition(
             axis=axis,
             mesh=dict(mesh.shape),
@@ -141,12 +148,13 @@ class Pipeline:
             specs=specs,
             layered=model.layout.layers is not None,
             frozen=frozen_filter(frozen),
+            cuts=self._cuts,
         )
         self._executor: Executor = SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         self.functions = Functions(
             stages=tuple(_rematerialised(model.stages, remat)),
             first=model.first,
-            last=model.last,
+            last=_ready_made(model.last, _loss(loss)),
             loss=_loss(loss),
             has_metrics=has_metrics,
             stage_loss=stage_loss,
@@ -185,6 +193,9 @@ class Pipeline:
         """
         check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
         full = dict(params)
+        faults = self._cuts.faults(full)
+        if faults:
+            raise PipelineError.listing("these parameters cannot be cut over the devices", faults)
         like = jax.eval_shape(self._arranged, full)
         faults = self.partition.dtype_faults(like)
         if faults:
@@ -405,10 +416,11 @@ class Pipeline:
         return self._call(lambda params, batch, _rng, _state: jitted.lower(params, batch, **given), params, batch, rng, state)
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {**tree, "stages": self.layout.place_stages(tree["stages"])}
+        outer = self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
+        return {**outer, "stages": self.layout.place_stages(tree["stages"])}
 
     def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {**tree, "stages": self.layout.canonical_stages(tree["stages"])}
+        return {**{key: cut_off(value) for key, value in tree.items()}, "stages": self.layout.canonical_stages(tree["stages"])}
 
     def _placed_tree(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The tree; PipelineError where it is not placed for this pipeline's schedule."""
@@ -430,7 +442,7 @@ class Pipeline:
     def _canonical_shardings(self, like: dict[str, PyTree], placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Stages over the pipe axis where they divide; over other axes everything as it was, where stages are alike."""
         to = self.partition.shardings(self.mesh, placed)
-        found: dict[str, PyTree] = {key: to[key] for key in like if key != "stages"}
+        found: dict[str, PyTree] = {key: cut_shardings(to[key]) for key in like if key != "stages"}
 
         def over_pipe(leaf: Any, *was: Any) -> NamedSharding:
             divides = bool(leaf.shape) and leaf.shape[0] % self.schedule.num_devices == 0
@@ -490,8 +502,9 @@ class Pipeline:
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
         given, params = params, with_outer(params)
+        table = remove_spread(self.schedule) if outputs else self.schedule
         job = Job(
-            plan=self._plan if training else forward_plan(self.schedule, self._microbatches_of(batch)),
+            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch)),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
@@ -501,6 +514,7 @@ class Pipeline:
             plans=self.partition.plans(params),
             training=training,
             outputs=outputs,
+            cuts=self._cuts,
             observe=observe,
         )
         lie = self._result_shardings(job, params)
@@ -602,6 +616,29 @@ def _rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool]
     policy = None if isinstance(remat, str) else remat
     changed = {function: function.under(lambda call: jax.checkpoint(call, policy=policy)) for function in stages}
     return [changed[function] for function in stages]
+
+
+def _with_shares(schedule: Schedule, *, spread: bool) -> Schedule:
+    """The schedule with L exactly where `last` is spread; PipelineError where it cannot be."""
+    there = bool(schedule.encoded.together.any())
+    if there and not spread:
+        raise PipelineError(
+            f"schedule {schedule.name!r} has L, a share of `last` on every device, but `last` is not spread; give "
+            "last=jaxpipe.spread(...), or take L out with jaxpipe.remove_spread"
+        )
+    if there or not spread:
+        return schedule
+    try:
+        return spread_last(schedule)
+    except ScheduleError as error:
+        raise PipelineError(f"`last` cannot be spread with schedule {schedule.name!r}: {error}") from error
+
+
+def _ready_made(last: Function | None, loss: Loss) -> Function | None:
+    """A ready-made head returns what the loss contract asks for."""
+    if last is None or not isinstance(last.call, VocabHead):
+        return last
+    return replace(last, call=last.call.returning(loss))
 
 
 def _loss(value: Any) -> Loss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,6 +16,7 @@ from .errors import CheckpointError
 from .model.mesh import explicit_context, jit_on_mesh, trimmed
 from .model.param_layout import OUTER
 from .model.placed import Chunks, home_faults
+from .model.spread import is_padded
 from .pipeline import Pipeline
 
 Path: TypeAlias = Any
@@ -73,6 +74,7 @@ class PortableState:
                 return _host(node)
             found = {key: node[key] for key in node if key != "stages" and jax.tree.leaves(node[key])}
             found = jax.tree_util.tree_map_with_path(lambda p, leaf: self._spread(leaf, rules[(*path, *p)]), found)
+            found = jax.tree.map(self._without_padding, found, is_leaf=is_padded)
             return {**found, "stages": self._merged(path, node["stages"], rules, _whole(state, path))}
 
         return dict(jax.tree_util.tree_map_with_path(outside, dict(state), is_leaf=is_params))
@@ -85,7 +87,10 @@ class PortableState:
         def inside(path: Path, node: PyTree, found: PyTree) -> PyTree:
             if not is_params(node):
                 return self._back(found, node)
-            whole = {key: found.get(key, node[key]) for key in node}
+            whole = {
+                key: jax.tree.map(_padded, node[key], found[key], is_leaf=is_padded) if key in found and key != "stages" else node[key]
+                for key in node
+            }
             if not jax.tree.leaves(node["stages"]):
                 return {**whole, "stages": node["stages"]}
             return {**whole, "stages": self._divided(path, found["stages"], node["stages"], rules, _whole(like, path))}
@@ -322,6 +327,19 @@ class PortableState:
         to = NamedSharding(self.pipe.mesh, trimmed(*(None,) * rule.lead, *rule.spec) if rule.follows else PartitionSpec())
         return _with_sharding(leaf, to) if abstract else jax.device_put(leaf, to)
 
+    def _without_padding(self, leaf: Any) -> Any:
+        """A leaf of its parameter's own size, for those that are padded to be cut over the devices: it is on every device."""
+        if not is_padded(leaf):
+            return leaf
+        array, dim, size = leaf.array, leaf.dim, leaf.size
+        if len(array.shape) <= dim or self.pipe is None:
+            return array
+        shape = (*array.shape[:dim], min(size, array.shape[dim]), *array.shape[dim + 1 :])
+        to = NamedSharding(self.pipe.mesh, PartitionSpec())
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=to)
+        return jax.jit(lambda a: jax.lax.slice(a, (0,) * a.ndim, shape), out_shardings=to)(array)
+
     def _back(self, value: Any, like: Any) -> Any:
         """A leaf that belongs to no parameter: a number as it was, an array on the whole mesh."""
         if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
@@ -331,6 +349,17 @@ class PortableState:
             jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)  # a ShapeDtypeStruct does not tell it by itself
             value = jax.random.wrap_key_data(value, impl=impl[0])
         return jax.device_put(value, _unplaced(like, like) if self.pipe is None else NamedSharding(self.pipe.mesh, PartitionSpec()))
+
+
+def _padded(like: Any, value: Any) -> Any:
+    """The inverse, for leaves laid out like `like`."""
+    if not is_padded(like):
+        return value
+    shape, sharding = like.array.shape, like.array.sharding
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return replace(like, array=jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding))
+    widths = [(0, new - old) for new, old in zip(shape, value.shape, strict=True)]
+    return replace(like, array=jax.device_put(jnp.pad(value, widths), sharding))
 
 
 def _whole(state: Mapping[str, PyTree], path: Path) -> PyTree:

@@ -50,17 +50,22 @@ class Engine:
             Kind.I: self._input_gradient,
             Kind.W: self._weight_gradient,
             Kind.R: self._recompute,
+            Kind.L: self._last,
         }
+        self.at = [0] * table.num_devices  # how far each device is in its row
+        self.ends: dict[int, Value] = {}  # by microbatch, the last stage's output that waits for an L
 
     def run(self) -> Result:
         """Take turns until every row is done."""
-        at = [0] * self.table.num_devices
+        at = self.at
         while any(position < len(row) for position, row in zip(at, self.table.rows, strict=True)):
             before = list(at)
             for device, row in enumerate(self.table.rows):
                 if at[device] < len(row) and not self._waits_for(device, row[at[device]]):
-                    self._run_cell(device, row[at[device]])
-                    at[device] += 1
+                    together = row[at[device]] and row[at[device]][0].kind is Kind.L
+                    for one in range(self.table.num_devices) if together else (device,):
+                        self._run_cell(one, self.table.rows[one][at[one]])
+                        at[one] += 1
             if at == before:
                 raise TableError(why_stuck(self.table, at, self._waits_for))
         return self._result()
@@ -82,6 +87,9 @@ class Engine:
     def _lacks(self, device: int, action: Action) -> list[Action]:
         stage, kind, m = action
         kept = self.kept[device].get((stage, m))
+        if kind is Kind.L:
+            absent = [Action(d, Kind.L, m) for d in range(self.table.num_devices) if (Action(d, Kind.L, m),) != self._here(d)]
+            return absent if m in self.ends else [Action(self.last_stage, Kind.F, m), *absent]
         if kind is Kind.F:
             missing = stage > 0 and (stage, m) not in self.activations
             return [Action(stage - 1, Kind.F, m)] if missing else []
@@ -93,7 +101,14 @@ class Engine:
         if stage < self.last_stage and (stage, m) not in self.cotangents:
             whole = Action(stage + 1, Kind.B, m)
             lacks.append(whole if whole in self.table.places else Action(stage + 1, Kind.I, m))
+        if stage == self.last_stage and self.table.spreads_last and (stage, m) not in self.cotangents:
+            lacks.append(Action(device, Kind.L, m))
         return lacks
+
+    def _here(self, device: int) -> Cell:
+        """The cell that a device is at."""
+        row = self.table.rows[device]
+        return row[self.at[device]] if self.at[device] < len(row) else ()
 
     # What an action does.
 
@@ -139,24 +154,52 @@ class Engine:
         roots = tree.leaves(y)
         seeds: list[Tensor | None] = [None] * len(roots)
         loss = count = None
-        if stage == self.last_stage:
-            loss = self.model.last(uses, y, batch, ctx)
-            if isinstance(loss, SumCount):
-                loss, count = loss.loss_sum, loss.count
-            if loss.ndim != 0:
-                raise TorchRefError(f"`last` must return a scalar loss; it returned {tuple(loss.shape)}: take its mean, for instance")
+        if stage == self.last_stage and not self.table.spreads_last:
+            loss, count = self._loss(uses, y, m)
             roots, seeds = [loss], [self._seed(m, loss)]
         if aux is not None:
             roots, seeds = [*roots, aux], [*seeds, self._seed(m, aux)]
         return Ran(Saved(inputs, uses, roots, seeds, embedded, embedding_uses), y, aux, loss, count)
+
+    def _loss(self, uses: Uses, y: Value, m: int) -> tuple[Tensor, Tensor | None]:
+        """`last` of a microbatch: its loss, and its count where it is a sum."""
+        loss = self.model.last(uses, y, self.microbatches.parts[m], Context(self.last_stage, m, self.step))
+        count = None
+        if isinstance(loss, SumCount):
+            loss, count = loss.loss_sum, loss.count
+        if loss.ndim != 0:
+            raise TorchRefError(f"`last` must return a scalar loss; it returned {tuple(loss.shape)}: take its mean, for instance")
+        return loss, count
+
+    def _last(self, device: int, action: Action) -> None:
+        """`last` and its gradient, once for all shares: this reference cuts no parameter, so it shares no fault of one that does."""
+        m = action.microbatch
+        if device > 0:
+            return
+        y = self.ends.pop(m)
+        uses = Uses(self.weights.of_stage(self.last_stage), grad=torch.is_grad_enabled())
+        leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in tree.leaves(y)]
+        loss, count = self._loss(uses, tree.rebuild(y, leaves), m)
+        self.losses[m], self.counts[m] = loss.detach(), None if count is None else count.detach()
+        if not self.table.forward_only:
+            dy, named = full_backward([loss], [self._seed(m, loss)], leaves, uses)
+            self.gradients.add(self.last_stage, named)
+            self.cotangents[self.last_stage, m] = dy
 
     def _hand_on(self, stage: int, m: int, ran: Ran) -> None:
         """Give a stage's output to the next stage, or note the outputs and the loss of the last one."""
         if ran.aux is not None:
             self.aux[m].append(ran.aux.detach())
         leaves = tree.leaves(ran.y)
-        if ran.loss is not None:
+        if stage == self.last_stage:
             self.outputs[m] = tree.rebuild(ran.y, [to_numpy(leaf) for leaf in leaves])
+            if ran.loss is None:
+                # An F without a graph cannot tell which of its outputs have a gradient: see below.
+                blind = self._is_recomputed(stage, m)
+                wanted = [leaf.is_floating_point() if blind else leaf.requires_grad for leaf in leaves]
+                given = zip(leaves, wanted, strict=True)
+                self.ends[m] = tree.rebuild(ran.y, [leaf.detach().requires_grad_(want) for leaf, want in given])
+                return
             self.losses[m] = ran.loss.detach()
             self.counts[m] = None if ran.count is None else ran.count.detach()
             return
@@ -180,7 +223,7 @@ class Engine:
         saved = self.kept[device].pop((stage, m))
         assert isinstance(saved, Saved), f"{action} ran before its forward"
         seeds = list(saved.seeds)
-        if stage < self.last_stage:
+        if stage < self.last_stage or self.table.spreads_last:
             arrived = self.cotangents.pop((stage, m))
             seeds[: len(arrived)] = arrived
         return saved, seeds
@@ -217,7 +260,7 @@ class Engine:
     # What comes out.
 
     def _result(self) -> Result:
-        left = [key for kept in self.kept for key in kept] + [*self.activations, *self.cotangents]
+        left = [key for kept in self.kept for key in kept] + [*self.activations, *self.cotangents, *self.ends]
         assert not left, f"something was never used: {left}"
         losses = np.array([self._total(m) for m in range(len(self.losses))])
         counts = np.array([float(c) for c in self.counts if c is not None]) if self._sums() else None

@@ -1,7 +1,8 @@
 """Reads a schedule table: a line a device, a cell an action, an empty cell where the device idles.
 
-Nothing is passed over: a cell that is not F, B, I, W, R or an overlapped pair is an error, and so is a table that does not
-hold every forward (and, if it has any backward, every backward) exactly once, on one device.
+Nothing is passed over: a cell that is not F, B, I, W, R, L or an overlapped pair is an error, and so is a table that does not
+hold every forward (and, if it has any backward, every backward) exactly once, on one device.  An L is a device's share of `last`:
+its first number is the device's, and a table that has any has one for every device and microbatch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from .errors import TableError
 
 
 class Kind(enum.Enum):
-    """What an action does: forward, full backward, input gradient, weight gradient, recomputation of the forward."""
+    """What an action does: forward, full backward, input gradient, weight gradient, recomputation of the forward, a share of `last`."""
 
     F = "F"
     B = "B"
     I = "I"  # noqa: E741
     W = "W"
     R = "R"
+    L = "L"
 
 
 class Action(NamedTuple):
@@ -53,7 +55,7 @@ class Place(NamedTuple):
         return f"device {self.device}, position {self.position}"
 
 
-_ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWRL])(\d+)")
 _TRANSFER = re.compile(r"\d+(SEND|RECV)_[FB]\d+")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
@@ -72,7 +74,7 @@ class Table:
     @property
     def num_stages(self) -> int:
         """One more than the highest stage."""
-        return 1 + max(action.stage for _, action in self.actions())
+        return 1 + max((action.stage for _, action in self.actions() if action.kind is not Kind.L), default=-1)
 
     @property
     def num_microbatches(self) -> int:
@@ -82,7 +84,12 @@ class Table:
     @property
     def forward_only(self) -> bool:
         """Whether there is no backward of any kind."""
-        return all(action.kind is Kind.F for _, action in self.actions())
+        return all(action.kind in (Kind.F, Kind.L) for _, action in self.actions())
+
+    @cached_property
+    def spreads_last(self) -> bool:
+        """Whether `last` is spread over the devices, as L."""
+        return any(action.kind is Kind.L for _, action in self.actions())
 
     def actions(self) -> Iterator[tuple[Place, Action]]:
         """Every action with its place, the halves of a pair one after the other."""
@@ -138,7 +145,7 @@ def _read_action(text: str) -> Action:
         return Action(int(match[1]), Kind(match[2]), int(match[3]))
     if _TRANSFER.fullmatch(text):
         raise TableError(f"{text!r} is a transfer; give the compute-only table, transfers follow from it")
-    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W or R][microbatch], e.g. 2F0")
+    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W, R or L][microbatch], e.g. 2F0")
 
 
 def _faults(table: Table) -> Iterator[str]:
@@ -149,15 +156,28 @@ def _faults(table: Table) -> Iterator[str]:
     for action, found in places.items():
         if len(found) > 1:
             yield f"{action} stands {len(found)} times: " + "; ".join(str(place) for place in found)
+    if table.spreads_last:
+        yield from _share_faults(table, places)
     forward_only = table.forward_only
     for stage in range(table.num_stages):
         for microbatch in range(table.num_microbatches):
             yield from _faults_of(places, stage, microbatch, forward_only=forward_only)
 
 
+def _share_faults(table: Table, places: dict[Action, list[Place]]) -> Iterator[str]:
+    """What is wrong with the set of L."""
+    for microbatch in range(table.num_microbatches):
+        for device in range(table.num_devices):
+            if Action(device, Kind.L, microbatch) not in places:
+                yield f"{Action(device, Kind.L, microbatch)} is missing: every device has its share of `last`"
+    for action, found in places.items():
+        if action.kind is Kind.L and any(place.device != action.stage for place in found):
+            yield f"{action} is on device {found[0].device}, but it is the share of device {action.stage}"
+
+
 def _faults_of(places: dict[Action, list[Place]], stage: int, microbatch: int, *, forward_only: bool) -> Iterator[str]:
     """What is wrong with one stage's actions of one microbatch."""
-    own = {kind: Action(stage, kind, microbatch) for kind in Kind}
+    own = {kind: Action(stage, kind, microbatch) for kind in Kind if kind is not Kind.L}
     here = {kind for kind, action in own.items() if action in places}
     if Kind.F not in here:
         yield f"{own[Kind.F]} is missing"
@@ -172,5 +192,5 @@ def _faults_of(places: dict[Action, list[Place]], stage: int, microbatch: int, *
         yield f"{own[Kind.I]} is missing, though {own[Kind.W]} is there"
     devices = {place.device for kind in here for place in places[own[kind]]}
     if len(devices) > 1:
-        names = ", ".join(f"{own[kind]} on device {places[own[kind]][0].device}" for kind in Kind if kind in here)
+        names = ", ".join(f"{own[kind]} on device {places[own[kind]][0].device}" for kind in own if kind in here)
         yield f"stage {stage}, microbatch {microbatch} is spread over devices, but what F saves stays on its device: {names}"

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
+import jaxpipe as jp
+
 Tree = Any  # a pytree of arrays
 EPS = 1e-5  # of every layer norm
 
@@ -129,6 +131,12 @@ class GPT:
         """Mean cross entropy of a microbatch, in nats a token."""
         logits = self.head(params, x, shared)
         return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["targets"]).mean()
+
+    def spread_last(self, params: Tree, x: jax.Array, microbatch: Tree, *, ctx: jp.Context) -> jax.Array:
+        """The same on all devices of the pipeline at once, each with some columns of the head (`jaxpipe.spread`)."""
+        hidden = norm(self.dtype).apply({"params": params["ln"]}, x)
+        columns = params["head"]["kernel"].astype(self.dtype)
+        return jp.VocabHead()(columns.T, hidden, microbatch, ctx=ctx._replace(sizes=ctx.sizes["head"]["kernel"]))
 
     def head(self, params: Tree, x: jax.Array, shared: Tree) -> jax.Array:
         """Final layer norm and logits, [N, T, V]."""

@@ -21,6 +21,7 @@ class Ticks:
     """`when[i]` is the tick in which action i of `schedule.encoded` runs.
 
     Within a tick a device does at most one forward and one backward; then what the tick produced is transferred.
+    What all devices do together (L) has a tick of its own on every device.
     """
 
     schedule: Schedule
@@ -81,7 +82,8 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kind = table.kind.copy()
     kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
     kinds, turn = np.unique(kind, return_inverse=True)
-    turn = (turn + shift * table.device) % max(1, len(kinds))
+    # All devices have their turn at what they do together in the same tick.
+    turn = np.where(table.together, turn, (turn + shift * table.device) % max(1, len(kinds)))
     return _earliest(schedule, turn.tolist(), max(1, len(kinds)))
 
 
@@ -95,6 +97,14 @@ def _earliest(schedule: Schedule, turn: Sequence[int], period: int) -> Ticks:
     device, last_half = table.device.tolist(), table.last_half.tolist()
     for i in order:
         d = device[i]
+        if i in table.meetings:
+            members = table.meetings[i].members
+            if i == members[0]:
+                tick = max(free)
+                tick += max((turn[j] - tick) % period for j in members)
+                for j, e in zip(members, range(table.num_devices), strict=True):
+                    when[j], free[e] = tick, tick + 1
+            continue
         tick = max(free[d], when[needs[i]] + 1)
         if last_half[i] != i:  # the forward of a pair: its backward, next in the row, may have to wait longer
             free[d] = tick

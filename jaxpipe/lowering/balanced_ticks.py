@@ -10,6 +10,7 @@ import numpy as np
 
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
+from ..table.encoded import Meeting
 from ..table.kinds import RUNS_FORWARD
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks, needs_of, run_order
@@ -40,6 +41,7 @@ class _Table:
     lengths: list[float]
     tails: list[float]  # from the start of the cell, the least time to the end of the table
     fusible: list[bool]  # an F or R alone, with a backward alone after it
+    meetings: dict[int, Meeting]
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> _Table:
@@ -55,8 +57,9 @@ class _Table:
         lengths = action_durations(table, costs.for_stages(table.num_stages))
         alone[table.pairs + 1] = False
         forward = table.of_kinds(RUNS_FORWARD)
-        fusible = np.append((alone & forward)[:-1] & (alone & ~forward)[1:] & (np.diff(table.device) == 0), False)
-        return cls(tuple(cells), needs, lengths, _tails(schedule, lengths), fusible.tolist())
+        backward = ~forward & ~table.together
+        fusible = np.append((alone & forward)[:-1] & (alone & backward)[1:] & (np.diff(table.device) == 0), False)
+        return cls(tuple(cells), needs, lengths, _tails(schedule, lengths), fusible.tolist(), table.meetings)
 
 
 @dataclass
@@ -87,6 +90,10 @@ class _State:
         return (length, length + self.table.lengths[cells[1]])
 
     def _ready(self, cell: int, tick: int) -> bool:
+        if cell in self.table.meetings:
+            return all(
+                row[at : at + 1] == (i,) for row, at, i in zip(self.table.rows, self.at, self.table.meetings[cell].members, strict=True)
+            )
         return all(-1 < self.when[need] < tick for need in self.table.needs[cell])
 
     def _best_length(self, reach: Sequence[Sequence[float]]) -> float:
@@ -110,6 +117,13 @@ def _tails(schedule: Schedule, lengths: Sequence[float]) -> list[float]:
     tails = [0.0] * len(lengths)
     rest = [0.0] * table.num_devices
     for i in reversed(run_order(schedule)):
+        if i in table.meetings:
+            members = table.meetings[i].members
+            if i == members[-1]:  # the first of them in this direction
+                rest = [max(lengths[j] for j in members) + max(rest)] * table.num_devices
+                for j in members:
+                    tails[j] = rest[0]
+            continue
         if last_half[i] == i:
             d = device[i]
             rest[d] = tails[i] = lengths[i] + max([rest[d], *(tails[user] for user in feeds[i])])

@@ -39,9 +39,13 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
     for i, j in pairwise(range(table.num_actions)):
         if table.device[i] != table.device[j]:
             continue
-        paired = when[i] == when[j] and Block(Kind(table.kind[i]), 0).runs_forward and not Block(Kind(table.kind[j]), 0).runs_forward
+        one, other = Block(Kind(table.kind[i]), 0), Block(Kind(table.kind[j]), 0)
+        paired = when[i] == when[j] and one.runs_forward and not other.runs_forward and not other.is_share
         if when[i] > when[j] or (when[i] == when[j] and not paired):
             found.append(f"{table.text(i)} and {table.text(j)} of one row run in ticks {when[i]} and {when[j]}")
+    for meeting in dict.fromkeys(table.meetings.values()):
+        if len({int(when[i]) for i in meeting.members}) > 1:
+            found.append(f"devices do {table.text(meeting.members[0])} and its like in different ticks")
     for i, need in enumerate(needs_of(schedule)):
         if need < len(when) and when[need] >= when[i]:
             found.append(f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in tick {when[need]}")

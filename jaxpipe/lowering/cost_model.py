@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..program.segments import Exchange, Permute, Segment
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
+from ..table.kinds import TOGETHER
 from .assign_ticks import Ticks
 from .limits import Prices
 from .requirements import Requirements
@@ -52,12 +53,13 @@ def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segm
     num_devices = costs.shape[1]
     meetings = [[_meetings(e, num_devices, transfer) for e in p.exchanges] for p in segment.templates]
     rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
+    together = [any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates]
     same = _equal_ahead(np.concatenate([rows, segment.chosen[..., None]], axis=2))
     trip, growth = 0, None
     while trip < segment.repeats:
         before = time
         made = [options[c] for options, c in zip(meetings, segment.chosen[trip].tolist(), strict=True)]
-        time = _one_trip(time, rows[trip], made)
+        time = _one_trip(time, rows[trip], made, together)
         # Trips of equal costs that moved every device by the same time will go on doing so.
         settled = growth is not None and np.array_equal(time - before, growth) and np.ptp(growth) == 0
         growth = time - before
@@ -68,11 +70,13 @@ def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segm
     return time
 
 
-def _one_trip(time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings]) -> NDArray[np.float64]:
-    """Device times after one trip."""
+def _one_trip(
+    time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings], together: Sequence[bool]
+) -> NDArray[np.float64]:
+    """Device times after one trip; `together`: the ticks that no device begins before the others."""
     awaited: dict[int, list[NDArray[np.float64]]] = {}
     for j, meets in enumerate(meetings):
-        time = time + rows[j]
+        time = (time.max() if together[j] else time) + rows[j]
         for delay, met, lasts in meets:
             awaited.setdefault(j + delay, []).append(time[met].max(axis=1) + lasts)
         for done in awaited.pop(j, ()):
@@ -116,6 +120,8 @@ def least_makespan(requirements: Requirements, costs: NDArray[np.float64]) -> fl
     time = [0.0] * requirements.num_devices
     due: dict[int, list[tuple[int, int, float]]] = {}
     for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs.tolist(), strict=True)):
+        if requirements.kinds[code].together:
+            time = [max(time)] * len(time)
         time = [before + took for before, took in zip(time, row, strict=True)]
         slack = requirements.kinds[code].slack
         for (_, source, target), room in slack.items():

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..program.segments import Block, Payload
 from ..table.encoded import BoolArray, Encoded, IntArray
-from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
+from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks
 
@@ -37,6 +37,11 @@ class TickRequirements:
 
     blocks: dict[Block, Count]
     slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
+
+    @property
+    def together(self) -> bool:
+        """Whether the devices do something together."""
+        return any(block.kind in TOGETHER for block in self.blocks)
 
     @property
     def signature(self) -> tuple[frozenset[Block], frozenset[Edge]]:
@@ -70,12 +75,13 @@ def consumers(table: Encoded) -> IntArray:
 
 
 def chunks_of(schedule: Schedule) -> IntArray:
-    """Per action, the chunk that its stage is on its device."""
+    """Per action, the chunk that its stage is on its device; 0 for what is no stage's."""
     table = schedule.encoded
     chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
     for device, stages in enumerate(schedule.placement.stages_of):
         chunk[device, list(stages)] = np.arange(len(stages))
-    return chunk[table.device, table.stage]
+    found: IntArray = np.where(table.together, 0, chunk[table.device, table.stage])
+    return found
 
 
 def recompute_of(table: Encoded, forward: IntArray) -> IntArray:
@@ -102,7 +108,7 @@ def collect(ticks: Ticks) -> Requirements:
     target = np.where(local, -1, target)
     slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
     # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines are equal ticks.
-    chain = ~table.of_kinds(RECOMPUTE)  # R hands nothing on
+    chain = ~table.of_kinds(RECOMPUTE) & ~table.together  # they hand nothing on to another stage
     first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
     fields = np.stack([table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack], 1)
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int64)

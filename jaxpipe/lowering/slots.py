@@ -14,7 +14,7 @@ from ..program.pools import POOL_OF, Pool, PoolName
 from ..program.records import IntTable, empty_ticks
 from ..program.segments import Payload, Segment
 from ..table.encoded import BoolArray, IntArray
-from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
+from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
 from .assign_ticks import Ticks
 from .requirements import chunks_of, consumers, keeps, recompute_of
 
@@ -69,7 +69,9 @@ class _Writer:
         self._local = (self._user >= 0) & (table.device[self._user] == table.device)
         self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
         self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices)
-        self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, max(self._arrivals.widest, 1))
+        self._spread = bool(table.together.any())
+        lanes = max(self._arrivals.widest, 1)
+        self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, lanes, together=self._spread)
         self._lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}  # by the table of their slots
         self._ticks.exchange[:] = self._arrivals.choice[:, None]
 
@@ -82,17 +84,26 @@ class _Writer:
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
         table = self._actions
-        forward, chain = table.of_kinds(RUNS_FORWARD), ~table.of_kinds(RECOMPUTE)
+        forward, chain = table.of_kinds(RUNS_FORWARD), ~table.of_kinds(RECOMPUTE) & ~table.together
         f, b = self._ticks.forward, self._ticks.backward
         chunk = chunks_of(self._schedule)
         common = ((f.kind, b.kind, table.kind), (f.chunk, b.chunk, chunk), (f.stage, b.stage, table.stage))
         more = ((f.microbatch, b.microbatch, table.microbatch), (f.is_local, b.is_local, self._local))
         for of_forward, of_backward, entries in (*common, *more, (f.is_first, b.is_first, chain & (table.stage == 0))):
-            for target, mine in ((of_forward, forward), (of_backward, ~forward)):
+            for target, mine in ((of_forward, forward), (of_backward, ~forward & ~table.together)):
                 target[self._when[mine], table.device[mine]] = entries[mine]
-        place = (self._when[forward], table.device[forward])
+        place: tuple[IntArray, IntArray] = (self._when[forward], table.device[forward])
         f.is_last[place] = (chain & (table.stage == table.num_stages - 1))[forward]
         f.keeps[place] = keeps(table)[forward] & (not table.forward_only)
+        for share in self._ticks.shares:
+            shares = np.flatnonzero(table.together)
+            place = (self._when[shares], table.device[shares])
+            share.kind[place], share.microbatch[place] = table.kind[shares], table.microbatch[shares]
+            share.is_source[place] = table.device[self._sources(shares)] == table.device[shares]
+
+    def _sources(self, shares: IntArray) -> IntArray:
+        """The forward of the last stage that each share begins with."""
+        return np.array([self._actions.meetings[i].source for i in shares.tolist()], np.int64)
 
     def _values(self) -> dict[PoolName, _Values]:
         """What each pool must hold."""
@@ -107,7 +118,9 @@ class _Writer:
         dgrad = np.flatnonzero(table.kind == Kind.I)
         wgrad = table.at[Kind.W][table.stage[dgrad], table.microbatch[dgrad]]
         stashed = _moment(self._when[dgrad], self._backward_phase)
+        ends = {PoolName.LAST: self._outputs(forward[table.stage[forward] == table.num_stages - 1])} if self._spread else {}
         return {
+            **ends,
             PoolName.X: self._inputs(forward),
             PoolName.RESIDUAL_INPUT: self._residuals(maker, f.residual_input, b.residual_input, by_input, by_input),
             PoolName.RESIDUAL_WEIGHT: self._residuals(maker, f.residual_weight, b.residual_weight, by_input, by_weight),
@@ -174,6 +187,20 @@ class _Writer:
         entries += [*self._some(b.x, kept, when[by_input]), *self._some(b.x, kept, when[late])]
         return _Values(table.device[forward], begin, end, tuple(entries))
 
+    def _outputs(self, forward: IntArray) -> _Values:
+        """Outputs of the last stage, from its forwards to the shares that read them."""
+        tick = self._when[forward]
+        (share,) = self._ticks.shares
+        at = self._when[self._shares_of(forward)]
+        entries = (*self._all(self._ticks.forward.out, tick), *self._all(share.y, at))
+        return _Values(self._actions.device[forward], _moment(tick, self._forward_phase), _moment(at, self._backward_phase), entries)
+
+    def _shares_of(self, of: IntArray) -> IntArray:
+        """The first share of the microbatches of these actions of the last stage."""
+        (kind,) = TOGETHER
+        found: IntArray = self._actions.at[kind, 0, self._actions.microbatch[of]]
+        return found
+
     def _cotangents(self, kept: IntArray) -> _Values:
         """Gradients of stage outputs: from `last` after its forward, from the next chunk on this device, or over a transfer."""
         table, when, f, b = self._actions, self._when, self._ticks.forward, self._ticks.backward
@@ -183,8 +210,11 @@ class _Writer:
         arrivals, begin = self._arrival(source, Payload.COTANGENT, table.device[kept])
         at_last, local = source < 0, (source >= 0) & self._local[source]
         begin = np.where(local, _moment(when[source], self._backward_phase), begin)
-        begin = np.where(at_last, _moment(when[kept], self._forward_phase), begin)
-        written = [*self._some(f.out, at_last, when[kept]), *self._some(b.out, local, when[source]), *arrivals]
+        table_of, made, phase = f.out, when[kept], self._forward_phase
+        if self._spread:
+            table_of, made, phase = self._ticks.shares[0].out, when[self._shares_of(kept)], self._backward_phase
+        begin = np.where(at_last, _moment(made, phase), begin)
+        written = [*self._some(table_of, at_last, made), *self._some(b.out, local, when[source]), *arrivals]
         return self._for_backward(kept, begin, written, b.cotangent, by_input, late)
 
     def _arrival(self, source: IntArray, payload: Payload, target: IntArray) -> tuple[list[_Entry], IntArray]:

@@ -6,7 +6,7 @@ import enum
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,9 @@ class Context(NamedTuple):
     rng: Any = None
     microbatch_rng: Any = None  # a key of the step and the microbatch alone: equal on all stages
     layer: Any = None  # where the model is given by layers: the layer's number, from which `rng` is made instead of the stage
+    axis: str | None = None  # of a function under `jaxpipe.spread`: the name of the pipe axis, for collectives
+    sizes: PyTree = None  # and there: for each parameter, the whole length of the dim that is cut, without padding; 0 where it is whole
+    shared_sizes: PyTree = None  # the same for the shared parameters
 
 
 class Returned(NamedTuple):
@@ -62,6 +65,7 @@ class Function:
     call: Callable[..., Any]
     name: str
     wants: frozenset[str]
+    spread: bool = False  # runs on all devices of the pipe axis at once
 
     @classmethod
     def of(
@@ -98,7 +102,7 @@ class Function:
 
     def under(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Function:
         """The same function changed, with the keywords that it is known to take (a wrapper hides its signature)."""
-        return Function(change(self.call), self.name, self.wants)
+        return replace(self, call=change(self.call))
 
     @property
     def wants_arrays(self) -> frozenset[str]:
@@ -150,11 +154,23 @@ class Functions:
     has_metrics: bool
     stage_loss: bool
     training: bool = True
+    axis: str | None = None  # where `last` is spread: what `ctx` tells it
+    sizes: Mapping[str, PyTree] = field(default_factory=dict)
 
     def handing_over(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
         last = Function(lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset())
         return replace(self, last=last, loss=Loss.MEAN, has_metrics=True)
+
+    @property
+    def spreads_last(self) -> bool:
+        """Whether `last` runs on all devices at once."""
+        return self.last is not None and self.last.spread
+
+    def _told(self, key: str, extra: dict[str, PyTree]) -> dict[str, PyTree]:
+        """What a spread function is given besides parameters and x."""
+        ctx = extra["ctx"]._replace(axis=self.axis, sizes=self.sizes.get(key), shared_sizes=self.sizes.get("shared"))
+        return {**extra, "ctx": ctx}
 
     @property
     def has_state(self) -> bool:
@@ -211,6 +227,7 @@ class Functions:
         own, shared = params
         if self.last is None:
             raise PipelineError("this pipeline has no `last` function; give Pipeline(..., last=function that returns the loss)")
+        extra = self._told("last", extra) if self.last.spread else extra
         out = self.last.run(own, y, extra["microbatch"], shared=shared, extra=extra, training=self.training)
         metrics: PyTree = ()
         if self.has_metrics:

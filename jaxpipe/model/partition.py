@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from ..arrays import PyTree
 from ..errors import PipelineError
 from .mesh import trimmed
 from .placed import Chunks
+from .spread import Cuts
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class LeafPlan:
     gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
     frozen: bool = False  # no gradient, no accumulator
+    cut: tuple[str, int] | None = None  # (pipe axis, dim) of a share that a spread function works on: never gathered
 
     def spec(self, axis: str) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the second step would be compiled again."""
@@ -44,6 +46,8 @@ class LeafPlan:
         entries = list(auto)
         for name, dim in self.gathers:
             entries[dim] = name
+        if self.cut is not None:
+            entries[self.cut[1]] = self.cut[0]
         return PartitionSpec(*([axis] if self.stage else []), *entries)
 
     def gather(self, leaf: Any) -> Any:
@@ -85,7 +89,7 @@ class LeafPlan:
 
     def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes over which the gradient is summed without being split."""
-        held = dict(self.gathers)
+        held = {name for name, _ in (*self.gathers, *([] if self.cut is None else [self.cut]))}
         return tuple(n for n in reduced if n not in held)
 
     def constrain(self, leaf: Any) -> Any:
@@ -107,6 +111,7 @@ class Partition:
     specs: Mapping[str, PyTree] | None = None  # canonical specs without the axis of stages or layers, of those parameters that are split
     layered: bool = False  # stages are made of layers
     frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
+    cuts: Cuts = field(default_factory=lambda: Cuts(1))  # which parameters are cut over the pipe axis, for functions that are spread
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
@@ -153,7 +158,8 @@ class Partition:
             own = next((spec for prefix, spec in given.items() if _holds(prefix, name)), None)
             if own is not None and self.layered and key == "stages" and isinstance(own, PartitionSpec):
                 own = PartitionSpec(None, *own)  # the layers of a stage are stacked
-            return self._leaf(key, f"{key}/{name}" if name else key, leaf, own, faults)
+            cut = self.cuts.dim(key, path)
+            return self._leaf(key, f"{key}/{name}" if name else key, leaf, own, faults, cut)
 
         return jax.tree_util.tree_map_with_path(leaf_plan, tree)
 
@@ -165,23 +171,26 @@ class Partition:
         letter, _, *rest = name.split("/")
         return "/".join([letter, *rest])
 
-    def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str]) -> LeafPlan:
+    def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str], cut: int | None) -> LeafPlan:
         stage = key == "stages"
         shape = leaf.shape[1:] if stage else leaf.shape
         own = self._spec_faults(where, shape, spec)
         faults += own
         entries = () if own or spec is None else tuple(spec)
         auto = [*entries, *(None for _ in range(len(shape) - len(entries)))]
+        if cut is not None and auto[cut] is not None:
+            faults.append(f"{where}: {spec} splits dim {cut}, which is cut over the pipe axis {self.axis!r}; split another dim")
         gathers: list[tuple[str, int]] = []
-        wanted = [self.axis] if self.outer and not stage else []
+        wanted = [self.axis] if self.outer and not stage and cut is None else []
         wanted += [self.fsdp] if self.fsdp is not None else []
         for name in wanted:
             size = self.mesh[name]
-            free = [d for d in range(len(shape)) if auto[d] is None and d not in {used for _, used in gathers}]
+            free = [d for d in range(len(shape)) if auto[d] is None and d != cut and d not in {used for _, used in gathers}]
             fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
-        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), self._is_frozen(where, shape, leaf.dtype))
+        held = None if cut is None else (self.axis, cut)
+        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), self._is_frozen(where, shape, leaf.dtype), held)
 
     def _is_frozen(self, where: str, shape: tuple[int, ...], dtype: Any) -> bool:
         """What the user's filter says of a parameter, of which it sees the shape without the stage axis."""

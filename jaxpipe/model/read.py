@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import PipelineError
@@ -11,6 +12,8 @@ from ..table.placement import Placement
 from .functions import OUTER_KEYWORDS, Function
 from .layers import EMBEDDING, LOSS, LayerMap
 from .param_layout import ParamLayout
+from .spread import Spread
+from .vocabulary import VocabHead
 
 Call: TypeAlias = Callable[..., Any]
 
@@ -22,6 +25,7 @@ class Model(NamedTuple):
     first: Function | None
     last: Function | None
     layout: ParamLayout
+    cuts: Mapping[str, Any]  # of the parameters of functions that are spread: the dims along which they are cut
 
 
 def read_model(
@@ -40,7 +44,7 @@ def read_model(
     else:
         found = _by_stages(placement, stage, first=first, last=last)
     _check_copies(found)
-    return found
+    return found._replace(cuts=_cuts(found, last if layers is None else layers.get(LOSS)))
 
 
 def _by_stages(placement: Placement, stage: Any, *, first: Call | None, last: Call | None) -> Model:
@@ -49,12 +53,12 @@ def _by_stages(placement: Placement, stage: Any, *, first: Call | None, last: Ca
     if stage is None:
         raise PipelineError("give Pipeline a stage function, a list of them, or layers= and layout=")
     if callable(stage) or not isinstance(stage, Sequence) or isinstance(stage, str):
-        return Model((Function.of(stage, "stage"),) * count, *ends, ParamLayout(placement))
+        return Model((Function.of(stage, "stage"),) * count, *ends, ParamLayout(placement), {})
     if len(stage) != count:
         raise PipelineError(f"stage is a list of {len(stage)} functions, but the schedule has {count} stages; give one for each")
     # A function that several stages have is one kind of stage where their parameters have one form too.
     made = {id(call): Function.of(call, f"stage[{s}]") for s, call in reversed(list(enumerate(stage)))}
-    return Model(tuple(made[id(call)] for call in stage), *ends, ParamLayout(placement, unlike=True))
+    return Model(tuple(made[id(call)] for call in stage), *ends, ParamLayout(placement, unlike=True), {})
 
 
 def _by_layers(
@@ -92,12 +96,39 @@ def _by_layers(
         _outer(layers.get(EMBEDDING), f"layers[{EMBEDDING!r}]"),
         _outer(layers.get(LOSS), f"layers[{LOSS!r}]"),
         ParamLayout(placement, unlike=True, layers=by_letter),
+        {},
     )
 
 
 def _outer(call: Call | None, name: str) -> Function | None:
-    takes = ("params", "microbatch") if "first" in name or EMBEDDING in name else ("params", "x", "microbatch")
-    return None if call is None else Function.of(call, name, OUTER_KEYWORDS, takes=takes)
+    if call is None:
+        return None
+    is_first = "first" in name or EMBEDDING in name
+    takes = ("params", "microbatch") if is_first else ("params", "x", "microbatch")
+    spread = _spread(call)
+    if spread is None:
+        return Function.of(call, name, OUTER_KEYWORDS, takes=takes)
+    if is_first:
+        raise PipelineError(f"`{name}` cannot be spread yet; only `last` can: give the function itself, without jaxpipe.spread")
+    return replace(Function.of(spread.call, name, OUTER_KEYWORDS, takes=takes), spread=True)
+
+
+def _spread(call: Any) -> Spread | None:
+    """What is given to run on all devices at once; None for any other function."""
+    if isinstance(call, VocabHead):
+        return Spread(call)
+    return call if isinstance(call, Spread) else None
+
+
+def _cuts(model: Model, last: Any) -> dict[str, Any]:
+    """The dims along which parameters are cut: those under "shared" only where every function that takes them is spread."""
+    spread = None if last is None else _spread(last)
+    if spread is None:
+        return {}
+    functions = [f for f in (*model.stages, model.first, model.last) if f is not None]
+    takers = [function for function in functions if "shared" in function.wants]
+    cut = bool(takers) and all(function.spread for function in takers)
+    return {"last": spread.dims, **({"shared": spread.shared} if cut else {})}
 
 
 def _check_copies(model: Model) -> None:

@@ -52,6 +52,9 @@ def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> I
     # A forward and a backward of one device in one tick run as one: the backward may read until the forward has written.
     paired = (forward != NOBODY) & (backward != NOBODY)
     for block in blocks:
+        if block.use.block.is_share:
+            yield from _of_shares(program, pool, block)
+            continue
         end = 1 + max(other.place for other in blocks if other.ticks[0] == block.ticks[0])  # of the template's blocks
         touches = _of_forward if block.use.block.runs_forward else _of_backward
         for of, slots, order, where, shift in touches(program, block.use.block.kind):
@@ -69,6 +72,23 @@ def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> I
             yield Accesses(device, slot, tick, place, order * count, value, np.full(len(tick), order == _READ))
 
 
+def _of_shares(program: Program, pool: PoolName, block: Running) -> Iterator[Accesses]:
+    """What the source's device does in a share: it reads the last stage's output, and writes its cotangent."""
+    (share,) = program.ticks.shares
+    touches = [(PoolName.LAST, share.y, _READ)]
+    touches += [] if program.schedule.forward_only else [(PoolName.COTANGENT, share.out, _WRITE)]
+    for of, slots, order in touches:
+        if of is not pool:
+            continue
+        k, device = np.nonzero(block.runs & (share.is_source[block.ticks] != 0))
+        at = (block.ticks[k], device)
+        last = program.schedule.num_stages - 1
+        value = last * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
+        count = np.ones(len(k), np.int64)
+        slot = slots[at].astype(np.int64)
+        yield Accesses(device, slot, at[0], block.place * count, order * count, value, np.full(len(k), order == _READ))
+
+
 # (pool, slots, order, flag that must be set or None, how far from the block's stage the value's is)
 _Touch = tuple[PoolName, IntTable, int, IntTable | None, int]
 
@@ -81,9 +101,12 @@ def _of_forward(program: Program, kind: Kind) -> Iterator[_Touch]:
     yield PoolName.RESIDUAL_INPUT, f.residual_input, _WRITE, f.keeps, 0
     yield PoolName.RESIDUAL_WEIGHT, f.residual_weight, _WRITE, f.keeps, 0
     yield PoolName.X, f.out, _WRITE, f.is_local, 1
+    if program.ticks.shares:
+        yield PoolName.LAST, f.out, _WRITE, f.is_last, 0
     if not program.schedule.forward_only:
         yield PoolName.FIRST, f.first, _BEFORE, f.is_first, 0
-        yield PoolName.COTANGENT, f.out, _WRITE, f.is_last, 0
+        if not program.ticks.shares:
+            yield PoolName.COTANGENT, f.out, _WRITE, f.is_last, 0
 
 
 def _of_backward(program: Program, kind: Kind) -> Iterator[_Touch]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import KIND_NAMES, RECOMPUTE, Kind
+from ..table.kinds import KIND_NAMES, RECOMPUTE, TOGETHER, Kind
 from .faults import Fault, Rule
 from .ir import Program
 from .records import NOBODY, Backward, Forward, IntTable
@@ -43,11 +43,21 @@ def _running(program: Program) -> Iterator[Running]:
         for j, template in enumerate(segment.templates):
             ticks = ticks_of(segment, j)
             for place, use in enumerate(template.blocks):
+                if use.block.is_share:
+                    yield Running(use, place, ticks, _shares(program)[ticks] == int(use.block.kind))
+                    continue
                 half = half_of(program, use.block)
                 runs = (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))
                 if use.block.kind is Kind.F and not program.schedule.forward_only:
                     runs &= (program.ticks.forward.keeps[ticks] != 0) == use.block.keeps
                 yield Running(use, place, ticks, runs)
+
+
+def _shares(program: Program) -> IntTable:
+    """`[tick, device]`: the kind of what all devices do together."""
+    for share in program.ticks.shares:
+        return share.kind
+    return np.full_like(program.ticks.exchange, NOBODY)
 
 
 def ticks_of(segment: Segment, j: int) -> NDArray[np.int64]:
@@ -59,6 +69,7 @@ def code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     """Broken rules of actions and of the code that runs them."""
     yield from _limited(_action_faults(program))
     yield from _limited(_template_faults(program, blocks))
+    yield from _limited(_missing_shares(program, blocks))
 
 
 def _limited(found: Iterator[Fault]) -> Iterator[Fault]:
@@ -92,8 +103,30 @@ def _action_faults(program: Program) -> Iterator[Fault]:
         for what, flag, wanted in _flags(program, half, number):
             for i in good[(flag[tick, device] != wanted)[good]].tolist():
                 yield Fault(Rule.ACTION, f"{table.text(int(number[i]))} is marked wrongly: {what}", int(tick[i]), int(device[i]))
+    yield from _share_faults(program, done)
     for missing in np.flatnonzero(done != 1).tolist():
         yield Fault(Rule.ACTION, f"{table.text(missing)} runs {done[missing]} times", device=int(table.device[missing]))
+
+
+def _share_faults(program: Program, done: NDArray[np.int64]) -> Iterator[Fault]:
+    """What is wrong with what all devices do together; counts in `done` what runs."""
+    table, ticks = program.schedule.encoded, program.ticks
+    for share in ticks.shares:
+        alone = (ticks.forward.chunk != NOBODY) | (ticks.backward.chunk != NOBODY)
+        for tick in np.flatnonzero((share.kind != NOBODY).any(axis=1)).tolist():
+            kinds, microbatches = set(share.kind[tick].tolist()), set(share.microbatch[tick].tolist())
+            (kind, *others), (microbatch, *more) = kinds, microbatches
+            if others or more or kind not in TOGETHER or not 0 <= microbatch < program.schedule.num_microbatches:
+                yield Fault(Rule.TOGETHER, f"devices do {sorted(kinds)} of microbatches {sorted(microbatches)}, not all the same", tick)
+                continue
+            for device in np.flatnonzero(alone[tick]).tolist():
+                yield Fault(Rule.TOGETHER, "does something else in the tick of what all devices do together", tick, device)
+            members = table.at[kind, : program.schedule.num_devices, microbatch]
+            done[members] += 1
+            source = int(table.device[table.meetings[int(members[0])].source])
+            for device, flag in enumerate(share.is_source[tick].tolist()):
+                if bool(flag) is not (device == source):
+                    yield Fault(Rule.ACTION, f"{table.text(int(members[device]))} is marked wrongly: is_source", tick, device)
 
 
 def _wrong_chunk(program: Program, device: Any, chunk: Any, stage: Any) -> BoolTable:
@@ -112,7 +145,7 @@ def _flags(program: Program, half: Any, number: Any) -> Iterator[tuple[str, IntT
     needed = np.flatnonzero(table.producer >= 0)
     user[table.producer[needed]] = needed
     local = (user >= 0) & (table.device[user] == table.device)
-    chain = ~table.of_kinds(RECOMPUTE)[number]
+    chain = ~(table.of_kinds(RECOMPUTE) | table.together)[number]
     yield "is_first", half.is_first, chain & (table.stage[number] == 0)
     yield "is_local", half.is_local, local[number]
     if isinstance(half, Forward):
@@ -127,7 +160,7 @@ def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fa
     for name, half in (("forward", program.ticks.forward), ("backward", program.ticks.backward)):
         covered = np.zeros(half.chunk.shape, np.int64)
         for use, _, ticks, runs in blocks:
-            if half_of(program, use.block) is not half:
+            if use.block.is_share or half_of(program, use.block) is not half:
                 continue
             covered[ticks] += runs
             if use.active is Presence.ALWAYS:
@@ -136,6 +169,20 @@ def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fa
             yield from _part_faults(use, half, ticks, runs)
         for tick, device in zip(*np.nonzero(covered != (half.chunk != NOBODY)), strict=True):
             yield Fault(Rule.CODE, f"the template has the code of its {name} {covered[tick, device]} times", int(tick), int(device))
+
+
+def _missing_shares(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
+    """The same of what all devices do together."""
+    kinds = _shares(program)
+    covered = np.zeros(kinds.shape, np.int64)
+    for use, _, ticks, runs in blocks:
+        if use.block.is_share:
+            covered[ticks] += runs
+            if use.active is Presence.ALWAYS:
+                for k in np.flatnonzero(~runs.all(axis=1)).tolist():
+                    yield Fault(Rule.CODE, f"runs {use.block} without being asked to", int(ticks[k]))
+    for tick in np.flatnonzero((covered != (kinds != NOBODY)).any(axis=1)).tolist():
+        yield Fault(Rule.CODE, f"the template has the code of its share {covered[tick, 0]} times", tick)
 
 
 def _part_faults(use: BlockUse, half: Any, ticks: Any, runs: BoolTable) -> Iterator[Fault]:

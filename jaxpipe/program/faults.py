@@ -13,6 +13,7 @@ class Rule(enum.Enum):
     PERMUTE = "permute"  # a permute has distinct sources and targets, and no cycle
     EXCHANGE = "exchange"  # all devices choose alike, among what the template has; transfers end in the trip that began them
     ACTION = "action"  # every action of the table runs exactly once, on its device; so every gradient is added exactly once
+    TOGETHER = "together"  # what all devices do together, they do in one tick, which has nothing else
     CODE = "code"  # what a device does is in its template's code, and the code does nothing that no device asked for
     SLOT = "slot"  # every slot exists
     VALUE = "value"  # every read finds the value that it needs

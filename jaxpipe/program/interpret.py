@@ -26,7 +26,7 @@ class Model(Protocol):
         """The stage's output, the residuals that only I (or B) needs, and those that W needs."""
 
     def last(self, microbatch: int, y: Any) -> Any:
-        """The cotangent of the last stage's output (None in an evaluation); the model keeps the loss."""
+        """The cotangent of the last stage's output (None in an evaluation), by all devices where it is spread; the model keeps the loss."""
 
     def backward(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> Any:
         """B: the cotangent of the stage's input; the model adds the gradient of its parameters."""
@@ -63,6 +63,9 @@ def _trip(program: Program, model: Model, devices: list[_Device], segment: Segme
     for tick in range(start, start + segment.period):
         template = segment.template(tick)
         for use in template.blocks:
+            if use.block.is_share:
+                _run_share(use, model, program, devices, tick)
+                continue
             for number, device in enumerate(devices):
                 _run_block(use, model, device, _record(program, tick, number), training=not program.schedule.forward_only)
         exchange = segment.choice(tick)
@@ -83,6 +86,16 @@ def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
     """What one device does in one tick, as numbers."""
     record: Any = program.ticks
     return cast(TickRecord[int], map_fields(lambda table: int(table[tick, device]), record))
+
+
+def _run_share(use: BlockUse, model: Model, program: Program, devices: list[_Device], tick: int) -> None:
+    """L: all devices take part, each with its share of the parameters; one has the output and takes its cotangent."""
+    for number, device in enumerate(devices):
+        (share,) = _record(program, tick, number).shares
+        if share.kind == use.block.kind and share.is_source:
+            dy = model.last(share.microbatch, device.pools[PoolName.LAST][share.y])
+            if not program.schedule.forward_only:
+                device.pools[PoolName.COTANGENT][share.out] = dy
 
 
 def _run_block(use: BlockUse, model: Model, device: _Device, row: TickRecord[int], *, training: bool) -> None:
@@ -111,7 +124,9 @@ def _forward(model: Model, device: _Device, f: Forward[int]) -> None:
     device.sent[Payload.ACTIVATION] = y
     if f.is_local:
         pools[PoolName.X][f.out] = y
-    if f.is_last:
+    if f.is_last and PoolName.LAST in pools:
+        pools[PoolName.LAST][f.out] = y
+    elif f.is_last:
         pools[PoolName.COTANGENT][f.out] = model.last(f.microbatch, y)
 
 

@@ -17,6 +17,7 @@ class PoolName(enum.Enum):
     COTANGENT = "cotangent"  # gradients of outputs of stages
     STASH = "stash"  # what I leaves for W
     FIRST = "first"  # what `first` keeps for its gradient
+    LAST = "last"  # outputs of the last stage that wait for L
 
     @property
     def letter(self) -> str:
@@ -31,6 +32,7 @@ _LETTERS = {
     PoolName.COTANGENT: "c",
     PoolName.STASH: "s",
     PoolName.FIRST: "f",
+    PoolName.LAST: "y",
 }
 # Where a transfer's payload arrives.
 POOL_OF = {Payload.ACTIVATION: PoolName.X, Payload.COTANGENT: PoolName.COTANGENT}
@@ -46,6 +48,7 @@ class Slots:
     cotangent: int
     stash: int
     first: int
+    last: int = 0  # of a table without L there is no such pool
 
 
 @dataclass(frozen=True)

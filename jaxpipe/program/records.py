@@ -26,13 +26,13 @@ class Forward(Generic[A]):
     microbatch: A
     keeps: A  # 1 where residuals are kept; 0 where an R will make them, and in an evaluation
     is_first: A  # 1 where the stage is the model's first: `first` writes the stage's input
-    is_last: A  # 1 where the stage is the model's last: `last` writes the cotangent
+    is_last: A  # 1 where the stage is the model's last: `last` writes the cotangent, or the output is kept for L
     is_local: A  # 1 where the output is consumed on this device
     x: A  # slot of the stage's input
     residual_input: A  # slot of the residuals that only I (and B) reads
     residual_weight: A  # slot of the residuals that W reads
     first: A  # slot of the residuals of `first`
-    out: A  # slot of what it writes for this device: the next chunk's input, or the cotangent of the last stage
+    out: A  # slot of what it writes for this device: the next chunk's input, or of the last stage the cotangent, or the output for L
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,17 @@ class Backward(Generic[A]):
 
 
 @dataclass(frozen=True)
+class Share(Generic[A]):
+    """A device's share of what all devices do together (L), and the slots of what it begins with and ends with."""
+
+    kind: A  # Kind.L, or NOBODY; the same on all devices
+    microbatch: A
+    is_source: A  # 1 on the device of the last stage's forward, which has the output that all devices read, and takes its cotangent
+    y: A  # there, slot of the output
+    out: A  # there, slot of the cotangent
+
+
+@dataclass(frozen=True)
 class Arrival(Generic[A]):
     """What a permute brings to a device: the slot that it writes, where `takes` is 1.
 
@@ -73,6 +84,7 @@ class TickRecord(Generic[A]):
     backward: Backward[A]
     exchange: A  # number of the exchange among those of the tick's template; the same on all devices
     arrivals: tuple[Arrival[A], ...]  # by lane of the template
+    shares: tuple[Share[A], ...] = ()  # one where the table has L, else none
 
 
 R = TypeVar("R")
@@ -100,7 +112,7 @@ def arrays(record: object) -> Iterator[IntTable]:
             yield from arrays(getattr(record, f.name))
 
 
-def empty_ticks(num_ticks: int, num_devices: int, lanes: int) -> TickRecord[IntTable]:
+def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool = False) -> TickRecord[IntTable]:
     """Ticks in which nobody does anything; whoever makes a program fills them."""
 
     def zeros() -> IntTable:
@@ -113,4 +125,5 @@ def empty_ticks(num_ticks: int, num_devices: int, lanes: int) -> TickRecord[IntT
     forward = Forward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Forward)})
     backward = Backward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Backward)})
     arrivals = tuple(Arrival(zeros(), zeros()) for _ in range(lanes))
-    return TickRecord(forward, backward, zeros(), arrivals)
+    shares = (Share(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Share)}),) if together else ()
+    return TickRecord(forward, backward, zeros(), arrivals, shares)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import RUNS_FORWARD, Kind
+from ..table.kinds import RUNS_FORWARD, TOGETHER, Kind
 
 
 class Payload(enum.IntEnum):
@@ -46,6 +46,11 @@ class Block(NamedTuple):
     def runs_forward(self) -> bool:
         """Whether it runs the code of a stage's forward (F, R), and so reads the tick's `Forward` record."""
         return self.kind in RUNS_FORWARD
+
+    @property
+    def is_share(self) -> bool:
+        """Whether all devices run it together (L), and so reads the tick's `Share` record."""
+        return self.kind in TOGETHER
 
     def __str__(self) -> str:
         return f"{self.kind.name}.{self.chunk}" + ("" if self.keeps else "-")

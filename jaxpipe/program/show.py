@@ -45,7 +45,8 @@ def _cell(ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int,
     """What one device does in one tick."""
     record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
     template, choice = segment.template(tick), segment.choice(tick)
-    parts = [_backward(record.backward), _forward(record.forward, training=training)]
+    parts = [_backward(record.backward), _forward(record.forward, training=training, spread=bool(record.shares))]
+    parts += [_share(share, device, training=training) for share in record.shares]
     if template.blocks and template.blocks[0].block.runs_forward:
         parts.reverse()
     for lane, permute in zip(template.lanes_of(choice), template.exchanges[choice], strict=True):
@@ -59,7 +60,15 @@ def _slots(*slots: tuple[PoolName, Any, bool]) -> str:
     return " ".join(f"{pool.letter}{slot}" for pool, slot, used in slots if used)
 
 
-def _forward(f: Any, *, training: bool) -> str:
+def _share(share: Any, device: int, *, training: bool) -> str:
+    if share.kind == NOBODY:
+        return ""
+    read, written = _slots((PoolName.LAST, share.y, True)), _slots((PoolName.COTANGENT, share.out, training))
+    text = f"{device}{Kind(share.kind).name}{share.microbatch}"
+    return " ".join([text, *([read + (f">{written}" if written else "")] if share.is_source else [])])
+
+
+def _forward(f: Any, *, training: bool, spread: bool) -> str:
     if f.chunk == NOBODY:
         return ""
     written = _slots(
@@ -67,7 +76,8 @@ def _forward(f: Any, *, training: bool) -> str:
         (PoolName.RESIDUAL_INPUT, f.residual_input, bool(f.keeps)),
         (PoolName.RESIDUAL_WEIGHT, f.residual_weight, bool(f.keeps)),
         (PoolName.X, f.out, bool(f.is_local)),
-        (PoolName.COTANGENT, f.out, bool(f.is_last and training)),
+        (PoolName.LAST, f.out, bool(f.is_last and spread)),
+        (PoolName.COTANGENT, f.out, bool(f.is_last and training and not spread)),
     )
     read = _slots((PoolName.X, f.x, True))
     return f"{f.stage}{Kind(f.kind).name}{f.microbatch} {read}" + (f">{written}" if written else "")

@@ -15,6 +15,7 @@ from ..arrays import Leaves, PyTree, Scalar, wider
 from ..model.functions import Loss
 from ..model.partition import gather, leaf_plans
 from ..model.places import Places
+from ..model.spread import bare
 from ..program.records import TickRecord, arrays, map_fields
 from ..program.segments import Segment
 from ..stage.code import run
@@ -56,7 +57,8 @@ def prepare(job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: 
     mine = [_first_row(tree) for tree in params["stages"]]
     owned = [gather(tree, plan) for tree, plan in zip(mine, job.plans["stages"], strict=True)]
     kept = tuple(_first_row(tree) for tree in kept)
-    first, last, shared = (gather(params[k], job.plans[k]) for k in ("first", "last", "shared"))
+    first, last, shared = (bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared"))
+    job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
     code = trace_model(job, owned, kept, shared, first, last, batch, rng)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
 
@@ -127,6 +129,7 @@ def _initial(
         stage_state=tuple(jax.tree.leaves(kept[v]) if kept else [] for v in range(len(chunks))),
         losses=jnp.zeros(count, wider(*losses) if losses else jnp.float32),
         aux=None if code.last is None else empty_pool(code.last.aux_avals, count),
+        last=empty_pool(code.kinds[code.kind_of[-1]].y_avals, slots.last) if code.program.ticks.shares else None,
     )
     if not job.training:
         return state
@@ -196,6 +199,7 @@ def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int,
         operands=operands,
         outer_wants=code.outer_wants,
         num_chunks=num_chunks,
+        spreads_last=bool(code.program.ticks.shares),
         training=job.training,
         changes_state=job.changes_state,
     )

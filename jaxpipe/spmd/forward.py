@@ -14,6 +14,7 @@ from ..program.segments import Presence
 from .block import Block, run_where
 from .outer import EvaluateLast, RunFirst, RunLast
 from .pools import add_at, strengthen
+from .share import KeepOutput
 from .stage_block import StageBlock, Steps
 from .state import Gradients, State, chunk_part, given
 
@@ -72,6 +73,9 @@ class RunForward(_StageForward):
         part = State(sent_x=state.sent_x if Presence.ALWAYS not in (use.last, use.local) else None)
         if first or local:
             part = part.updated(State(x=state.x))
+        if last and self.shared.spreads_last:
+            part = part.updated(State(last=state.last))
+            last = False
         if any(code.loss is not None for code in self.shared.kinds) or last:
             part = part.updated(State(losses=state.losses))
         if last:
@@ -111,7 +115,9 @@ class RunForward(_StageForward):
             if Presence.ALWAYS not in (use.last, use.local):
                 state = state.updated(State(sent_x=strengthen(buffer.put(given(state.sent_x), code.y_avals, y))))
             state = run_where(use.local, row.is_local != 0, _HandOver(self, y), state)
-        last = RunLast(shared, code, row, y) if shared.training else EvaluateLast(shared, row, y)
+        last: Block = RunLast(shared, code, row, y) if shared.training else EvaluateLast(shared, row, y)
+        if shared.spreads_last:
+            last = KeepOutput(row, y)
         return run_where(use.last if shared.fits_last(code) else Presence.NEVER, row.is_last != 0, last, state)
 
 

@@ -34,6 +34,7 @@ class State:
     cotangent: Leaves | None = None
     stash: Leaves | None = None
     first: Leaves | None = None
+    last: Leaves | None = None
     sent_x: Leaves | None = None  # the last output of a stage, for the exchange at the end of the tick
     sent_dx: Leaves | None = None
     gradients: Gradients | None = None

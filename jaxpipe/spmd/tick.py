@@ -19,10 +19,11 @@ from ..program.records import Arrival, Backward, Forward, TickRecord
 from ..program.segments import BlockUse, Payload, Presence, Segment
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
-from .block import Block, run_in_order
-from .exchange import arrive, permuted, run_chosen
+from .block import Block, run_in_order, run_where
+from .exchange import arrive, permuted, run_chosen, settled
 from .forward import RunForward, RunRecompute
 from .pair import RunPair
+from .share import RunShare
 from .shared_code import SharedCode
 from .state import State, given
 
@@ -100,6 +101,8 @@ class TickEmitter:
 
     def _block(self, use: BlockUse, kind: int, row: TickRecord[Scalar], state: State, *, asks: bool, alone: bool) -> State:
         """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run it too; `alone`: pairs run apart."""
+        if use.block.is_share:
+            return self._share(use, row, state)
         half: Forward[Scalar] | Backward[Scalar] = row.forward if use.block.runs_forward else row.backward
         predicate, stage = half.chunk == use.block.chunk, half.stage
         if isinstance(half, Backward) or self._has_recompute:
@@ -147,10 +150,23 @@ class TickEmitter:
 
     def _scope(self, use: BlockUse, kind: int) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this code, else "F chunk 0"."""
+        if use.block.is_share:
+            return use.block.kind.name
         half = half_of(self.program, use.block)
         here = (half.chunk == use.block.chunk) & (half.kind == int(use.block.kind))
         stages = {int(s) for s in np.unique(half.stage[here]) if self.shared.kind_of[s] == kind}
         return f"{use.block.kind.name} {f'stage {stages.pop()}' if len(stages) == 1 else f'chunk {use.block.chunk}'}"
+
+    def _share(self, use: BlockUse, row: TickRecord[Scalar], state: State) -> State:
+        """What all devices do together: under a predicate, where there is one, that all of them answer alike."""
+        (share,) = row.shares
+        shared = self.shared
+        block = RunShare(shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking)
+        if use.active is not Presence.ALWAYS:
+            state = run_in_order(use.active, share.kind == int(use.block.kind), block, state)
+        else:
+            state = run_where(use.active, share.kind == int(use.block.kind), block, state)
+        return settled([state.losses], state) if self.blocking else state
 
     def _kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
         """For each template and each of its blocks, the kinds of the stages that run it."""
@@ -158,7 +174,9 @@ class TickEmitter:
         found = []
         for j, template in enumerate(segment.templates):
             ticks = slice(segment.start + j, segment.stop, segment.period)
-            found.append([tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist()) for use in template.blocks])
+            found.append(
+                [(0,) if use.block.is_share else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist()) for use in template.blocks]
+            )
         return found
 
     def _stages(self, use: BlockUse, ticks: slice) -> NDArray[np.int32]:

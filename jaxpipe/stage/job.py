@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 from ..arrays import PyTree
 from ..lowering.plan import Plan
 from ..model.functions import Functions
 from ..model.param_layout import ParamLayout
+from ..model.spread import Cuts
 
 # Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`, or None where nothing is split).
 Observe: TypeAlias = Callable[["Job", Any, Any], None]
@@ -29,6 +30,7 @@ class Job:
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
     outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
+    cuts: Cuts = field(default_factory=lambda: Cuts(1))  # which parameters are cut over the pipe axis
     observe: Observe | None = None  # for reports
 
     @property
@@ -37,6 +39,10 @@ class Job:
         if self.outputs:
             return ("outputs", "state")
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
+
+    def told(self, sizes: dict[str, PyTree]) -> Job:
+        """The job whose spread functions know the axis, and the sizes of what is cut."""
+        return replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes)) if sizes else self
 
     @property
     def changes_state(self) -> bool:

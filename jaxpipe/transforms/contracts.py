@@ -76,7 +76,7 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("remove_transfers", remove_transfers, _keeps(COMPUTE, holds=COMPUTE, whole=True)),
     Contract("merge_backward", merge_backward, _keeps(_without(*_BACKWARD), whole=True)),
     Contract("split_backward", split_backward, _keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True)),
-    Contract("forward_only", forward_only, _keeps((Kind.F,), holds=(Kind.F,))),
+    Contract("forward_only", forward_only, _keeps((Kind.F, *TOGETHER), holds=(Kind.F, *TOGETHER))),
     Contract("add_recompute", add_recompute, _keeps(_without(*RECOMPUTE, *TRANSFERS))),
     Contract("spread_last", spread_last, _spreads(_keeps(_without(*_BACKWARD, *TOGETHER), whole=True))),
     Contract("remove_spread", remove_spread, _keeps(_without(*TOGETHER), holds=_without(*TOGETHER))),

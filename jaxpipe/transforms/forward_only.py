@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..table.action import Action, Row, parts
-from ..table.kinds import Value, makers
+from ..table.kinds import TOGETHER, Value, makers
 from ..table.schedule import Schedule
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule alone, in its order: the table of an evaluation."""
+    """The forwards of a schedule alone, with L where it has any, in its order: the table of an evaluation."""
     return schedule.with_rows([tuple(_forwards(row)) for row in schedule.rows])
 
 
@@ -29,4 +29,4 @@ def first_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 
 def _forwards(row: Row) -> Iterator[Action]:
-    return (action for cell in row for action in parts(cell) if action.kind in makers(Value.OUTPUT))
+    return (action for cell in row for action in parts(cell) if action.kind in (*makers(Value.OUTPUT), *TOGETHER))

@@ -105,6 +105,8 @@ def _check(job: Job) -> Table:
         raise PeerError(
             f"torch's runtime has no recomputation as an action; take {len(recomputed)} R out of the table ({recomputed[0]}, ...)"
         )
+    if table.spreads_last:
+        raise PeerError("torch's runtime has no share of `last` as an action; take the L out of the table")
     devices: dict[int, set[int]] = {}
     for place, action in table.actions():
         devices.setdefault(action.stage, set()).add(place.device)

@@ -1,0 +1,144 @@
+"""A head spread over the pipeline against a head on the last device: memory of GPU programs, and the simulated step.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head -o benchmarks/results/spread_head.txt
+
+Steps of models of published shapes are compiled for H100s that are only described (nothing is run, no GPU is needed), and their memory
+is read.  The simulated step takes floating point operations as its costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpipe as jp
+from benchmarks.compiled import compile_and_read
+from benchmarks.compiled.memory import Memory
+from benchmarks.llama import Model, Shape, batch, parameters
+from benchmarks.machine import describe
+from benchmarks.output import Result, add_output
+from tests.gpu.programs import gpu_fault, gpu_mesh
+
+GIB = 2**30
+# Llama 3: Llama team 2024, "The Llama 3 Herd of Models", table 3.  Gemma's vocabulary and width: Gemma team 2024, table 1 (2B), with
+# attention heads and layers that divide.
+MODELS = {
+    "Llama 3 8B": Shape(width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14336, vocab=128256, layers=32, time=4096),
+    "Gemma 2B": Shape(width=2048, heads=8, kv_heads=1, head_dim=256, hidden=16384, vocab=256000, layers=16, time=4096),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a schedule, and whether the head is spread."""
+
+    model: str
+    schedule: str
+    spread: bool
+    devices: int
+    microbatches: int
+
+    def table(self) -> jp.Schedule:
+        """The schedule, with the costs of the model."""
+        plain = jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
+        return jp.spread_last(plain, costs=self.costs(plain.num_stages)) if self.spread else plain
+
+    def costs(self, stages: int, *, head: bool = True) -> jp.Costs:
+        """Operations of a token, in units of a stage's forward; without `spread` the head and its gradient run with the last stage's F."""
+        layer, logits = _operations(MODELS[self.model])
+        share = 3 * logits / (layer * MODELS[self.model].layers / stages) if head else 0.0
+        forward = [1.0] * (stages - 1) + [1.0 if self.spread else 1.0 + share]
+        return jp.Costs(forward=forward, input_grad=1.0, weight_grad=1.0, last=share / self.devices)
+
+    def makespan(self, *, head: bool = True) -> float:
+        """The simulated step."""
+        table = self.table() if head else jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
+        return float(jp.simulate(table, self.costs(table.num_stages, head=head)).makespan)
+
+    def memory(self) -> Memory:
+        """Of the program compiled for described GPUs."""
+        shape, table = MODELS[self.model], self.table()
+        mesh = gpu_mesh((self.devices,), ("pipe",))
+        model = Model(shape, remat_layer=True, tensor=False)
+        last = jp.spread(_spread_head, dims={"norm": None, "head": 0}) if self.spread else model.last
+        pipe = jp.Pipeline(model.stage, schedule=table, mesh=mesh, first=model.first, last=last)
+        whole = parameters(shape, table.num_stages)
+        if self.spread:
+            whole["last"]["head"] = jax.ShapeDtypeStruct((shape.vocab, shape.width), jnp.bfloat16)
+        rows = NamedSharding(mesh, PartitionSpec())
+        return compile_and_read(pipe.lower(pipe.place(whole), batch(shape, self.microbatches, rows))).memory
+
+
+def _spread_head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
+    """The head of `benchmarks.llama`, a share of it."""
+    from benchmarks.llama import _norm
+
+    sizes = ctx.sizes["head"]
+    head = jp.VocabHead()
+    return head(params["head"], _norm(params["norm"], x), microbatch, ctx=ctx._replace(sizes=sizes))
+
+
+def _operations(shape: Shape) -> tuple[float, float]:
+    """Multiply-adds of a token in a layer's forward, and in that of the logits."""
+    attention = 2 * shape.width * shape.head_dim * (shape.heads + shape.kv_heads) + shape.heads * shape.head_dim * shape.time
+    return attention + 3 * shape.width * shape.hidden, float(shape.width * shape.vocab)
+
+
+COLUMNS = ("model", "schedule", "head", "parameters", "gradients", "temp", "total", "step", "step without head", "more", "CPU s")
+NOTES = (
+    "parameters, gradients, temp, total: GiB of one device (of the program, so of the device with most; parameters in bfloat16,",
+    "gradients in float32, every layer keeps its input alone).  Without optimizer state: Adam's moments are twice the gradients.",
+    "step: simulated, in forwards of a stage, with floating point operations as costs and free transfers; head: F and B of the logits.",
+    "step without head: of the same schedule, of a model that ends with the last layer.  more: step over that.",
+)
+
+
+def line(case: Case) -> tuple[str, ...]:
+    """A line of the table."""
+    begin = time.process_time()
+    memory = case.memory()
+    step, bare = case.makespan(), case.makespan(head=False)
+    return (
+        case.model,
+        case.schedule,
+        "spread" if case.spread else "last device",
+        *(f"{number / GIB:.2f}" for number in (memory.arguments, memory.outputs, memory.temp, memory.total)),
+        f"{step:.1f}",
+        f"{bare:.1f}",
+        f"{step / bare - 1:+.1%}",
+        f"{time.process_time() - begin:.0f}",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], metavar="NAME")
+    parser.add_argument("--devices", type=int, default=8, metavar="P")
+    parser.add_argument("--microbatches", type=int, default=32, metavar="M")
+    add_output(parser)
+    args = parser.parse_args(argv)
+    fault = gpu_fault()
+    if fault is not None:
+        parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
+    rows = []
+    for model in args.models:
+        for schedule in args.schedules:
+            for spread in (False, True):
+                rows.append(line(Case(model, schedule, spread, args.devices, args.microbatches)))
+                jax.clear_caches()
+                print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    title = f"A head on the last device, and spread: {args.devices} described H100s, M = {args.microbatches}, one row a microbatch"
+    Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""`last` written for a share of its parameters: which parameters are cut over the pipe axis, where, and what the function is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..arrays import PyTree
+
+# By path of a parameter: the dim that is cut, or None.
+Dims: TypeAlias = "Mapping[str, int | None]"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A function that runs on all devices of the pipe axis at once (`spread` makes one)."""
+
+    call: Callable[..., Any]
+    dims: Any = 0
+    shared: Any = 0
+
+
+def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0) -> Spread:
+    """Run `last` on all devices of the pipe axis at once, each with its share of the parameters.
+
+    `function(last_params, x, microbatch, *, ctx) -> loss` is given, on each of P devices, the parameters cut into P parts along one dim
+    (padded with zeros to a multiple of P), the whole x and the whole microbatch.  It may use any collective over `ctx.axis`, the
+    name of the pipe axis, and must return the same loss on every device; `jax.lax.axis_index(ctx.axis)` says which part a device has, and
+    `ctx.sizes`, a tree like the parameters, how long each cut dim is without padding (0 for a parameter that is whole).  Its gradient is
+    that of the loss, so nothing of it is summed twice.  Parameters, gradients and optimizer state are never gathered.
+
+    Args:
+        function: as above; it may also take `shared` and `training`, as any `last`.
+        dims: the dim along which a parameter is cut, or None for one that is whole on every device: one for all, or a tree like the
+            parameters, in which one entry may stand for a whole subtree (a missing one is cut along dim 0).
+        shared: the same for the parameters under "shared", which are cut only where every function that takes them is spread.
+
+    Source: Yeung et al. 2024, Balancing Pipeline Parallelism with Vocabulary Parallelism, arXiv 2411.05288.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> def head(params, x, microbatch, *, ctx):
+        ...     part = x @ params["w"].T  # a device's share of the outputs: rows of w
+        ...     return jax.lax.psum(jnp.sum(part**2), ctx.axis)
+        >>> s = jp.schedules.build("gpipe", devices=1, microbatches=2)
+        >>> pipe = jp.Pipeline(lambda p, x: x @ p, schedule=s, mesh=jax.make_mesh((1,), ("pipe",)), last=jp.spread(head))
+        >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {"w": jnp.ones((5, 3))}})
+        >>> float(pipe.evaluate(params, {"x": jnp.ones((2, 3))}))
+        405.0
+    """
+    return Spread(function, dims, shared)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class Padded:
+    """A parameter whose cut dim does not divide: the array with zeros after `size` entries of `dim`."""
+
+    array: Any
+    dim: int
+    size: int
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, int]]:
+        """The array is the only leaf."""
+        return ((jax.tree_util.GetAttrKey("array"), self.array),), (self.dim, self.size)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[int, int], children: tuple[Any, ...]) -> Padded:
+        """The inverse."""
+        return cls(children[0], *aux)
+
+
+def is_padded(node: Any) -> bool:
+    """True for a `Padded`."""
+    return isinstance(node, Padded)
+
+
+def bare(tree: PyTree) -> PyTree:
+    """The tree with the padded arrays themselves."""
+    return jax.tree.map(lambda leaf: leaf.array if is_padded(leaf) else leaf, tree, is_leaf=is_padded)
+
+
+def cut_off(tree: PyTree) -> PyTree:
+    """The tree with arrays of their own size, without padding."""
+
+    def own(leaf: Any) -> Any:
+        if not is_padded(leaf):
+            return leaf
+        return jax.lax.slice_in_dim(leaf.array, 0, leaf.size, axis=leaf.dim)
+
+    return jax.tree.map(own, tree, is_leaf=is_padded)
+
+
+def cut_shardings(tree: PyTree) -> PyTree:
+    """Shardings for `cut_off` of what has these: a dim that does not divide is whole on every device."""
+
+    def own(leaf: Any) -> Any:
+        if not is_padded(leaf):
+            return leaf
+        spec = [None if d == leaf.dim else entry for d, entry in enumerate(leaf.array.spec)]
+        return NamedSharding(leaf.array.mesh, PartitionSpec(*spec))
+
+    return jax.tree.map(own, tree, is_leaf=is_padded)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which parameters are cut into as many parts as there are devices."""
+
+    parts: int
+    dims: Mapping[str, Any] = field(default_factory=dict)  # "last" (and "shared") -> what `spread` was given
+
+    def dim(self, key: str, path: tuple[Any, ...]) -> int | None:
+        """The dim along which the parameter at a path is cut; None where it is whole."""
+        if key not in self.dims:
+            return None
+        found = self.dims[key]
+        for entry in path:
+            if found is None or isinstance(found, int):
+                break
+            name = getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
+            if isinstance(found, Mapping):
+                found = found.get(name, 0)
+            else:
+                found = found[name] if isinstance(name, int) and name < len(found) else 0
+        return found if found is None or isinstance(found, int) else 0
+
+    def faults(self, params: Mapping[str, PyTree]) -> list[str]:
+        """What of canonical parameters cannot be cut."""
+        found = []
+        for key, given in self.dims.items():
+            leaves = jax.tree_util.tree_leaves_with_path(params.get(key, {}))
+            for path, leaf in leaves:
+                dim, shape = self.dim(key, path), jnp.shape(leaf)
+                if dim is not None and not 0 <= dim < len(shape):
+                    where = f"{key}{jax.tree_util.keystr(path)}"
+                    found.append(
+                        f"{where} of shape {shape} has no dim {dim} to cut over {self.parts} devices; give jaxpipe.spread(..., dims=) "
+                        "the dim of each parameter, None for those that are whole on every device"
+                    )
+            wrong = [d for d in jax.tree.leaves(given) if not isinstance(d, int) or isinstance(d, bool)]
+            if wrong:
+                found.append(f"jaxpipe.spread was given {wrong[0]!r} for {key}; a dim is a whole number, or None")
+        return found
+
+    def pad(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Parameters whose cut dims all divide."""
+
+        def padded(key: str, path: Any, leaf: Any) -> Any:
+            dim = self.dim(key, path)
+            if dim is None or leaf.shape[dim] % self.parts == 0:
+                return leaf
+            size = leaf.shape[dim]
+            widths = [(0, -size % self.parts if d == dim else 0) for d in range(leaf.ndim)]
+            return Padded(jnp.pad(leaf, widths), dim, size)
+
+        return {key: jax.tree_util.tree_map_with_path(lambda p, a, k=key: padded(k, p, a), tree) for key, tree in params.items()}
+
+    def shares(self, key: str, placed: PyTree) -> PyTree:
+        """The parts of whole placed parameters, leaves [parts, ...]; those that are not cut are the same for all."""
+
+        def share(path: Any, leaf: Any) -> Any:
+            dim = self.dim(key, path)
+            array = leaf.array if is_padded(leaf) else leaf
+            if dim is None:
+                return jnp.broadcast_to(array, (self.parts, *array.shape))
+            parts = array.reshape(*array.shape[:dim], self.parts, array.shape[dim] // self.parts, *array.shape[dim + 1 :])
+            return jnp.moveaxis(parts, dim, 0)
+
+        return jax.tree_util.tree_map_with_path(share, placed, is_leaf=is_padded)
+
+    def sizes(self, key: str, placed: PyTree, *, parts: int | None = None) -> PyTree:
+        """For each parameter, given one of `parts` parts of it, the whole length of the dim that is cut; 0 where none is."""
+        count = self.parts if parts is None else parts
+
+        def size(path: Any, leaf: Any) -> int:
+            if is_padded(leaf):
+                return int(leaf.size)
+            dim = self.dim(key, path)
+            return 0 if dim is None else int(leaf.shape[dim]) * count
+
+        return jax.tree_util.tree_map_with_path(size, placed, is_leaf=is_padded)

@@ -1,0 +1,120 @@
+"""A language model's head whose vocabulary is cut over the devices of the pipe axis: projection and cross-entropy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..arrays import PyTree
+from ..errors import PipelineError
+from .functions import Context, Loss
+
+
+@dataclass(frozen=True)
+class VocabHead:
+    """Projection onto the vocabulary and cross-entropy, spread over the pipe axis: give it as `Pipeline(..., last=jaxpipe.VocabHead())`.
+
+    Each of P devices holds V / P rows of the projection (the vocabulary need not divide) and has V / P logits of each token; the
+    maximum and the sums of the softmax go over the axis.  Its parameters are one array [V, d], or a tree with one such leaf; with none, the
+    one leaf under "shared" is taken: tied embeddings.  x is [..., d], `microbatch["targets"]` are integers [...] (one that
+    is no word, and not `ignore`, makes the loss NaN), and
+    `microbatch["weights"]`, where there are any, weigh tokens.  Logits are computed in float32 at least.
+
+    The loss of a microbatch is the mean over its tokens; with `Loss.SUM_OVER_COUNT` the sum and the count of tokens, so that the step's
+    loss is the mean over all tokens of the batch.
+
+    Args:
+        ignore: targets of this value count for nothing.
+        label_smoothing: the share of the target that is spread evenly over the vocabulary (Szegedy et al. 2016, section 7;
+            as torch.nn.functional.cross_entropy has it).
+        z_loss: this times the square of log(sum(exp(logits))) is added to the loss of a token (Chowdhery et al. 2022, PaLM, section 5).
+
+    Raises:
+        PipelineError: the parameters are not one array [V, d]; the function is not spread.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
+        >>> pipe = jp.Pipeline(lambda p, x: x @ p, schedule=s, mesh=jax.make_mesh((1,), ("pipe",)), last=jp.VocabHead())
+        >>> params = pipe.place({"stages": jnp.zeros((1, 4, 4)), "last": {"w": jnp.ones((8, 4))}})
+        >>> loss = pipe.evaluate(params, {"x": jnp.ones((2, 3, 4)), "targets": jnp.zeros((2, 3), int)})
+        >>> round(float(loss), 4)  # all 8 words are equally likely: log(8)
+        2.0794
+    """
+
+    ignore: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss: Loss = Loss.MEAN  # set by the pipeline
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not 0 <= self.label_smoothing <= 1:
+            faults.append(f"label_smoothing={self.label_smoothing} must be from 0 to 1")
+        if self.z_loss < 0:
+            faults.append(f"z_loss={self.z_loss} must be 0 or more")
+        if faults:
+            raise PipelineError.listing("this head cannot be", faults)
+
+    def __call__(self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()) -> Any:
+        """The loss of a microbatch, the same on every device; or (sum, count), see above."""
+        nll, weights = self.token_losses(params, x, microbatch, ctx=ctx, shared=shared)
+        total, count = jnp.sum(nll * weights), jnp.sum(weights)
+        if self.loss is Loss.SUM_OVER_COUNT:
+            return total, count
+        return total / jnp.where(count == 0, 1, count)
+
+    def returning(self, loss: Loss) -> VocabHead:
+        """The head that returns what a loss contract asks for."""
+        return replace(self, loss=loss)
+
+    def token_losses(self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()) -> tuple[Any, Any]:
+        """(loss of each token, its weight), [...] each and the same on every device: for functions of your own under `jaxpipe.spread`."""
+        table, size = one_table("VocabHead", params, shared, ctx)
+        count, axis = table.shape[0], ctx.axis
+        dtype = jnp.promote_types(jnp.result_type(x, table), jnp.float32)
+        logits = lax.dot_general(x, table, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+        first = lax.axis_index(axis) * count
+        exists = first + jnp.arange(count) < size
+        logits = jnp.where(exists, logits, -jnp.inf)
+        # The maximum only keeps the exponentials small: the result does not depend on it.
+        top = lax.pmax(jnp.max(lax.stop_gradient(logits), axis=-1), axis)
+        target = jnp.asarray(microbatch["targets"])
+        mine = target - first
+        here = (mine >= 0) & (mine < count)
+        picked = jnp.take_along_axis(logits, jnp.clip(mine, 0, count - 1)[..., None], axis=-1)[..., 0]
+        sums = [jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), jnp.where(here, picked, 0)]
+        if self.label_smoothing:
+            sums.append(jnp.sum(jnp.where(exists, logits, 0), axis=-1))
+        exponentials, picked, *rest = lax.psum(jnp.stack(sums), axis)
+        log_sum = top + jnp.log(exponentials)
+        nll = log_sum - picked
+        if self.label_smoothing:
+            nll = (1 - self.label_smoothing) * nll + self.label_smoothing * (log_sum - rest[0] / size)
+        if self.z_loss:
+            nll = nll + self.z_loss * jnp.square(log_sum)
+        weights = (target != self.ignore).astype(nll.dtype)
+        if "weights" in microbatch:
+            weights = weights * microbatch["weights"].astype(nll.dtype)
+        # A target that is ignored may be any number; any other that is no word is an error of the data, which must not look like a loss.
+        nll = jnp.where((target >= 0) & (target < size), nll, jnp.nan)
+        return jnp.where(target != self.ignore, nll, 0), weights
+
+
+def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[Any, int]:
+    """A device's rows of the one array [V, d] among the parameters, or among the shared ones, and V."""
+    own = jax.tree.leaves(params)
+    leaves, sizes = (own, ctx.sizes) if own else (jax.tree.leaves(shared), ctx.shared_sizes)
+    if ctx.axis is None or (leaves and not any(jax.tree.leaves(sizes))):
+        raise PipelineError(
+            f"{name} must run on all devices with its parameters cut over them; give it as {name}() itself, or call it with `ctx` from a "
+            'function under jaxpipe.spread; a table under "shared" is cut where every function that takes `shared` is spread'
+        )
+    if len(leaves) != 1 or leaves[0].ndim != 2:
+        where = "its own parameters" if own else 'the parameters under "shared", since it has none of its own'
+        raise PipelineError(f"{name} takes one array [V, d] as {where}; got {len(leaves)} of shapes {[leaf.shape for leaf in leaves]}")
+    return leaves[0], jax.tree.leaves(sizes)[0]

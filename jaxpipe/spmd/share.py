@@ -1,0 +1,98 @@
+"""`last` spread over the pipe axis: all devices run its block at once, each with its share of the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..arrays import Flag, Leaves, Scalar
+from ..program.records import Forward, Share
+from ..stage.code import StageCode, run
+from .block import Block
+from .pools import add, add_at, read, write
+from .shared_code import SharedCode
+from .state import Gradients, State, given
+
+
+@dataclass(frozen=True)
+class KeepOutput(Block):
+    """The last stage's output, for the share that all devices run later."""
+
+    row: Forward[Scalar]
+    y: Leaves
+
+    def writes(self, state: State) -> State:
+        """Its pool."""
+        return State(last=state.last)
+
+    def run(self, state: State) -> State:
+        """Write it."""
+        return state.updated(State(last=write(given(state.last), self.row.out, self.y)))
+
+
+@dataclass(frozen=True)
+class RunShare(Block):
+    """A device's share of the loss of a microbatch, and of its gradient.
+
+    The output of the last stage goes to all devices as a sum in which the others are zero: its source differs from microbatch to
+    microbatch where stages stand on two devices, and one sum is one collective, where a tree of permutes is log2(P) of them, each of
+    the same size.  Every device gets the same loss.  Each begins its backward with 1/P of the loss's cotangent: what is differentiated
+    is the mean over devices of their equal losses, so that a collective inside, which sums cotangents over devices, counts none twice.
+    """
+
+    shared: SharedCode
+    axis: str
+    code: StageCode  # of the last stage
+    row: Share[Scalar]
+    waits: bool  # start after all that ran before in the tick: see `exchange.permuted`
+
+    def writes(self, state: State) -> State:
+        """The loss and what comes with it; in training the cotangent of the output, and gradients."""
+        part = State(losses=state.losses, aux=state.aux)
+        if not self.shared.training:
+            return part
+        gradients = given(state.gradients)
+        return part.updated(State(cotangent=state.cotangent, gradients=Gradients(last=gradients.last, shared=gradients.shared)))
+
+    def run(self, state: State) -> State:
+        """Run it."""
+        shared, code, row, operands = self.shared, given(self.shared.last), self.row, self.shared.operands
+        source = row.is_source != 0
+        if self.waits:
+            source = jnp.logical_and(source, jnp.logical_not(given(state.token)))
+        y = [self._everywhere(leaf, source) for leaf in read(given(state.last), row.y)]
+        stage = jnp.full_like(row.microbatch, len(shared.kind_of) - 1)
+        arguments = [*code.consts, *operands.last, *operands.last_once, *y, *shared.outer_extra(stage, row.microbatch)]
+        if not shared.training:
+            loss, *aux = run(code.evaluate, *arguments)
+            return self._noted(state, source, loss, aux)
+        gradients = given(state.gradients)
+        seed = operands.seed / lax.axis_size(self.axis)
+        loss, *rest = run(code.train, *arguments, seed)
+        aux, rest = rest[: len(code.aux_avals)], rest[len(code.aux_avals) :]
+        own, common = len(given(gradients.last)), len(given(gradients.shared))
+        dlast, dshared, dy = rest[:own], rest[own : own + common], rest[own + common :]
+        pool, buffer, avals = given(state.cotangent), shared.buffers.cotangent, self.code.dy_avals
+        held = buffer.read(pool, row.out, avals)
+        # One reduction of all leaves; only the device of the last stage has room for the result, the others keep what is in the slot.
+        whole = lax.psum(dy, self.axis)
+        kept = [jnp.where(source, new, old) for new, old in zip(whole, held, strict=True)]
+        state = self._noted(state, source, loss, aux)
+        new = Gradients(last=add(given(gradients.last), dlast), shared=add(given(gradients.shared), dshared))
+        return state.updated(State(cotangent=buffer.write(pool, row.out, avals, kept), gradients=new))
+
+    def _everywhere(self, leaf: Any, source: Flag) -> Any:
+        """The leaf of the device that has it, on all devices."""
+        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+        return lax.psum(jnp.where(source, number, jnp.zeros_like(number)), self.axis).astype(leaf.dtype)
+
+    def _noted(self, state: State, source: Flag, loss: Any, aux: Leaves) -> State:
+        """The loss and what comes with it, noted on one device: the end of the step sums over devices."""
+        once = jnp.where(source, loss, jnp.zeros_like(loss))
+        mine = [jnp.where(source, leaf, jnp.zeros_like(leaf)) for leaf in aux]
+        return state.updated(
+            State(losses=add_at(state.losses, self.row.microbatch, once), aux=write(given(state.aux), self.row.microbatch, mine))
+        )

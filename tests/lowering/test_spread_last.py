@@ -1,0 +1,298 @@
+"""`last` spread over the pipe axis: the losses and gradients of plain JAX, whatever the schedule, in every executor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxpipe as jp
+from jaxpipe import Loss, PipelineError
+from jaxpipe.eager import EagerExecutor
+from jaxpipe.lowering.plan import plan_of
+from jaxpipe.portable import PortableState
+from jaxpipe.program.faults import Rule
+from jaxpipe.program.verify import faults
+from tests.parity.engines import mesh_of
+from tests.tiers import slow
+
+WIDTH, TOKENS, ROWS = 4, 3, 2
+# Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
+LIMIT = 1e-12
+HEADS = {"plain": jp.VocabHead(), "all": jp.VocabHead(label_smoothing=0.1, z_loss=0.02), "other mark": jp.VocabHead(ignore=0)}
+
+
+def stage(params, x):
+    return jnp.tanh(x @ params)
+
+
+def head_of(head: jp.VocabHead, logits, microbatch):
+    """The sum of the losses of tokens and their count, from whole logits: the formulas of the docstring."""
+    targets = microbatch["targets"]
+    counted = targets != head.ignore
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    nll = log_sum - jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], -1)[..., 0]
+    even = log_sum - logits.mean(-1)
+    loss = (1 - head.label_smoothing) * nll + head.label_smoothing * even + head.z_loss * log_sum**2
+    weights = counted * microbatch.get("weights", 1.0)
+    return jnp.sum(jnp.where(counted, loss * weights, 0)), jnp.sum(weights)
+
+
+def canonical(stages: int, vocabulary: int, *, tied: bool = False) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    table = {"w": rng.standard_normal((vocabulary, WIDTH))}
+    found = {"first": {}, "stages": rng.standard_normal((stages, WIDTH, WIDTH)) / 2, "last": {} if tied else table}
+    return found | ({"shared": table} if tied else {})
+
+
+def rows(count: int, vocabulary: int, ignore: int = -100) -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    targets = rng.integers(0, vocabulary, (count, TOKENS))
+    targets[rng.random(targets.shape) < 0.3] = ignore
+    targets[:, 0] = 1 + np.arange(count) % (vocabulary - 1)  # some token counts in every row
+    weights = rng.random((count, TOKENS)) + 0.5
+    return {"x": rng.standard_normal((count, TOKENS, WIDTH)), "targets": targets, "weights": weights}
+
+
+@lru_cache(maxsize=32)
+def truth(head: jp.VocabHead, stages: int, vocabulary: int, microbatches: int, count: int, *, tied: bool, sums: bool) -> Any:
+    """No pipeline: the loss and its gradients."""
+
+    def loss(params):
+        total, tokens, means = 0.0, 0.0, 0.0
+        for m in range(microbatches):
+            size = count // microbatches
+            microbatch = {k: v[m * size : (m + 1) * size] for k, v in rows(count, vocabulary, head.ignore).items()}
+            x = microbatch["x"]
+            for s in range(stages):
+                x = stage(params["stages"][s], x)
+            table = params["shared" if tied else "last"]["w"]
+            one, many = head_of(head, x @ table.T, microbatch)
+            total, tokens, means = total + one, tokens + many, means + one / many
+        return total / tokens if sums else means / microbatches
+
+    return jax.jit(jax.value_and_grad(loss))(canonical(stages, vocabulary, tied=tied))
+
+
+def worst(found: Any, wanted: Any) -> float:
+    """The largest error of any leaf, relative to the leaf's largest entry."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b)))) for a, b in pairs)
+
+
+def agrees(name: str, devices: int, *, vocabulary: int = 11, microbatches: int = 4, head: str = "all", tied: bool = False, **options: Any):
+    """A step and an evaluation against plain JAX; the pipeline and its placed parameters."""
+    data = options.pop("data", 1)
+    if name == "dualpipe":
+        microbatches = max(microbatches, 2 * devices)
+    chunks = jp.schedules.describe(name).chunks.natural
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
+    count, stages = ROWS * microbatches * data, schedule.num_stages
+    options.setdefault("mesh", mesh_of(devices, data=data) if data > 1 else mesh_of(devices))
+    pipe = jp.Pipeline(stage, schedule=schedule, last=HEADS[head], **options)
+    params, batch = pipe.place(canonical(stages, vocabulary, tied=tied)), rows(count, vocabulary, HEADS[head].ignore)
+    loss, grads = pipe.value_and_grad(params, batch)
+    sums = options.get("loss") is Loss.SUM_OVER_COUNT
+    wanted_loss, wanted = truth(HEADS[head], stages, vocabulary, microbatches, count, tied=tied, sums=sums)
+    found = pipe.canonical(grads)
+    assert abs(float(loss) - float(wanted_loss)) <= LIMIT
+    assert worst({key: found[key] for key in wanted}, wanted) <= LIMIT
+    assert abs(float(pipe.evaluate(params, batch)) - float(wanted_loss)) <= LIMIT
+    return pipe, params, grads
+
+
+QUICK = [("gpipe", 1, "plain"), ("1f1b", 2, "all"), ("zbv", 2, "other mark"), ("dualpipe", 2, "plain"), ("interleaved_1f1b", 4, "all")]
+ALL = [(name, devices, "all") for name in jp.schedules.names() for devices in (1, 2, 4, 8)]
+
+
+def _defined(name: str, devices: int) -> bool:
+    try:
+        chunks = jp.schedules.describe(name).chunks.natural
+        jp.schedules.build(name, devices=devices, microbatches=2 * devices if name == "dualpipe" else 4, chunks=chunks)
+    except jp.ScheduleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "devices", "head"), [*QUICK, *(slow(*case) for case in ALL if _defined(*case[:2]))])
+def test_a_step_agrees_with_plain_jax(name, devices, head):
+    _, params, grads = agrees(name, devices, head=head)
+    if devices > 1:
+        shares = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves((params["last"], grads["last"]))]
+        assert shares == [(-(-11 // devices), WIDTH)] * 2, "1/P of the vocabulary on each device, gradients too"
+
+
+@pytest.mark.parametrize(("name", "devices"), [("1f1b", 2), slow("zbv", 2), slow("dualpipe", 4), slow("zb_h1", 8)])
+def test_tied_embeddings_are_cut_and_their_gradients_are_of_both_uses(name, devices):
+    _, params, _ = agrees(name, devices, tied=True)
+    assert jax.tree.leaves(params["shared"])[0].sharding.spec[0] == "pipe"
+
+
+def test_the_mean_over_all_tokens_with_data_shards_and_fsdp():
+    pipe, params, grads = agrees("1f1b", 2, vocabulary=12, data=2, data_axes=("data",), fsdp="data", loss=Loss.SUM_OVER_COUNT)
+    (leaf,) = jax.tree.leaves(params["last"])
+    assert tuple(leaf.sharding.spec) == ("pipe", "data")
+    assert jax.tree.map(jnp.shape, pipe.canonical(grads)["last"]) == {"w": (12, WIDTH)}
+
+
+def test_a_tensor_axis_splits_what_is_not_cut():
+    mesh = jax.make_mesh((2, 2), ("pipe", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    _, params, _ = agrees("zb_h1", 2, mesh=mesh, specs={"last": {"w": PartitionSpec(None, "tensor")}})
+    assert tuple(jax.tree.leaves(params["last"])[0].sharding.spec) == ("pipe", "tensor")
+
+
+def test_the_eager_executor_runs_the_same_program():
+    agrees("1f1b", 2, executor=EagerExecutor(), tied=True)
+    agrees("gpipe", 2, executor=EagerExecutor())
+
+
+def test_what_is_placed_comes_back_and_shapes_are_placed_too():
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=4)
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(4), last=jp.VocabHead())
+    whole = canonical(4, 10)
+    placed = pipe.place(whole)
+    assert jax.tree.leaves(placed["last"])[0].shape == (12, WIDTH)
+    back = pipe.canonical(placed)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves({**back, "shared": {}}), jax.tree.leaves(whole), strict=True))
+    shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), whole))
+    assert jax.tree.map(lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding), shapes, placed)
+    assert pipe.outputs(placed, rows(8, 10)).shape == (8, TOKENS, WIDTH)
+
+
+def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
+    def pipe_on(devices):
+        schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices)
+        return jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=jp.VocabHead())
+
+    whole = canonical(4, 10)
+    states = {}
+    for devices in (4, 2):
+        params = pipe_on(devices).place(whole)
+        states[devices] = {"params": params, "moments": jax.tree.map(lambda a: 2 * a, params)}
+    stored = PortableState(pipe_on(4)).of(states[4])
+    assert stored["params"]["last"]["w"].shape == stored["moments"]["last"]["w"].shape == (10, WIDTH)
+    back = PortableState(pipe_on(2)).placed(stored, states[2])
+    assert jax.tree.structure(back) == jax.tree.structure(states[2])
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True))
+    again = PortableState(pipe_on(4)).placed(PortableState(pipe_on(2)).of(states[2]), states[4])
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(states[4]), strict=True))
+    pipe, params = pipe_on(4), states[4]["params"]
+    spread = pipe.canonical(params, spread=True)
+    assert np.array_equal(spread["last"]["w"], whole["last"]["w"])
+
+
+def test_a_function_of_ones_own_and_any_collective():
+    """A matrix cut along its columns, a scale that every device holds whole, a sum over devices and one of a gathered array."""
+
+    def last(params, x, microbatch, *, ctx):
+        part = x * params["scale"] @ params["w"]
+        whole = jax.lax.all_gather(part, ctx.axis, axis=part.ndim - 1, tiled=True)[..., : ctx.sizes["w"]]
+        return jax.lax.psum(jnp.sum(part**2), ctx.axis) + jnp.sum(jnp.sin(whole))
+
+    def plain(params, x, microbatch):
+        y = x * params["scale"] @ params["w"]
+        return jnp.sum(y**2) + jnp.sum(jnp.sin(y))
+
+    schedule, rng = jp.schedules.build("zb_h1", devices=2, microbatches=3), np.random.default_rng(0)
+    own = {"w": rng.standard_normal((WIDTH, 5)), "scale": rng.standard_normal(WIDTH)}
+    whole = {**canonical(2, 1), "last": own}
+    steps = []
+    for function in (jp.spread(last, dims={"w": 1, "scale": None}), plain):
+        pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2), last=function)
+        loss, grads = pipe.value_and_grad(pipe.place(whole), rows(6, 2))
+        steps.append((float(loss), pipe.canonical(grads)))
+    assert abs(steps[0][0] - steps[1][0]) <= LIMIT * abs(steps[1][0])
+    assert worst(steps[0][1], steps[1][1]) <= LIMIT
+
+
+SCHEDULE = jp.schedules.build("1f1b", devices=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": jp.spread_last(SCHEDULE), "last": lambda p, x, mb: 0.0}, "`last` is not spread"),
+        ({"schedule": jp.Schedule.from_csv("0F0,0B0\n\n")}, "1 stages on 2 devices"),
+        ({"first": jp.spread(lambda p, mb: mb)}, "`first` cannot be spread yet"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(options, message):
+    with pytest.raises(PipelineError, match=message):
+        jp.Pipeline(stage, **{"schedule": SCHEDULE, "mesh": mesh_of(2), "last": jp.VocabHead(), **options})
+
+
+def test_every_parameter_that_cannot_be_cut_is_listed():
+    pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.spread(lambda p, x, mb: 0.0, dims={"a": 2, "b": "x"}))
+    whole = {"stages": np.zeros((2, 3, 3)), "last": {"a": np.zeros((3, 3)), "b": np.zeros(3), "c": np.zeros(())}}
+    with pytest.raises(PipelineError) as caught:
+        pipe.place(whole)
+    assert all(text in str(caught.value) for text in ("last['a'] of shape (3, 3) has no dim 2", "'x' for last", "last['c'] of shape ()"))
+
+
+def test_a_head_says_what_it_lacks():
+    with pytest.raises(PipelineError, match=r"(?s)label_smoothing=2.*z_loss=-1"):
+        jp.VocabHead(label_smoothing=2, z_loss=-1)
+    pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead())
+    for own, text in (({"w": np.zeros((4, 3)), "b": np.zeros(4)}, "got 2 of shapes"), ({}, "got 0 of shapes")):
+        with pytest.raises(PipelineError, match=text):
+            pipe.value_and_grad(pipe.place({"stages": np.zeros((2, WIDTH, WIDTH)), "last": own}), rows(4, 3))
+
+
+def test_a_target_that_is_no_word_gives_no_number():
+    """As plain JAX: an error of the data must not look like a loss."""
+    pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead())
+    params, batch = pipe.place(canonical(2, 4)), rows(4, 4)
+    assert np.isfinite(pipe.evaluate(params, batch))
+    batch["targets"][1, 0] = 4
+    assert np.isnan(pipe.evaluate(params, batch))
+
+
+def changed(program, **fields):
+    """The program with other entries of its shares."""
+    (share,) = program.ticks.shares
+    new = {name: change(getattr(share, name).copy()) for name, change in fields.items()}
+    return replace(program, ticks=replace(program.ticks, shares=(replace(share, **new),)))
+
+
+def put(tick, device, value):
+    def change(table):
+        table[tick, device] = value
+        return table
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        (lambda t: {"kind": put(t, 1, -1)}, Rule.TOGETHER),
+        (lambda t: {"microbatch": put(t, 0, 1)}, Rule.TOGETHER),
+        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, Rule.TOGETHER),
+        (lambda t: {"is_source": put(t, 0, 1)}, Rule.ACTION),
+        (lambda t: {"kind": put(t, slice(None), -1)}, Rule.ACTION),
+        (lambda t: {"y": put(t, 1, 1)}, Rule.SLOT),
+        (lambda t: {"out": put(t, 1, 1)}, Rule.SLOT),
+    ],
+)
+def test_a_wrong_share_is_found(fields, rule):
+    """Rules of programs, each broken alone."""
+    program = plan_of(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))).program()
+    assert faults(program) == ()
+    tick = int(np.argmax(program.ticks.shares[0].kind[:, 0] >= 0))
+    assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}
+
+
+def test_code_for_shares_is_where_they_are():
+    program = plan_of(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))).program()
+    bare = [replace(s, templates=tuple(_without_shares(template) for template in s.templates)) for s in program.segments]
+    assert Rule.CODE in {fault.rule for fault in faults(replace(program, segments=tuple(bare)))}
+
+
+def _without_shares(template):
+    return replace(template, blocks=tuple(use for use in template.blocks if not use.block.is_share))
