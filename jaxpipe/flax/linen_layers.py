@@ -40,7 +40,7 @@ class LinenLayers:
     def to_linen(self, params: dict[str, PyTree]) -> list[Variables]:
         """Canonical parameters as each block's variables, in order; those of first, last and shared are their modules' already."""
         seen = dict.fromkeys(self._letters, 0)
-        found = []
+        found: list[Variables] = []
         for letter in self._letters:
             found.append({"params": jax.tree.map(lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter])})
             seen[letter] += 1
