@@ -6,10 +6,10 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax
-import jaxlib.version
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -32,14 +32,15 @@ def fingerprint(pipe: Pipeline, params: PyTree, batch: PyTree = None, **more: An
         more: anything else that decides what is computed: a learning rate, a seed, the number of steps.
     """
     table, mesh = pipe.schedule, pipe.mesh
+    settings: Any = jax.config
     found = {
-        "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, Python {sys.version.split()[0]}",
+        "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, Python {sys.version.split()[0]}",
         "schedule": f"{table.name} of {table.num_stages} stages and {table.num_microbatches} microbatches {_digest(str(table.rows))}",
         "mesh": f"{dict(mesh.shape)} of {mesh.devices.flat[0].device_kind} {_digest(str([d.id for d in mesh.devices.flat]))}",
         "pipeline": f"{pipe!r}, prefer={pipe.prefer.value}, accumulate_dtype={pipe.accumulate_dtype}, loss={pipe.functions.loss.value}",
         "parameters": _tree(params),
         "batch": _tree(batch),
-        "precision": f"x64={jax.config.read('jax_enable_x64')}, matmul={jax.config.read('jax_default_matmul_precision')}",
+        "precision": f"x64={settings.jax_enable_x64}, matmul={settings.jax_default_matmul_precision}",
     }
     return {name: text[:_MOST] for name, text in (found | {key: repr(value) for key, value in more.items()}).items()}
 
