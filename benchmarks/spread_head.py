@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from benchmarks.compiled import compile_and_read
-from benchmarks.compiled.memory import Memory
 from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
+from jaxpipe.compiled import compile_and_read
+from jaxpipe.compiled.memory import Memory
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30

@@ -502,7 +502,7 @@ class Pipeline:
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
         given, params = params, with_outer(params)
-        table = remove_spread(self.schedule) if outputs else self.schedule
+        table = remove_spread(self.schedule) if outputs else self.schedule  # what the last stage returns needs no `last`
         job = Job(
             plan=self._plan if training else forward_plan(table, self._microbatches_of(batch)),
             functions=functions.handing_over() if outputs else functions,

@@ -41,6 +41,8 @@ def predicted_memory(
     splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
     names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
     pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
+    if code.program.ticks.shares:
+        pools["last"] = slots.last * sum(map(nbytes, code.kinds[code.kind_of[-1]].y_avals))
     first = slots.first * sum(map(nbytes, (*code.first.residual_input, *code.first.residual_weight)))
     found = {
         "parameters": sum(map(_local_bytes, jax.tree.leaves(dict(params)))),

@@ -101,7 +101,8 @@ def trace_model(
     if functions.last is not None:
         last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
         last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
-        _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
+        if not functions.last.spread:
+            _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     program = verify(job.plan.program(longest([code.liveness for code in codes])))
     return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants)
 
@@ -139,7 +140,8 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
     if found:
         raise PipelineError(
             f"`{name}` calls {', '.join(found)} over the pipe axis {axis!r}; devices along it run different stages at a time, so it would "
-            'wait for ever. What all stages share belongs under "shared"; a sum over microbatches is a metric, or made of gradients'
+            'wait for ever. What all stages share belongs under "shared"; a sum over microbatches is a metric, or made of gradients; '
+            "a `last` under jaxpipe.spread runs on all devices at once, and may use the axis"
         )
 
 
