@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .arrays import PyTree
 from .errors import CheckpointError
@@ -317,7 +317,7 @@ class PortableState:
         key = (*key, *(leaf.shape for leaf in jax.tree.leaves(leaves)), explicit_context(mesh))
         if key not in self._programs:
             self._programs[key] = jit_on_mesh(mesh, arrange, to)
-        return self._programs[key](leaves)
+        return self._programs[key](jax.tree.map(lambda leaf: _from_elsewhere(leaf, mesh), leaves))
 
     def _spread(self, leaf: Any, rule: Rule) -> Any:
         """A leaf of first, last or shared, or of what follows them, where its parameter lies."""
@@ -401,6 +401,14 @@ def _host(leaf: Any) -> Any:
     if _is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.random.key_data(leaf)
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf)
+
+
+def _from_elsewhere(leaf: Any, mesh: Mesh) -> Any:
+    """A leaf that one program can take: one that lies on other devices than the mesh's goes over the host."""
+    here = not isinstance(leaf, jax.Array) or not leaf.committed or leaf.sharding.device_set == set(mesh.devices.flat)
+    if here or not leaf.is_fully_addressable:
+        return leaf
+    return np.asarray(leaf)
 
 
 def _with_sharding(leaf: Any, sharding: Any) -> Any:

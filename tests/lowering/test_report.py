@@ -69,6 +69,7 @@ def test_memory_of_1f1b_by_pool():
         "cotangent": ACTIVATION,
         "stash": 0,
         "first": 0,
+        "last": 0,
     }
     assert found["residuals"] == [("residual_input", f"float32[{ROWS}, {WIDTH}]", ACTIVATION)]
     assert found["slots"].residual_input == P
@@ -140,8 +141,8 @@ def test_parameter_bytes_are_what_a_device_holds():
     rows = jax.ShapeDtypeStruct((ROWS * 4, WIDTH), jnp.float32)
     whole, split = (pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"] for pipe in pipes)
     one = WIDTH * WIDTH * 4
-    assert whole == {"first": one, "stages": one, "last": 0, "shared": 0}
-    assert split == {"first": one // P, "stages": one, "last": 0, "shared": 0}
+    assert whole == {"first": one, "stages": one, "last": 0}
+    assert split == {"first": one // P, "stages": one, "last": 0}
 
 
 def test_the_name_is_the_step_s_own_where_another_schedule_is_equal():

@@ -320,7 +320,7 @@ def test_specs_of_layers_split_every_stack_of_theirs():
     assert abs(float(value) - float(wanted_value)) <= FLOAT64 * float(wanted_value)
     assert worst(*(jax.device_get(p.canonical(g)["stages"]) for p, g in ((pipe, grads), (plain, wanted)))) <= FLOAT64
     with pytest.raises(jp.PipelineError, match=r"specs name 't/q', but the parameters are \['t/scale', 't/w'\]"):
-        jp.Pipeline(**how, specs={"stages": {"t": {"q": spec("tensor")}}}).place(canonical)
+        jp.Pipeline(**how, replicated_axes=("data",), specs={"stages": {"t": {"q": spec("tensor")}}}).place(canonical)
 
 
 def test_canonical_may_stay_spread():
