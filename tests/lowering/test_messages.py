@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,9 @@ from jax.sharding import PartitionSpec
 import jaxpipe as jp
 from tests.lowering.test_errors import WIDTH, M, P, batch_of, last, params_of, pipe_of, raises, stage
 from tests.parity.engines import mesh_of
+
+# XLA:CPU has no code for conversions of half precisions where the instruction set has none.
+needs_half = pytest.mark.skipif("--xla_cpu_max_isa=SSE4_2" in os.environ["XLA_FLAGS"], reason="no float16 on the CPU with SSE4_2")
 
 
 def trace(pipe: jp.Pipeline, batch: Any = None, **how: Any) -> Any:
@@ -109,6 +113,7 @@ def test_counts_that_are_no_numbers() -> None:
         trace(pipe_of(last=lambda p, x, mb: (jnp.sum(x), jnp.ones(3)), **how))
 
 
+@needs_half
 def test_a_batch_in_which_nothing_is_counted_has_loss_0_and_gradients_0() -> None:
     """And sums and counts of half a precision are added in a whole one: 3 microbatches of 40000 are beyond float16."""
 
@@ -127,6 +132,7 @@ def test_a_batch_in_which_nothing_is_counted_has_loss_0_and_gradients_0() -> Non
     assert float(loss) == pytest.approx(wanted, rel=1e-3)  # float16 sums
 
 
+@needs_half
 def test_constant_losses_small_floats_and_jaxs_strict_modes() -> None:
     """A stage loss that is a number, parameters of 8 bits, no promotion by JAX, and its internal checks."""
     small = jax.tree.map(lambda a: jnp.asarray(a / 8, jnp.float8_e4m3fn), params_of())
