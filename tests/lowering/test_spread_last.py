@@ -107,8 +107,8 @@ def agrees(name: str, devices: int, *, vocabulary: int = 11, microbatches: int =
     return pipe, params, grads
 
 
-QUICK = [("gpipe", 1, "plain"), ("1f1b", 2, "all"), ("zbv", 2, "other mark"), ("dualpipe", 2, "plain"), ("interleaved_1f1b", 4, "all")]
-ALL = [(name, devices, "all") for name in jp.schedules.names() for devices in (1, 2, 4, 8)]
+QUICK = [("1f1b", 2, "all"), ("zbv", 2, "other mark")]
+ALL = [("gpipe", 2, "plain"), *((name, devices, "all") for name in jp.schedules.names() for devices in (1, 2, 4, 8))]
 
 
 def _defined(name: str, devices: int) -> bool:
@@ -141,6 +141,7 @@ def test_the_mean_over_all_tokens_with_data_shards_and_fsdp():
     assert jax.tree.map(jnp.shape, pipe.canonical(grads)["last"]) == {"w": (12, WIDTH)}
 
 
+@pytest.mark.slow
 def test_a_tensor_axis_splits_what_is_not_cut():
     mesh = jax.make_mesh((2, 2), ("pipe", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
     _, params, _ = agrees("zb_h1", 2, mesh=mesh, specs={"last": {"w": PartitionSpec(None, "tensor")}})
@@ -177,10 +178,11 @@ def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
         states[devices] = {"params": params, "moments": jax.tree.map(lambda a: 2 * a, params)}
     stored = PortableState(pipe_on(4)).of(states[4])
     assert stored["params"]["last"]["w"].shape == stored["moments"]["last"]["w"].shape == (10, WIDTH)
-    back = PortableState(pipe_on(2)).placed(stored, states[2])
+    # As from a file: the devices are others.
+    back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
     assert jax.tree.structure(back) == jax.tree.structure(states[2])
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True))
-    again = PortableState(pipe_on(4)).placed(PortableState(pipe_on(2)).of(states[2]), states[4])
+    again = PortableState(pipe_on(4)).placed(jax.tree.map(np.asarray, PortableState(pipe_on(2)).of(states[2])), states[4])
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(states[4]), strict=True))
     pipe, params = pipe_on(4), states[4]["params"]
     spread = pipe.canonical(params, spread=True)
