@@ -33,6 +33,13 @@ def test_a_page_runs_and_prints_what_it_says(page, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_parts_of_examples_are_quoted_as_they_are():
+    text = (DOCS / "whole_models.md").read_text()
+    quoted = re.findall(r"<!-- not run: a part of (\S+) -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert len(quoted) == 4
+    assert not [(name, part) for name, part in quoted if part not in (ROOT / name).read_text()]
+
+
 def test_a_wrong_output_and_a_wrong_command_are_found(tmp_path):
     page = tmp_path / "page.md"
     text = "```python\nprint(1 + 1)\n```\n\n```text\n{}\n```\n\n```console\n$ echo one\n{}\n```\n"
