@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
-from ..jaxprs import Entry, Slot, Total, run_in_slots
+from ..jaxprs import Entry, InSlots, Slot, Total, run_both_in_slots, run_in_slots
 from ..model.partition import leaf_plans
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
+from ..table.action import Overlap
 from ..table.kinds import RECOMPUTE, Kind
 from .body import accumulator_dtype
 from .entries import Group, StageEntries, compiled_alone
@@ -38,26 +39,51 @@ class _Block:
 
 
 def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
-    """Bytes on one device of each block's own arrays, by block: "F", "B", "I", "W", "R" (of the kind of stage that needs most), "first",
-    "first gradient", "last".
+    """Bytes on one device of each block's own arrays, by block: "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind
+    of stage that needs most; "first", "first gradient", "last".
 
     Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.  Takes a compilation of each block.
     """
-    splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
-    again = bool(code.program.schedule.encoded.of_kinds(RECOMPUTE).any())
-    blocks = [
-        block
-        for number, kind in enumerate(code.kinds)
-        for block in _stage_blocks(kind, _entries(kind) if entries is None else entries[number], splits=splits, again=again)
-    ]
+    table = code.program.schedule
+    kinds = {kind.name for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if table.encoded.of_kinds((kind,)).any()}
+    kinds |= {"R"} if table.encoded.of_kinds(RECOMPUTE).any() else set()
+    pairs = any(isinstance(cell, Overlap) for row in table.rows for cell in row)
+    runs: list[tuple[_Block, ...]] = [(block,) for block in _outer_blocks(job, code, split=entries is not None)]
+    for number, kind in enumerate(code.kinds):
+        blocks = _stage_blocks(kind, _entries(kind) if entries is None else entries[number])
+        runs += [(block,) for name, block in blocks.items() if name in kinds]
+        runs += [(blocks["B"], blocks["F"])] if pairs and "B" in kinds else []
     found: dict[str, int] = {}
-    for block in [*blocks, *_outer_blocks(job, code, split=entries is not None)]:
-        found[block.name] = max(found.get(block.name, 0), _temp(job, mesh, block))
+    for run in runs:
+        name = " with ".join(block.name for block in run)
+        found[name] = max(found.get(name, 0), _temp(job, mesh, run))
     return found
 
 
-def _temp(job: Job, mesh: Mesh, block: _Block) -> int:
-    """Bytes besides inputs and outputs, of a block that reads and writes slots of pools as it does in the step."""
+def _temp(job: Job, mesh: Mesh, blocks: Sequence[_Block]) -> int:
+    """Bytes besides inputs and outputs, of blocks that run as one, and read and write slots of pools as they do in the step."""
+    parts = [_part(job, block) for block in blocks]
+    count = len(parts)
+
+    def run(*groups: Leaves) -> Leaves:
+        codes = [part.code(*groups[3 * k : 3 * k + 3]) for k, part in enumerate(parts)]
+        if count == 1:
+            return run_in_slots(codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes)
+        return [leaf for outs in run_both_in_slots(codes[0], codes[1]) for leaf in outs]
+
+    memory = compiled_alone(job, mesh, run, *(group for part in parts for group in part.groups)).memory_analysis()
+    return int(getattr(memory, "temp_size_in_bytes", 0))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block's inputs, pools and accumulators, and its code once they are arrays."""
+
+    groups: tuple[Group, Group, Group]
+    code: Callable[[Leaves, Leaves, Leaves], InSlots]
+
+
+def _part(job: Job, block: _Block) -> _Part:
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
     lazily = dict(block.reads)
@@ -69,14 +95,13 @@ def _temp(job: Job, mesh: Mesh, block: _Block) -> int:
     wide = [jax.ShapeDtypeStruct(aval.shape, accumulator_dtype(aval.dtype, job.accumulate)) for aval in outvars[: block.totals]]
     totals: Group = list(zip(wide, block.parameters, strict=True))
 
-    def run(values: Leaves, pools: Leaves, totals: Leaves) -> Leaves:
+    def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
         writes: dict[int, Slot | Total] = {i: Total(leaf) for i, leaf in enumerate(totals)}
         writes |= {i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)}
-        return run_in_slots(block.jaxpr, values, reads={i: Slot(values[i], at, entry) for i, entry in block.reads}, writes=writes)
+        return InSlots(block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes)
 
-    memory = compiled_alone(job, mesh, run, inputs, pools, totals).memory_analysis()
-    return int(getattr(memory, "temp_size_in_bytes", 0))
+    return _Part((inputs, pools, totals), code)
 
 
 def _entries(code: StageCode) -> StageEntries:
@@ -89,8 +114,8 @@ def _entries(code: StageCode) -> StageEntries:
     return StageEntries((_WHOLE,) * code.num_params, *map(plain, stored))
 
 
-def _stage_blocks(code: StageCode, entries: StageEntries, *, splits: bool, again: bool) -> list[_Block]:
-    """The blocks of a kind of stage."""
+def _stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, _Block]:
+    """The blocks of a kind of stage, by name."""
     before = [*(_WHOLE for _ in code.consts), *entries.parameters, *(entry.spec for entry in entries.x)]
     free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
     start = (*before, *(None for _ in range(free)))
@@ -103,24 +128,16 @@ def _stage_blocks(code: StageCode, entries: StageEntries, *, splits: bool, again
     def written(first: int, those: Sequence[Entry]) -> tuple[tuple[int, Entry], ...]:
         return tuple((first + i, entry) for i, entry in enumerate(those))
 
-    found = [_Block("F", code.forward, start, writes=written(code.num_outputs, kept))]
-    found += [_Block("R", code.recompute, start, writes=written(0, kept))] if again else []
     trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
-    if not splits:
-        return [*found, _Block("B", code.backward, late, read, totals=code.num_trained, parameters=trained)]
-    dx = sum(code.x_wanted)
-    return [
-        *found,
-        _Block("I", code.input_grad, late, read, written(dx, entries.stash)),
-        _Block(
-            "W",
-            code.weight_grad,
-            (*late, *(entry.spec for entry in entries.stash)),
-            (*read, *stash),
-            totals=code.num_trained,
-            parameters=trained,
-        ),
-    ]
+    every = (*late, *(entry.spec for entry in entries.stash))
+    blocks = (
+        _Block("F", code.forward, start, writes=written(code.num_outputs, kept)),
+        _Block("R", code.recompute, start, writes=written(0, kept)),
+        _Block("B", code.backward, late, read, totals=code.num_trained, parameters=trained),
+        _Block("I", code.input_grad, late, read, written(sum(code.x_wanted), entries.stash)),
+        _Block("W", code.weight_grad, every, (*read, *stash), totals=code.num_trained, parameters=trained),
+    )
+    return {block.name: block for block in blocks}
 
 
 def _outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[_Block]:
