@@ -39,8 +39,10 @@ class _Block:
 
 
 def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
-    """Bytes on one device of each block's own arrays, by block: "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind
-    of stage that needs most; "first", "first gradient", "last".
+    """Bytes on one device of each block's own arrays, by block.
+
+    The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind of stage that needs most; "first", "first
+    gradient" and "last".
 
     Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.  Takes a compilation of each block.
     """
