@@ -3,12 +3,13 @@
 from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
-from .eval_in_slots import InSlots, Slot, Total, literal_dtype, run_both_in_slots, run_in_slots
+from .eval_in_slots import literal_dtype, run_both_in_slots, run_in_slots
 from .flatten import flatten
 from .min_cut import weight as cut_weight
 from .numbers import into_scans
 from .scan_residuals import sink
 from .slices import known_from, needed_for
+from .slots import InSlots, Slot, Total
 from .value_numbering import equal_outputs, keep_first
 
 __all__ = [

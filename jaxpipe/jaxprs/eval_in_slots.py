@@ -3,84 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 
-from .entry import Entry
+from .loops import Answer, Loop, run_loops
 from .slices import scan_counts
-
-
-class Slot(NamedTuple):
-    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps values as `entry` says."""
-
-    pool: Any
-    index: Any
-    entry: Entry
-
-    def load(self) -> Any:
-        """The whole entry."""
-        return self.entry.unpack(lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False))
-
-    def store(self, value: Any) -> Any:
-        """The pool with the entry replaced."""
-        value = jnp.asarray(value).astype(self.pool.dtype)  # a literal of a jaxpr is a number
-        return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
-
-    def store_flat(self, value: Any) -> Any:
-        """The pool with the raveled value at the beginning of the entry, which is one long array."""
-        value = jnp.asarray(value).astype(self.pool.dtype).reshape(1, -1)
-        return lax.dynamic_update_slice(self.pool, value, (self.index, jnp.int32(0)))
-
-    def load_row(self, row: Any) -> Any:
-        """`pool[index, row]`."""
-        if not self.entry.by_row:
-            return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
-        kept = self.pool.shape[2:]
-        start = (self.index, row, *(jnp.int32(0) for _ in kept))
-        return self.entry.unpack_row(lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept))
-
-    def store_row(self, row: Any, value: Any) -> Any:
-        """The pool with `pool[index, row]` replaced."""
-        if not self.entry.by_row:
-            return self.store(lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0))
-        value = self.entry.pack_row(value.astype(self.pool.dtype))
-        start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
-        return lax.dynamic_update_slice(self.pool, value[None, None], start)
-
-
-class Total(NamedTuple):
-    """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and what is scattered where it belongs."""
-
-    pool: Any
-
-    def store(self, value: Any) -> Any:
-        """The accumulator with a whole value added."""
-        return self.pool + jnp.asarray(value).astype(self.pool.dtype)
-
-    def store_row(self, row: Any, value: Any) -> Any:
-        """The accumulator with `[row]` added to."""
-        start = (row, *(jnp.int32(0) for _ in value.shape))
-        old = lax.dynamic_slice(self.pool, start, (1, *value.shape))
-        return lax.dynamic_update_slice(self.pool, old + value.astype(self.pool.dtype)[None], start)
-
-    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
-        """The accumulator with the updates of a scatter-add into zeros added where they belong."""
-        options = {key: eqn.params[key] for key in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
-        return lax.scatter_add(self.pool, indices, jnp.asarray(updates).astype(self.pool.dtype), **options)
-
-
-class InSlots(NamedTuple):
-    """A jaxpr to evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools."""
-
-    jaxpr: core.Jaxpr
-    arguments: Sequence[Any]
-    reads: Mapping[int, Slot]
-    writes: Mapping[int, Slot | Total]
+from .slots import InSlots, Slot, Total
 
 
 def run_in_slots(
@@ -100,7 +31,7 @@ def run_in_slots(
     try:
         loop = next(steps)
         while True:
-            loop = steps.send(_run_loops((loop,))[0])
+            loop = steps.send(run_loops((loop,))[0])
     except StopIteration as done:
         return done.value
 
@@ -112,10 +43,10 @@ def run_both_in_slots(one: InSlots, other: InSlots) -> tuple[list[Any], list[Any
     `other` writes any: `other` may write pools that `one` reads, but not the other way round.
     """
     runs = (_steps(one), _steps(other))
-    loops: list[_Loop | None] = [None, None]
+    loops: list[Loop | None] = [None, None]
     results: list[list[Any]] = [[], []]
 
-    def advance(k: int, answer: _Answer | None) -> None:
+    def advance(k: int, answer: Answer | None) -> None:
         try:
             loops[k] = next(runs[k]) if answer is None else runs[k].send(answer)
         except StopIteration as done:
@@ -126,65 +57,18 @@ def run_both_in_slots(one: InSlots, other: InSlots) -> tuple[list[Any], list[Any
     while loops[0] is not None or loops[1] is not None:
         first, second = loops
         if first is not None and second is not None and first.merges_with(second):
-            answers = _run_loops((first, second))
+            answers = run_loops((first, second))
             advance(0, answers[0])
             advance(1, answers[1])
         else:
             k = 0 if first is not None else 1
             loop = loops[k]
             assert loop is not None
-            advance(k, _run_loops((loop,))[0])
+            advance(k, run_loops((loop,))[0])
     return results[0], results[1]
 
 
-@dataclass(frozen=True)
-class _Loop:
-    """A scan as it is to be run: what it carries, the pools that it writes, and what one trip does with them."""
-
-    length: int
-    reverse: bool
-    unroll: Any
-    carry: list[Any]
-    pools: list[Any]
-    # (carry, pools as they are by now, row) -> what the trip reads
-    read: Callable[[Callable[[Any], Any], Any], list[Any]]
-    # (carry, what was read) -> (carry, rows to store, rows to stack)
-    compute: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any], list[Any]]]
-    store: Callable[[list[Any], Any, list[Any]], list[Any]]
-
-    def merges_with(self, other: _Loop) -> bool:
-        """Whether both may be one loop."""
-        return self.length == other.length and self.unroll == other.unroll
-
-
-_Answer: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"  # carry, pools, stacks
-
-
-def _run_loops(loops: Sequence[_Loop]) -> list[_Answer]:
-    """Loops of one length as one: in each trip all read, then compute, then store."""
-    length, reverse = loops[0].length, loops[0].reverse
-
-    def trip(state: list[tuple[list[Any], list[Any]]], rows: list[Any]) -> tuple[list[tuple[list[Any], list[Any]]], list[list[Any]]]:
-        # What one loop reads of a pool that another writes, it reads as that one carries it.
-        now = {id(old): new for loop, (_, pools) in zip(loops, state, strict=True) for old, new in zip(loop.pools, pools, strict=True)}
-        read = [loop.read(lambda pool: now.get(id(pool), pool), row) for loop, row in zip(loops, rows, strict=True)]
-        found = [loop.compute(carry, values) for loop, (carry, _), values in zip(loops, state, read, strict=True)]
-        stored = [loop.store(pools, row, new) for loop, (_, pools), row, (_, new, _) in zip(loops, state, rows, found, strict=True)]
-        return [(carry, pools) for (carry, _, _), pools in zip(found, stored, strict=True)], [stack for _, _, stack in found]
-
-    count = np.arange(length, dtype=np.int32)
-    rows = [jnp.asarray(count if loop.reverse == reverse else count[::-1]) for loop in loops]
-    if len(loops) == 1:
-        rows = [lax.iota(jnp.int32, length)]
-    start = [(loop.carry, loop.pools) for loop in loops]
-    end, stacks = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=loops[0].unroll)
-    return [
-        (carry, pools, stack if loop.reverse == reverse else [jnp.flip(leaf, 0) for leaf in stack])
-        for loop, (carry, pools), stack in zip(loops, end, stacks, strict=True)
-    ]
-
-
-def _steps(run: InSlots) -> Generator[_Loop, _Answer, list[Any]]:
+def _steps(run: InSlots) -> Generator[Loop, Answer, list[Any]]:
     """Evaluate a jaxpr up to each of its scans, which the caller runs."""
     jaxpr, reads, writes = run.jaxpr, run.reads, run.writes
     env: dict[core.Var, Any] = {}
@@ -225,7 +109,7 @@ def _steps(run: InSlots) -> Generator[_Loop, _Answer, list[Any]]:
     return outs
 
 
-def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Slot | Total]) -> _Loop:
+def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Slot | Total]) -> Loop:
     """A scan with pools among its carries, for what it writes, and among its constants, for what it reads."""
     consts, carries = scan_counts(eqn)
     body = eqn.params["jaxpr"]
@@ -251,7 +135,7 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
     def store(pools: list[Any], row: Any, values: list[Any]) -> list[Any]:
         return [targets[v]._replace(pool=pool).store_row(row, y) for v, pool, y in zip(threaded, pools, values, strict=True)]
 
-    return _Loop(
+    return Loop(
         length=eqn.params["length"],
         reverse=eqn.params.get("reverse", False),
         unroll=eqn.params.get("unroll", 1),

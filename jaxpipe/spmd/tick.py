@@ -77,7 +77,8 @@ class TickEmitter:
             pairs = self._pairs_at(segment, j) if all(len(those) == 1 for those in kinds[j]) else []
             for pair in pairs:
                 with jax.named_scope(str(pair)):
-                    state = self._pair(pair, row, state)
+                    both = [kinds[j][template.blocks.index(use)][0] for use in (pair.ahead, pair.back)]
+                    state = self._pair(pair, both, row, state)
             for use, those in zip(template.blocks, kinds[j], strict=True):
                 left = _left(use, pairs)
                 for kind in those if left is not Presence.NEVER else ():
@@ -140,9 +141,8 @@ class TickEmitter:
                     found.append(_Pair(f, b, Presence.of(int(both.sum()), both.size), (runs[0], runs[1]), both.size))
         return found
 
-    def _pair(self, pair: _Pair, row: TickRecord[Scalar], state: State) -> State:
-        """A forward and a backward in one block."""
-        kinds = [self.shared.kind_of[int(self._stages(use, slice(None))[0])] for use in (pair.ahead, pair.back)]
+    def _pair(self, pair: _Pair, kinds: Sequence[int], row: TickRecord[Scalar], state: State) -> State:
+        """A forward and a backward, of these kinds of stages, in one block."""
         forward = RunForward(self.shared, pair.ahead, kinds[0], row.forward)
         backward = RunBackward(self.shared, pair.back, kinds[1], row.backward)
         here = jnp.logical_and(row.forward.chunk == pair.ahead.block.chunk, row.backward.chunk == pair.back.block.chunk)

@@ -1,0 +1,80 @@
+"""Where values lie in pools: slots to read and write, accumulators to add to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from .entry import Entry
+
+
+class Slot(NamedTuple):
+    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps values as `entry` says."""
+
+    pool: Any
+    index: Any
+    entry: Entry
+
+    def load(self) -> Any:
+        """The whole entry."""
+        return self.entry.unpack(lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False))
+
+    def store(self, value: Any) -> Any:
+        """The pool with the entry replaced."""
+        value = jnp.asarray(value).astype(self.pool.dtype)  # a literal of a jaxpr is a number
+        return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
+
+    def store_flat(self, value: Any) -> Any:
+        """The pool with the raveled value at the beginning of the entry, which is one long array."""
+        value = jnp.asarray(value).astype(self.pool.dtype).reshape(1, -1)
+        return lax.dynamic_update_slice(self.pool, value, (self.index, jnp.int32(0)))
+
+    def load_row(self, row: Any) -> Any:
+        """`pool[index, row]`."""
+        if not self.entry.by_row:
+            return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
+        kept = self.pool.shape[2:]
+        start = (self.index, row, *(jnp.int32(0) for _ in kept))
+        return self.entry.unpack_row(lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept))
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The pool with `pool[index, row]` replaced."""
+        if not self.entry.by_row:
+            return self.store(lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0))
+        value = self.entry.pack_row(value.astype(self.pool.dtype))
+        start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
+        return lax.dynamic_update_slice(self.pool, value[None, None], start)
+
+
+class Total(NamedTuple):
+    """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and what is scattered where it belongs."""
+
+    pool: Any
+
+    def store(self, value: Any) -> Any:
+        """The accumulator with a whole value added."""
+        return self.pool + jnp.asarray(value).astype(self.pool.dtype)
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The accumulator with `[row]` added to."""
+        start = (row, *(jnp.int32(0) for _ in value.shape))
+        old = lax.dynamic_slice(self.pool, start, (1, *value.shape))
+        return lax.dynamic_update_slice(self.pool, old + value.astype(self.pool.dtype)[None], start)
+
+    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
+        """The accumulator with the updates of a scatter-add into zeros added where they belong."""
+        options = {key: eqn.params[key] for key in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
+        return lax.scatter_add(self.pool, indices, jnp.asarray(updates).astype(self.pool.dtype), **options)
+
+
+class InSlots(NamedTuple):
+    """A jaxpr to evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools."""
+
+    jaxpr: core.Jaxpr
+    arguments: Sequence[Any]
+    reads: Mapping[int, Slot]
+    writes: Mapping[int, Slot | Total]
