@@ -34,7 +34,7 @@ def test_the_structure_says_it_and_survives(tmp_path: Path) -> None:
     state = adam.init(loop)
     updates, state = adam.update(loop, state, loop)
     assert jax.tree.structure(optax.apply_updates(loop, updates)) == jax.tree.structure(state[0].mu) == structure
-    with pytest.raises(ValueError, match=r"custom node|mismatch|Mismatch|different pytree metadata"):
+    with pytest.raises(ValueError, match="stages by device"):
         jax.tree.map(lambda a, b: a + b, loop, vee)
     with ocp.StandardCheckpointer() as orbax:
         orbax.save(tmp_path / "raw", loop)
