@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         mesh = make_mesh(shape, devices=None if args.cluster else find(args.pipe * args.data * args.tensor))
         model, pipe = build(args, mesh)
-        say(f"{model.sizes.parameters():,} parameters, {args.schedule} on {shape}, layout {pipe.layout.layers}")
+        say(f"{model.sizes.parameters():,} parameters, {pipe}")
         params = train(args, model, pipe)
         if args.export:
             weights.save(args.export, pipe, model, params)

@@ -115,6 +115,9 @@ def test_parameters_are_made_where_they_belong(made):
     wanted = initial.canonical(model, jax.random.key(0))
     found = {key: value for key, value in jax.device_get(pipe.canonical(params)).items() if key in wanted}
     assert relative(found, jax.device_get(wanted)) <= FLOAT64  # the same keys, compiled apart
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):  # the optimizer knows scales, which do not decay, by their path
+        name = jax.tree_util.keystr(path)
+        assert ("scale" in name) is (leaf.ndim == (3 if "stages" in name else 1))
     for chunk in params["stages"]:
         for leaf in jax.tree.leaves(chunk):
             parts = 2 if leaf.ndim < 4 else 4  # scales over the pipeline alone, kernels over the tensor axis too
@@ -183,15 +186,17 @@ class TestPacking:
     def test_documents_of_a_row_do_not_see_each_other(self):
         model = Llama(PUBLISHED["tiny"], jnp.float64)
         params = initial.canonical(model, jax.random.key(1))
-        documents = np.array([[5, 9, 9, 0], [7, 3, 2, 0], [4, 6, 1, 8]])
-        row = packed(np.array([[*documents.ravel(), 11]]), end=0)
-        logits = jax.jit(model.logits, compiler_options=QUICKLY)
-        together = logits(params, row)[0]
-        alone = logits(params, {"tokens": documents}).reshape(together.shape)
+        documents = [[5, 9, 9, 0], [0], [7, 3, 2, 8, 1, 0], [4, 6, 1]]
+        joined_up, ends = [token for document in documents for token in document], np.cumsum([len(d) for d in documents])
+        alone = [document + [3] * (len(joined_up) - len(document)) for document in documents]  # no token sees what comes later
+        batch = packed(np.array([[*row, 11] for row in (joined_up, joined_up, *alone)]), end=0)
+        batch["segments"][1:], batch["positions"][1:] = 0, np.arange(len(joined_up))  # as if each row were one document
+        together, mixed, *alone = jax.jit(model.logits, compiler_options=QUICKLY)(params, batch)
+        apart = np.concatenate([rows[: len(document)] for rows, document in zip(alone, documents, strict=True)])
         # Masked keys weigh exactly zero, so that only the order of sums differs.
-        assert relative(np.asarray(together), np.asarray(alone)) <= FLOAT64
-        mixed = logits(params, {"tokens": row["tokens"]})[0]
-        assert relative(np.asarray(mixed), np.asarray(alone)) > 1e-3
+        assert relative(np.asarray(together), apart) <= FLOAT64
+        assert relative(np.asarray(mixed)[: ends[0]], apart[: ends[0]]) <= FLOAT64
+        assert relative(np.asarray(mixed)[ends[0] :], apart[ends[0] :]) > 1e-3
 
     def test_segments_positions_and_weights(self):
         row = packed(np.array([[0, 3, 4, 0, 5, 0, 0, 6]]), end=0)
