@@ -1,6 +1,6 @@
 """A head spread over the pipeline against a head on the last device: memory of GPU programs, and the simulated step.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.spread_head -o benchmarks/results/spread_head.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --models 'Llama 3 8B' --schedules zb_h1 -o benchmarks/results/spread_head.txt
 
 Steps of models of published shapes are compiled for H100s that are only described (nothing is run, no GPU is needed), and their memory
 is read.  The simulated step takes floating point operations as its costs.
@@ -9,6 +9,7 @@ is read.  The simulated step takes floating point operations as its costs.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -31,30 +32,38 @@ GIB = 2**30
 # Llama 3: Llama team 2024, "The Llama 3 Herd of Models", table 3.  Gemma's vocabulary and width: Gemma team 2024, table 1 (2B), with
 # attention heads and layers that divide.
 MODELS = {
-    "Llama 3 8B": Shape(width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14336, vocab=128256, layers=32, time=4096),
-    "Gemma 2B": Shape(width=2048, heads=8, kv_heads=1, head_dim=256, hidden=16384, vocab=256000, layers=16, time=4096),
+    "Llama 3 8B": Shape(width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14336, vocab=128256, layers=32),
+    "Llama 3 70B": Shape(),
+    "Gemma 2B": Shape(width=2048, heads=8, kv_heads=1, head_dim=256, hidden=16384, vocab=256000, layers=16),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a schedule, and whether the head is spread."""
+    """A model, a schedule, whether the head is spread, and whether backwards may be split for it."""
 
     model: str
     schedule: str
     spread: bool
+    split: bool | None
     devices: int
     microbatches: int
+    tokens: int
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model, with microbatches of one row."""
+        return dataclasses.replace(MODELS[self.model], time=self.tokens)
 
     def table(self) -> jp.Schedule:
         """The schedule, with the costs of the model."""
         plain = jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
-        return jp.spread_last(plain, costs=self.costs(plain.num_stages)) if self.spread else plain
+        return jp.spread_last(plain, costs=self.costs(plain.num_stages), split=self.split) if self.spread else plain
 
     def costs(self, stages: int, *, head: bool = True) -> jp.Costs:
         """Operations of a token, in units of a stage's forward; without `spread` the head and its gradient run with the last stage's F."""
-        layer, logits = _operations(MODELS[self.model])
-        share = 3 * logits / (layer * MODELS[self.model].layers / stages) if head else 0.0
+        layer, logits = _operations(self.shape)
+        share = 3 * logits / (layer * self.shape.layers / stages) if head else 0.0
         forward = [1.0] * (stages - 1) + [1.0 if self.spread else 1.0 + share]
         return jp.Costs(forward=forward, input_grad=1.0, weight_grad=1.0, last=share / self.devices)
 
@@ -65,7 +74,7 @@ class Case:
 
     def memory(self) -> Memory:
         """Of the program compiled for described GPUs."""
-        shape, table = MODELS[self.model], self.table()
+        shape, table = self.shape, self.table()
         mesh = gpu_mesh((self.devices,), ("pipe",))
         model = Model(shape, remat_layer=True, tensor=False)
         last = jp.spread(_spread_head, dims={"norm": None, "head": 0}) if self.spread else model.last
@@ -109,7 +118,7 @@ def line(case: Case) -> tuple[str, ...]:
     return (
         case.model,
         case.schedule,
-        "spread" if case.spread else "last device",
+        "last device" if not case.spread else "spread" if case.split is None else "spread, B whole",
         *(f"{number / GIB:.2f}" for number in (memory.arguments, memory.outputs, memory.temp, memory.total)),
         f"{step:.1f}",
         f"{bare:.1f}",
@@ -124,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], metavar="NAME")
     parser.add_argument("--devices", type=int, default=8, metavar="P")
     parser.add_argument("--microbatches", type=int, default=32, metavar="M")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a microbatch")
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
@@ -132,11 +142,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for model in args.models:
         for schedule in args.schedules:
-            for spread in (False, True):
-                rows.append(line(Case(model, schedule, spread, args.devices, args.microbatches)))
+            for spread, split in ((False, None), (True, None), (True, False)):
+                case = Case(model, schedule, spread, split, args.devices, args.microbatches, args.tokens)
+                if split is False and case.table() == dataclasses.replace(case, split=None).table():
+                    continue
+                rows.append(line(case))
                 jax.clear_caches()
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    title = f"A head on the last device, and spread: {args.devices} described H100s, M = {args.microbatches}, one row a microbatch"
+    title = (
+        f"A head on the last device, and spread: {args.devices} described H100s, M = {args.microbatches}, {args.tokens} tokens a microbatch"
+    )
     Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
 
 
