@@ -16,7 +16,19 @@ WITHOUT_JAX = (
 )
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
-    *("compiled", "report", "differentiable", "pipeline", "debug", "portable", "checkpoint", "distributed", "flax"),
+    *(
+        "compiled",
+        "report",
+        "differentiable",
+        "profiling",
+        "pipeline",
+        "measuring",
+        "debug",
+        "portable",
+        "checkpoint",
+        "distributed",
+        "flax",
+    ),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them

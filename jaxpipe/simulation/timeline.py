@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from .costs import Costs
 from .critical_path import critical_chain
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
 
 
 class Idle(NamedTuple):
@@ -181,6 +184,15 @@ class Timeline:
             if die:
                 events.append((end, -costs.activation[stage]))
         return _accumulate(events)
+
+    def over(self, planned: Timeline) -> Comparison:
+        """This run compared with what was planned: a sentence about where time was lost, and a table (`str()` has both).
+
+        ScheduleError where the other is of another placement or number of microbatches.
+        """
+        from .comparison import Comparison
+
+        return Comparison(self, planned)
 
     @cached_property
     def critical_path(self) -> tuple[str, ...]:

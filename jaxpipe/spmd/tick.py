@@ -14,9 +14,11 @@ from ..program.code_rules import half_of
 from ..program.ir import Program
 from ..program.records import Arrival, Backward, Forward, TickRecord
 from ..program.segments import BlockUse, Payload, Presence, Segment
+from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
-from .block import Block, run_in_order
+from .block import run_in_order
+from .clock import Clocked
 from .exchange import arrive, permuted, run_chosen
 from .forward import RunForward, RunRecompute
 from .shared_code import SharedCode
@@ -30,6 +32,8 @@ class TickEmitter:
     program: Program
     axis: str
     shared: SharedCode
+    data_axes: tuple[str, ...]
+    clock: Clock | None
     blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
 
     @cached_property
@@ -68,12 +72,16 @@ class TickEmitter:
             if self._has_recompute and use.block.kind is Kind.F:
                 predicate = jnp.logical_and(predicate, (half.keeps != 0) == use.block.keeps)
             run = RunForward if use.block.kind is Kind.F else RunRecompute
-            block: Block = run(self.shared, use, kind, half)
+            code: RunForward | RunRecompute | RunBackward = run(self.shared, use, kind, half)
         else:
-            block = RunBackward(self.shared, use, kind, half)
+            code = RunBackward(self.shared, use, kind, half)
         if asks:
             predicate = jnp.logical_and(predicate, jnp.array(self.shared.kind_of)[stage] == kind)
-        return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, block, state)
+        if self.clock is None:
+            return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, code, state)
+        # Under a predicate always: a loop's body begins when all that it reads is there.
+        clocked = Clocked(code, self.clock, self.axis, self.data_axes)
+        return run_in_order(Presence.NEVER if use.active is Presence.NEVER else Presence.SOMETIMES, predicate, clocked, state)
 
     def _kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
         """For each template and each of its blocks, the kinds of the stages that run it."""

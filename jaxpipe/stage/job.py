@@ -14,6 +14,9 @@ from ..model.param_layout import ParamLayout
 # Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`, or None where nothing is split).
 Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
+# Is called on the host with (0 at the begin and 1 at the end, data shard, device, kind, stage, microbatch) of a block; returns int32 0.
+Clock: TypeAlias = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -30,6 +33,7 @@ class Job:
     training: bool
     outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
     observe: Observe | None = None  # for reports
+    clock: Clock | None = None  # for profiles: called by every block
 
     @property
     def results(self) -> tuple[str, ...]:
