@@ -4,14 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..errors import ScheduleError
 from ..table.kinds import Kind
+from ..table.run_order import Transfers
+from ..table.schedule import Schedule
+from .costs import Costs
 from .critical_path import critical_chain
-from .timeline import Timeline
 
 _NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence
+
+
+class Run(Protocol):
+    """What is compared: a `Timeline`."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def costs(self) -> Costs: ...
+    @property
+    def transfers(self) -> Transfers: ...
+    @property
+    def starts(self) -> tuple[float, ...]: ...
+    @property
+    def ends(self) -> tuple[float, ...]: ...
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def busy(self) -> tuple[float, ...]: ...
+    @property
+    def idle(self) -> tuple[tuple[float, float, float], ...]: ...
 
 
 class Loss(NamedTuple):
@@ -30,8 +53,8 @@ class Comparison:
         planned: the same table simulated.
     """
 
-    ran: Timeline
-    planned: Timeline
+    ran: Run
+    planned: Run
 
     def __post_init__(self) -> None:
         ran, planned = self.ran.schedule, self.planned.schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from ..table.activations import Changes, activation_changes, live_activations
 from ..table.encoded import Encoded
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
+from .comparison import Comparison
 from .costs import Costs
 from .critical_path import critical_chain
-
-if TYPE_CHECKING:
-    from .comparison import Comparison
 
 
 class Idle(NamedTuple):
@@ -190,8 +188,6 @@ class Timeline:
 
         ScheduleError where the other is of another placement or number of microbatches.
         """
-        from .comparison import Comparison
-
         return Comparison(self, planned)
 
     @cached_property
