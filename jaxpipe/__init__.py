@@ -31,6 +31,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .debug import Nonfinite, find_nonfinite
+    from .measuring import Peak, measure, measure_layers
     from .model.functions import Context, Loss
     from .model.spread import spread
     from .model.vocabulary import VocabHead
@@ -53,6 +54,7 @@ __all__ = [
     "Nonfinite",
     "Overlap",
     "ParseError",
+    "Peak",
     "Pipeline",
     "PipelineError",
     "PipelinePlan",
@@ -77,6 +79,8 @@ __all__ = [
     "even_layout",
     "find_nonfinite",
     "lower_bound",
+    "measure",
+    "measure_layers",
     "megatron",
     "merge_backward",
     "parse_action",
@@ -104,8 +108,11 @@ _NEEDS_JAX = {
     "spread": ".model.spread",
     "Loss": ".model.functions",
     "Nonfinite": ".debug",
+    "Peak": ".measuring",
     "Pipeline": ".pipeline",
     "find_nonfinite": ".debug",
+    "measure": ".measuring",
+    "measure_layers": ".measuring",
     "per_layer": ".optimizers",
 }
 

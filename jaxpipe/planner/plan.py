@@ -94,7 +94,7 @@ def plan(
         raise _nothing_fits(question, beyond, rejected)
     if search:
         fitting += _searched(question, min(fitting, key=lambda f: f.seconds), search, seed)
-    fitting.sort(key=lambda f: f.seconds)
+    fitting.sort(key=lambda f: (f.seconds, f.memory.total))
     rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.memory.total - (memory or 0))}", b.seconds) for b in beyond]
     return Plans(tuple(_result(question, f) for f in fitting[:most]), tuple(rejected))
 
@@ -151,7 +151,9 @@ def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
     for name in question.schedules:
         rule = describe(name).chunks
         for chunks in question.chunks:
-            if rule.nearest(chunks) == chunks and question.devices * chunks <= len(question.layers):
+            # With one stage a device it is 1F1B with more activations.
+            same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in question.schedules
+            if not same and rule.nearest(chunks) == chunks and question.devices * chunks <= len(question.layers):
                 for remat in question.remat:
                     yield name, chunks, remat
 

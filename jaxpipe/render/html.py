@@ -8,6 +8,7 @@ from html import escape
 from string import Template
 from xml.etree import ElementTree
 
+from ..simulation.comparison import COLUMNS
 from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES, KINDS
 from .bars import costs_of, number, title_of
@@ -18,18 +19,21 @@ from .svg import SCOPE, draw
 
 # Characters of the table that a page shows; a longer one would slow the page down, and `--format csv` writes it too.
 _MOST_TEXT = 200_000
+_LEAST_WIDTH = 101  # pixels for time
 
 
-def to_html(timeline: Timeline, *, title: str | None = None, width: float | None = None) -> str:
+def to_html(timeline: Timeline, *, title: str | None = None, width: float | None = None, over: Timeline | None = None) -> str:
     """Draw a timeline as one self-contained HTML page: chart, tooltips, zoom, numbers, the table; light and dark.
 
     Args:
         timeline: what `jaxpipe.simulate` returned.
         title: the heading; schedule, devices and microbatches where it is None.
         width: of the chart at zoom 1, in pixels, as in `to_svg`.
+        over: what was planned, where the timeline is that of a run: drawn below at the same scale, with where time was lost.
 
     Raises:
         JaxpipeError: `width` leaves no room for the chart.
+        ScheduleError: `over` is of another table.
 
     >>> import jaxpipe as jp
     >>> to_html(jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2)))[:15]
@@ -44,11 +48,27 @@ def to_html(timeline: Timeline, *, title: str | None = None, width: float | None
         style=_styles(chart.shades),
         chart=ElementTree.tostring(draw(chart, critical_path=True), encoding="unicode"),
         cards=_cards(timeline),
+        over="" if over is None else _over(timeline, over, chart),
         devices=_devices(timeline),
         costs=escape(costs_of(timeline)),
         table=escape(csv) if len(csv) <= _MOST_TEXT else f"The table has {len(csv):,} characters; write it with --format csv.",
         # "<" is escaped so that no name can end the script element.
         data=json.dumps(_data(chart), separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
+    """The plan's chart in the scale of the run's, the sentence and tables that compare them."""
+    compared = ran.over(planned)
+    free = Chart(planned, None, memory=True, heading="")
+    width = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
+    below = Chart(planned, width, memory=True, heading="")
+    svg = ElementTree.tostring(draw(below, critical_path=False), encoding="unicode")
+    devices = "".join([_line("th", COLUMNS), *(_line("td", row) for row in compared.rows())])
+    causes = "".join([_line("th", ("cause", "time")), *(_line("td", (escape(c), number(t))) for c, t in compared.losses)])
+    return (
+        f"<h2>Planned</h2><p>{escape(compared.sentence)}</p><div class=frame>{svg}</div>"
+        f"<h2>Run against plan</h2><div class=scroll><table>{causes}</table><br><table>{devices}</table></div>"
     )
 
 

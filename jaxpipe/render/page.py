@@ -55,6 +55,7 @@ $style
 <span class="muted">costs: $costs; the grey area under a device is the activation memory it holds</span>
 </div>
 <div class="frame" id="frame" tabindex="0">$chart</div>
+$over
 <h2>Devices</h2>
 <div class="scroll"><table>
 $devices

@@ -7,7 +7,7 @@ activations, flow arrows ("s", "f") from a producer to its consumer on another d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from ..errors import JaxpipeError, quoted
@@ -23,16 +23,18 @@ _THREADS = {Part.WHOLE: 0, Part.TOP: 0, Part.BOTTOM: 1, Part.STRIP: 2}
 _THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
 
 
-def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True) -> str:
+def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True, over: Timeline | None = None) -> str:
     """Write a timeline as trace JSON, to be opened in ui.perfetto.dev or chrome://tracing.
 
     Args:
         timeline: what `jaxpipe.simulate` returned.
         unit_us: microseconds in the trace for one unit of cost; by default a unit is a millisecond.
         flows: draw an arrow for each message between devices.
+        over: what was planned, where the timeline is that of a run: it becomes further processes, one a device.
 
     Raises:
         JaxpipeError: `unit_us` is not positive.
+        ScheduleError: `over` is of another table.
 
     >>> import jaxpipe as jp
     >>> json.loads(to_trace(jp.simulate(jp.schedules.build("gpipe", devices=2, microbatches=1))))["otherData"]["makespan"]
@@ -45,8 +47,24 @@ def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True)
     events = [*_names(timeline, bars), *(_slice(bar, unit_us) for bar in bars), *_counters(timeline, unit_us)]
     if flows:
         events += _flows(timeline, bars, unit_us)
+    if over is not None:
+        compared = timeline.over(over)
+        planned = tuple(bars_of(over))
+        events += _beside([*_names(over, planned), *(_slice(bar, unit_us) for bar in planned)], timeline.schedule.num_devices)
+        events.append({"ph": "i", "name": compared.sentence, "pid": 0, "tid": 0, "ts": 0, "s": "g"})
     about = {"title": title_of(timeline), "makespan": timeline.makespan, "bubble": timeline.bubble}
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, separators=(",", ":")) + "\n"
+
+
+def _beside(events: Iterable[Event], devices: int) -> Iterator[Event]:
+    """The events of the plan, each device a process of its own after those of the run."""
+    for event in events:
+        moved = event | {"pid": event["pid"] + devices}
+        if event["name"] == "process_name":
+            moved["args"] = {"name": f"{event['args']['name']} (planned)"}
+        elif event["name"] == "process_sort_index":
+            moved["args"] = {"sort_index": event["args"]["sort_index"] + devices}
+        yield moved
 
 
 def _names(timeline: Timeline, bars: tuple[Bar, ...]) -> Iterator[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from ..table.kinds import KINDS, Kind, Release
 from ..table.limits import MAX_COST, MAX_STAGES, is_number
 
 Cost: TypeAlias = float | Sequence[float]
+_NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
 MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 
@@ -34,6 +36,7 @@ class Costs:
         recompute: time of R; that of `forward` where it is None.
         last: time of L, a device's share of a spread `last` for one microbatch (1 where it is None); entry d of a sequence is device d's.
         checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where the table has an R for it.
+        unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds, estimated ..."; empty where any unit will do.
 
     Raises:
         CostError: an entry is negative or not a finite number.  `simulate` raises it too, where a sequence has another
@@ -54,12 +57,15 @@ class Costs:
     recompute: Cost | None = None
     checkpoint: Cost = 0
     last: Cost | None = None
+    unit: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.unit, str):
+            raise CostError(f"unit is {quoted(self.unit)}; it is a text, such as 'seconds'")
         faults = [] if isinstance(self.release, Release) else [f"release is {quoted(self.release)}; it is a jaxpipe.Release"]
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name == "release" or (value is None and field.default is None):
+            if name in _NO_COSTS or (value is None and field.default is None):
                 continue
             entries = _entries(value)
             if len(entries) > MAX_STAGES:
@@ -72,9 +78,35 @@ class Costs:
         if faults:
             raise CostError(listed("these are not costs", faults))
 
+    def to_json(self) -> str:
+        """Write one JSON object; `from_json` reads it."""
+        return json.dumps({**vars(self), "release": self.release.value})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what `to_json` writes; CostError says what is wrong.
+
+        >>> Costs.from_json(Costs(forward=[1, 2.5], unit="seconds").to_json()).forward
+        (1, 2.5)
+        """
+        try:
+            given = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise CostError(f"these are not costs as JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise CostError(f"costs as JSON are one object, not {quoted(given)}")
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise CostError(f"there are no costs {', '.join(map(quoted, unknown))}; they are {', '.join(known)}")
+        if "release" in given:
+            named = [release for release in Release if release.value == given["release"]]
+            given["release"] = named[0] if named else given["release"]
+        return cls(**given)
+
     def _given(self) -> list[tuple[str, Cost]]:
         """(name, value) of each cost that is not None."""
-        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "release"]
+        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _NO_COSTS]
         return [(name, value) for name, value in values if value is not None]
 
     def for_stages(self, num_stages: int) -> StageCosts:

@@ -15,6 +15,7 @@ from ..table.activations import Changes, activation_changes, live_activations
 from ..table.encoded import Encoded
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
+from .comparison import Comparison
 from .costs import Costs
 from .critical_path import critical_chain
 
@@ -181,6 +182,13 @@ class Timeline:
             if die:
                 events.append((end, -costs.activation[stage]))
         return _accumulate(events)
+
+    def over(self, planned: Timeline) -> Comparison:
+        """This run compared with what was planned: a sentence about where time was lost, and a table (`str()` has both).
+
+        ScheduleError where the other is of another placement or number of microbatches.
+        """
+        return Comparison(self, planned)
 
     @cached_property
     def critical_path(self) -> tuple[str, ...]:

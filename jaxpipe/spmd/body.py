@@ -86,7 +86,7 @@ def body(
     outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
     operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
     shared_code = _shared_code(job, code, operands, len(chunks), buffers)
-    emitter = TickEmitter(code.program, job.axis, shared_code, blocking)
+    emitter = TickEmitter(code.program, job.axis, shared_code, job.data_axes, job.clock, blocking)
     state = _initial(job, code, buffers, chunks, kept, shared, first, last)
     # One table, one slice of it a trip: dozens of arrays would be as many slices.
     table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))

@@ -17,9 +17,11 @@ from ..program.code_rules import half_of
 from ..program.ir import Program
 from ..program.records import Arrival, Backward, Forward, TickRecord
 from ..program.segments import BlockUse, Payload, Presence, Segment
+from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
-from .block import Block, run_in_order, run_where
+from .block import run_in_order, run_where
+from .clock import Clocked
 from .exchange import arrive, permuted, run_chosen, settled
 from .forward import RunForward, RunRecompute
 from .pair import RunPair
@@ -63,6 +65,8 @@ class TickEmitter:
     program: Program
     axis: str
     shared: SharedCode
+    data_axes: tuple[str, ...]
+    clock: Clock | None
     blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
 
     @cached_property
@@ -74,7 +78,8 @@ class TickEmitter:
         kinds, keeps = self._kinds_at(segment), self._keeps_at(segment)
         awaited: dict[int, list[tuple[Payload, bool, Arrival[Scalar], Leaves]]] = {}
         for j, (template, row) in enumerate(zip(segment.templates, rows, strict=True)):
-            pairs = self._pairs_at(segment, j) if all(len(those) == 1 for those in kinds[j]) else []
+            fuses = self.clock is None and all(len(those) == 1 for those in kinds[j])
+            pairs = self._pairs_at(segment, j) if fuses else []
             for pair in pairs:
                 with jax.named_scope(str(pair)):
                     both = [kinds[j][template.blocks.index(use)][0] for use in (pair.ahead, pair.back)]
@@ -112,14 +117,18 @@ class TickEmitter:
             if self._has_recompute and use.block.kind is Kind.F:
                 predicate = jnp.logical_and(predicate, (half.keeps != 0) == use.block.keeps)
             run = RunForward if use.block.kind is Kind.F else RunRecompute
-            block: Block = run(self.shared, use, kind, half)
+            code: RunForward | RunRecompute | RunBackward = run(self.shared, use, kind, half)
         else:
-            block = RunBackward(self.shared, use, kind, half)
+            code = RunBackward(self.shared, use, kind, half)
         if alone and use.block.kind in (Kind.F, Kind.B):
             predicate = jnp.logical_and(predicate, jnp.logical_not(_is_pair(row)))
         if asks:
             predicate = jnp.logical_and(predicate, jnp.array(self.shared.kind_of)[stage] == kind)
-        return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, block, state)
+        if self.clock is None:
+            return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, code, state)
+        # Under a predicate always: a loop's body begins when all that it reads is there.
+        clocked = Clocked(code, self.clock, self.axis, self.data_axes)
+        return run_in_order(Presence.NEVER if use.active is Presence.NEVER else Presence.SOMETIMES, predicate, clocked, state)
 
     def _pairs_at(self, segment: Segment, j: int) -> list[_Pair]:
         """The overlapped pairs of a template's ticks: a forward and a whole backward of one device in one tick."""

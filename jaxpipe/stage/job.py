@@ -15,6 +15,9 @@ from ..model.spread import Cuts
 # Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`, or None where nothing is split).
 Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
+# Is called on the host with (0 at the begin and 1 at the end, data shard, device, kind, stage, microbatch) of a block; returns int32 0.
+Clock: TypeAlias = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -32,6 +35,7 @@ class Job:
     outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
     cuts: Cuts = field(default_factory=lambda: Cuts(1))  # which parameters are cut over the pipe axis
     observe: Observe | None = None  # for reports
+    clock: Clock | None = None  # for profiles: called by every block
 
     @property
     def results(self) -> tuple[str, ...]:

@@ -1,0 +1,65 @@
+"""How much a jaxpr computes and moves: flops and bytes, for estimates.
+
+XLA's own count takes the body of a loop once, however often it runs, and so cannot be used for stages that scan over layers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from .sizes import nbytes
+
+_MATMULS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+class Work(NamedTuple):
+    """Floating point operations, and bytes that matmuls read and write (what lies between them is taken to be fused)."""
+
+    flops: float
+    bytes: float
+
+
+def count_work(jaxpr: core.Jaxpr) -> Work:
+    """Of a jaxpr: two flops a multiplication of matmuls, one a number that anything else makes; loops as often as they run."""
+    flops = moved = 0.0
+    for eqn in jaxpr.eqns:
+        inner = [_inner(value) for value in eqn.params.values()]
+        bodies = [body for found in inner for body in found]
+        if bodies:
+            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            parts = [count_work(body) for body in bodies]
+            # Of branches the most expensive one.
+            part = max(parts) if eqn.primitive.name == "cond" else Work(sum(p.flops for p in parts), sum(p.bytes for p in parts))
+            flops, moved = flops + times * part.flops, moved + times * part.bytes
+        elif eqn.primitive.name in _MATMULS:
+            flops += 2 * _multiplications(eqn)
+            moved += sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        else:
+            flops += sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
+    return Work(flops, moved)
+
+
+def _multiplications(eqn: Any) -> int:
+    """Of a matmul or a convolution."""
+    made = math.prod(eqn.outvars[0].aval.shape)
+    left, right = (v.aval.shape for v in eqn.invars[:2])
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return int(made * math.prod(left[d] for d in contracted))
+    # Each number of the output sums over the kernel of one output feature.
+    features = right[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return int(made * math.prod(right) // max(1, features))
+
+
+def _inner(value: Any) -> list[core.Jaxpr]:
+    """The jaxprs in a parameter of an equation."""
+    if isinstance(value, core.ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, core.Jaxpr):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [jaxpr for item in value for jaxpr in _inner(item)]
+    return []

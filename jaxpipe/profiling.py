@@ -1,0 +1,111 @@
+"""What a step really did: its blocks timed while it runs, as a timeline like a simulated one."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from .arrays import PyTree
+from .errors import PipelineError, quoted
+from .simulation.costs import Costs
+from .simulation.timeline import Timeline
+from .spmd.entries import auto_axes
+from .spmd.executor import SpmdExecutor
+from .stage.job import Job
+from .table.kinds import Kind
+from .table.run_order import Transfers
+from .table.schedule import Schedule
+
+
+def profile(pipe: Any, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = (), repeats: int = 3) -> Timeline:
+    """What `Pipeline.profile` says."""
+    if repeats < 1:
+        raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
+    clock, jobs = _Clock([]), list[Job]()
+    twin = copy.copy(pipe)
+    twin._executor = _ClockedExecutor(SpmdExecutor(pipe.mesh, pipe.partition), clock, jobs)
+    step = pipe.jit(twin._step)
+    jax.block_until_ready(step(params, batch, rng, state))
+    runs = []
+    for _ in range(repeats):
+        clock.events.clear()
+        jax.block_until_ready(step(params, batch, rng, state))
+        # Callbacks may still be on their way when the results are there.
+        jax.effects_barrier()
+        runs.append(_timeline(jobs[0].plan.ticks.schedule, list(clock.events), pipe.mesh.devices.flat[0].device_kind))
+    runs.sort(key=lambda timeline: timeline.makespan)
+    return runs[len(runs) // 2]
+
+
+@dataclass(frozen=True, eq=False)  # JAX hashes what it calls
+class _Clock:
+    """Writes down (time, 0 or 1, data shard, device, kind, stage, microbatch)."""
+
+    events: list[tuple[float, int, int, int, int, int, int]]
+
+    def __call__(self, phase: Any, shard: Any, device: Any, kind: Any, stage: Any, microbatch: Any, *_: Any) -> Any:
+        now = time.perf_counter()
+        self.events.append((now, int(phase), int(shard), int(device), int(kind), int(stage), int(microbatch)))
+        return np.int32(0)
+
+
+@dataclass(frozen=True)
+class _ClockedExecutor:
+    """The SPMD executor with a clock at every block."""
+
+    inner: SpmdExecutor
+    clock: _Clock
+    jobs: list[Job]
+    compiles = True
+
+    def run(
+        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        """Do the job."""
+        if left := auto_axes(self.inner.mesh, job):
+            raise PipelineError(
+                f"profile calls the host from every block, which JAX cannot do while axes {list(left)} are left to the partitioner; "
+                "profile a mesh without them, or look at jax.profiler's trace"
+            )
+        self.jobs.append(job)
+        return self.inner.run(replace(job, clock=self.clock), params, batch, rng, state)
+
+
+def _timeline(schedule: Schedule, events: list[tuple[float, int, int, int, int, int, int]], device_kind: str) -> Timeline:
+    """Of data shard 0; its first block begins at 0."""
+    table = schedule.encoded
+    starts, ends = np.full(table.num_actions, np.nan), np.full(table.num_actions, np.nan)
+    for now, phase, shard, _, kind, stage, microbatch in events:
+        number = int(table.at[kind, stage, microbatch])
+        if shard == 0 and number >= 0:
+            (ends if phase else starts)[number] = now
+    missing = [table.text(i) for i in np.flatnonzero((np.isnan(starts) | np.isnan(ends)) & table.is_compute).tolist()]
+    if missing:
+        raise PipelineError(
+            f"the run has no times of {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs them otherwise"
+        )
+    zero = float(starts.min())
+    for i in table.pairs.tolist():
+        starts[i] = starts[i + 1] = min(starts[i], starts[i + 1])
+        ends[i] = ends[i + 1] = max(ends[i], ends[i + 1])
+    unit = f"seconds, of one run on {device_kind}"
+    begin, end = tuple((starts - zero).tolist()), tuple((ends - zero).tolist())
+    return Timeline(schedule, _costs(schedule, begin, end, unit), Transfers.ASYNC, begin, end)
+
+
+def _costs(schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str) -> Costs:
+    """The median time of each stage's actions in the run; transfers are in the gaps."""
+    table = schedule.encoded
+    names = {Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward", Kind.R: "recompute"}
+    found: dict[str, Any] = {}
+    for kind, name in names.items():
+        numbers = [np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist() for s in range(table.num_stages)]
+        if all(numbers):
+            found[name] = tuple(statistics.median(ends[i] - starts[i] for i in mine) for mine in numbers)
+    return Costs(**found, unit=unit)
