@@ -11,7 +11,7 @@ import numpy as np
 from ..program.ir import Program
 from ..program.liveness import LastUse, Liveness
 from ..program.pools import POOL_OF, Pool, PoolName
-from ..program.records import IntTable, empty_ticks
+from ..program.records import IntTable, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
@@ -149,12 +149,9 @@ class _Writer:
         return _Values(self._actions.device[holder], begin, self._read_until(late), (*written, *reads))
 
     def _read_until(self, readers: IntArray) -> IntArray:
-        """When a backward action has read: in an overlapped pair no sooner than the forward has written, since both run as one."""
-        table = self._actions
-        paired = np.zeros((self._ticks.forward.chunk.shape), bool)
-        forward = table.of_kinds(RUNS_FORWARD)
-        paired[self._when[forward], table.device[forward]] = True
-        latest = max(self._forward_phase, self._backward_phase)
+        """When a backward action has read: of a pair no sooner than the forward has written, since both run as one."""
+        table, latest = self._actions, max(self._forward_phase, self._backward_phase)
+        paired = pairs_of(self._ticks.forward, self._ticks.backward)
         return _moment(self._when[readers], np.where(paired[self._when[readers], table.device[readers]], latest, self._backward_phase))
 
     @staticmethod

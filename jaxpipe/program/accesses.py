@@ -13,7 +13,7 @@ from .code_rules import Running, half_of, ticks_of
 from .ir import Program
 from .liveness import LastUse
 from .pools import POOL_OF, PoolName
-from .records import NOBODY, IntTable
+from .records import IntTable, pairs_of
 from .segments import Payload, Presence, Segment
 
 Ints = NDArray[np.int64]
@@ -48,9 +48,8 @@ def accesses(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Acc
 
 
 def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Iterator[Accesses]:
-    forward, backward = program.ticks.forward.chunk, program.ticks.backward.chunk
-    # A forward and a backward of one device in one tick run as one: the backward may read until the forward has written.
-    paired = (forward != NOBODY) & (backward != NOBODY)
+    # A pair runs as one: the backward may read until the forward has written.
+    paired = pairs_of(program.ticks.forward, program.ticks.backward)
     for block in blocks:
         if block.use.block.is_share:
             yield from _of_shares(program, pool, block)

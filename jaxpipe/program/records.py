@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..table.kinds import Kind
+
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick of one device.
 A = TypeVar("A")
@@ -110,6 +112,15 @@ def arrays(record: object) -> Iterator[IntTable]:
     else:
         for f in fields(record):  # type: ignore[arg-type]
             yield from arrays(getattr(record, f.name))
+
+
+def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArray[np.bool_]:
+    """`[tick, device]`: a forward and a whole backward in one tick, which executors may run as one.
+
+    So are overlapped pairs, and cells that lowering puts side by side; but not where the backward is that very forward's, and needs it.
+    """
+    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
+    return both & ((forward.stage != backward.stage) | (forward.microbatch != backward.microbatch))
 
 
 def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool = False) -> TickRecord[IntTable]:

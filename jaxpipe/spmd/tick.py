@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..arrays import Leaves, Scalar
 from ..program.code_rules import half_of
 from ..program.ir import Program
-from ..program.records import Arrival, Backward, Forward, TickRecord
+from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, pairs_of
 from ..program.segments import BlockUse, Payload, Presence, Segment
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
@@ -53,9 +53,10 @@ def _left(use: BlockUse, pairs: Sequence[_Pair]) -> Presence:
 
 
 def _is_pair(row: TickRecord[Scalar]) -> Any:
-    """Whether this device has a forward and a whole backward in this tick."""
-    backs = jnp.logical_and(row.backward.chunk >= 0, row.backward.kind == int(Kind.B))
-    return jnp.logical_and(row.forward.chunk >= 0, backs)
+    """Whether this device has a forward and a whole backward in this tick, of which neither needs the other: see `pairs_of`."""
+    forward, backward = row.forward, row.backward
+    here = jnp.logical_and(forward.chunk != NOBODY, jnp.logical_and(backward.chunk != NOBODY, backward.kind == int(Kind.B)))
+    return jnp.logical_and(here, jnp.logical_or(forward.stage != backward.stage, forward.microbatch != backward.microbatch))
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class TickEmitter:
         """The overlapped pairs of a template's ticks: a forward and a whole backward of one device in one tick."""
         ticks = slice(segment.start + j, segment.stop, segment.period)
         forward, backward = self.program.ticks.forward, self.program.ticks.backward
-        ahead = (forward.chunk[ticks] >= 0) & (backward.chunk[ticks] >= 0) & (backward.kind[ticks] == int(Kind.B))
+        ahead = pairs_of(forward, backward)[ticks]
         if self._has_recompute or not ahead.any():
             return []
         found = []
