@@ -19,6 +19,7 @@ from .arrays import Leaves, PyTree
 from .errors import PipelineError, quoted
 from .jaxprs.sizes import nbytes
 from .jaxprs.work import count_work
+from .model.param_layout import with_outer
 from .pipeline import Pipeline
 from .planner.layer_cost import FIRST, LAST, LayerCost
 from .schedules import build
@@ -203,7 +204,7 @@ def _measured(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any
     jobs: list[Job] = []
     jax.eval_shape(lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch)
     job, mesh = jobs[0], _one_coordinate(pipe)
-    code = _retraced(job, mesh, _local_shapes(pipe, job, params, batch, rng, state))
+    code = _retraced(mesh, *_local_shapes(pipe, job, with_outer(params), batch, rng, state))
     blocks = {name: (_compiled(job, mesh, jaxpr), jaxpr) for name, jaxpr in _jaxprs(code).items()}
     temp = {name: int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)) for name, (compiled, _) in blocks.items()}
     if peak is not None:
@@ -218,14 +219,15 @@ def _measured(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any
     return _Measured(job, code, seconds, temp, f"seconds, measured on {device.device_kind}")
 
 
-def _local_shapes(pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Any, ...]:
-    """What one device starts from, as shapes: the arguments of `trace_model`."""
-    found: list[tuple[Any, ...]] = []
+def _local_shapes(pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Job, tuple[Any, ...]]:
+    """The job, told the sizes of what is cut, and what one device starts from, as shapes: the arguments of `trace_model`."""
+    found: list[tuple[Job, tuple[Any, ...]]] = []
 
     def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
         given = prepare(job, p, b, r, s)
         parts = (given.owned, given.kept, given.shared, given.first, given.last, given.batch, given.rng)
-        found.append(jax.tree.map(_shape, parts))
+        told = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
+        found.append((told, jax.tree.map(_shape, parts)))
         return ()
 
     rows, kept, whole = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis), PartitionSpec()
@@ -236,7 +238,7 @@ def _local_shapes(pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: Py
     return found[0]
 
 
-def _retraced(job: Job, mesh: Mesh, shapes: tuple[Any, ...]) -> ModelCode:
+def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
     """The model's code for a mesh of one coordinate: a traced program remembers the size of its mesh."""
     found: list[ModelCode] = []
 

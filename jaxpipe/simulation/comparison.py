@@ -20,21 +20,36 @@ class Run(Protocol):
     """What is compared: a `Timeline`."""
 
     @property
-    def schedule(self) -> Schedule: ...
+    def schedule(self) -> Schedule:
+        """The table."""
+
     @property
-    def costs(self) -> Costs: ...
+    def costs(self) -> Costs:
+        """Times of its actions."""
+
     @property
-    def transfers(self) -> Transfers: ...
+    def transfers(self) -> Transfers:
+        """How SEND and RECV behave."""
+
     @property
-    def starts(self) -> tuple[float, ...]: ...
+    def starts(self) -> tuple[float, ...]:
+        """Per action, its start."""
+
     @property
-    def ends(self) -> tuple[float, ...]: ...
+    def ends(self) -> tuple[float, ...]:
+        """Per action, its end."""
+
     @property
-    def makespan(self) -> float: ...
+    def makespan(self) -> float:
+        """End of the last action."""
+
     @property
-    def busy(self) -> tuple[float, ...]: ...
+    def busy(self) -> tuple[float, ...]:
+        """Per device, the time in compute actions."""
+
     @property
-    def idle(self) -> tuple[tuple[float, float, float], ...]: ...
+    def idle(self) -> tuple[tuple[float, float, float], ...]:
+        """Per device, idle time by cause."""
 
 
 class Loss(NamedTuple):
