@@ -120,7 +120,8 @@ def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArra
     So are overlapped pairs, and cells that lowering puts side by side; but not where the backward is that very forward's, and needs it.
     """
     both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
-    return both & ((forward.stage != backward.stage) | (forward.microbatch != backward.microbatch))
+    apart: NDArray[np.bool_] = both & ((forward.stage != backward.stage) | (forward.microbatch != backward.microbatch))
+    return apart
 
 
 def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool = False) -> TickRecord[IntTable]:

@@ -148,11 +148,15 @@ def test_missing_unknown_and_misshapen_parameters_are_all_listed():
         "({} if none)",
         "stages['w'] has shape (3, 2)",
         "the number of stages, 2",
-        "['stages']['n'] is int64",
-        "put other arrays in the batch",
     ) as caught:
         pipe.place(wrong)
-    assert len(caught.value.faults) == 5
+    assert len(caught.value.faults) == 4
+
+
+def test_a_parameter_that_is_trained_is_floating():
+    stages = {"w": np.ones((2, 3)), "n": np.arange(2)}
+    with raises("n' is int64", "put other arrays in the batch, or name", "frozen="):
+        pipe_of(first=lambda params, microbatch: microbatch["x"]).place({"stages": stages, "first": {}, "last": {}})
 
 
 def test_missing_stages_and_no_dict_at_all():
