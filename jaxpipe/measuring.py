@@ -133,9 +133,9 @@ def measure_layers(
         PipelineError: as `Pipeline` does.
 
     >>> import jax, jax.numpy as jnp
-    >>> params = {"stages": {"t": jnp.ones((6, 8, 8))}, "last": {}}
+    >>> params = {"stages": {"t": jnp.ones((6, 8, 8), jnp.float32)}, "last": {}}
     >>> layers = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}
-    >>> found = measure_layers(layers, params, {"x": jnp.ones((4, 8))}, repeats=1)
+    >>> found = measure_layers(layers, params, {"x": jnp.ones((4, 8), jnp.float32)}, repeats=1)
     >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
     (256, 128, True)
     """

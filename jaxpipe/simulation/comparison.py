@@ -7,12 +7,13 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ..errors import ScheduleError
-from ..table.kinds import Kind
+from ..table.kinds import Kind, Value, makers
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from .costs import Costs
 from .critical_path import critical_chain
 
+_DGRAD, _WGRAD = makers(Value.INPUT_GRAD), makers(Value.WEIGHT_GRAD)
 _NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence
 
 
@@ -131,8 +132,8 @@ class Comparison:
         at = int(plan.at[kind, stage, microbatch])
         if at >= 0:
             return self.planned.starts[at], self.planned.ends[at]
-        if kind is Kind.B:
-            one, other = (int(plan.at[half, stage, microbatch]) for half in (Kind.I, Kind.W))
+        if kind in _DGRAD and kind in _WGRAD:  # a whole backward, which the plan may have in halves
+            one, other = (int(plan.at[half, stage, microbatch]) for kinds in (_DGRAD, _WGRAD) for half in kinds if half is not kind)
             if one >= 0 and other >= 0:
                 took = sum(self.planned.ends[n] - self.planned.starts[n] for n in (one, other))
                 return self.planned.starts[one], self.planned.starts[one] + took
