@@ -83,6 +83,7 @@ def test_optimizer_state_is_split_like_the_parameters() -> None:
             assert leaf.sharding.is_equivalent_to(param.sharding, leaf.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dualpipe"])
 def test_one_jitted_training_step_equals_the_steps_in_parts(name: str) -> None:
     schedule = build(name, M)

@@ -29,6 +29,7 @@ def rows_of(text, name):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler")
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_emulated_devices_are_never_faster_than_their_table(tmp_path, processes):
     arguments = ["--devices", "2", "--schedules", "1f1b:1", "zb_h1:1", "--microbatches", "4", "--processes", str(processes)]
     text = table_of(tmp_path, "emulated", *arguments, "--prefer", "memory", "--repeats", "1", "--unit", "0.01")
@@ -73,6 +74,7 @@ def test_flatness(tmp_path):
     assert float(sent) <= 1.05
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_gpu_programs(tmp_path):
     text = table_of(tmp_path, "gpu_programs", "--schedules", "1f1b", "--grid", "--devices", "2", "--microbatches", "8")

@@ -17,6 +17,7 @@ from gpt.checkpoint import RunFolder
 from gpt.model import GPT
 from gpt.optimizer import adamw, decayed
 from jaxpipe.checkpoint import Checkpoints
+from tests.tiers import slow
 from tests.tolerance import FLOAT64, relative
 from torch_ref.models import GPT as TorchGPT
 
@@ -80,7 +81,7 @@ class TestData:
 
 
 class TestModel:
-    @pytest.mark.parametrize("tied", [False, True])
+    @pytest.mark.parametrize("tied", [True, slow(False)])
     def test_names_and_shapes_are_those_of_the_reference(self, tied):
         model = model_of(tied=tied)
         ours = {name: value.shape for name, value in verify.by_path(model.init(jax.random.key(0))).items()}
@@ -108,6 +109,7 @@ class TestModel:
         assert np.array_equal(before[:, :5], after[:, :5])
         assert not np.allclose(before[:, 5], after[:, 5])
 
+    @pytest.mark.slow
     def test_generated_text_follows_the_logits_past_the_context(self):
         model = model_of()
         params = jax.tree.map(lambda leaf: 20 * leaf, model.init(jax.random.key(3)))  # far from uniform
@@ -120,6 +122,7 @@ class TestModel:
             text.append(int(np.argmax(logits[0, -1])))
         assert list(map(int, drawn)) == text[3:]
 
+    @pytest.mark.slow
     def test_bfloat16_compute_keeps_float32_parameters_and_loss(self):
         model = model_of(dtype=jnp.bfloat16)
         params = model.init(jax.random.key(0))

@@ -48,6 +48,7 @@ def test_nothing_large_is_made_anew(name: str, axes: Axes, remat: Remat) -> None
     assert [str(each) for each in found(case(name, axes, remat))] == []
 
 
+@pytest.mark.slow
 def test_pools_in_the_shape_of_their_values_would_be_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check has teeth: without `jaxprs.entry` attention's layouts reach the pools."""
     monkeypatch.setattr(Entry, "kept", property(lambda entry: entry.shape))

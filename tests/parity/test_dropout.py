@@ -12,11 +12,13 @@ from tests.parity import small
 from tests.parity.engines import worst_error
 from tests.parity.small import ROWS, batch, build, gradients_of, step, weights
 from tests.parity.tolerance import FLOAT64
+from tests.tiers import exhaustive, slow
 
 MICROBATCHES, KEEP = 4, 0.7
 # One of each sort; the others differ from these in their order of actions alone, and take part with -m exhaustive.
 DEFAULT = ("1f1b", "interleaved_1f1b", "zb_h2", "zbv", "dualpipe")
-NAMES = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.exhaustive) for name in jp.schedules.names()]
+QUICK = ("1f1b", "dualpipe")
+NAMES = [name if name in QUICK else slow(name) if name in DEFAULT else exhaustive(name) for name in jp.schedules.names()]
 
 
 def dropped(key, x):
