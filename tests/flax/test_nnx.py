@@ -88,6 +88,7 @@ def test_blocks_stacked_by_vmap_are_blocks() -> None:
     assert np.array_equal(stack.up.kernel[...], 2 * before)
 
 
+@pytest.mark.slow
 def test_dropout_draws_a_key_for_each_layer_and_microbatch_however_layers_are_staged() -> None:
     net = Net(dropout=0.5)
     losses = {}

@@ -35,15 +35,15 @@ def case(name: str, axes: Axes = Axes.PIPE, remat: Remat = Remat.NOTHING) -> Cas
 
 
 def grid() -> list[object]:
-    """A split backward with and without a tensor axis in the default tier; other axes, remats and chunks among the slow tests.
+    """A split backward in the default tier; other axes, a tensor axis among them, remats and chunks among the slow tests.
 
     The rest is run by hand; `tests/gpu/test_in_place.py` has the catalogue.
     """
-    quick = {("zb_h1", Axes.PIPE, Remat.NOTHING), ("zb_h1", Axes.TENSOR, Remat.LAYER)}
+    quick = {("zb_h1", Axes.PIPE, Remat.NOTHING)}
     later = {("1f1b", axes, Remat.NOTHING) for axes in Axes} | {
         (name, Axes.PIPE, Remat.NOTHING) for name in ("zbv", "dualpipev", "interleaved_1f1b_overlap")
     }
-    later |= {("zb_h1", Axes.PIPE, remat) for remat in Remat}
+    later |= {("zb_h1", Axes.PIPE, remat) for remat in Remat} | {("zb_h1", Axes.TENSOR, Remat.LAYER)}
     every = [(name, axes, remat) for name in CATALOGUE for axes in Axes for remat in Remat]
     return [each if each in quick else slow(*each) if each in later else exhaustive(*each) for each in every]
 

@@ -29,6 +29,7 @@ def check(found: Memory) -> None:
     assert abs(found.ratio - 1) <= 0.05
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_report_predicts() -> None:
     check(Memory.of(replace(GPIPE, schedule="zb_h1").report()))
 
