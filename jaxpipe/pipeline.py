@@ -15,10 +15,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree, array_faults
 from .differentiable import differentiable_loss, without_gradient
-from .errors import PipelineError, ScheduleError
+from .errors import PipelineError
 from .layouts.layout import Layout
 from .lowering.plan import Prefer, forward_plan, plan_of
-from .model.functions import Function, Functions, Loss
+from .model.arguments import (
+    as_tuple,
+    batch_faults,
+    check_kinds,
+    check_mesh,
+    key_faults,
+    loss_of,
+    prefer_of,
+    ready_made,
+    rematerialised,
+    row_faults,
+    with_shares,
+)
+from .model.functions import Functions, Loss
 from .model.mesh import automatic, explicit_context, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
 from .model.param_layout import OUTER, check_canonical, with_outer
@@ -26,7 +39,6 @@ from .model.partition import Partition, axes_of, frozen_filter, is_plan
 from .model.placed import Chunks, home_faults
 from .model.read import read_model
 from .model.spread import Cuts, cut_off, cut_shardings
-from .model.vocabulary import VocabHead
 from .same_code import SameCode, jit_same, key_of
 from .simulation.timeline import Timeline
 from .spmd.compiler_options import options_for
@@ -35,7 +47,7 @@ from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.schedule import Schedule
-from .transforms.spread_last import remove_spread, spread_last
+from .transforms.spread_last import remove_spread
 
 _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
@@ -128,17 +140,17 @@ class Pipeline:
         executor: Executor | None = None,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name != "self"}
-        _check_kinds(schedule, mesh)
+        check_kinds(schedule, mesh)
         self._key = key_of(settings)
         check(schedule)
         self.mesh = automatic(mesh)
         self.axis = axis
-        self.data_axes = _as_tuple(data_axes)
+        self.data_axes = as_tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
-        self.prefer = _prefer(prefer)
-        _check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*_as_tuple(replicated_axes), *axes_of(specs)})
+        self.prefer = prefer_of(prefer)
+        check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
-        self.schedule = _with_shares(schedule, spread=model.last is not None and model.last.spread)
+        self.schedule = with_shares(schedule, spread=model.last is not None and model.last.spread)
         self._cuts = Cuts(schedule.num_devices, model.cuts)
         self.partition = Partition(
             axis=axis,
@@ -153,10 +165,10 @@ class Pipeline:
         )
         self._executor: Executor = SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         self.functions = Functions(
-            stages=tuple(_rematerialised(model.stages, remat)),
+            stages=tuple(rematerialised(model.stages, remat)),
             first=model.first,
-            last=_ready_made(model.last, _loss(loss)),
-            loss=_loss(loss),
+            last=ready_made(model.last, loss_of(loss)),
+            loss=loss_of(loss),
             has_metrics=has_metrics,
             stage_loss=stage_loss,
         )
@@ -414,7 +426,7 @@ class Pipeline:
 
     def _call(self, function: Callable[..., Any], params: Any, batch: Any, rng: Any, state: Any) -> Any:
         """The function of a step; what JAX cannot take is named by its place in the arguments."""
-        faults = _key_faults(rng)
+        faults = key_faults(rng)
         if faults:
             raise PipelineError("\n".join(faults), tuple(faults))
         try:
@@ -567,10 +579,12 @@ class Pipeline:
         if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
             faults.append(f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}")
         else:
-            faults += home_faults(params["stages"], self.layout.home, "parameters", "place") or self._row_faults(params["stages"])
+            faults += home_faults(params["stages"], self.layout.home, "parameters", "place") or row_faults(
+                params["stages"], self.schedule.num_devices
+            )
         faults += array_faults(params, "params")
-        faults += self._batch_faults(batch, training=training)
-        faults += _key_faults(rng)
+        faults += batch_faults(batch, self.schedule.num_microbatches if training else 1, data_shards=self._data_size)
+        faults += key_faults(rng)
         if bool(state) is not self.functions.has_state:
             takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
             faults.append(f"a stage {takes}" if self.functions.has_state else "no stage takes `state` by keyword; leave state= out")
@@ -578,153 +592,3 @@ class Pipeline:
             faults += home_faults(state, self.layout.home, "state", "place_state")
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)
-
-    def _row_faults(self, stages: Chunks) -> list[str]:
-        """Leaves of placed stages without a row for each device."""
-        count = self.schedule.num_devices
-        return [
-            f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the {count} devices (see `place`)"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
-            if np.shape(leaf)[:1] != (count,)
-        ]
-
-    def _batch_faults(self, batch: PyTree, *, training: bool) -> list[str]:
-        count, data = self.schedule.num_microbatches if training else 1, self._data_size
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        if not leaves:
-            return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
-        faults = array_faults(batch, "batch")
-        scalars = [jax.tree_util.keystr(path) for path, leaf in leaves if not np.shape(leaf)]
-        if faults:
-            return faults
-        if len(scalars) > 3:
-            return [
-                f"{len(scalars)} leaves of the batch are plain numbers, batch{scalars[0]} the first of them: lists are trees to JAX; make "
-                "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
-            ]
-        lengths = {}
-        for path, leaf in leaves:
-            shape = np.shape(leaf)
-            if not shape:
-                faults.append(
-                    f"batch{jax.tree_util.keystr(path)} is a scalar; every leaf needs a leading axis of rows "
-                    '(what all rows share can be closed over, or stand under "shared")'
-                )
-                continue
-            rows = lengths[f"batch{jax.tree_util.keystr(path)}"] = shape[0]
-            if rows == 0 or rows % (count * data):
-                shards = f" x {data} data shards" if data > 1 else ""
-                near = max(1, round(rows / (count * data))) * count * data
-                faults.append(
-                    f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into {count} microbatches{shards}; "
-                    f"use {near} rows"
-                )
-        if len(set(lengths.values())) > 1:
-            faults.append("leaves of the batch have different lengths: " + ", ".join(f"{k} has {n} rows" for k, n in lengths.items()))
-        return faults
-
-
-def _rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] | None) -> list[Function]:
-    """The stages under `jax.checkpoint`; equal ones stay equal."""
-    if remat is None:
-        return list(stages)
-    if remat != "full" and not callable(remat):
-        raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
-    policy = None if isinstance(remat, str) else remat
-    changed = {function: function.under(lambda call: jax.checkpoint(call, policy=policy)) for function in stages}
-    return [changed[function] for function in stages]
-
-
-def _with_shares(schedule: Schedule, *, spread: bool) -> Schedule:
-    """The schedule with L exactly where `last` is spread; PipelineError where it cannot be."""
-    there = bool(schedule.encoded.together.any())
-    if there and not spread:
-        raise PipelineError(
-            f"schedule {schedule.name!r} has L, a share of `last` on every device, but `last` is not spread; give "
-            "last=jaxpipe.spread(...), or take L out with jaxpipe.remove_spread"
-        )
-    if there or not spread:
-        return schedule
-    try:
-        return spread_last(schedule)
-    except ScheduleError as error:
-        raise PipelineError(f"`last` cannot be spread with schedule {schedule.name!r}: {error}") from error
-
-
-def _ready_made(last: Function | None, loss: Loss) -> Function | None:
-    """A ready-made head returns what the loss contract asks for."""
-    if last is None or not isinstance(last.call, VocabHead):
-        return last
-    return replace(last, call=last.call.returning(loss))
-
-
-def _loss(value: Any) -> Loss:
-    if isinstance(value, Loss):
-        return value
-    known = " or ".join(f"Loss.{member.name}" for member in Loss)
-    raise PipelineError(f"loss must be {known}; got {value!r}")
-
-
-def _key_faults(rng: Any) -> list[str]:
-    """What is wrong with the step's key."""
-    if rng is None:
-        return []
-    dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (typed and shape == ()) or (dtype == np.uint32 and len(shape) == 1):
-        return []
-    if typed:
-        return [f"rng holds {shape} keys, but a step takes one; give one of them"]
-    what = f"rng={rng}" if isinstance(rng, int) else f"rng is {type(rng).__name__}, and"
-    return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
-
-
-def _prefer(value: Prefer | str) -> Prefer:
-    try:
-        return Prefer(value)
-    except ValueError:
-        raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
-
-
-def _check_kinds(schedule: Any, mesh: Any) -> None:
-    """PipelineError for a schedule's name instead of a schedule, or a mesh's axis instead of a mesh."""
-    faults = []
-    if not isinstance(schedule, Schedule):
-        name = schedule if isinstance(schedule, str) else "1f1b"
-        faults.append(f"schedule must be a Schedule, not {schedule!r}; write jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)")
-    if not isinstance(mesh, Mesh):
-        faults.append(f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))')
-    if faults:
-        raise PipelineError("\n".join(faults), tuple(faults))
-
-
-def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None, others: set[Any]) -> None:
-    """Every fault of the mesh for this schedule."""
-    faults = []
-    sizes = dict(mesh.shape)
-    if axis not in sizes:
-        faults.append(f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them, or name a mesh axis {axis!r}")
-    elif sizes[axis] != schedule.num_devices:
-        faults.append(
-            f"schedule {schedule.name!r} is for {schedule.num_devices} devices but mesh axis {axis!r} has {sizes[axis]}; "
-            f"build the schedule with devices={sizes[axis]}, or a mesh with {schedule.num_devices} along {axis!r}"
-        )
-    for name in data_axes:
-        if name not in sizes:
-            faults.append(f"the mesh has no data axis {name!r}; its axes are {sizes}")
-        if name == axis:
-            faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
-    if fsdp is not None and fsdp not in data_axes:
-        faults.append(f"fsdp={fsdp!r} must be one of data_axes={data_axes}: its devices see different rows of the batch")
-    for name, size in sizes.items():
-        if size > 1 and name not in {axis, *data_axes, *others}:
-            faults.append(
-                f"mesh axis {name!r} is in no argument, so its {size} devices would all do the same work; write data_axes=({name!r},) to "
-                f"spread the rows of the batch over it, specs= to split parameters over it, or replicated_axes=({name!r},) if that is meant"
-            )
-    if faults:
-        raise PipelineError.listing("the mesh does not fit", faults)

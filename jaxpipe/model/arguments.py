@@ -1,0 +1,174 @@
+"""What `Pipeline` is given: read, and refused with every fault named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ..arrays import PyTree, array_faults
+from ..errors import PipelineError, ScheduleError
+from ..lowering.plan import Prefer
+from ..table.schedule import Schedule
+from ..transforms.spread_last import spread_last
+from .functions import Function, Loss
+from .placed import Chunks
+from .vocabulary import VocabHead
+
+
+def rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] | None) -> list[Function]:
+    """The stages under `jax.checkpoint`; equal ones stay equal."""
+    if remat is None:
+        return list(stages)
+    if remat != "full" and not callable(remat):
+        raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
+    policy = None if isinstance(remat, str) else remat
+    changed = {function: function.under(lambda call: jax.checkpoint(call, policy=policy)) for function in stages}
+    return [changed[function] for function in stages]
+
+
+def with_shares(schedule: Schedule, *, spread: bool) -> Schedule:
+    """The schedule with L exactly where `last` is spread; PipelineError where it cannot be."""
+    there = bool(schedule.encoded.together.any())
+    if there and not spread:
+        raise PipelineError(
+            f"schedule {schedule.name!r} has L, a share of `last` on every device, but `last` is not spread; give "
+            "last=jaxpipe.spread(...), or take L out with jaxpipe.remove_spread"
+        )
+    if there or not spread:
+        return schedule
+    try:
+        return spread_last(schedule)
+    except ScheduleError as error:
+        raise PipelineError(f"`last` cannot be spread with schedule {schedule.name!r}: {error}") from error
+
+
+def ready_made(last: Function | None, loss: Loss) -> Function | None:
+    """A ready-made head returns what the loss contract asks for."""
+    if last is None or not isinstance(last.call, VocabHead):
+        return last
+    return replace(last, call=last.call.returning(loss))
+
+
+def loss_of(value: Any) -> Loss:
+    """The loss contract; PipelineError for anything else."""
+    if isinstance(value, Loss):
+        return value
+    known = " or ".join(f"Loss.{member.name}" for member in Loss)
+    raise PipelineError(f"loss must be {known}; got {value!r}")
+
+
+def key_faults(rng: Any) -> list[str]:
+    """What is wrong with the step's key."""
+    if rng is None:
+        return []
+    dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if (typed and shape == ()) or (dtype == np.uint32 and len(shape) == 1):
+        return []
+    if typed:
+        return [f"rng holds {shape} keys, but a step takes one; give one of them"]
+    what = f"rng={rng}" if isinstance(rng, int) else f"rng is {type(rng).__name__}, and"
+    return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
+
+
+def prefer_of(value: Prefer | str) -> Prefer:
+    """The choice; PipelineError for anything else."""
+    try:
+        return Prefer(value)
+    except ValueError:
+        raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
+
+
+def check_kinds(schedule: Any, mesh: Any) -> None:
+    """PipelineError for a schedule's name instead of a schedule, or a mesh's axis instead of a mesh."""
+    faults = []
+    if not isinstance(schedule, Schedule):
+        name = schedule if isinstance(schedule, str) else "1f1b"
+        faults.append(f"schedule must be a Schedule, not {schedule!r}; write jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)")
+    if not isinstance(mesh, Mesh):
+        faults.append(f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))')
+    if faults:
+        raise PipelineError("\n".join(faults), tuple(faults))
+
+
+def as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    """One name, or several."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None, others: set[Any]) -> None:
+    """Every fault of the mesh for this schedule."""
+    faults = []
+    sizes = dict(mesh.shape)
+    if axis not in sizes:
+        faults.append(f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them, or name a mesh axis {axis!r}")
+    elif sizes[axis] != schedule.num_devices:
+        faults.append(
+            f"schedule {schedule.name!r} is for {schedule.num_devices} devices but mesh axis {axis!r} has {sizes[axis]}; "
+            f"build the schedule with devices={sizes[axis]}, or a mesh with {schedule.num_devices} along {axis!r}"
+        )
+    for name in data_axes:
+        if name not in sizes:
+            faults.append(f"the mesh has no data axis {name!r}; its axes are {sizes}")
+        if name == axis:
+            faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
+    if fsdp is not None and fsdp not in data_axes:
+        faults.append(f"fsdp={fsdp!r} must be one of data_axes={data_axes}: its devices see different rows of the batch")
+    for name, size in sizes.items():
+        if size > 1 and name not in {axis, *data_axes, *others}:
+            faults.append(
+                f"mesh axis {name!r} is in no argument, so its {size} devices would all do the same work; write data_axes=({name!r},) to "
+                f"spread the rows of the batch over it, specs= to split parameters over it, or replicated_axes=({name!r},) if that is meant"
+            )
+    if faults:
+        raise PipelineError.listing("the mesh does not fit", faults)
+
+
+def row_faults(stages: Chunks, count: int) -> list[str]:
+    """Leaves of placed stages without a row for each of `count` devices."""
+    return [
+        f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the {count} devices (see `place`)"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
+        if np.shape(leaf)[:1] != (count,)
+    ]
+
+
+def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
+    """What is wrong with a batch whose rows are cut into `count` microbatches on each data shard."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
+    faults = array_faults(batch, "batch")
+    scalars = [jax.tree_util.keystr(path) for path, leaf in leaves if not np.shape(leaf)]
+    if faults:
+        return faults
+    if len(scalars) > 3:
+        return [
+            f"{len(scalars)} leaves of the batch are plain numbers, batch{scalars[0]} the first of them: lists are trees to JAX; make "
+            "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
+        ]
+    lengths = {}
+    for path, leaf in leaves:
+        shape = np.shape(leaf)
+        if not shape:
+            faults.append(
+                f"batch{jax.tree_util.keystr(path)} is a scalar; every leaf needs a leading axis of rows "
+                '(what all rows share can be closed over, or stand under "shared")'
+            )
+            continue
+        rows = lengths[f"batch{jax.tree_util.keystr(path)}"] = shape[0]
+        if rows == 0 or rows % (count * data_shards):
+            shards = f" x {data_shards} data shards" if data_shards > 1 else ""
+            near = max(1, round(rows / (count * data_shards))) * count * data_shards
+            faults.append(
+                f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into {count} microbatches{shards}; use {near} rows"
+            )
+    if len(set(lengths.values())) > 1:
+        faults.append("leaves of the batch have different lengths: " + ", ".join(f"{k} has {n} rows" for k, n in lengths.items()))
+    return faults
