@@ -30,7 +30,7 @@ What XLA says of the compiled program, for one device:
 
 What the text of the step compiled for NVIDIA GPUs says; None for other backends:
 
-    host_waits          how often a device's host waits for it in a step, at the most: no CUDA graph holds that predicate
+    host_waits          how often a device's host waits for it in a step, an upper bound: no CUDA graph holds that predicate
     permutes_beside_compute     (with compute issued between start and done, all) of the segment of most trips
     collectives_beside_compute  the same of all other collectives
 
@@ -40,7 +40,6 @@ What the text of the step compiled for NVIDIA GPUs says; None for other backends
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -59,6 +58,7 @@ from .program.pools import Slots
 from .program.segments import Payload
 from .simulation.costs import Costs
 from .simulation.simulate import simulate
+from .spmd.memory import local_bytes
 from .spmd.operands import SharedBuffers
 from .stage.model_code import ModelCode
 from .table.action import Kind, Overlap
@@ -94,7 +94,7 @@ def report(
         **_program(plan, code.program),
         "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, choice), code) for choice in Prefer},
         **_memory(code),
-        "parameter_bytes": {key: sum(map(_local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
+        "parameter_bytes": {key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
         **_xla(compiled),
         **_gpu(gpu_program, schedule),
         "stage_kinds": len(code.kinds),
@@ -177,11 +177,6 @@ def _memory(code: ModelCode) -> dict[str, Any]:
         "hoisted_bytes": sum(_total(code.kinds[kind].once_avals) for _, kind in kinds) + _total(outer),
         "transfer_bytes": max(sent.values(), default=0),
     }
-
-
-def _local_bytes(leaf: Any) -> int:
-    """Bytes of one device's part."""
-    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 
 
 def _total(avals: Iterable[Any]) -> int:

@@ -55,7 +55,7 @@ class LargeMove:
     def is_carried(self) -> bool:
         """Whether the outermost loop around it carries, or reads in each trip, an array of that dtype and so many elements.
 
-        So are pools, accumulators, parameters and what is sent: it is a whole one of them that is made anew.  Arrays of a block's own
+        So are pools, accumulators, parameters and what is sent: it is a whole one of them that is made again.  Arrays of a block's own
         count too where they happen to be as large; sizes of which none is the product of others tell them apart.
         """
         loop = self.place.segment
@@ -70,7 +70,7 @@ class LargeMove:
 
     @property
     def nbytes_a_step(self) -> int:
-        """Bytes a step, at the most where a predicate is around it."""
+        """Bytes a step; where a predicate is around it, an upper bound."""
         return self.nbytes * self.place.trips
 
     def __str__(self) -> str:

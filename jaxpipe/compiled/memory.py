@@ -32,7 +32,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What the step needs at the most."""
+        """Peak bytes of the step."""
         return self.temp + self.arguments + self.outputs - self.aliased
 
 

@@ -26,7 +26,7 @@ class Place:
 
     @property
     def trips(self) -> int:
-        """How often it is run a step, or at the most where it is guarded, if each predicate is of at most one trip."""
+        """How often it is run a step; where it is guarded an upper bound, if each predicate is of at most one trip."""
         return math.prod(frame.trips for frame in self.frames if frame.trips is not None)
 
     @property

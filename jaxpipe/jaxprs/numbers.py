@@ -1,4 +1,4 @@
-"""Values that no input determines, such as masks made of iotas: made anew where they are read, and never kept."""
+"""Values that no input determines, such as masks made of iotas: recomputed where they are read, and never kept."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
 
 
 def _refined(question: Question, candidate: _Candidate) -> _Candidate:
-    """The candidate with a better layout for its table, and the table fitted to it anew."""
+    """The candidate with a better layout for its table, and the table fitted again to it."""
 
     def makespan(layout: Layout) -> float:
         costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)

@@ -6,7 +6,6 @@ from typing import TypeAlias
 
 from jax.sharding import Mesh
 
-from ..table.action import Overlap
 from ..table.schedule import Schedule
 
 Options: TypeAlias = dict[str, str | bool]
@@ -34,5 +33,4 @@ def options_for(mesh: Mesh, schedule: Schedule) -> Options:
     platforms = {device.platform for device in mesh.devices.flat}
     if not platforms <= {"gpu", "cuda"}:
         return {}
-    pairs = any(isinstance(cell, Overlap) for row in schedule.rows for cell in row)
-    return {**_GPU, **(_PAIRS if pairs else {})}
+    return {**_GPU, **(_PAIRS if len(schedule.encoded.pairs) else {})}

@@ -91,11 +91,20 @@ def _param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[Partitio
     """How the partitioner splits a stage's own parameters and the shared ones."""
     device = job.layout.placement.devices_of[stage][0]
     chunk = job.layout.owned[device].index(stage)
-    own = [PartitionSpec(*plan.auto) for plan in leaf_plans(job.plans["stages"][chunk])]
+    own = _split_as(job.plans["stages"][chunk])
     places = job.layout.places(stage, owned, chunk)
     if places is not None:
         own = [_WHOLE if place.flat else own[place.at] for place in places]
-    return [*own, *(PartitionSpec(*plan.auto) for plan in leaf_plans(job.plans["shared"]))]
+    return [*own, *_split_as(job.plans["shared"])]
+
+
+def outer_specs(job: Job, key: str) -> list[PartitionSpec]:
+    """How the partitioner splits the parameters that `first` or `last` takes: its own, then the shared ones."""
+    return [*_split_as(job.plans[key]), *_split_as(job.plans["shared"])]
+
+
+def _split_as(plans: PyTree) -> list[PartitionSpec]:
+    return [PartitionSpec(*plan.auto) for plan in leaf_plans(plans)]
 
 
 def _output_specs(job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group) -> list[PartitionSpec]:

@@ -17,7 +17,7 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.kinds import Kind
 from .body import accumulator_dtype
-from .entries import StageEntries, compiled_alone
+from .entries import StageEntries, compiled_alone, outer_specs
 from .operands import SharedBuffers
 from .shared_buffers import SharedBuffer
 from .work_space import work_space
@@ -45,7 +45,7 @@ def predicted_memory(
         pools["last"] = slots.last * sum(map(nbytes, code.kinds[code.kind_of[-1]].y_avals))
     first = slots.first * sum(map(nbytes, (*code.first.residual_input, *code.first.residual_weight)))
     found = {
-        "parameters": sum(map(_local_bytes, jax.tree.leaves(dict(params)))),
+        "parameters": sum(map(local_bytes, jax.tree.leaves(dict(params)))),
         "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
         "gradients": sum(_gradient_bytes(job, leaf) for leaf in trained(jax.tree.leaves(dict(params)), leaf_plans(job.plans))),
         "pools": sum(pools.values()) + first,
@@ -62,12 +62,13 @@ def _entry_bytes(buffer: SharedBuffer) -> int:
     return sum(nbytes(aval) // entry.local_share for aval, entry in zip(buffer.avals, buffer.entries, strict=True))
 
 
-def _local_bytes(leaf: Any) -> int:
+def local_bytes(leaf: Any) -> int:
+    """Bytes of one device's part of an array, or of a shape with a sharding."""
     return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 
 
 def _gradient_bytes(job: Job, leaf: Any) -> int:
-    return int(_local_bytes(leaf) // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
+    return int(local_bytes(leaf) // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
 
 
 def _gathered(job: Job, mesh: Mesh, code: ModelCode, params: Mapping[str, PyTree]) -> int:
@@ -86,7 +87,7 @@ def _gathered(job: Job, mesh: Mesh, code: ModelCode, params: Mapping[str, PyTree
 
 def _whole_bytes(job: Job, mesh: Mesh, leaf: Any, plan: LeafPlan) -> int:
     """A parameter with what its manual axes split brought together, and its accumulator."""
-    whole = _local_bytes(leaf) * math.prod(mesh.shape[name] for name, _ in plan.gathers)
+    whole = local_bytes(leaf) * math.prod(mesh.shape[name] for name, _ in plan.gathers)
     if plan.frozen:
         return int(whole)
     return int(whole + whole // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
@@ -102,14 +103,11 @@ def _hoisted(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntri
         memory = compiled_alone(job, mesh, lambda values: run(jaxpr, *values), group).memory_analysis()
         return int(getattr(memory, "output_size_in_bytes", 0))
 
-    def split(key: str) -> list[PartitionSpec]:
-        return [PartitionSpec(*plan.auto) for name in (key, "shared") for plan in leaf_plans(job.plans[name])]
-
     kinds = [
         outputs(len(kind.consts), kind.hoist, [PartitionSpec()] * kind.num_params if entries is None else entries[number].parameters)
         for number, kind in enumerate(code.kinds)
     ]
     held = {(v, code.kind_of[s]) for stages in code.program.schedule.placement.stages_of for v, s in enumerate(stages)}
-    outer = outputs(len(code.first.consts), code.first.hoist, split("first"))
-    outer += 0 if code.last is None else outputs(len(code.last.consts), code.last.hoist, split("last"))
+    outer = outputs(len(code.first.consts), code.first.hoist, outer_specs(job, "first"))
+    outer += 0 if code.last is None else outputs(len(code.last.consts), code.last.hoist, outer_specs(job, "last"))
     return sum(kinds[kind] for _, kind in held) + outer

@@ -13,14 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Total, run_both_in_slots, run_in_slots
-from ..model.partition import leaf_plans
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from ..table.action import Overlap
 from ..table.kinds import RECOMPUTE, Kind
 from .body import accumulator_dtype
-from .entries import Group, StageEntries, compiled_alone
+from .entries import Group, StageEntries, compiled_alone, outer_specs
 
 _WHOLE = PartitionSpec()
 
@@ -49,12 +47,11 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
     table = code.program.schedule
     kinds = {kind.name for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if table.encoded.of_kinds((kind,)).any()}
     kinds |= {"R"} if table.encoded.of_kinds(RECOMPUTE).any() else set()
-    pairs = any(isinstance(cell, Overlap) for row in table.rows for cell in row)
     runs: list[tuple[_Block, ...]] = [(block,) for block in _outer_blocks(job, code, split=entries is not None)]
     for number, kind in enumerate(code.kinds):
         blocks = _stage_blocks(kind, _entries(kind) if entries is None else entries[number])
         runs += [(block,) for name, block in blocks.items() if name in kinds]
-        runs += [(blocks["B"], blocks["F"])] if pairs and "B" in kinds else []
+        runs += [(blocks["B"], blocks["F"])] if len(table.encoded.pairs) and "B" in kinds else []
     found: dict[str, int] = {}
     for run in runs:
         name = " with ".join(block.name for block in run)
@@ -146,8 +143,7 @@ def _outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[_Block]:
     """`first`, its gradient, and `last` with its gradient."""
 
     def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
-        own = [PartitionSpec(*plan.auto) for name in (key, "shared") for plan in leaf_plans(job.plans[name])]
-        start = [*(_WHOLE for _ in range(consts)), *own]
+        start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]
         return (*start, *(None if split else _WHOLE for _ in range(len(jaxpr.invars) - len(start))))
 
     first, last = code.first, code.last
