@@ -16,7 +16,8 @@ import optax
 
 import jaxpipe as jp
 from gpt.devices import find
-from parts.blocks import ATTENTION, FEED, WIDTH, attend_to_itself, causal, drawn, farthest, feed, norm, plain_loss
+from parts.blocks import ATTENTION, FEED, WIDTH, attend_to_itself, causal, drawn, feed, norm
+from parts.training import compare_and_train
 
 VOCAB, CONTEXT, ROWS, STEPS = 12, 8, 16, 40
 LAYOUT = "Ettt|tmL"  # m costs more than a layer, and the loss something too
@@ -86,26 +87,7 @@ def main() -> None:
     pipe = jp.Pipeline(layers=LAYERS, layout=LAYOUT, schedule=schedule, mesh=mesh, stage_loss=True)
     letters = LAYOUT.replace("|", "")[1:-1]
     canonical = initial(jax.random.key(0), letters)
-    params, batch = pipe.place(canonical), rows(0)
-
-    step = jax.jit(pipe.value_and_grad)
-    value, grads = step(params, batch)
-    plain, plain_grads = jax.jit(jax.value_and_grad(lambda p, b: plain_loss(LAYERS, letters, p, b)))(canonical, batch)
-    worst = farthest(pipe.canonical(grads), plain_grads)
-    print(f"against one device: loss {abs(float(value - plain)):.1e} apart, gradients {worst:.1e} of their largest entry")
-    assert abs(value - plain) < 1e-12
-    assert worst < 1e-12  # float64, summed in another order
-
-    optimizer = optax.adam(1e-2)
-    opt_state = pipe.init(optimizer, params)
-    update = jax.jit(optimizer.update)
-    losses = []
-    for i in range(STEPS):
-        value, grads = step(params, rows(i))
-        updates, opt_state = update(grads, opt_state)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    print(f"loss {losses[0]:.3f} at the first step, {losses[-1]:.3f} at step {STEPS}")
+    losses = compare_and_train(pipe, LAYERS, letters, canonical, rows, steps=STEPS)
     assert losses[-1] < 0.7 * losses[0], "nothing was learned"
 
 

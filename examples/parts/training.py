@@ -1,0 +1,45 @@
+"""What the examples of unlike layers do with their pipeline: compare it with the same layers without one, then train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+import jaxpipe as jp
+from parts.blocks import Tree, farthest, plain_loss
+
+
+def compare_and_train(
+    pipe: jp.Pipeline,
+    layers: Mapping[str, Callable[..., Any]],
+    letters: str,
+    canonical: Tree,
+    rows: Callable[[int], Tree],
+    *,
+    steps: int,
+) -> list[float]:
+    """Assert that loss and gradients are those of one device, then train: the loss of each step."""
+    params, batch = pipe.place(canonical), rows(0)
+
+    step = jax.jit(pipe.value_and_grad)
+    value, grads = step(params, batch)
+    plain, plain_grads = jax.jit(jax.value_and_grad(lambda p, b: plain_loss(layers, letters, p, b)))(canonical, batch)
+    worst = farthest(pipe.canonical(grads), plain_grads)
+    print(f"against one device: loss {abs(float(value - plain)):.1e} apart, gradients {worst:.1e} of their largest entry")
+    assert abs(value - plain) < 1e-12
+    assert worst < 1e-12  # float64, summed in another order
+
+    optimizer = optax.adam(1e-2)
+    opt_state = pipe.init(optimizer, params)
+    update = jax.jit(optimizer.update)
+    losses = []
+    for i in range(steps):
+        value, grads = step(params, rows(i))
+        updates, opt_state = update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    print(f"loss {losses[0]:.3f} at the first step, {losses[-1]:.3f} at step {steps}")
+    return losses
