@@ -43,7 +43,7 @@ test-slow: $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=slow XLA_FLAGS="$(EMITTERS) $$XLA_FLAGS" $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
 
 test-tables: $(VENV)/.ready-tables
-	PYTHONPATH=. $(BIN)/python -m pytest -m no_jax $(ARGS)
+	PYTHONPATH=. $(BIN)/python -m pytest -m no_jax $(PARALLEL) $(ARGS)
 
 # Other machines: the tests that compare numbers, compiled for an older instruction set (SSE4_2, AVX, AVX2, AVX512) than the machine's own.
 # Compiled programs must not be kept from one set to the next: give each a cache of its own, or none.
@@ -79,7 +79,7 @@ $(BIN)/python:
 	exit 1
 
 $(VENV)/.ready-tables: | $(BIN)/python
-	$(PIP) numpy rich pytest pytest-timeout hypothesis
+	$(PIP) numpy rich pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(VENV)/.ready-train: pyproject.toml | $(BIN)/python

@@ -26,6 +26,7 @@ QUICK = (
     "tests/checkpoint/test_interrupted.py",
     "tests/checkpoint/test_layouts.py",
     "tests/checkpoint/test_meshes.py",
+    "tests/extras",
     "tests/flax/test_linen.py",
     "tests/flax/test_nnx.py",
     "tests/lowering/test_contract.py",
