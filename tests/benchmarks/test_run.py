@@ -81,3 +81,10 @@ def test_gpu_programs(tmp_path):
     ((_, axes, remat, predicates, on_host, *_),) = rows_of(text, "1f1b")
     assert (axes, remat) == ("pipe", "-")
     assert 0 <= int(on_host) <= int(predicates)
+
+
+@pytest.mark.exhaustive
+def test_a_checkout_against_itself(tmp_path):
+    text = table_of(tmp_path, "two_checkouts", str(ROOT), "--tiny", "--microbatches", "4", "--repeats", "1")
+    for name in ("plain", "jaxpipe"):
+        assert rows_of(text, name), f"no line for {name}"

@@ -1,0 +1,126 @@
+"""The pipelined step of this checkout against that of another one, in turns: what a change costs or saves.
+
+    git worktree add ../before 82c3bf4
+    python -m benchmarks.two_checkouts ../before -o benchmarks/results/two_checkouts.txt
+
+Each checkout has a process of its own with the contenders of its own `benchmarks.step_time`.  One step runs at a time, the
+two checkouts' right after each other and in changing order, so that whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.machine import describe
+from benchmarks.output import Result, add_output
+
+ROOT = Path(__file__).resolve().parent.parent
+# Runs in either checkout.  Says what it has, then runs the contender whose number it reads and answers with wall and CPU seconds.
+WORKER = """
+import itertools, sys
+import jax
+from benchmarks import step_time
+tiny, count = sys.argv[1] == "tiny", int(sys.argv[2])
+jax.config.update("jax_num_cpu_devices", step_time.DEVICES)
+sizes = step_time.Sizes(layers=8, width=32, heads=2, context=16, vocab=32, rows=1) if tiny else step_time.Sizes()
+found = {c.name: c for c in step_time._ours(sizes, count)}
+for contender in found.values():
+    contender.measure()
+print(";".join(found), flush=True)
+for line in sys.stdin:
+    print(*found[line.strip()].measure(), flush=True)
+"""
+NOTES = (
+    "this / other: medians of the ratios within a turn; their middle half in brackets.  CPU: processor time of all threads.",
+    "plain: gradient accumulation without a pipeline, which is the same code in both: what it differs from 1 by is the noise.",
+)
+
+
+class Worker:
+    """A process that runs the steps of one checkout when it is told to."""
+
+    def __init__(self, root: Path, size: str, count: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", WORKER, size, str(count)]
+        self._process = subprocess.Popen(command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.names = self._line().split(";")
+
+    def measure(self, name: str) -> tuple[float, float]:
+        """Wall and CPU seconds of one step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        wall, cpu = map(float, self._line().split())
+        return wall, cpu
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._process.communicate()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a checkout's process ended; its error is above")
+        return line.strip()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    machine = describe()
+    other = args.other.resolve()
+    rows = [row for count in args.microbatches for row in _rows(other, args, count)]
+    Result(
+        f"A step of this checkout / of {_commit(other)}, P = 4 ({args.repeats} turns)",
+        machine,
+        ("contender", "M", "wall s", "other", "this / other", "", "CPU s", "other", "this / other", ""),
+        rows,
+        NOTES,
+    ).write(args.output)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="the root of the other checkout")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="turns that are timed")
+    parser.add_argument("--tiny", action="store_true", help="a model that takes no time, to see that everything runs")
+    add_output(parser)
+    return parser.parse_args(argv)
+
+
+def _rows(other: Path, args: argparse.Namespace, count: int) -> Iterator[tuple[str, ...]]:
+    workers = [Worker(root, "tiny" if args.tiny else "full", count) for root in (ROOT, other)]
+    for name in (n for n in workers[0].names if n in workers[1].names):
+        turns = [_turn(workers, name, first=turn % 2) for turn in range(args.repeats)]
+        row = [name, str(count)]
+        for k in (0, 1):
+            mine, others = ([samples[w][k] for samples in turns] for w in (0, 1))
+            ratios = sorted(a / b for a, b in zip(mine, others, strict=True))
+            quarter = len(ratios) // 4
+            row += [f"{statistics.median(mine):.3f}", f"{statistics.median(others):.3f}", f"{statistics.median(ratios):.3f}"]
+            row += [f"[{ratios[quarter]:.3f}, {ratios[-1 - quarter]:.3f}]"]
+        print("  ".join(row), file=sys.stderr, flush=True)
+        yield tuple(row)
+    for worker in workers:
+        worker.close()
+
+
+def _turn(workers: Sequence[Worker], name: str, *, first: int) -> dict[int, tuple[float, float]]:
+    """One step of each; `first` begins."""
+    return {w: workers[w].measure(name) for w in (first, 1 - first)}
+
+
+def _commit(root: Path) -> str:
+    done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--abbrev=10"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or root.name
+
+
+if __name__ == "__main__":
+    main()
