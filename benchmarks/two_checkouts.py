@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import describe
@@ -23,13 +24,13 @@ from benchmarks.output import Result, add_output
 ROOT = Path(__file__).resolve().parent.parent
 # Runs in either checkout.  Says what it has, then runs the contender whose number it reads and answers with wall and CPU seconds.
 WORKER = """
-import itertools, sys
+import sys
 import jax
 from benchmarks import step_time
-tiny, count = sys.argv[1] == "tiny", int(sys.argv[2])
+tiny, count, only = sys.argv[1] == "tiny", int(sys.argv[2]), sys.argv[3:]
 jax.config.update("jax_num_cpu_devices", step_time.DEVICES)
 sizes = step_time.Sizes(layers=8, width=32, heads=2, context=16, vocab=32, rows=1) if tiny else step_time.Sizes()
-found = {c.name: c for c in step_time._ours(sizes, count)}
+found = {c.name: c for c in step_time._ours(sizes, count) if not only or c.name in only}
 for contender in found.values():
     contender.measure()
 print(";".join(found), flush=True)
@@ -37,17 +38,25 @@ for line in sys.stdin:
     print(*found[line.strip()].measure(), flush=True)
 """
 NOTES = (
-    "this / other: medians of the ratios within a turn; their middle half in brackets.  CPU: processor time of all threads.",
+    "this / other: medians of the ratios within a turn, and their middle half.  CPU: processor time of all threads.",
     "plain: gradient accumulation without a pipeline, which is the same code in both: what it differs from 1 by is the noise.",
 )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of a step of this checkout and of the other one."""
+
+    wall: tuple[float, float]
+    cpu: tuple[float, float]
 
 
 class Worker:
     """A process that runs the steps of one checkout when it is told to."""
 
-    def __init__(self, root: Path, size: str, count: int) -> None:
+    def __init__(self, root: Path, size: str, count: int, only: Sequence[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-c", WORKER, size, str(count)]
+        command = [sys.executable, "-c", WORKER, size, str(count), *only]
         self._process = subprocess.Popen(command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.names = self._line().split(";")
 
@@ -77,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     other = args.other.resolve()
     rows = [row for count in args.microbatches for row in _rows(other, args, count)]
     Result(
-        f"A step of this checkout / of {_commit(other)}, P = 4 ({args.repeats} turns)",
+        f"A step of this checkout / of {_commit(other)}, P = 4 ({args.starts} starts of {args.repeats} turns)",
         machine,
         ("contender", "M", "wall s", "other", "this / other", "", "CPU s", "other", "this / other", ""),
         rows,
@@ -89,32 +98,45 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="the root of the other checkout")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="turns that are timed")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each start that are timed")
+    parser.add_argument(
+        "--starts", type=int, default=3, metavar="N", help="how often processes start anew"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these contenders")
     parser.add_argument("--tiny", action="store_true", help="a model that takes no time, to see that everything runs")
     add_output(parser)
     return parser.parse_args(argv)
 
 
 def _rows(other: Path, args: argparse.Namespace, count: int) -> Iterator[tuple[str, ...]]:
-    workers = [Worker(root, "tiny" if args.tiny else "full", count) for root in (ROOT, other)]
-    for name in (n for n in workers[0].names if n in workers[1].names):
-        turns = [_turn(workers, name, first=turn % 2) for turn in range(args.repeats)]
-        row = [name, str(count)]
-        for k in (0, 1):
-            mine, others = ([samples[w][k] for samples in turns] for w in (0, 1))
-            ratios = sorted(a / b for a, b in zip(mine, others, strict=True))
-            quarter = len(ratios) // 4
-            row += [f"{statistics.median(mine):.3f}", f"{statistics.median(others):.3f}", f"{statistics.median(ratios):.3f}"]
-            row += [f"[{ratios[quarter]:.3f}, {ratios[-1 - quarter]:.3f}]"]
+    """A line a contender: medians over the turns of all starts."""
+    turns: dict[str, list[Turn]] = {}
+    for _ in range(args.starts):
+        workers = [Worker(root, "tiny" if args.tiny else "full", count, args.only) for root in (ROOT, other)]
+        for name in (n for n in workers[0].names if n in workers[1].names):
+            turns.setdefault(name, []).extend(_turn(workers, name, first=number % 2) for number in range(args.repeats))
+        for worker in workers:
+            worker.close()
+    for name, samples in turns.items():
+        row = (name, str(count), *_compared([turn.wall for turn in samples]), *_compared([turn.cpu for turn in samples]))
         print("  ".join(row), file=sys.stderr, flush=True)
-        yield tuple(row)
-    for worker in workers:
-        worker.close()
+        yield row
 
 
-def _turn(workers: Sequence[Worker], name: str, *, first: int) -> dict[int, tuple[float, float]]:
+def _compared(pairs: Sequence[tuple[float, float]]) -> tuple[str, str, str, str]:
+    """Median of this checkout and of the other one, of their ratios, and the middle half of these."""
+    ratios = sorted(mine / others for mine, others in pairs)
+    mine, others = (statistics.median(side) for side in zip(*pairs, strict=True))
+    quarter = len(ratios) // 4
+    middle = f"[{ratios[quarter]:.3f}, {ratios[-1 - quarter]:.3f}]"
+    return f"{mine:.3f}", f"{others:.3f}", f"{statistics.median(ratios):.3f}", middle
+
+
+def _turn(workers: Sequence[Worker], name: str, *, first: int) -> Turn:
     """One step of each; `first` begins."""
-    return {w: workers[w].measure(name) for w in (first, 1 - first)}
+    seconds = {w: workers[w].measure(name) for w in (first, 1 - first)}
+    (wall, cpu), (other_wall, other_cpu) = seconds[0], seconds[1]
+    return Turn((wall, other_wall), (cpu, other_cpu))
 
 
 def _commit(root: Path) -> str:
