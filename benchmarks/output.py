@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 190
+WIDTH = 260
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("other", type=Path, help="the root of the other checkout")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each start that are timed")
-    parser.add_argument(
-        "--starts", type=int, default=3, metavar="N", help="how often processes start anew"
-    )
+    parser.add_argument("--starts", type=int, default=3, metavar="N", help="how often processes start anew")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these contenders")
     parser.add_argument("--tiny", action="store_true", help="a model that takes no time, to see that everything runs")
     add_output(parser)

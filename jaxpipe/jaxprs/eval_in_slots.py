@@ -24,8 +24,7 @@ def run_in_slots(
     """Evaluate a jaxpr with slots (`InSlots`).
 
     A scan would else build its stacked outputs apart and copy them into the slot (or add them to the accumulator), and a slot would be
-    copied out to be scanned.  Scans read their other rows by an index that they scan: XLA:GPU makes no CUDA graph of a loop whose
-    slices follow its counter.
+    copied out to be scanned.
     """
     steps = _steps(InSlots(jaxpr, arguments, reads or {}, writes or {}))
     try:
@@ -141,6 +140,7 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
         unroll=eqn.params.get("unroll", 1),
         carry=first,
         pools=[targets[v].pool for v in threaded],
+        stacked=[out.aval for v, out in zip(outs, body.jaxpr.outvars[carries:], strict=True) if v not in targets],
         read=read,
         compute=compute,
         store=store,

@@ -17,10 +17,10 @@ pytestmark = [
 ]
 
 
-def report(name: str) -> dict[str, object]:
+def report(name: str, remat: str | None = None) -> dict[str, object]:
     schedule = jp.schedules.build(name, devices=4, microbatches=8)
     mesh = gpu_mesh((4,), ("pipe",))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last)
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, remat=remat)
     rows = jax.ShapeDtypeStruct((8 * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
 
@@ -36,3 +36,8 @@ def test_waits_and_overlap() -> None:
         total = found["argument_bytes"] + found["output_bytes"] + found["temp_bytes"]
         # The head's work space beside tiny layers: XLA packs what is predicted apart.
         assert abs(found["predicted"]["total"] / total - 1) < 0.1
+
+
+def test_layers_that_are_recomputed_do_not_wait_for_the_host() -> None:
+    """The recomputed forward stacks what the backward of its layers reads."""
+    assert report("1f1b", remat="full")["host_waits"] == 0
