@@ -26,6 +26,7 @@ from .transforms.add_recompute import add_recompute, remove_recompute
 from .transforms.add_transfers import add_transfers, remove_transfers
 from .transforms.merge_backward import merge_backward
 from .transforms.split_backward import split_backward
+from .transforms.spread_first import spread_first
 from .transforms.spread_last import remove_spread, spread_last
 from .version import __version__ as __version__
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .measuring import Peak, measure, measure_layers
     from .model.functions import Context, Loss
     from .model.spread import spread
-    from .model.vocabulary import VocabHead
+    from .model.vocabulary import VocabEmbedding, VocabHead
     from .optimizers import per_layer
     from .pipeline import Pipeline
 
@@ -70,6 +71,7 @@ __all__ = [
     "Timeline",
     "Transfers",
     "Violation",
+    "VocabEmbedding",
     "VocabHead",
     "add_recompute",
     "add_transfers",
@@ -98,12 +100,14 @@ __all__ = [
     "split_backward",
     "split_layers",
     "spread",
+    "spread_first",
     "spread_last",
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
 _NEEDS_JAX = {
     "Context": ".model.functions",
+    "VocabEmbedding": ".model.vocabulary",
     "VocabHead": ".model.vocabulary",
     "spread": ".model.spread",
     "Loss": ".model.functions",

@@ -81,7 +81,7 @@ def find_nonfinite(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, 
         raise PipelineError(
             "find_nonfinite runs stages apart from each other, and so none that takes `state`; give that stage a constant one"
         )
-    if pipe.functions.spreads_last:
+    if pipe.functions.spreads_last or pipe.functions.spreads_first:
         raise PipelineError(
             "find_nonfinite runs functions apart from each other, and so none that is spread over the devices; build a pipeline whose "
             "`last` runs on one device"

@@ -105,8 +105,16 @@ class _Shard:
     def first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
         extra = self._extra(0, microbatch, _OUTER_WANTS)
-        x, vjp = jax.vjp(lambda own, shared: self.functions.run_first((own, shared), (), extra), self.outer["first"], self.outer["shared"])
-        return x, vjp
+
+        def call(own: PyTree, shared: PyTree) -> PyTree:
+            if not self.functions.spreads_first:
+                return self.functions.run_first((own, shared), (), extra)
+            # As in `last`; one device's is the first stage's input.
+            shares = self.job.cuts.shares("first", own), self.job.cuts.shares("shared", shared)
+            every = jax.vmap(lambda *share: self.functions.run_first(share, (), extra), axis_name=self.job.axis)(*shares)
+            return jax.tree.map(lambda leaf: leaf[0], every)
+
+        return jax.vjp(call, self.outer["first"], self.outer["shared"])
 
     def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
         """A stage, and its vjp."""

@@ -46,8 +46,9 @@ from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.check import check
+from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.spread_last import remove_spread
+from .transforms.place_together import without
 
 _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
@@ -73,9 +74,9 @@ class Pipeline:
         mesh: a `jax.sharding.Mesh` with axes of any types; axes that are neither `axis` nor in `data_axes` are left to the partitioner.
             `pipe.mesh` has the same devices with automatic axes, and what the pipeline returns lies there.
         axis: the name of the pipe axis.
-        first, last: what comes before the first stage and after the last one; they run on those devices only.  `last` under
-            `jaxpipe.spread`, or a `jaxpipe.VocabHead`, runs on all devices at once, each with its share of the parameters, as actions L
-            of the table: `spread_last` puts them in where the schedule has none.
+        first, last: what comes before the first stage and after the last one; they run on those devices only.  Under
+            `jaxpipe.spread`, or as `jaxpipe.VocabEmbedding` and `jaxpipe.VocabHead`, they run on all devices at once, each with its share
+            of the parameters, as actions E and G, and L, of the table: `spread_first` and `spread_last` put them in where it has none.
         data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
         loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
         has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches.
@@ -150,7 +151,9 @@ class Pipeline:
         self.prefer = prefer_of(prefer)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
-        self.schedule = with_shares(schedule, spread=model.last is not None and model.last.spread)
+        self.schedule = with_shares(
+            schedule, **{key: end is not None and end.spread for key, end in (("first", model.first), ("last", model.last))}
+        )
         self._cuts = Cuts(schedule.num_devices, model.cuts)
         self.partition = Partition(
             axis=axis,
@@ -531,7 +534,7 @@ class Pipeline:
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
         given, params = params, with_outer(params)
-        table = remove_spread(self.schedule) if outputs else self.schedule  # what the last stage returns needs no `last`
+        table = without(self.schedule, {Kind.L}) if outputs else self.schedule  # what the last stage returns needs no `last`
         job = Job(
             plan=self._plan if training else forward_plan(table, self._microbatches_of(batch)),
             functions=functions.handing_over() if outputs else functions,

@@ -155,8 +155,8 @@ def _memory(code: ModelCode) -> dict[str, Any]:
         "residual_weight": buffers.residual_weight.avals,
         "cotangent": buffers.cotangent.avals,
         "stash": buffers.stash.avals if splits else (),
-        "first": (*code.first.residual_input, *code.first.residual_weight),
-        "last": code.kinds[code.kind_of[-1]].y_avals if program.ticks.shares else (),
+        "first": code.first_avals,
+        "last": code.last_avals,
     }
     assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
     slot_bytes = {pool: _total(avals) for pool, avals in kept.items()}

@@ -23,7 +23,7 @@ from .kept import Input, Late, Ran, Saved
 from .models.base import Context, StagedModel, SumCount, Value, WithAux
 from .result import Result, to_numpy
 from .stuck import why_stuck
-from .table import Action, Cell, Kind, Table
+from .table import SHARES, Action, Cell, Kind, Table
 from .weights import Weights
 
 
@@ -51,9 +51,12 @@ class Engine:
             Kind.W: self._weight_gradient,
             Kind.R: self._recompute,
             Kind.L: self._last,
+            Kind.E: self._first,
+            Kind.G: self._first_gradient,
         }
         self.at = [0] * table.num_devices  # how far each device is in its row
         self.ends: dict[int, Value] = {}  # by microbatch, the last stage's output that waits for an L
+        self.begins: dict[int, tuple[list[Tensor], Uses]] = {}  # what E made, until its G
 
     def run(self) -> Result:
         """Take turns until every row is done."""
@@ -62,7 +65,7 @@ class Engine:
             before = list(at)
             for device, row in enumerate(self.table.rows):
                 if at[device] < len(row) and not self._waits_for(device, row[at[device]]):
-                    together = row[at[device]] and row[at[device]][0].kind is Kind.L
+                    together = row[at[device]] and row[at[device]][0].kind in SHARES
                     for one in range(self.table.num_devices) if together else (device,):
                         self._run_cell(one, self.table.rows[one][at[one]])
                         at[one] += 1
@@ -87,12 +90,12 @@ class Engine:
     def _lacks(self, device: int, action: Action) -> list[Action]:
         stage, kind, m = action
         kept = self.kept[device].get((stage, m))
-        if kind is Kind.L:
-            absent = [Action(d, Kind.L, m) for d in range(self.table.num_devices) if (Action(d, Kind.L, m),) != self._here(d)]
-            return absent if m in self.ends else [Action(self.last_stage, Kind.F, m), *absent]
+        if kind in SHARES:
+            absent = [Action(d, kind, m) for d in range(self.table.num_devices) if (Action(d, kind, m),) != self._here(d)]
+            return [*self._lacks_together(kind, m), *absent]
         if kind is Kind.F:
-            missing = stage > 0 and (stage, m) not in self.activations
-            return [Action(stage - 1, Kind.F, m)] if missing else []
+            missing = (stage > 0 or self.table.spreads_first) and (stage, m) not in self.activations
+            return [Action(stage - 1, Kind.F, m) if stage > 0 else Action(device, Kind.E, m)] if missing else []
         if kind is Kind.W:
             return [] if isinstance(kept, Late) else [Action(stage, Kind.I, m)]
         if kind is Kind.R:
@@ -104,6 +107,15 @@ class Engine:
         if stage == self.last_stage and self.table.spreads_last and (stage, m) not in self.cotangents:
             lacks.append(Action(device, Kind.L, m))
         return lacks
+
+    def _lacks_together(self, kind: Kind, m: int) -> list[Action]:
+        """What is not there yet of what all devices need for their shares."""
+        if kind is Kind.L and m not in self.ends:
+            return [Action(self.last_stage, Kind.F, m)]
+        if kind is Kind.G and (-1, m) not in self.cotangents:
+            whole = Action(0, Kind.B, m)
+            return [whole if whole in self.table.places else Action(0, Kind.I, m)]
+        return []
 
     def _here(self, device: int) -> Cell:
         """The cell that a device is at."""
@@ -117,7 +129,7 @@ class Engine:
 
     def _forward(self, device: int, action: Action) -> None:
         stage, m = action.stage, action.microbatch
-        x = self.activations.pop((stage, m)) if stage > 0 else None
+        x = self.activations.pop((stage, m)) if stage > 0 or self.table.spreads_first else None
         if self._is_recomputed(stage, m):
             with torch.no_grad():
                 ran = self._run_stage(stage, m, x)
@@ -143,7 +155,7 @@ class Engine:
         uses = Uses(self.weights.of_stage(stage), grad=torch.is_grad_enabled())
         embedded: list[Tensor] = []
         embedding_uses = None
-        if stage == 0:
+        if stage == 0 and not self.table.spreads_first:
             embedding_uses = Uses(self.weights.outer, grad=torch.is_grad_enabled())
             x = self.model.first(embedding_uses, batch, ctx)
             embedded = tree.leaves(x)
@@ -185,6 +197,27 @@ class Engine:
             dy, named = full_backward([loss], [self._seed(m, loss)], leaves, uses)
             self.gradients.add(self.last_stage, named)
             self.cotangents[self.last_stage, m] = dy
+
+    def _first(self, device: int, action: Action) -> None:
+        """`first`, once for all shares: see `_last`."""
+        m = action.microbatch
+        if device > 0:
+            return
+        uses = Uses(self.weights.outer, grad=torch.is_grad_enabled())
+        x = self.model.first(uses, self.microbatches.parts[m], Context(0, m, self.step))
+        embedded = tree.leaves(x)
+        if not self.table.forward_only:
+            self.begins[m] = embedded, uses
+        self.activations[0, m] = tree.rebuild(x, [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in embedded])
+
+    def _first_gradient(self, device: int, action: Action) -> None:
+        """The gradient of `first`, once for all shares."""
+        m = action.microbatch
+        if device > 0:
+            return
+        embedded, uses = self.begins.pop(m)
+        _, named = full_backward(embedded, self.cotangents.pop((-1, m)), [], uses)
+        self.gradients.add(0, named)
 
     def _hand_on(self, stage: int, m: int, ran: Ran) -> None:
         """Give a stage's output to the next stage, or note the outputs and the loss of the last one."""
@@ -254,13 +287,13 @@ class Engine:
             self.gradients.add(0, late.first.finish())
 
     def _send_back(self, action: Action, dx: list[Tensor | None]) -> None:
-        if action.stage > 0:
+        if action.stage > 0 or self.table.spreads_first:
             self.cotangents[action.stage - 1, action.microbatch] = dx
 
     # What comes out.
 
     def _result(self) -> Result:
-        left = [key for kept in self.kept for key in kept] + [*self.activations, *self.cotangents, *self.ends]
+        left = [key for kept in self.kept for key in kept] + [*self.activations, *self.cotangents, *self.ends, *self.begins]
         assert not left, f"something was never used: {left}"
         losses = np.array([self._total(m) for m in range(len(self.losses))])
         counts = np.array([float(c) for c in self.counts if c is not None]) if self._sums() else None

@@ -1,8 +1,9 @@
 """Reads a schedule table: a line a device, a cell an action, an empty cell where the device idles.
 
-Nothing is passed over: a cell that is not F, B, I, W, R, L or an overlapped pair is an error, and so is a table that does not
-hold every forward (and, if it has any backward, every backward) exactly once, on one device.  An L is a device's share of `last`:
-its first number is the device's, and a table that has any has one for every device and microbatch.
+Nothing is passed over: a cell that is not F, B, I, W, R, L, E, G or an overlapped pair is an error, and so is a table that does not
+hold every forward (and, if it has any backward, every backward) exactly once, on one device.  An L is a device's share of `last`,
+an E of `first`, a G of the gradient of `first`: its first number is the device's, and a table that has any has one for every device
+and microbatch.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ from .errors import TableError
 
 
 class Kind(enum.Enum):
-    """What an action does: forward, full backward, input gradient, weight gradient, recomputation of the forward, a share of `last`."""
+    """What an action does: forward, full backward, input gradient, weight gradient, recomputation of the forward, shares."""
 
     F = "F"
     B = "B"
     I = "I"  # noqa: E741
     W = "W"
     R = "R"
-    L = "L"
+    L = "L"  # of `last`
+    E = "E"  # of `first`
+    G = "G"  # of the gradient of `first`
+
+
+# What all devices do at the same time, and of what each of them does its share.
+SHARES = {Kind.L: "`last`", Kind.E: "`first`", Kind.G: "the gradient of `first`"}
 
 
 class Action(NamedTuple):
@@ -55,7 +62,7 @@ class Place(NamedTuple):
         return f"device {self.device}, position {self.position}"
 
 
-_ACTION = re.compile(r"(\d+)([FBIWRL])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWRLEG])(\d+)")
 _TRANSFER = re.compile(r"\d+(SEND|RECV)_[FB]\d+")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
@@ -74,7 +81,7 @@ class Table:
     @property
     def num_stages(self) -> int:
         """One more than the highest stage."""
-        return 1 + max((action.stage for _, action in self.actions() if action.kind is not Kind.L), default=-1)
+        return 1 + max((action.stage for _, action in self.actions() if action.kind not in SHARES), default=-1)
 
     @property
     def num_microbatches(self) -> int:
@@ -84,12 +91,17 @@ class Table:
     @property
     def forward_only(self) -> bool:
         """Whether there is no backward of any kind."""
-        return all(action.kind in (Kind.F, Kind.L) for _, action in self.actions())
+        return all(action.kind in (Kind.F, Kind.L, Kind.E) for _, action in self.actions())
 
     @cached_property
     def spreads_last(self) -> bool:
         """Whether `last` is spread over the devices, as L."""
         return any(action.kind is Kind.L for _, action in self.actions())
+
+    @cached_property
+    def spreads_first(self) -> bool:
+        """Whether `first` is spread over the devices, as E and G."""
+        return any(action.kind in (Kind.E, Kind.G) for _, action in self.actions())
 
     def actions(self) -> Iterator[tuple[Place, Action]]:
         """Every action with its place, the halves of a pair one after the other."""
@@ -145,7 +157,7 @@ def _read_action(text: str) -> Action:
         return Action(int(match[1]), Kind(match[2]), int(match[3]))
     if _TRANSFER.fullmatch(text):
         raise TableError(f"{text!r} is a transfer; give the compute-only table, transfers follow from it")
-    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W, R or L][microbatch], e.g. 2F0")
+    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W, R, L, E or G][microbatch], e.g. 2F0")
 
 
 def _faults(table: Table) -> Iterator[str]:
@@ -156,28 +168,31 @@ def _faults(table: Table) -> Iterator[str]:
     for action, found in places.items():
         if len(found) > 1:
             yield f"{action} stands {len(found)} times: " + "; ".join(str(place) for place in found)
-    if table.spreads_last:
-        yield from _share_faults(table, places)
+    wanted = [Kind.L] if table.spreads_last else []
+    wanted += [Kind.E] if table.spreads_first else []
+    wanted += [Kind.G] if table.spreads_first and not table.forward_only else []
+    for kind in wanted:
+        yield from _share_faults(table, kind, places)
     forward_only = table.forward_only
     for stage in range(table.num_stages):
         for microbatch in range(table.num_microbatches):
             yield from _faults_of(places, stage, microbatch, forward_only=forward_only)
 
 
-def _share_faults(table: Table, places: dict[Action, list[Place]]) -> Iterator[str]:
-    """What is wrong with the set of L."""
+def _share_faults(table: Table, kind: Kind, places: dict[Action, list[Place]]) -> Iterator[str]:
+    """What is wrong with the set of L, E or G."""
     for microbatch in range(table.num_microbatches):
         for device in range(table.num_devices):
-            if Action(device, Kind.L, microbatch) not in places:
-                yield f"{Action(device, Kind.L, microbatch)} is missing: every device has its share of `last`"
+            if Action(device, kind, microbatch) not in places:
+                yield f"{Action(device, kind, microbatch)} is missing: every device has its share of {SHARES[kind]}"
     for action, found in places.items():
-        if action.kind is Kind.L and any(place.device != action.stage for place in found):
+        if action.kind is kind and any(place.device != action.stage for place in found):
             yield f"{action} is on device {found[0].device}, but it is the share of device {action.stage}"
 
 
 def _faults_of(places: dict[Action, list[Place]], stage: int, microbatch: int, *, forward_only: bool) -> Iterator[str]:
     """What is wrong with one stage's actions of one microbatch."""
-    own = {kind: Action(stage, kind, microbatch) for kind in Kind if kind is not Kind.L}
+    own = {kind: Action(stage, kind, microbatch) for kind in Kind if kind not in SHARES}
     here = {kind for kind, action in own.items() if action in places}
     if Kind.F not in here:
         yield f"{own[Kind.F]} is missing"

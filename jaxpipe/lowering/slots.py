@@ -14,7 +14,7 @@ from ..program.pools import POOL_OF, Pool, PoolName
 from ..program.records import IntTable, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
 from ..table.encoded import BoolArray, IntArray
-from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
+from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
 from .requirements import chunks_of, consumers, keeps, recompute_of
 
@@ -69,9 +69,9 @@ class _Writer:
         self._local = (self._user >= 0) & (table.device[self._user] == table.device)
         self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
         self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices)
-        self._spread = bool(table.together.any())
+        together = bool(table.together.any())
         lanes = max(self._arrivals.widest, 1)
-        self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, lanes, together=self._spread)
+        self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, lanes, together=together)
         self._lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}  # by the table of their slots
         self._ticks.exchange[:] = self._arrivals.choice[:, None]
 
@@ -99,11 +99,8 @@ class _Writer:
             shares = np.flatnonzero(table.together)
             place = (self._when[shares], table.device[shares])
             share.kind[place], share.microbatch[place] = table.kind[shares], table.microbatch[shares]
-            share.is_source[place] = table.device[self._sources(shares)] == table.device[shares]
-
-    def _sources(self, shares: IntArray) -> IntArray:
-        """The forward of the last stage that each share begins with."""
-        return np.array([self._actions.meetings[i].source for i in shares.tolist()], np.int64)
+            homes = np.array([table.meetings[i].home for i in shares.tolist()], np.int64)
+            share.is_source[place] = table.device[homes] == table.device[shares]
 
     def _values(self) -> dict[PoolName, _Values]:
         """What each pool must hold."""
@@ -118,7 +115,8 @@ class _Writer:
         dgrad = np.flatnonzero(table.kind == Kind.I)
         wgrad = table.at[Kind.W][table.stage[dgrad], table.microbatch[dgrad]]
         stashed = _moment(self._when[dgrad], self._backward_phase)
-        ends = {PoolName.LAST: self._outputs(forward[table.stage[forward] == table.num_stages - 1])} if self._spread else {}
+        ends = {PoolName.LAST: self._outputs(forward[table.stage[forward] == table.num_stages - 1])} if table.spreads_last else {}
+        begins = self._residuals(kept[first], f.first, b.first, by_input[first], by_input[first])
         return {
             **ends,
             PoolName.X: self._inputs(forward),
@@ -126,7 +124,7 @@ class _Writer:
             PoolName.RESIDUAL_WEIGHT: self._residuals(maker, f.residual_weight, b.residual_weight, by_input, by_weight),
             PoolName.COTANGENT: self._cotangents(kept),
             PoolName.STASH: self._for_backward(dgrad, stashed, self._all(b.stash, self._when[dgrad]), b.stash, wgrad, wgrad),
-            PoolName.FIRST: self._residuals(kept[first], f.first, b.first, by_input[first], by_input[first]),
+            PoolName.FIRST: self._input_gradients(by_input[first]) if table.spreads_first else begins,
         }
 
     def _last_uses(self, forward: IntArray) -> tuple[IntArray, IntArray]:
@@ -170,9 +168,14 @@ class _Writer:
         table, when, f, b = self._actions, self._when, self._ticks.forward, self._ticks.backward
         source, tick = table.producer[forward], when[forward]
         now = _moment(tick, self._forward_phase)
+        made = np.where(source < 0, self._together(Kind.E, forward), -1)
         arrivals, begin = self._arrival(source, Payload.ACTIVATION, table.device[forward])
         local = (source >= 0) & self._local[source]
-        begin = np.where(source < 0, now, np.where(local, _moment(when[source], self._forward_phase), begin))
+        begin = np.where(
+            made >= 0,
+            _moment(made, self._forward_phase),
+            np.where(source < 0, now, np.where(local, _moment(when[source], self._forward_phase), begin)),
+        )
         by_input, by_weight = self._last_uses(forward)
         late = by_input if self._liveness.x is LastUse.INPUT_GRAD else by_weight
         kept = (late >= 0) & (self._liveness.x is not LastUse.FORWARD)
@@ -181,6 +184,7 @@ class _Writer:
         end = np.where(recomputed, _moment(when[again], self._forward_phase), now)
         end = np.where(kept, self._read_until(late), end)
         entries = [*self._all(f.x, tick), *self._some(f.out, local, when[source]), *arrivals, *self._some(f.x, recomputed, when[again])]
+        entries += [entry for share in self._ticks.shares for entry in self._some(share.out, made >= 0, made)]
         entries += [*self._some(b.x, kept, when[by_input]), *self._some(b.x, kept, when[late])]
         return _Values(table.device[forward], begin, end, tuple(entries))
 
@@ -188,14 +192,21 @@ class _Writer:
         """Outputs of the last stage, from its forwards to the shares that read them."""
         tick = self._when[forward]
         (share,) = self._ticks.shares
-        at = self._when[self._shares_of(forward)]
+        at = self._together(Kind.L, forward)
         entries = (*self._all(self._ticks.forward.out, tick), *self._all(share.y, at))
         return _Values(self._actions.device[forward], _moment(tick, self._forward_phase), _moment(at, self._backward_phase), entries)
 
-    def _shares_of(self, of: IntArray) -> IntArray:
-        """The first share of the microbatches of these actions of the last stage."""
-        (kind,) = TOGETHER
-        found: IntArray = self._actions.at[kind, 0, self._actions.microbatch[of]]
+    def _input_gradients(self, backward: IntArray) -> _Values:
+        """Gradients of the first stage's input, from its backwards to the G that read them."""
+        tick, at = self._when[backward], self._together(Kind.G, backward)
+        (share,) = self._ticks.shares
+        entries = (*self._all(self._ticks.backward.first, tick), *self._all(share.y, at))
+        return _Values(self._actions.device[backward], _moment(tick, self._backward_phase), _moment(at, self._backward_phase), entries)
+
+    def _together(self, kind: Kind, of: IntArray) -> IntArray:
+        """The tick in which all devices do this for the microbatches of these actions; -1 where the table has none of it."""
+        action = self._actions.at[kind, 0, self._actions.microbatch[of]]
+        found: IntArray = np.where(action >= 0, self._when[action], -1)
         return found
 
     def _cotangents(self, kept: IntArray) -> _Values:
@@ -208,8 +219,8 @@ class _Writer:
         at_last, local = source < 0, (source >= 0) & self._local[source]
         begin = np.where(local, _moment(when[source], self._backward_phase), begin)
         table_of, made, phase = f.out, when[kept], self._forward_phase
-        if self._spread:
-            table_of, made, phase = self._ticks.shares[0].out, when[self._shares_of(kept)], self._backward_phase
+        if table.spreads_last:
+            table_of, made, phase = self._ticks.shares[0].out, self._together(Kind.L, kept), self._backward_phase
         begin = np.where(at_last, _moment(made, phase), begin)
         written = [*self._some(table_of, at_last, made), *self._some(b.out, local, when[source]), *arrivals]
         return self._for_backward(kept, begin, written, b.cotangent, by_input, late)

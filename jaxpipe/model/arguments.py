@@ -15,6 +15,7 @@ from ..arrays import PyTree, array_faults
 from ..errors import PipelineError, ScheduleError
 from ..lowering.plan import Prefer
 from ..table.schedule import Schedule
+from ..transforms.spread_first import spread_first
 from ..transforms.spread_last import spread_last
 from .functions import Function, Loss
 from .placed import Chunks
@@ -32,20 +33,24 @@ def rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] 
     return [changed[function] for function in stages]
 
 
-def with_shares(schedule: Schedule, *, spread: bool) -> Schedule:
-    """The schedule with L exactly where `last` is spread; PipelineError where it cannot be."""
-    there = bool(schedule.encoded.together.any())
-    if there and not spread:
-        raise PipelineError(
-            f"schedule {schedule.name!r} has L, a share of `last` on every device, but `last` is not spread; give "
-            "last=jaxpipe.spread(...), or take L out with jaxpipe.remove_spread"
-        )
-    if there or not spread:
-        return schedule
-    try:
-        return spread_last(schedule)
-    except ScheduleError as error:
-        raise PipelineError(f"`last` cannot be spread with schedule {schedule.name!r}: {error}") from error
+def with_shares(schedule: Schedule, *, first: bool, last: bool) -> Schedule:
+    """The schedule with L exactly where `last` is spread, and E and G where `first` is; PipelineError where it cannot be."""
+    table = schedule.encoded
+    ends = (("last", "L", last, table.spreads_last, spread_last), ("first", "E", first, table.spreads_first, spread_first))
+    for name, kind, spread, there, _ in ends:
+        if there and not spread:
+            raise PipelineError(
+                f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, but `{name}` is not spread; give "
+                f"{name}=jaxpipe.spread(...), or take {kind} out with jaxpipe.remove_spread"
+            )
+    for name, _, spread, there, put in ends:
+        if there or not spread:
+            continue
+        try:
+            schedule = put(schedule)
+        except ScheduleError as error:
+            raise PipelineError(f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}") from error
+    return schedule
 
 
 def ready_made(last: Function | None, loss: Loss) -> Function | None:

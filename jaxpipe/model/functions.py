@@ -154,13 +154,18 @@ class Functions:
     has_metrics: bool
     stage_loss: bool
     training: bool = True
-    axis: str | None = None  # where `last` is spread: what `ctx` tells it
+    axis: str | None = None  # where `first` or `last` is spread: what `ctx` tells it
     sizes: Mapping[str, PyTree] = field(default_factory=dict)
 
     def handing_over(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
         last = Function(lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset())
         return replace(self, last=last, loss=Loss.MEAN, has_metrics=True)
+
+    @property
+    def spreads_first(self) -> bool:
+        """Whether `first` runs on all devices at once."""
+        return self.first is not None and self.first.spread
 
     @property
     def spreads_last(self) -> bool:
@@ -187,6 +192,7 @@ class Functions:
                     'give a dict with "x", or Pipeline(..., first=function(first_params, microbatch) -> x)'
                 )
             return extra["microbatch"]["x"]
+        extra = self._told("first", extra) if self.first.spread else extra
         return self.first.run(own, extra["microbatch"], shared=shared, extra=extra, training=self.training)
 
     def run_stage(self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> tuple[PyTree, Returned]:

@@ -13,7 +13,7 @@ from .functions import OUTER_KEYWORDS, Function
 from .layers import EMBEDDING, LOSS, LayerMap
 from .param_layout import ParamLayout
 from .spread import Spread
-from .vocabulary import VocabHead
+from .vocabulary import VocabEmbedding, VocabHead
 
 Call: TypeAlias = Callable[..., Any]
 
@@ -44,7 +44,8 @@ def read_model(
     else:
         found = _by_stages(placement, stage, first=first, last=last)
     _check_copies(found)
-    return found._replace(cuts=_cuts(found, last if layers is None else layers.get(LOSS)))
+    ends = (first, last) if layers is None else (layers.get(EMBEDDING), layers.get(LOSS))
+    return found._replace(cuts=_cuts(found, *map(_spread, ends)))
 
 
 def _by_stages(placement: Placement, stage: Any, *, first: Call | None, last: Call | None) -> Model:
@@ -108,27 +109,34 @@ def _outer(call: Call | None, name: str) -> Function | None:
     spread = _spread(call)
     if spread is None:
         return Function.of(call, name, OUTER_KEYWORDS, takes=takes)
-    if is_first:
-        raise PipelineError(f"`{name}` cannot be spread yet; only `last` can: give the function itself, without jaxpipe.spread")
     return replace(Function.of(spread.call, name, OUTER_KEYWORDS, takes=takes), spread=True)
 
 
 def _spread(call: Any) -> Spread | None:
     """What is given to run on all devices at once; None for any other function."""
-    if isinstance(call, VocabHead):
+    if isinstance(call, (VocabHead, VocabEmbedding)):
         return Spread(call)
     return call if isinstance(call, Spread) else None
 
 
-def _cuts(model: Model, last: Any) -> dict[str, Any]:
+def _cuts(model: Model, first: Spread | None, last: Spread | None) -> dict[str, Any]:
     """The dims along which parameters are cut: those under "shared" only where every function that takes them is spread."""
-    spread = None if last is None else _spread(last)
-    if spread is None:
+    ends = {key: spread for key, spread in (("first", first), ("last", last)) if spread is not None}
+    if not ends:
         return {}
     functions = [f for f in (*model.stages, model.first, model.last) if f is not None]
     takers = [function for function in functions if "shared" in function.wants]
     cut = bool(takers) and all(function.spread for function in takers)
-    return {"last": spread.dims, **({"shared": spread.shared} if cut else {})}
+    dims = {key: spread.dims for key, spread in ends.items()}
+    if not cut:
+        return dims
+    given = [ends[key].shared for key, function in (("first", model.first), ("last", model.last)) if function in takers and key in ends]
+    if any(one != given[0] for one in given):
+        raise PipelineError(
+            f"`first` is given jaxpipe.spread(..., shared={given[0]!r}) and `last` shared={given[-1]!r}; what they share lies in one way: "
+            "give both the same"
+        )
+    return {**dims, "shared": given[0]}
 
 
 def _check_copies(model: Model) -> None:

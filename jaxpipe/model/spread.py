@@ -1,4 +1,4 @@
-"""`last` written for a share of its parameters: which parameters are cut over the pipe axis, where, and what the function is told."""
+"""`first` and `last` written for a share of their parameters: which are cut over the pipe axis, where, and what the function is told."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ class Spread:
 
 
 def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0) -> Spread:
-    """Run `last` on all devices of the pipe axis at once, each with its share of the parameters.
+    """Run `last`, or `first`, on all devices of the pipe axis at once, each with its share of the parameters.
 
-    `function(last_params, x, microbatch, *, ctx) -> loss` is given, on each of P devices, the parameters cut into P parts along one dim
-    (padded with zeros to a multiple of P), the whole x and the whole microbatch.  It may use any collective over `ctx.axis`, the
-    name of the pipe axis, and must return the same loss on every device; `jax.lax.axis_index(ctx.axis)` says which part a device has, and
-    `ctx.sizes`, a tree like the parameters, how long each cut dim is without padding (0 for a parameter that is whole).  Its gradient is
-    that of the loss, so nothing of it is summed twice.  Parameters, gradients and optimizer state are never gathered.
+    `function(last_params, x, microbatch, *, ctx) -> loss`, or `function(first_params, microbatch, *, ctx) -> x`, is given, on each of P
+    devices, the parameters cut into P parts along one dim (padded with zeros to a multiple of P), the whole x and the whole microbatch.
+    It may use any collective over `ctx.axis`, the name of the pipe axis, and must return the same loss (x) on every device;
+    `jax.lax.axis_index(ctx.axis)` says which part a device has, and `ctx.sizes`, a tree like the parameters, how long each cut dim is
+    without padding (0 for a parameter that is whole).  Its gradient is that of the loss, so nothing of it is summed twice.
+    Parameters, gradients and optimizer state are never gathered.
 
     Args:
-        function: as above; it may also take `shared` and `training`, as any `last`.
+        function: as above; it may also take `shared` and `training`, as any `first` or `last`.
         dims: the dim along which a parameter is cut, or None for one that is whole on every device: one for all, or a tree like the
             parameters, in which one entry may stand for a whole subtree (a missing one is cut along dim 0).
-        shared: the same for the parameters under "shared", which are cut only where every function that takes them is spread.
+        shared: the same for the parameters under "shared", which are cut only where every function that takes them is spread; `first` and
+            `last` must be given the same.
 
     Source: Yeung et al. 2024, Balancing Pipeline Parallelism with Vocabulary Parallelism, arXiv 2411.05288.
 
@@ -52,6 +54,8 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
         >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {"w": jnp.ones((5, 3))}})
         >>> float(pipe.evaluate(params, {"x": jnp.ones((2, 3))}))
         405.0
+
+        A scaled embedding: `jp.spread(lambda p, microbatch, *, ctx: 16.0 * jp.VocabEmbedding()(p, microbatch, ctx=ctx))`, as `first`.
     """
     return Spread(function, dims, shared)
 
@@ -113,7 +117,7 @@ class Cuts:
     """Which parameters are cut into as many parts as there are devices."""
 
     parts: int
-    dims: Mapping[str, Any] = field(default_factory=dict)  # "last" (and "shared") -> what `spread` was given
+    dims: Mapping[str, Any] = field(default_factory=dict)  # "first" and "last" (and "shared") -> what `spread` was given
 
     def dim(self, key: str, path: tuple[Any, ...]) -> int | None:
         """The dim along which the parameter at a path is cut; None where it is whole."""

@@ -1,4 +1,4 @@
-"""A language model's head whose vocabulary is cut over the devices of the pipe axis: projection and cross-entropy."""
+"""A language model's embedding and head whose vocabulary is cut over the devices of the pipe axis."""
 
 from __future__ import annotations
 
@@ -12,6 +12,39 @@ from jax import lax
 from ..arrays import PyTree
 from ..errors import PipelineError
 from .functions import Context, Loss
+
+
+@dataclass(frozen=True)
+class VocabEmbedding:
+    """Rows of a table by number, spread over the pipe axis: give it as `Pipeline(..., first=jaxpipe.VocabEmbedding())`.
+
+    Each of P devices holds V / P rows of the table (the vocabulary need not divide), looks up those of a microbatch's tokens that are among
+    them, and the sum over the axis is x, [..., d].  Its parameters are one array [V, d], or a tree with one such leaf; with none, the one
+    leaf under "shared" is taken: tied embeddings, with `VocabHead`.  `microbatch["tokens"]` are integers [...]; one that is no
+    word makes its x NaN.  The gradient is scattered into a device's rows, the table is never gathered.
+
+    Raises:
+        PipelineError: the parameters are not one array [V, d]; the function is not spread.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
+        >>> pipe = jp.Pipeline(lambda p, x: x @ p, schedule=s, mesh=jax.make_mesh((1,), ("pipe",)), first=jp.VocabEmbedding(),
+        ...                    last=lambda p, x, microbatch: jnp.mean(x))
+        >>> params = pipe.place({"first": {"w": jnp.arange(8.0).reshape(4, 2)}, "stages": jnp.eye(2)[None], "last": {}})
+        >>> float(pipe.evaluate(params, {"tokens": jnp.array([[0], [3]])}))  # of 0, 1, 6 and 7
+        3.5
+    """
+
+    def __call__(self, params: PyTree, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()) -> Any:
+        """The rows of a microbatch's tokens, the same on every device."""
+        table, size = one_table("VocabEmbedding", params, shared, ctx)
+        count, tokens = table.shape[0], jnp.asarray(microbatch["tokens"])
+        mine = tokens - lax.axis_index(ctx.axis) * count
+        here = (mine >= 0) & (mine < count)
+        rows = table.at[jnp.where(here, mine, count)].get(mode="fill", fill_value=0)
+        is_word = (tokens >= 0) & (tokens < size)
+        return jnp.where(is_word[..., None], lax.psum(rows, ctx.axis), jnp.nan)
 
 
 @dataclass(frozen=True)

@@ -72,17 +72,24 @@ def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> I
 
 
 def _of_shares(program: Program, pool: PoolName, block: Running) -> Iterator[Accesses]:
-    """What the source's device does in a share: it reads the last stage's output, and writes its cotangent."""
+    """What the device of its stage does in a share: it reads what all devices need, and writes what they make."""
     (share,) = program.ticks.shares
-    touches = [(PoolName.LAST, share.y, _READ)]
-    touches += [] if program.schedule.forward_only else [(PoolName.COTANGENT, share.out, _WRITE)]
+    stage = 0
+    match block.use.block.kind:
+        case Kind.E:
+            touches = [(PoolName.X, share.out, _WRITE)]
+        case Kind.G:
+            touches = [(PoolName.FIRST, share.y, _READ)]
+        case _:
+            stage = program.schedule.num_stages - 1
+            touches = [(PoolName.LAST, share.y, _READ)]
+            touches += [] if program.schedule.forward_only else [(PoolName.COTANGENT, share.out, _WRITE)]
     for of, slots, order in touches:
         if of is not pool:
             continue
         k, device = np.nonzero(block.runs & (share.is_source[block.ticks] != 0))
         at = (block.ticks[k], device)
-        last = program.schedule.num_stages - 1
-        value = last * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
+        value = stage * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
         count = np.ones(len(k), np.int64)
         slot = slots[at].astype(np.int64)
         yield Accesses(device, slot, at[0], block.place * count, order * count, value, np.full(len(k), order == _READ))
@@ -94,17 +101,19 @@ _Touch = tuple[PoolName, IntTable, int, IntTable | None, int]
 
 def _of_forward(program: Program, kind: Kind) -> Iterator[_Touch]:
     """What a forward does, from the meaning of its record."""
-    f = program.ticks.forward
-    yield PoolName.X, f.x, _BEFORE, f.is_first, 0
+    f, table = program.ticks.forward, program.schedule.encoded
+    if not table.spreads_first:
+        yield PoolName.X, f.x, _BEFORE, f.is_first, 0
     yield PoolName.X, f.x, _READ, None, 0
     yield PoolName.RESIDUAL_INPUT, f.residual_input, _WRITE, f.keeps, 0
     yield PoolName.RESIDUAL_WEIGHT, f.residual_weight, _WRITE, f.keeps, 0
     yield PoolName.X, f.out, _WRITE, f.is_local, 1
-    if program.ticks.shares:
+    if table.spreads_last:
         yield PoolName.LAST, f.out, _WRITE, f.is_last, 0
     if not program.schedule.forward_only:
-        yield PoolName.FIRST, f.first, _BEFORE, f.is_first, 0
-        if not program.ticks.shares:
+        if not table.spreads_first:
+            yield PoolName.FIRST, f.first, _BEFORE, f.is_first, 0
+        if not table.spreads_last:
             yield PoolName.COTANGENT, f.out, _WRITE, f.is_last, 0
 
 
@@ -120,7 +129,7 @@ def _of_backward(program: Program, kind: Kind) -> Iterator[_Touch]:
         yield PoolName.STASH, b.stash, _READ, None, 0
         return
     yield PoolName.RESIDUAL_INPUT, b.residual_input, _READ, None, 0
-    yield PoolName.FIRST, b.first, _READ, b.is_first, 0
+    yield PoolName.FIRST, b.first, _WRITE if program.schedule.encoded.spreads_first else _READ, b.is_first, 0
     yield PoolName.COTANGENT, b.out, _WRITE, b.is_local, -1
     if kind is Kind.I:
         yield PoolName.STASH, b.stash, _WRITE, None, 0

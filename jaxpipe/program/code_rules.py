@@ -123,7 +123,7 @@ def _share_faults(program: Program, done: NDArray[np.int64]) -> Iterator[Fault]:
                 yield Fault(Rule.TOGETHER, "does something else in the tick of what all devices do together", tick, device)
             members = table.at[kind, : program.schedule.num_devices, microbatch]
             done[members] += 1
-            source = int(table.device[table.meetings[int(members[0])].source])
+            source = int(table.device[table.meetings[int(members[0])].home])
             for device, flag in enumerate(share.is_source[tick].tolist()):
                 if bool(flag) is not (device == source):
                     yield Fault(Rule.ACTION, f"{table.text(int(members[device]))} is marked wrongly: is_source", tick, device)

@@ -67,7 +67,7 @@ def _trip(program: Program, model: Model, devices: list[_Device], segment: Segme
                 _run_share(use, model, program, devices, tick)
                 continue
             for number, device in enumerate(devices):
-                _run_block(use, model, device, _record(program, tick, number), training=not program.schedule.forward_only)
+                _run_block(use, model, device, _record(program, tick, number), program)
         exchange = segment.choice(tick)
         for lane, permute in zip(template.lanes_of(exchange), template.exchanges[exchange], strict=True):
             brought = [None] * len(devices)
@@ -89,33 +89,41 @@ def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
 
 
 def _run_share(use: BlockUse, model: Model, program: Program, devices: list[_Device], tick: int) -> None:
-    """L: all devices take part, each with its share of the parameters; one has the output and takes its cotangent."""
+    """L, E, G: all devices take part, each with its share of the parameters; one has what they read and takes what they make."""
     for number, device in enumerate(devices):
         (share,) = _record(program, tick, number).shares
-        if share.kind == use.block.kind and share.is_source:
+        if share.kind != use.block.kind or not share.is_source:
+            continue
+        if use.block.kind is Kind.E:
+            device.pools[PoolName.X][share.out], _ = model.first(share.microbatch)
+        elif use.block.kind is Kind.G:
+            _, kept = model.first(share.microbatch)
+            model.first_gradient(share.microbatch, kept, device.pools[PoolName.FIRST][share.y])
+        else:
             dy = model.last(share.microbatch, device.pools[PoolName.LAST][share.y])
             if not program.schedule.forward_only:
                 device.pools[PoolName.COTANGENT][share.out] = dy
 
 
-def _run_block(use: BlockUse, model: Model, device: _Device, row: TickRecord[int], *, training: bool) -> None:
+def _run_block(use: BlockUse, model: Model, device: _Device, row: TickRecord[int], program: Program) -> None:
     """A block, where the record asks for it."""
     kind, chunk = use.block.kind, use.block.chunk
+    training, spread = not program.schedule.forward_only, program.schedule.encoded.spreads_first
     half = row.forward if use.block.runs_forward else row.backward
     if half.chunk == NOBODY or (half.chunk, half.kind) != (chunk, kind):
         return
     if isinstance(half, Forward):
         if kind is Kind.F and training and bool(half.keeps) is not use.block.keeps:
             return
-        (_forward if kind is Kind.F else _recompute)(model, device, half)
+        _forward(model, device, half, spread=spread) if kind is Kind.F else _recompute(model, device, half)
         return
-    _weight_grad(model, device, half) if kind is Kind.W else _backward(model, device, half, split=kind is Kind.I)
+    _weight_grad(model, device, half) if kind is Kind.W else _backward(model, device, half, split=kind is Kind.I, spread=spread)
 
 
-def _forward(model: Model, device: _Device, f: Forward[int]) -> None:
-    """[first,] stage[, last]."""
+def _forward(model: Model, device: _Device, f: Forward[int], *, spread: bool) -> None:
+    """[first,] stage[, last]; no `first` where it is spread."""
     pools = device.pools
-    if f.is_first:
+    if f.is_first and not spread:
         pools[PoolName.X][f.x], pools[PoolName.FIRST][f.first] = model.first(f.microbatch)
     y, by_input, by_weight = model.forward(f.stage, f.microbatch, pools[PoolName.X][f.x])
     if f.keeps:
@@ -137,8 +145,8 @@ def _recompute(model: Model, device: _Device, f: Forward[int]) -> None:
     device.pools[PoolName.RESIDUAL_WEIGHT][f.residual_weight] = by_weight
 
 
-def _backward(model: Model, device: _Device, b: Backward[int], *, split: bool) -> None:
-    """B, or I."""
+def _backward(model: Model, device: _Device, b: Backward[int], *, split: bool, spread: bool) -> None:
+    """B, or I; where `first` is spread, its gradient comes later."""
     pools = device.pools
     x, dy = pools[PoolName.X][b.x], pools[PoolName.COTANGENT][b.cotangent]
     residuals = pools[PoolName.RESIDUAL_INPUT][b.residual_input], pools[PoolName.RESIDUAL_WEIGHT][b.residual_weight]
@@ -149,7 +157,9 @@ def _backward(model: Model, device: _Device, b: Backward[int], *, split: bool) -
     device.sent[Payload.COTANGENT] = dx
     if b.is_local:
         pools[PoolName.COTANGENT][b.out] = dx
-    if b.is_first:
+    if b.is_first and spread:
+        pools[PoolName.FIRST][b.first] = dx
+    elif b.is_first:
         model.first_gradient(b.microbatch, pools[PoolName.FIRST][b.first], dx)
 
 

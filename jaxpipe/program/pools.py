@@ -16,7 +16,7 @@ class PoolName(enum.Enum):
     RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
     COTANGENT = "cotangent"  # gradients of outputs of stages
     STASH = "stash"  # what I leaves for W
-    FIRST = "first"  # what `first` keeps for its gradient
+    FIRST = "first"  # what `first` keeps for its gradient; gradients of the first stage's input that wait for G, where it is spread
     LAST = "last"  # outputs of the last stage that wait for L
 
     @property

@@ -27,7 +27,7 @@ class Forward(Generic[A]):
     stage: A
     microbatch: A
     keeps: A  # 1 where residuals are kept; 0 where an R will make them, and in an evaluation
-    is_first: A  # 1 where the stage is the model's first: `first` writes the stage's input
+    is_first: A  # 1 where the stage is the model's first: `first` writes the stage's input, if no E did
     is_last: A  # 1 where the stage is the model's last: `last` writes the cotangent, or the output is kept for L
     is_local: A  # 1 where the output is consumed on this device
     x: A  # slot of the stage's input
@@ -45,26 +45,26 @@ class Backward(Generic[A]):
     chunk: A  # of the device, or NOBODY where it runs no backward
     stage: A
     microbatch: A
-    is_first: A  # 1 where the stage is the model's first: the gradient of `first` follows
+    is_first: A  # 1 where the stage is the model's first: the gradient of `first` follows, or the input gradient is kept for G
     is_local: A  # 1 where the input gradient is consumed on this device
     x: A  # slot of the stage's input
     residual_input: A
     residual_weight: A
     cotangent: A  # slot of the gradient of the stage's output
     stash: A  # slot of what I leaves for W
-    first: A  # slot of the residuals of `first`
+    first: A  # slot of the residuals of `first`, or for G of the input gradient of the first stage, which it writes
     out: A  # slot of the cotangent that it writes for the chunk before on this device
 
 
 @dataclass(frozen=True)
 class Share(Generic[A]):
-    """A device's share of what all devices do together (L), and the slots of what it begins with and ends with."""
+    """A device's share of what all devices do together (L, E, G), and the slots of what it begins with and ends with."""
 
-    kind: A  # Kind.L, or NOBODY; the same on all devices
+    kind: A  # Kind.L, Kind.E or Kind.G, or NOBODY; the same on all devices
     microbatch: A
-    is_source: A  # 1 on the device of the last stage's forward, which has the output that all devices read, and takes its cotangent
-    y: A  # there, slot of the output
-    out: A  # there, slot of the cotangent
+    is_source: A  # 1 on the device of the stage at which it stands, which has what all devices read, and takes what they make
+    y: A  # there, slot of what they read: for L the last stage's output, for G the gradient of the first stage's input
+    out: A  # there, slot of what they make: for L the cotangent of that output, for E the first stage's input
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TickRecord(Generic[A]):
     backward: Backward[A]
     exchange: A  # number of the exchange among those of the tick's template; the same on all devices
     arrivals: tuple[Arrival[A], ...]  # by lane of the template
-    shares: tuple[Share[A], ...] = ()  # one where the table has L, else none
+    shares: tuple[Share[A], ...] = ()  # one where the table has L or E, else none
 
 
 R = TypeVar("R")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..table.encoded import Encoded
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .pools import POOL_OF, Pool, PoolName
@@ -29,9 +30,8 @@ def show(
     lines = [f"program of {name}: {shape}, {num_ticks} ticks", *(f"pool {pool}" for pool in pools)]
     lines += map(str, segments)
     shown = min(num_ticks, most_ticks)
-    training = not schedule.forward_only
     at = {tick: segment for segment in segments for tick in range(segment.start, min(segment.stop, shown))}
-    cells = [[_cell(ticks, at[tick], tick, d, training=training) for d in range(schedule.num_devices)] for tick in range(shown)]
+    cells = [[_cell(schedule.encoded, ticks, at[tick], tick, d) for d in range(schedule.num_devices)] for tick in range(shown)]
     widths = [max([len(f"device {d}"), *(len(row[d]) for row in cells)]) for d in range(schedule.num_devices)]
     lines.append("tick | " + " | ".join(f"device {d}".ljust(w) for d, w in enumerate(widths)).rstrip())
     for tick, row in enumerate(cells):
@@ -41,12 +41,12 @@ def show(
     return "\n".join(lines)
 
 
-def _cell(ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int, *, training: bool) -> str:
+def _cell(table: Encoded, ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int) -> str:
     """What one device does in one tick."""
     record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
     template, choice = segment.template(tick), segment.choice(tick)
-    parts = [_backward(record.backward), _forward(record.forward, training=training, spread=bool(record.shares))]
-    parts += [_share(share, device, training=training) for share in record.shares]
+    parts = [_backward(record.backward, table), _forward(record.forward, table)]
+    parts += [_share(share, device, training=not table.forward_only) for share in record.shares]
     if template.blocks and template.blocks[0].block.runs_forward:
         parts.reverse()
     for lane, permute in zip(template.lanes_of(choice), template.exchanges[choice], strict=True):
@@ -63,16 +63,19 @@ def _slots(*slots: tuple[PoolName, Any, bool]) -> str:
 def _share(share: Any, device: int, *, training: bool) -> str:
     if share.kind == NOBODY:
         return ""
-    read, written = _slots((PoolName.LAST, share.y, True)), _slots((PoolName.COTANGENT, share.out, training))
-    text = f"{device}{Kind(share.kind).name}{share.microbatch}"
+    kind = Kind(share.kind)
+    read = _slots((PoolName.LAST, share.y, kind is Kind.L), (PoolName.FIRST, share.y, kind is Kind.G))
+    written = _slots((PoolName.COTANGENT, share.out, kind is Kind.L and training), (PoolName.X, share.out, kind is Kind.E))
+    text = f"{device}{kind.name}{share.microbatch}"
     return " ".join([text, *([read + (f">{written}" if written else "")] if share.is_source else [])])
 
 
-def _forward(f: Any, *, training: bool, spread: bool) -> str:
+def _forward(f: Any, table: Encoded) -> str:
     if f.chunk == NOBODY:
         return ""
+    training, spread = not table.forward_only, table.spreads_last
     written = _slots(
-        (PoolName.FIRST, f.first, bool(f.is_first and training)),
+        (PoolName.FIRST, f.first, bool(f.is_first and training and not table.spreads_first)),
         (PoolName.RESIDUAL_INPUT, f.residual_input, bool(f.keeps)),
         (PoolName.RESIDUAL_WEIGHT, f.residual_weight, bool(f.keeps)),
         (PoolName.X, f.out, bool(f.is_local)),
@@ -83,17 +86,22 @@ def _forward(f: Any, *, training: bool, spread: bool) -> str:
     return f"{f.stage}{Kind(f.kind).name}{f.microbatch} {read}" + (f">{written}" if written else "")
 
 
-def _backward(b: Any) -> str:
+def _backward(b: Any, table: Encoded) -> str:
     if b.chunk == NOBODY:
         return ""
     weight, split = b.kind == Kind.W, b.kind != Kind.B
+    first = bool(b.is_first and not weight)
     read = _slots(
         (PoolName.X, b.x, True),
         (PoolName.RESIDUAL_INPUT, b.residual_input, not weight),
         (PoolName.RESIDUAL_WEIGHT, b.residual_weight, True),
         (PoolName.COTANGENT, b.cotangent, not weight),
         (PoolName.STASH, b.stash, weight),
-        (PoolName.FIRST, b.first, bool(b.is_first and not weight)),
+        (PoolName.FIRST, b.first, first and not table.spreads_first),
     )
-    written = _slots((PoolName.STASH, b.stash, split and not weight), (PoolName.COTANGENT, b.out, bool(b.is_local and not weight)))
+    written = _slots(
+        (PoolName.STASH, b.stash, split and not weight),
+        (PoolName.COTANGENT, b.out, bool(b.is_local and not weight)),
+        (PoolName.FIRST, b.first, first and table.spreads_first),
+    )
     return f"{b.stage}{Kind(b.kind).name}{b.microbatch} {read}" + (f">{written}" if written else "")

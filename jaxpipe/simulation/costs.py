@@ -35,6 +35,8 @@ class Costs:
         release: whether activations are freed at the end of W (the default) or of I, where the backward is split.
         recompute: time of R; that of `forward` where it is None.
         last: time of L, a device's share of a spread `last` for one microbatch (1 where it is None); entry d of a sequence is device d's.
+        first: the same of E, of a spread `first`.
+        first_grad: the same of G, of its gradient.
         checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where the table has an R for it.
         unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds, estimated ..."; empty where any unit will do.
 
@@ -57,6 +59,8 @@ class Costs:
     recompute: Cost | None = None
     checkpoint: Cost = 0
     last: Cost | None = None
+    first: Cost | None = None
+    first_grad: Cost | None = None
     unit: str = ""
 
     def __post_init__(self) -> None:
@@ -131,6 +135,8 @@ class Costs:
             recompute=every.get("recompute", every["forward"]),
             checkpoint=every["checkpoint"],
             last=every.get("last", (1,) * num_stages),
+            first=every.get("first", (1,) * num_stages),
+            first_grad=every.get("first_grad", (1,) * num_stages),
         )
 
 
@@ -148,6 +154,8 @@ class StageCosts:
     recompute: tuple[float, ...]
     checkpoint: tuple[float, ...]
     last: tuple[float, ...]
+    first: tuple[float, ...]
+    first_grad: tuple[float, ...]
 
     def of(self, kind: Kind) -> tuple[float, ...] | None:
         """The time of each stage's actions of a kind; None where these take none of their own."""

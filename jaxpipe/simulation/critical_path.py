@@ -36,7 +36,7 @@ class _Links:
         self._mate = mates(table).tolist() if transfers is Transfers.RENDEZVOUS else [-1] * table.num_actions
         self._wait = wait.tolist()
         self._sender = senders(table, wait).tolist()
-        self._shares = {meeting.user: meeting.members[table.device[meeting.user]] for meeting in table.meetings.values()}
+        self._before = {meeting.user: meeting for meeting in table.meetings.values() if meeting.user >= 0}
 
     def first_half(self, number: int) -> int:
         """The number of the forward half of a pair's backward half; any other number as it is."""
@@ -60,14 +60,18 @@ class _Links:
                 yield self._ends[source] + self._latency[self._table.stage[self._sender[half]]], False, source
 
     def _meeting(self, number: int) -> Iterator[tuple[float, bool, int]]:
-        """What holds back an action that all devices do together, and the backward that needs it."""
-        meetings, latency = self._table.meetings, self._latency[-1] if self._table.num_devices > 1 and self._latency else 0
-        if (meeting := meetings.get(number)) is not None:
+        """What holds back an action that all devices do together, and the action that needs it."""
+        meeting = self._table.meetings.get(number)
+        known = meeting or self._before.get(number)
+        latency = self._latency[known.stage] if known is not None and self._table.num_devices > 1 else 0
+        if meeting is not None:
             for member in meeting.members:
                 yield from () if member == number else self._previous(member, same=False)
-            source = int(self._table.last_half[meeting.source])
-            yield self._ends[source] + latency, False, source
-        elif (share := self._shares.get(number, -1)) >= 0:
+            if meeting.source >= 0:
+                source = int(self._table.last_half[meeting.source])
+                yield self._ends[source] + latency, False, source
+        elif known is not None:
+            share = known.members[self._table.device[number]]
             yield self._ends[share] + latency, False, share
 
     def _previous(self, number: int, *, same: bool) -> Iterator[tuple[float, bool, int]]:

@@ -307,6 +307,8 @@ def _cheapest(costs: StageCosts) -> StageCosts:
         recompute=costs.recompute,
         checkpoint=costs.checkpoint,
         last=costs.last,
+        first=costs.first,
+        first_grad=costs.first_grad,
     )
 
 

@@ -27,8 +27,8 @@ def simulate(
     """Simulate a table: each action starts as early as its device is free and its inputs are there.
 
     An input from another device is there `costs.transfer` after its producer ended.  Idle cells are not waited for.
-    What all devices do together (L) starts and ends at the same time on all of them, a transfer after the last stage's F; what it makes is
-    there for that stage's B a transfer after its end.
+    What all devices do together (L, E, G) starts and ends at the same time on all of them, a transfer after what it needs (L: the last
+    stage's F, G: the first stage's B); what it makes is there for that stage (L: for its B, E: for its F) a transfer after its end.
     In a table with SEND and RECV these take no time of their own and the message leaves at the SEND; `transfers` says
     who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and RECV (RENDEZVOUS).
 
@@ -106,30 +106,32 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
 
 
 class _Meetings:
-    """What all devices do together, in a simulation: all start when the last is free and the last stage's output is everywhere."""
+    """What all devices do together, in a simulation: all start when the last is free and what they read is everywhere."""
 
     def __init__(self, table: Encoded, durations: Sequence[float], costs: StageCosts) -> None:
         self.all = table.meetings
         self._durations = durations
         # Alone, a device has all that it needs.
-        self._latency = costs.transfer[-1] if table.num_devices > 1 and costs.transfer else 0
-        self._before = {meeting.user: meeting.members[0] for meeting in self.all.values()}
+        self._latency = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
+        self._before = {meeting.user: meeting for meeting in self.all.values() if meeting.user >= 0}
         self._last_half = table.last_half
 
     def run(self, number: int, starts: list[float], ends: list[float], free: list[float]) -> None:
         """Book all shares at the first of them."""
-        members, source, _ = self.all[number]
+        members, stage, source, _ = self.all[number]
         if number != members[0]:
             return
-        begin = max(max(free), ends[self._last_half[source]] + self._latency)
+        begin = max(free)
+        if source >= 0:
+            begin = max(begin, ends[self._last_half[source]] + self._latency[stage])
         end = begin + max(self._durations[i] for i in members)
         for device, i in enumerate(members):
             starts[i], ends[i], free[device] = begin, end, end
 
     def ready(self, number: int, ends: Sequence[float], free: float) -> float:
         """When an action of a device that is free from then on has what it needs of such a share."""
-        share = self._before.get(number, -1)
-        return free if share < 0 else max(free, ends[share] + self._latency)
+        meeting = self._before.get(number)
+        return free if meeting is None else max(free, ends[meeting.members[0]] + self._latency[meeting.stage])
 
 
 def _stretch_receives(table: Encoded, starts: list[float], ends: list[float], costs: StageCosts) -> tuple[list[float], list[float]]:

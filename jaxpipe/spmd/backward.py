@@ -12,6 +12,7 @@ from ..table.action import Kind
 from .block import Block, run_where
 from .outer import FirstGradient
 from .pools import add, strengthen
+from .share import KeepInputGrad
 from .stage_block import StageBlock, Steps
 from .state import Gradients, State, chunk_part, given
 
@@ -29,7 +30,9 @@ class RunBackward(StageBlock[Backward[Scalar]]):
             part = part.updated(State(gradients=Gradients(chunks=own, shared=gradients.shared)))
         if action is Kind.I:
             part = part.updated(State(stash=state.stash))
-        if action is not Kind.W and first:
+        if action is not Kind.W and first and self.shared.spreads_first:
+            part = part.updated(State(first=state.first))
+        elif action is not Kind.W and first:
             part = part.updated(State(gradients=Gradients(first=gradients.first, shared=gradients.shared)))
         if local:
             part = part.updated(State(cotangent=state.cotangent))
@@ -98,7 +101,7 @@ class RunBackward(StageBlock[Backward[Scalar]]):
         return state.updated(State(gradients=new))
 
     def _hand_on(self, dx: Leaves, state: State) -> State:
-        """Send dx, keep it for the chunk before on this device, or give it to `first`."""
+        """Send dx, keep it for the chunk before on this device, or give it to `first` (or keep it for G)."""
         shared, code, use, row, buffer = self.shared, self.code, self.use, self.row, self.shared.buffers.cotangent
         # The first stage's goes nowhere; where no other stage has one like it, it has no place among them.
         if buffer.has(code.dx_avals):
@@ -106,7 +109,8 @@ class RunBackward(StageBlock[Backward[Scalar]]):
                 state = state.updated(State(sent_dx=strengthen(buffer.put(given(state.sent_dx), code.dx_avals, dx))))
             state = run_where(use.local, row.is_local != 0, _HandOver(self, dx), state)
         at_first = use.first if shared.fits_first(code) else Presence.NEVER
-        return run_where(at_first, row.is_first != 0, FirstGradient(shared, row, dx), state)
+        first: Block = KeepInputGrad(row, dx) if shared.spreads_first else FirstGradient(shared, row, dx)
+        return run_where(at_first, row.is_first != 0, first, state)
 
 
 @dataclass(frozen=True)

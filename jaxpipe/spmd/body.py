@@ -129,7 +129,7 @@ def _initial(
         stage_state=tuple(jax.tree.leaves(kept[v]) if kept else [] for v in range(len(chunks))),
         losses=jnp.zeros(count, wider(*losses) if losses else jnp.float32),
         aux=None if code.last is None else empty_pool(code.last.aux_avals, count),
-        last=empty_pool(code.kinds[code.kind_of[-1]].y_avals, slots.last) if code.program.ticks.shares else None,
+        last=empty_pool(code.last_avals, slots.last) if code.last_avals else None,
     )
     if not job.training:
         return state
@@ -152,7 +152,7 @@ def _initial(
         residual_input=buffers.residual_input.empty(slots.residual_input),
         residual_weight=buffers.residual_weight.empty(slots.residual_weight),
         stash=buffers.stash.empty(slots.stash),
-        first=empty_pool((*code.first.residual_input, *code.first.residual_weight), slots.first),
+        first=empty_pool(code.first_avals, slots.first),
     )
 
 
@@ -199,7 +199,8 @@ def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int,
         operands=operands,
         outer_wants=code.outer_wants,
         num_chunks=num_chunks,
-        spreads_last=bool(code.program.ticks.shares),
+        spreads_first=code.program.schedule.encoded.spreads_first,
+        spreads_last=code.program.schedule.encoded.spreads_last,
         training=job.training,
         changes_state=job.changes_state,
     )

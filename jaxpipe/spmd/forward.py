@@ -70,6 +70,7 @@ class RunForward(_StageForward):
         """Residuals and the stage's own state; its input by `first`, its output for this device, or by `last` what that writes."""
         use, training = self.use, self.shared.training
         first, last, local = (presence is not Presence.NEVER for presence in (use.first, use.last, use.local))
+        first = first and not self.shared.spreads_first
         part = State(sent_x=state.sent_x if Presence.ALWAYS not in (use.last, use.local) else None)
         if first or local:
             part = part.updated(State(x=state.x))
@@ -98,7 +99,8 @@ class RunForward(_StageForward):
         """Run it."""
         shared, code, use, row, operand = self.shared, self.code, self.use, self.row, self.operand
         chunk, buffer = use.block.chunk, self.shared.buffers.x
-        state = run_where(use.first, row.is_first != 0, RunFirst(shared, row), state)
+        if not shared.spreads_first:
+            state = run_where(use.first, row.is_first != 0, RunFirst(shared, row), state)
         if shared.training and use.block.keeps:
             outs, state = yield from self.keep(code.forward, code.num_outputs, state)
         else:

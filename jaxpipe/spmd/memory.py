@@ -41,14 +41,13 @@ def predicted_memory(
     splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
     names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
     pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
-    if code.program.ticks.shares:
-        pools["last"] = slots.last * sum(map(nbytes, code.kinds[code.kind_of[-1]].y_avals))
-    first = slots.first * sum(map(nbytes, (*code.first.residual_input, *code.first.residual_weight)))
+    pools["last"] = slots.last * sum(map(nbytes, code.last_avals))
+    pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
     found = {
         "parameters": sum(map(local_bytes, jax.tree.leaves(dict(params)))),
         "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
         "gradients": sum(_gradient_bytes(job, leaf) for leaf in trained(jax.tree.leaves(dict(params)), leaf_plans(job.plans))),
-        "pools": sum(pools.values()) + first,
+        "pools": sum(pools.values()),
         "gathered": _gathered(job, mesh, code, params),
         "hoisted": _hoisted(job, mesh, code, entries),
         "sent": _entry_bytes(buffers.x) + _entry_bytes(buffers.cotangent),

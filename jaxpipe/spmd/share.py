@@ -1,4 +1,4 @@
-"""`last` spread over the pipe axis: all devices run its block at once, each with its share of the parameters."""
+"""`first` and `last` spread over the pipe axis: all devices run their blocks at once, each with its share of the parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
-from ..program.records import Forward, Share
+from ..jaxprs import Total, run_in_slots
+from ..program.records import Backward, Forward, Share
 from ..stage.code import StageCode, run
 from .block import Block
 from .pools import add, add_at, read, write
@@ -31,6 +32,81 @@ class KeepOutput(Block):
     def run(self, state: State) -> State:
         """Write it."""
         return state.updated(State(last=write(given(state.last), self.row.out, self.y)))
+
+
+@dataclass(frozen=True)
+class KeepInputGrad(Block):
+    """The gradient of the first stage's input, for the share of its gradient that all devices run later."""
+
+    row: Backward[Scalar]
+    dx: Leaves
+
+    def writes(self, state: State) -> State:
+        """Its pool."""
+        return State(first=state.first)
+
+    def run(self, state: State) -> State:
+        """Write it."""
+        return state.updated(State(first=write(given(state.first), self.row.first, self.dx)))
+
+
+@dataclass(frozen=True)
+class RunFirstShare(Block):
+    """A device's share of the first stage's input; every device has it whole, and that of the first stage keeps it."""
+
+    shared: SharedCode
+    row: Share[Scalar]
+    waits: bool  # start after all that ran before in the tick: see `exchange.permuted`
+
+    def writes(self, state: State) -> State:
+        """The stage's input."""
+        return State(x=state.x)
+
+    def run(self, state: State) -> State:
+        """Run it."""
+        shared, row, code = self.shared, self.row, self.shared.first
+        arguments = _of_first(shared, row, state, waits=self.waits)
+        found = run(code.evaluate, *arguments)
+        pool, buffer = given(state.x), shared.buffers.x
+        held = buffer.read(pool, row.out, code.y_avals)
+        kept = [jnp.where(row.is_source != 0, new, old) for new, old in zip(found, held, strict=True)]
+        return state.updated(State(x=buffer.write(pool, row.out, code.y_avals, kept)))
+
+
+@dataclass(frozen=True)
+class RunFirstGradient(Block):
+    """A device's share of the gradient of `first`.
+
+    The device of the first stage begins with the gradient of its input, the others with zeros: what is differentiated is the input that
+    this device keeps.  The sum that made it from the shares has a gradient that takes it to all of them, so no transfer is needed besides.
+    """
+
+    shared: SharedCode
+    row: Share[Scalar]
+    waits: bool
+
+    def writes(self, state: State) -> State:
+        """The gradients of its own and of the shared parameters."""
+        gradients = given(state.gradients)
+        return State(gradients=Gradients(first=gradients.first, shared=gradients.shared))
+
+    def run(self, state: State) -> State:
+        """Run it and accumulate."""
+        shared, row = self.shared, self.row
+        gradients = given(state.gradients)
+        totals = [*given(gradients.first), *given(gradients.shared)]
+        dx = [jnp.where(row.is_source != 0, leaf, jnp.zeros_like(leaf)) for leaf in read(given(state.first), row.y)]
+        arguments = [*_of_first(shared, row, state, waits=self.waits), *dx]
+        found = run_in_slots(shared.first.backward, arguments, writes={i: Total(leaf) for i, leaf in enumerate(totals)})
+        own = len(given(gradients.first))
+        return state.updated(State(gradients=Gradients(first=found[:own], shared=found[own:])))
+
+
+def _of_first(shared: SharedCode, row: Share[Scalar], state: State, *, waits: bool) -> Leaves:
+    """(consts, parameters, extra, once) of a spread `first`; `waits`: known no sooner than what ran before in the tick is over."""
+    microbatch = jnp.where(given(state.token), 0, row.microbatch) if waits else row.microbatch
+    extra = shared.outer_extra(jnp.zeros_like(microbatch), microbatch)
+    return [*shared.first.consts, *shared.operands.first, *extra, *shared.operands.first_once]
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from ..program.segments import BlockUse, Payload, Presence, Segment
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
-from .block import run_in_order, run_where
+from .block import Block, run_in_order, run_where
 from .clock import Clocked
 from .exchange import arrive, permuted, run_chosen, settled
 from .forward import RunForward, RunRecompute
 from .pair import RunPair
-from .share import RunShare
+from .share import RunFirstGradient, RunFirstShare, RunShare
 from .shared_code import SharedCode
 from .state import State, given
 
@@ -171,12 +171,16 @@ class TickEmitter:
         """What all devices do together: under a predicate, where there is one, that all of them answer alike."""
         (share,) = row.shares
         shared = self.shared
-        block = RunShare(shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking)
+        block: Block = RunShare(shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking)
+        if use.block.kind is Kind.E:
+            block = RunFirstShare(shared, share, waits=self.blocking)
+        elif use.block.kind is Kind.G:
+            block = RunFirstGradient(shared, share, waits=self.blocking)
         if use.active is not Presence.ALWAYS:
             state = run_in_order(use.active, share.kind == int(use.block.kind), block, state)
         else:
             state = run_where(use.active, share.kind == int(use.block.kind), block, state)
-        return settled([state.losses], state) if self.blocking else state
+        return settled(jax.tree.leaves(block.writes(state)), state) if self.blocking else state
 
     def _kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
         """For each template and each of its blocks, the kinds of the stages that run it."""

@@ -57,6 +57,11 @@ class StageCode:
     liveness: Liveness
 
     @property
+    def residual_avals(self) -> tuple[Any, ...]:
+        """Avals of all that a backward reads of its forward."""
+        return (*self.residual_input, *self.residual_weight)
+
+    @property
     def dx_avals(self) -> tuple[Any, ...]:
         """Avals of the gradient of x."""
         return tuple(a for a, w in zip(self.x_avals, self.x_wanted, strict=True) if w)

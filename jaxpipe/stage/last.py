@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import drop_dead, flatten
 from .code import LastCode, ParamUse, inexact
 from .split import hoist_known
+from .spread import without_axes
 from .trace import filled
 
 
@@ -42,7 +42,7 @@ def trace_last(
     traced, shapes = jax.make_jaxpr(train, return_shape=True)(params_leaves, y_leaves, extra, seed)
     aux_leaves, aux_tree = jax.tree.flatten(shapes[1])
     flat = flatten(traced)
-    jaxpr = _without_axes(flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars]))
+    jaxpr = without_axes(flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars]))
     head = len(flat.consts) + len(params_leaves)
     known = [True] * len(flat.consts) + [use.once for use in uses]
     apart = hoist_known(jaxpr, known + [False] * (len(jaxpr.invars) - head))
@@ -60,13 +60,3 @@ def trace_last(
         aux_avals=tuple(aux_leaves),
         loss_dtype=shapes[0].dtype,
     )
-
-
-def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The equations without the mark that they use a mesh axis: it orders nothing, and would keep collectives that no output needs."""
-
-    def plain(effects: Any) -> Any:
-        return frozenset(effect for effect in effects if type(effect).__name__ != "NamedAxisEffect")
-
-    eqns = [eqn.replace(effects=plain(eqn.effects)) for eqn in jaxpr.eqns]
-    return jaxpr.replace(eqns=eqns, effects=plain(jaxpr.effects))

@@ -21,6 +21,7 @@ from ..program.ir import Program
 from ..program.liveness import Liveness, longest
 from ..program.verify import verify
 from .code import LastCode, ParamUse, StageCode, reads
+from .first import trace_spread_first
 from .job import Job
 from .last import trace_last
 from .trace import trace_stage
@@ -37,6 +38,16 @@ class ModelCode:
     last: LastCode | None
     program: Program
     outer_wants: frozenset[str]
+
+    @property
+    def first_avals(self) -> tuple[Any, ...]:
+        """What waits for the gradient of `first`: what it keeps itself, or where it is spread the gradient of the first stage's input."""
+        return self.first.dy_avals if self.program.schedule.encoded.spreads_first else self.first.residual_avals
+
+    @property
+    def last_avals(self) -> tuple[Any, ...]:
+        """What waits for a spread `last`: the last stage's output."""
+        return self.kinds[self.kind_of[-1]].y_avals if self.program.schedule.encoded.spreads_last else ()
 
     @property
     def liveness(self) -> Liveness:
@@ -78,8 +89,11 @@ def trace_model(
     outer = make_extra(batch, rng, index, index, outer_wants)
     shared_uses = _uses(shared, leaf_plans(job.plans["shared"]))
     first_uses = _uses(first, leaf_plans(job.plans["first"])) + shared_uses
-    first_code = trace_stage(functions.run_first, (first, shared), (), outer, first_uses)
-    _check_collectives("first", (first_code.hoist, first_code.forward, first_code.backward), job.axis)
+    if functions.spreads_first:
+        first_code = trace_spread_first(functions.run_first, (first, shared), outer, first_uses)
+    else:
+        first_code = trace_stage(functions.run_first, (first, shared), (), outer, first_uses)
+        _check_collectives("first", (first_code.hoist, first_code.forward, first_code.backward), job.axis)
     x: PyTree = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of, wants = [], []
@@ -141,7 +155,7 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
         raise PipelineError(
             f"`{name}` calls {', '.join(found)} over the pipe axis {axis!r}; devices along it run different stages at a time, so it would "
             'wait for ever. What all stages share belongs under "shared"; a sum over microbatches is a metric, or made of gradients; '
-            "a `last` under jaxpipe.spread runs on all devices at once, and may use the axis"
+            "a `first` or `last` under jaxpipe.spread runs on all devices at once, and may use the axis"
         )
 
 

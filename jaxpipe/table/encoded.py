@@ -17,7 +17,21 @@ import numpy.typing as npt
 
 from ..errors import ScheduleError, Violation, listed, quoted
 from .action import Action, Cell, Overlap, Row, parts
-from .kinds import COMPUTE, KIND_NAMES, KINDS, MESSAGES, RECEIVES, TOGETHER, Kind, Pass, Value, kinds_where, makers
+from .kinds import (
+    COMPUTE,
+    KIND_NAMES,
+    KINDS,
+    MESSAGES,
+    RECEIVES,
+    SPREAD_FIRST,
+    SPREAD_LAST,
+    TOGETHER,
+    Kind,
+    Pass,
+    Value,
+    kinds_where,
+    makers,
+)
 from .limits import is_whole
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -34,8 +48,14 @@ class Meeting(NamedTuple):
     """What all devices do at the same time for one microbatch: the number of each device's action, and whom it stands between."""
 
     members: tuple[int, ...]
-    source: int  # the forward of the last stage, whose output it reads; -1 where it is missing
-    user: int  # the backward of the last stage, which reads what it makes; -1 where there is none
+    stage: int  # at which it stands: the first or the last
+    source: int  # the action of that stage whose result it reads; -1 where it needs none, or none is there
+    user: int  # the action of that stage that reads what it makes; -1 where there is none
+
+    @property
+    def home(self) -> int:
+        """An action of its stage and microbatch, on the device that gives it what it reads and takes what it makes."""
+        return self.source if self.source >= 0 else self.user
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,19 +158,33 @@ class Encoded:
         return self.of_kinds(TOGETHER)
 
     @cached_property
+    def spreads_first(self) -> bool:
+        """True where `first` is spread over the devices."""
+        return bool(self.of_kinds(SPREAD_FIRST).any())
+
+    @cached_property
+    def spreads_last(self) -> bool:
+        """True where `last` is spread over the devices."""
+        return bool(self.of_kinds(SPREAD_LAST).any())
+
+    @cached_property
     def meetings(self) -> dict[int, Meeting]:
         """By the number of any action of it: what all devices do together, where each of them has it once."""
         found: dict[int, Meeting] = {}
         shares = np.flatnonzero(self.together & self.in_range)
         if not len(shares):
             return found
-        last, backward = self.num_stages - 1, self.backward_at
         for kind in TOGETHER:
+            end = KINDS[kind].end
+            assert end is not None
+            stage = end.stage % self.num_stages
+            before, after = (None if value is None else self._maker(value)[stage] for value in (end.needs, end.feeds))
             for m in range(self.num_microbatches):
                 members = self.at[kind, : self.num_devices, m]
                 if len(members) < self.num_devices or (members < 0).any() or (self.device[members] != np.arange(self.num_devices)).any():
                     continue
-                meeting = Meeting(tuple(members.tolist()), int(self._maker(Value.OUTPUT)[last, m]), int(backward[last, m]))
+                source, user = (-1 if those is None else int(those[m]) for those in (before, after))
+                meeting = Meeting(tuple(members.tolist()), stage, source, user)
                 found.update(dict.fromkeys(meeting.members, meeting))
         return found
 

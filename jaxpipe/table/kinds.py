@@ -28,6 +28,8 @@ class Kind(enum.IntEnum):
     RECV_B = 7  # receive the gradient of the stage's output from the next stage
     R = 8  # recompute the stage's forward, for its B or I
     L = 9  # one device's share of `last` spread over all devices; the number before it is the device's, not a stage's
+    E = 10  # the same of a spread `first`
+    G = 11  # the same of the gradient of a spread `first`
 
     @property
     def is_compute(self) -> bool:
@@ -53,6 +55,14 @@ class Value(enum.Enum):
     STASH = "stash"  # what W reads of its I
 
 
+class End(NamedTuple):
+    """Where in the model something stands that all devices do together: at a stage, between two of its actions."""
+
+    stage: int  # 0 for the first, -1 for the last
+    needs: Value | None  # what that stage has made before
+    feeds: Value | None  # what that stage makes after it, and not without it
+
+
 class Release(enum.Enum):
     """When a stage's activations of a microbatch may be freed, where the backward is split (a full backward B always frees them)."""
 
@@ -75,7 +85,7 @@ class KindSpec:
         overlaps: whether it may be half of an overlapped pair.
         sends: of a SEND, what it sends.
         receives: of a RECV, its SEND.
-        together: all devices do it at the same time, each its share, once for each microbatch; its first number is then the device's.
+        end: of what all devices do at the same time, each its share, once for each microbatch; its first number is then the device's.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
         light, dark: its colours on a light and on a dark page; None where it is drawn as a transfer.
     """
@@ -90,7 +100,7 @@ class KindSpec:
     overlaps: bool = False
     sends: Value | None = None
     receives: Kind | None = None
-    together: bool = False
+    end: End | None = None
     cost: str | None = None
     light: Shades | None = None
     dark: Shades | None = None
@@ -99,6 +109,11 @@ class KindSpec:
     def is_compute(self) -> bool:
         """False for SEND and RECV."""
         return self.sends is None and self.receives is None
+
+    @property
+    def together(self) -> bool:
+        """Whether all devices do it at the same time."""
+        return self.end is not None
 
     @property
     def came_from(self) -> int:
@@ -174,10 +189,28 @@ KINDS = (
         kind=Kind.L,
         words="last, spread",
         direction=Pass.FORWARD,
-        together=True,
+        end=End(-1, Value.OUTPUT, Value.INPUT_GRAD),
         cost="last",
         light=("#b8326e", "#f0b4cd"),
         dark=("#c23f7a", "#ecaec8"),
+    ),
+    KindSpec(
+        kind=Kind.E,
+        words="first, spread",
+        direction=Pass.FORWARD,
+        end=End(0, None, Value.OUTPUT),
+        cost="first",
+        light=("#0f7f8c", "#9ddde4"),
+        dark=("#15899a", "#96d4db"),
+    ),
+    KindSpec(
+        kind=Kind.G,
+        words="gradient of first, spread",
+        direction=Pass.BACKWARD,
+        end=End(0, Value.INPUT_GRAD, None),
+        cost="first_grad",
+        light=("#7a6a58", "#d9cfc3"),
+        dark=("#86755f", "#d0c5b7"),
     ),
 )
 
@@ -229,6 +262,9 @@ RUNS_FORWARD = makers(Value.ACTIVATIONS)
 KEPT = tuple(value for value in Value if readers(value))
 # What all devices do at the same time.
 TOGETHER = kinds_where(lambda spec: spec.together)
+# Those of them that are a spread `first` and its gradient, and those that are a spread `last`.
+SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)
+SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage != 0)
 # What may be the forward half of an overlapped pair, and its backward half.
 FORWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.FORWARD)
 BACKWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.BACKWARD)

@@ -16,8 +16,10 @@ from .kinds import (
     KIND_NAMES,
     KINDS,
     MESSAGES,
+    SPREAD_FIRST,
     TOGETHER,
     Kind,
+    Pass,
     Value,
     kinds_where,
     makers,
@@ -122,6 +124,19 @@ def _shares(table: Encoded) -> list[Violation]:
             found.append(
                 _at(table, "completeness", anchors[0], message, anchors[1:]) if anchors else Violation("completeness", message, device)
             )
+    return found + _lone_shares(table)
+
+
+def _lone_shares(table: Encoded) -> list[Violation]:
+    """The forward and the gradient of a spread `first` are both there."""
+    found = []
+    there = np.flatnonzero(table.of_kinds(SPREAD_FIRST))
+    for kind in SPREAD_FIRST if len(there) else ():
+        needed = KINDS[kind].direction is Pass.FORWARD or not table.forward_only
+        if needed and not table.of_kinds((kind,)).any():
+            other = int(there[0])
+            message = f"the table has {KIND_NAMES[table.kind[other]]}, but no {kind.name}: {KINDS[kind].words}, on every device"
+            found.append(_at(table, "completeness", other, message))
     return found
 
 
@@ -167,7 +182,7 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
 
 
 def _order(table: Encoded) -> list[Violation]:
-    """On each device, F comes before its R, B or I, R before B or I, I before W, a stage after the one that feeds it, L between F and B."""
+    """Per device: F before its R, B or I, R before B or I, I before W, stages in turn; E before F, L between F and B, G after B."""
     found = []
     for value in KEPT:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))
@@ -178,7 +193,7 @@ def _order(table: Encoded) -> list[Violation]:
 
 
 def _late_shares(table: Encoded) -> list[Violation]:
-    """What all devices do together comes after the last stage's F, and before its B or I, on the device of these."""
+    """What all devices do together comes after what it needs of its stage, and before what needs it there, on the device of these."""
     found = []
     for number, meeting in table.meetings.items():
         if meeting.source >= 0 and table.device[meeting.source] == table.device[number]:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..table.action import Action, parts
 from ..table.contract import Contract
-from ..table.kinds import COMPUTE, RECOMPUTE, TOGETHER, TRANSFERS, Kind
+from ..table.kinds import COMPUTE, KINDS, RECOMPUTE, TOGETHER, TRANSFERS, Kind, Pass
 from ..table.schedule import Schedule
 from .add_recompute import add_recompute, remove_recompute
 from .add_transfers import add_transfers, remove_transfers
 from .forward_only import forward_only
 from .merge_backward import merge_backward
 from .split_backward import split_backward
+from .spread_first import spread_first
 from .spread_last import remove_spread, spread_last
 
 Faults = tuple[str, ...]
@@ -40,12 +41,14 @@ def _keeps(kept: Collection[Kind], *, holds: Collection[Kind] = tuple(Kind), who
     return faults
 
 
-def _spreads(keeps: Callable[[Schedule, Schedule], Faults]) -> Callable[[Schedule, Schedule], Faults]:
-    """A promise kept, and that every device has its share of every microbatch's `last`."""
+def _spreads(keeps: Callable[[Schedule, Schedule], Faults], *kinds: Kind) -> Callable[[Schedule, Schedule], Faults]:
+    """A promise kept, and that every device has its share of every microbatch's `last` or `first`."""
 
     def faults(before: Schedule, after: Schedule) -> Faults:
-        shares = [[a.microbatch for a in row if a.kind in TOGETHER] for row in _rows(after)]
-        whole = all(row == shares[0] and sorted(row) == list(range(after.num_microbatches)) for row in shares)
+        shares = [[(a.kind, a.microbatch) for a in row if a.kind in TOGETHER] for row in _rows(after)]
+        asked = [kind for kind in kinds if KINDS[kind].direction is Pass.FORWARD or not after.forward_only]
+        wanted = sorted((kind, m) for kind in asked for m in range(after.num_microbatches))
+        whole = all(row == shares[0] and sorted(share for share in row if share[0] in kinds) == wanted for row in shares)
         return (*keeps(before, after), *(() if whole else ("a device lacks its share of a microbatch",)))
 
     return faults
@@ -69,6 +72,7 @@ def _without(*kinds: Kind) -> tuple[Kind, ...]:
     return tuple(kind for kind in Kind if kind not in kinds)
 
 
+_FORWARD = (Kind.F, Kind.L, Kind.E)
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
 # The transforms that take a table alone, of compute actions.
 CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
@@ -76,9 +80,10 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("remove_transfers", remove_transfers, _keeps(COMPUTE, holds=COMPUTE, whole=True)),
     Contract("merge_backward", merge_backward, _keeps(_without(*_BACKWARD), whole=True)),
     Contract("split_backward", split_backward, _keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True)),
-    Contract("forward_only", forward_only, _keeps((Kind.F, *TOGETHER), holds=(Kind.F, *TOGETHER))),
+    Contract("forward_only", forward_only, _keeps(_FORWARD, holds=_FORWARD)),
     Contract("add_recompute", add_recompute, _keeps(_without(*RECOMPUTE, *TRANSFERS))),
-    Contract("spread_last", spread_last, _spreads(_keeps(_without(*_BACKWARD, *TOGETHER), whole=True))),
+    Contract("spread_last", spread_last, _spreads(_keeps(_without(*_BACKWARD, Kind.L), whole=True), Kind.L)),
+    Contract("spread_first", spread_first, _spreads(_keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G)),
     Contract("remove_spread", remove_spread, _keeps(_without(*TOGETHER), holds=_without(*TOGETHER))),
     Contract("remove_recompute", remove_recompute, _keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE))),
 )

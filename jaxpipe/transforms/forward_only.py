@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..table.action import Action, Row, parts
-from ..table.kinds import TOGETHER, Value, makers
+from ..table.kinds import Pass, Value, kinds_where, makers
 from ..table.schedule import Schedule
+
+_KEPT = (*makers(Value.OUTPUT), *kinds_where(lambda spec: spec.together and spec.direction is Pass.FORWARD))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule alone, with L where it has any, in its order: the table of an evaluation."""
+    """The forwards of a schedule alone, with L and E where it has any, in its order: the table of an evaluation."""
     return schedule.with_rows([tuple(_forwards(row)) for row in schedule.rows])
 
 
@@ -29,4 +31,4 @@ def first_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 
 def _forwards(row: Row) -> Iterator[Action]:
-    return (action for cell in row for action in parts(cell) if action.kind in (*makers(Value.OUTPUT), *TOGETHER))
+    return (action for cell in row for action in parts(cell) if action.kind in _KEPT)

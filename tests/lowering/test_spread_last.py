@@ -221,7 +221,11 @@ SCHEDULE = jp.schedules.build("1f1b", devices=2, microbatches=2)
     [
         ({"schedule": jp.spread_last(SCHEDULE), "last": lambda p, x, mb: 0.0}, "`last` is not spread"),
         ({"schedule": jp.Schedule.from_csv("0F0,0B0\n\n")}, "1 stages on 2 devices"),
-        ({"first": jp.spread(lambda p, mb: mb)}, "`first` cannot be spread yet"),
+        ({"schedule": jp.spread_first(SCHEDULE)}, "`first` is not spread"),
+        (
+            {"first": jp.spread(lambda p, mb, shared: 0, shared=1), "last": jp.spread(lambda p, x, mb, shared: 0)},
+            r"shared=1\) and `last` shared=0",
+        ),
     ],
 )
 def test_what_cannot_be_spread_is_refused(options, message):

@@ -27,8 +27,10 @@ BOTH_WAYS = "0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n"
 PAIRED = "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
 AGAIN = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1B1\n"
 SPREAD = "0F0,0F1,0L0,0B0,0L1,0B1\n1F0,1L0,1B0,1F1,1L1,1B1\n"
+ENDS = "0E0,0F0,0L0,0E1,0B0,0F1,0L1,0G0,0B1,0G1\n1E0,1F0,1L0,1E1,1B0,1F1,1L1,1G0,1B1,1G1\n"
 GOOD = {
     "spread": SPREAD,
+    "both ends spread": ENDS,
     "again": AGAIN,
     "plain": PLAIN,
     "sent": SENT,
@@ -65,6 +67,10 @@ def insert(device: int, position: int, cell: str) -> Callable[[Rows], object]:
 
 def drop(device: int, position: int) -> Callable[[Rows], object]:
     return lambda rows: rows[device].pop(position)
+
+
+def keep(kinds: str) -> Callable[[Rows], object]:
+    return lambda rows: [row.__setitem__(slice(None), [cell for cell in row if cell.kind.name in kinds]) for row in rows]
 
 
 def swap(device: int, one: int, other: int) -> Callable[[Rows], object]:
@@ -155,6 +161,13 @@ MUTATIONS = {
     "order: the last B before L": (SPREAD, swap(1, 1, 2), {"order"}, (1, 1)),
     "deadlock: L in another order": (SPREAD, swap(0, 2, 4), {"deadlock"}, (0, 2)),
     "deadlock: L before what another device needs for its own": (SPREAD, move((0, 4), (0, 1)), {"deadlock"}, (0, 1)),
+    "completeness: an E is missing": (ENDS, drop(1, 0), {"completeness"}, (0, 0)),
+    "completeness: no G at all": (ENDS, keep("EFLB"), {"completeness"}, (0, 0)),
+    "completeness: no E at all": (ENDS, keep("FLBG"), {"completeness"}, (0, 5)),
+    "placement: an E of another device": (ENDS, move((1, 0), (0, 1)), {"placement"}, (0, 1)),
+    "order: the first F before E": (ENDS, swap(0, 0, 1), {"order"}, (0, 0)),
+    "order: G before the first B": (ENDS, swap(0, 8, 9), {"order"}, (0, 8)),
+    "deadlock: E in another order": (ENDS, swap(1, 0, 3), {"deadlock"}, (0, 0)),
     "deadlock: a forward too early": (ALONE, swap(1, 1, 2), {"deadlock"}, (0, 1)),
     "deadlock: a RECV before what its SEND waits for": (SENT, swap(0, 2, 4), {"deadlock", "transfer"}, (0, 2)),
     "deadlock: only where both sides wait": (SENT, swap(1, 3, 4), {"deadlock"}, (1, 3)),

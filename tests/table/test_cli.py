@@ -233,15 +233,15 @@ def test_check_marks_what_is_no_action(run, tmp_path, monkeypatch):
 
 
 def test_check_marks_what_is_no_action_in_json_and_wide_tables(run, tmp_path):
-    text = jp.schedules.build("1f1b", devices=2, microbatches=2).to_json().replace('"1F1"', '"1G1"')
+    text = jp.schedules.build("1f1b", devices=2, microbatches=2).to_json().replace('"1F1"', '"1Q1"')
     result = run("check", table(tmp_path, text, "t.json"))
     assert result.status == 1
-    assert result.out.splitlines()[-1] == "device 1 | 1F0   1B0   [1G1] 1B1  <-- ERROR HERE"
-    wide = jp.schedules.build("gpipe", devices=2, microbatches=100).to_csv().replace("1F80", "1G80")
+    assert result.out.splitlines()[-1] == "device 1 | 1F0   1B0   [1Q1] 1B1  <-- ERROR HERE"
+    wide = jp.schedules.build("gpipe", devices=2, microbatches=100).to_csv().replace("1F80", "1Q80")
     lines = run("check", table(tmp_path, wide)).out.splitlines()
     assert lines[2] == "columns 51 to 110:"
     assert lines[4].count("1F") == 49
-    assert "[1G80]" in lines[4]
+    assert "[1Q80]" in lines[4]
     torchs = "0UNSHARD,0F0,0Q0\n"
     assert run("check", table(tmp_path, torchs)).out.splitlines()[-1] == "device 0 | 0UNSHARD 0F0      [0Q0]  <-- ERROR HERE"
 

@@ -102,7 +102,7 @@ def test_json_keeps_what_csv_does_not():
     [
         ({"rows": [["0F0", 3]]}, ['"rows" must be']),
         ({"rows": "0F0"}, ['"rows" must be']),
-        ({"rows": [["0F0", "1G0", "F"]]}, ["\"rows\"[0][1]: '1G0' is not an action", "\"rows\"[0][2]: 'F'"]),
+        ({"rows": [["0F0", "1Q0", "F"]]}, ["\"rows\"[0][1]: '1Q0' is not an action", "\"rows\"[0][2]: 'F'"]),
         ({"rows": [["0F0"], []]}, ['"rows" has 2 entries for 1 devices']),
         ({"num_devices": 0, "num_microbatches": "4"}, ['"num_devices" must be', '"num_microbatches" must be']),
         ({"num_microbatches": True}, ['"num_microbatches" must be']),

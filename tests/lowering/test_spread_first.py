@@ -1,0 +1,214 @@
+"""`first` spread over the pipe axis: the losses and gradients of plain JAX, whatever the schedule, in every executor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe import PipelineError
+from jaxpipe.eager import EagerExecutor
+from jaxpipe.lowering.plan import plan_of
+from jaxpipe.portable import PortableState
+from jaxpipe.program.faults import Rule
+from jaxpipe.program.verify import faults
+from tests.parity.engines import mesh_of
+from tests.tiers import slow
+
+WIDTH, TOKENS, ROWS = 4, 3, 2
+# Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
+LIMIT = 1e-12
+
+
+def stage(params, x):
+    return jnp.tanh(x @ params)
+
+
+def nll(logits, targets):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
+
+
+def plain_head(params, x, microbatch, shared=None):
+    (table,) = jax.tree.leaves(shared if shared else params)
+    return nll(x @ table.T, microbatch["targets"])
+
+
+def canonical(stages: int, vocabulary: int, *, tied: bool) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    one, other = {"w": rng.standard_normal((vocabulary, WIDTH))}, {"w": rng.standard_normal((vocabulary, WIDTH))}
+    layers = rng.standard_normal((stages, WIDTH, WIDTH)) / 2
+    return {"first": {}, "stages": layers, "last": {}, "shared": one} if tied else {"first": one, "stages": layers, "last": other}
+
+
+def rows(count: int, vocabulary: int) -> dict[str, Any]:
+    words = np.random.default_rng(1).integers(0, vocabulary, (count, TOKENS + 1))
+    return {"tokens": words[:, :-1], "targets": words[:, 1:]}
+
+
+@lru_cache(maxsize=32)
+def truth(stages: int, vocabulary: int, count: int, *, tied: bool) -> Any:
+    """No pipeline: the loss and its gradients; microbatches have equal numbers of tokens."""
+
+    def loss(params):
+        batch, shared = rows(count, vocabulary), params.get("shared", {})
+        (table,) = jax.tree.leaves(shared if tied else params["first"])
+        x = table[batch["tokens"]]
+        for s in range(stages):
+            x = stage(params["stages"][s], x)
+        return plain_head(params["last"], x, batch, shared)
+
+    return jax.jit(jax.value_and_grad(loss))(canonical(stages, vocabulary, tied=tied))
+
+
+def worst(found: Any, wanted: Any) -> float:
+    """The largest error of any leaf, relative to the leaf's largest entry."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b)))) for a, b in pairs)
+
+
+def agrees(name: str, devices: int, *, tied: bool, microbatches: int = 4, vocabulary: int = 11, last: Any = None, **options: Any):
+    """A step and an evaluation against plain JAX; the placed parameters and the gradients."""
+    if name == "dualpipe":
+        microbatches = max(microbatches, 2 * devices)
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=jp.schedules.describe(name).chunks.natural)
+    stages, count = schedule.num_stages, ROWS * microbatches
+    options = {"mesh": mesh_of(devices), "first": jp.VocabEmbedding(), "last": last or jp.VocabHead(), **options}
+    pipe = jp.Pipeline(stage, schedule=schedule, **options)
+    params, batch = pipe.place(canonical(stages, vocabulary, tied=tied)), rows(count, vocabulary)
+    loss, grads = pipe.value_and_grad(params, batch)
+    wanted_loss, wanted = truth(stages, vocabulary, count, tied=tied)
+    found = pipe.canonical(grads)
+    assert abs(float(loss) - float(wanted_loss)) <= LIMIT
+    assert worst({key: found[key] for key in wanted}, wanted) <= LIMIT
+    assert abs(float(pipe.evaluate(params, batch)) - float(wanted_loss)) <= LIMIT
+    return pipe, params, grads
+
+
+def _defined(name: str, devices: int) -> bool:
+    try:
+        chunks = jp.schedules.describe(name).chunks.natural
+        jp.schedules.build(name, devices=devices, microbatches=2 * devices if name == "dualpipe" else 4, chunks=chunks)
+    except jp.ScheduleError:
+        return False
+    return True
+
+
+QUICK = [("1f1b", 2, False), ("zbv", 2, True)]
+ALL = [(name, devices, tied) for name in jp.schedules.names() for devices in (1, 2, 4, 8) for tied in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "devices", "tied"), [*QUICK, *(slow(*case) for case in ALL if case not in QUICK and _defined(*case[:2]))])
+def test_a_step_agrees_with_plain_jax(name, devices, tied):
+    _, params, grads = agrees(name, devices, tied=tied)
+    if devices > 1:
+        key = "shared" if tied else "first"
+        shares = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves((params[key], grads[key]))]
+        assert shares == [(-(-11 // devices), WIDTH)] * 2, "1/P of the vocabulary on each device, gradients too"
+
+
+def test_first_alone_is_spread_too():
+    pipe, _, _ = agrees("gpipe", 2, tied=False, last=plain_head)
+    assert {a.kind for _, _, a in pipe.schedule.actions()} == {jp.Kind.F, jp.Kind.B, jp.Kind.E, jp.Kind.G}
+    assert pipe.outputs(pipe.place(canonical(2, 11, tied=False)), rows(8, 11)).shape == (8, TOKENS, WIDTH)
+
+
+def test_the_eager_executor_runs_the_same_program():
+    agrees("1f1b", 2, executor=EagerExecutor(), tied=True, microbatches=2)
+
+
+@pytest.mark.slow
+def test_data_shards_fsdp_and_recomputation():
+    mesh = mesh_of(2, data=2)
+    agrees("1f1b", 2, tied=True, vocabulary=12, mesh=mesh, data_axes=("data",), fsdp="data", remat="full")
+
+
+def test_a_function_of_ones_own_needs_what_its_forward_makes_again():
+    """A norm after the lookup, of which the gradient needs the sum; a scale and a position table that every device holds whole."""
+
+    def first(params, microbatch, *, ctx):
+        x = jp.VocabEmbedding()(params["w"], microbatch, ctx=ctx._replace(sizes=ctx.sizes["w"])) + params["at"]
+        return x / jnp.sqrt(1 + jnp.sum(x**2, -1, keepdims=True)) * params["scale"]
+
+    def plain(params, microbatch):
+        x = params["w"][microbatch["tokens"]] + params["at"]
+        return x / jnp.sqrt(1 + jnp.sum(x**2, -1, keepdims=True)) * params["scale"]
+
+    schedule, rng = jp.schedules.build("zb_h1", devices=2, microbatches=3), np.random.default_rng(0)
+    own = {"w": rng.standard_normal((5, WIDTH)), "scale": rng.standard_normal(WIDTH), "at": rng.standard_normal((TOKENS, WIDTH))}
+    whole = {**canonical(2, 5, tied=False), "first": own}
+    steps = []
+    for function in (jp.spread(first, dims={"w": 0, "scale": None, "at": None}), plain):
+        pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2), first=function, last=plain_head)
+        loss, grads = pipe.value_and_grad(pipe.place(whole), rows(6, 5))
+        steps.append((float(loss), pipe.canonical(grads)))
+    assert abs(steps[0][0] - steps[1][0]) <= LIMIT * abs(steps[1][0])
+    assert worst(steps[0][1], steps[1][1]) <= LIMIT
+
+
+def test_a_checkpoint_of_a_tied_table_fits_another_number_of_devices():
+    def pipe_on(devices):
+        schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices)
+        return jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), first=jp.VocabEmbedding(), last=jp.VocabHead())
+
+    whole = canonical(4, 10, tied=True)
+    states = {devices: {"params": pipe_on(devices).place(whole)} for devices in (4, 2)}
+    stored = PortableState(pipe_on(4)).of(states[4])
+    assert stored["params"]["shared"]["w"].shape == (10, WIDTH)
+    back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True))
+
+
+def test_a_table_that_a_stage_reads_too_is_not_cut_and_the_embedding_says_so():
+    def reads(params, x, *, shared):
+        return x + shared["w"][0]
+
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(reads, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=plain_head)
+    with pytest.raises(PipelineError, match='a table under "shared" is cut where every function that takes `shared` is spread'):
+        pipe.value_and_grad(pipe.place(canonical(2, 4, tied=True)), rows(4, 4))
+
+
+def test_a_token_that_is_no_word_gives_no_number():
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=jp.VocabHead())
+    params, batch = pipe.place(canonical(2, 3, tied=True)), rows(4, 3)
+    assert np.isfinite(pipe.evaluate(params, batch))
+    for wrong in (3, -1):
+        batch["tokens"][1, 0] = wrong
+        assert np.isnan(pipe.evaluate(params, batch))
+
+
+def put(tick, device, value):
+    def change(table):
+        table[tick, device] = value
+        return table
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "rule"),
+    [
+        ("E", lambda t: {"is_source": put(t, 1, 1)}, Rule.ACTION),
+        ("E", lambda t: {"kind": put(t, slice(None), int(jp.Kind.G))}, Rule.ACTION),
+        ("E", lambda t: {"kind": put(t, slice(None), -1)}, Rule.ACTION),
+        ("E", lambda t: {"out": put(t, 0, 1)}, Rule.VALUE),
+        ("G", lambda t: {"y": put(t, 0, 1)}, Rule.SLOT),
+        ("G", lambda t: {"microbatch": put(t, slice(None), 1)}, Rule.ACTION),
+    ],
+)
+def test_a_wrong_share_is_found(kind, fields, rule):
+    """Rules of programs, each broken alone."""
+    program = plan_of(jp.spread_first(jp.schedules.build("gpipe", devices=2, microbatches=2))).program()
+    assert faults(program) == ()
+    (share,) = program.ticks.shares
+    tick = int(np.argmax(share.kind[:, 0] == jp.Kind[kind]))
+    new = {name: change(getattr(share, name).copy()) for name, change in fields(tick).items()}
+    broken = replace(program, ticks=replace(program.ticks, shares=(replace(share, **new),)))
+    assert rule in {fault.rule for fault in faults(broken)}
