@@ -1,0 +1,75 @@
+"""What the tests of passes share: ways to assign ticks, random segments, and what an action needs, from the meaning of F, B, I and W."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import jaxpipe as jp
+from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
+from jaxpipe.lowering.balanced_ticks import balanced_ticks
+from jaxpipe.lowering.plan import choose_candidate
+from jaxpipe.lowering.requirements import collect
+from jaxpipe.lowering.segments import Span, segments_of
+from jaxpipe.program.liveness import LastUse, Liveness
+from jaxpipe.program.segments import Payload
+from jaxpipe.table.action import Action, Kind, parts
+
+MAKERS = {
+    "fewest": assign_ticks,
+    "turns": modulo_ticks,
+    "shifted turns": lambda s: modulo_ticks(s, shift=1),
+    "level": balanced_ticks,
+}
+KEEP_ORDER = ("fewest", "turns", "shifted turns", "level")
+
+
+def every_ticks(schedule):
+    """(name, ticks) of each way to assign ticks that this table has."""
+    names = KEEP_ORDER if schedule.forward_only else MAKERS
+    made = {name: MAKERS[name](schedule) for name in names}
+    return [(name, ticks) for name, ticks in made.items() if ticks is not None]
+
+
+def random_segments(rng, ticks):
+    """Segments cut anywhere, of any period: `assign_slots` must be right for all of them."""
+    stop = ticks.num_ticks
+    marks = sorted({0, stop, *(rng.randint(0, stop) for _ in range(rng.randint(0, 2)))})
+    spans = [Span(a, b, min(b - a, rng.randint(1, 5)), rng.random() < 0.5) for a, b in pairwise(marks)]
+    return segments_of(spans, collect(ticks))
+
+
+def exchanges(segments):
+    """The permutes of each tick."""
+    return [segment.exchange(tick) for segment in segments for tick in range(segment.start, segment.stop)]
+
+
+def random_liveness(rng):
+    return Liveness(x=rng.choice(list(LastUse)), cotangent=rng.choice([LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD]))
+
+
+def places(ticks):
+    """Action -> (device, tick), read off the cells."""
+    return {a: (d, t) for d, row in enumerate(ticks.cells) for t, cell in enumerate(row) for a in parts(cell)}
+
+
+def inputs(schedule):
+    """Action -> [(what makes an input of it, what carries that between devices, or None)], from the meaning of F, B, I and W."""
+    every = {a for _, _, a in schedule.actions()}
+    found = {}
+    for action in every:
+        stage, kind, m = action
+        if kind is Kind.F:
+            makers = [(Action(stage - 1, Kind.F, m), Payload.ACTIVATION)]
+        elif kind is Kind.W:
+            makers = [(Action(stage, Kind.I, m), None)]
+        else:
+            makers = [(Action(stage, Kind.F, m), None), *((Action(stage + 1, k, m), Payload.COTANGENT) for k in (Kind.B, Kind.I))]
+        found[action] = [(maker, payload) for maker, payload in makers if maker in every]
+    return found
+
+
+@cache
+def emitted(name, chunks, devices, microbatches, **options):
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
+    return choose_candidate(schedule, **options)

@@ -1,0 +1,125 @@
+"""The catalogue's programs: code that does not grow, the table's own makespan, and their texts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.lowering.assign_ticks import assign_ticks
+from jaxpipe.lowering.plan import Prefer
+from jaxpipe.lowering.slots import assign_slots
+from tests.golden import check_golden
+from tests.passes import emitted
+from tests.tiers import exhaustive, slow
+
+FAMILIES = [
+    (name, chunks)
+    for name in jp.schedules.names()
+    for chunks in (1, 2, 3, 4)
+    if name != "no_pipelining" and jp.schedules.describe(name).chunks.nearest(chunks) == chunks
+]
+
+
+# One of each sort in the quick tier: a loop, one with chunks, a split backward, a V, pairs both ways.
+SAMPLE = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2), ("dualpipe", 2))
+
+
+def size_of(emission):
+    """What compile time is made of: blocks of stage code and permutes, of which a block of even a small stage has ten times the code."""
+    return sum(s.size + 0.1 * s.permutes for s in emission.segments)
+
+
+def natural(name, chunks):
+    return jp.schedules.describe(name).chunks.natural == chunks
+
+
+# By default the most devices, which have the longest ramps, and each table's natural number of chunks.
+GROWTH = [
+    (slow if natural(name, chunks) and devices == 8 else exhaustive)(name, chunks, devices, microbatches)
+    for name, chunks in FAMILIES
+    for devices in (4, 8)
+    for microbatches in (64, 512)
+] + [(*case, 4, 48) for case in SAMPLE[:2]]
+
+
+@pytest.mark.parametrize(("name", "chunks", "devices", "microbatches"), GROWTH)
+def test_code_does_not_grow_with_microbatches(name, chunks, devices, microbatches):
+    assert size_of(emitted(name, chunks, devices, microbatches)) <= 1.2 * size_of(emitted(name, chunks, devices, 8))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize(("name", "chunks"), FAMILIES)
+def test_code_for_speed_stops_growing(name, chunks, devices):
+    """Code that saves transfers in the steady state is worth more the longer that lasts, up to a bound."""
+    sizes = [size_of(emitted(name, chunks, devices, m, prefer=Prefer.SPEED)) for m in (32, 128, 512)]
+    assert max(sizes[1:]) <= 1.25 * sizes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [8, exhaustive(32)])
+@pytest.mark.parametrize(("name", "chunks"), FAMILIES)
+def test_code_grows_no_faster_than_chunks_and_slower_than_devices(name, chunks, microbatches):
+    few, many = (emitted(name, chunks, devices, microbatches) for devices in (4, 8))
+    assert size_of(many) < 2 * size_of(few)
+    if chunks > 1 and (name, 2 * chunks) in FAMILIES:
+        twice = emitted(name, 2 * chunks, 8, microbatches)
+        assert sum(s.size for s in twice.segments) <= 2 * sum(s.size for s in many.segments)
+
+
+# Where it is more than 1.00: in DualPipe's ramps some devices run an overlapped pair while their neighbours run a single action.
+MOST = {"dualpipe": 1.011, "dualpipev": 1.02}
+
+
+# `tests/lowering/test_program_time.py` has 32 microbatches and the natural number of chunks.
+CASES = [(4, 8), slow(8, 8), *(exhaustive(d, 32) for d in (4, 8))]
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), CASES)
+@pytest.mark.parametrize(("name", "chunks"), [case if case in SAMPLE else slow(*case) for case in FAMILIES])
+def test_the_program_keeps_the_tables_makespan(name, chunks, devices, microbatches):
+    emission = emitted(name, chunks, devices, microbatches)
+    assert emission.makespan <= MOST.get(name, 1.005) * jp.simulate(emission.ticks.schedule).makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("gpipe", 2), ("1f1b", 4), slow("zb_h1", 3), slow("interleaved_1f1b", 8), slow("interleaved_zb", 12)]
+)
+def test_each_kind_of_each_chunk_is_compiled_about_once(name, blocks):
+    chunks = 4 if name.startswith("interleaved") else 1
+    assert sum(s.size for s in emitted(name, chunks, 8, 64).segments) == blocks
+
+
+def test_equal_steady_states_move_what_the_table_moves():
+    """Where kinds take turns, a trip of the steady state has just the transfers of one F and one B (or I) of each device."""
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h2", 1)):
+        (segment,) = emitted(name, chunks, 4, 32).segments
+        moved = sum(len(permute.pairs) for position in segment.templates for permute in position.permutes)
+        assert moved == (6 if chunks == 1 else 8)  # without chunks nothing goes from the last device to the first
+
+
+def moved(emission):
+    """What a step sends, and what the table sends."""
+    return np.array([sum(s.num_sends for s in emission.segments), np.sum(emission.ticks.schedule.encoded.crosses)])
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "devices"),
+    [(slow if natural(name, chunks) else exhaustive)(name, chunks, d) for name, chunks in FAMILIES for d in (4, 8)],
+)
+def test_a_microbatch_more_moves_what_the_table_moves(name, chunks, devices):
+    """In the steady state: the ramps, which move up to twice as much as they must, are the same for both."""
+    program, table = moved(emitted(name, chunks, devices, 192)) - moved(emitted(name, chunks, devices, 96))
+    # Where the last device sends to the first in all but one trip of a cycle of P V, the permute is made in all.
+    wraps = devices * chunks / (devices * chunks - 1)
+    assert table <= program <= max(1.09, wraps) * table
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "microbatches", "chunks"), [("1f1b", 4, 8, 1), ("interleaved_1f1b", 2, 4, 2), ("zb_h1", 3, 4, 1)]
+)
+def test_passes_print(name, devices, microbatches, chunks):
+    ticks, segments, *_ = emitted(name, chunks, devices, microbatches)
+    program = assign_slots(ticks, segments)
+    check_golden(f"passes_{name}_{devices}x{microbatches}.txt", f"{assign_ticks(program.schedule)}\n\n{ticks}\n\n{program}\n")

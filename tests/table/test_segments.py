@@ -1,0 +1,67 @@
+"""Segments: each transfer in one permute of its tick, and steady states that are found."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given
+
+from jaxpipe.lowering.segments import find_segments, kept_ticks
+from tests.passes import every_ticks, exchanges, inputs, places, random_segments
+from tests.strategies import few, schedules
+
+
+@few
+@given(schedules())
+def test_each_transfer_leaves_in_one_permute_of_its_tick_and_is_there_in_time(schedule):
+    rng = random.Random(schedule.to_csv())
+    for _, ticks in every_ticks(schedule):
+        for segments in (find_segments(ticks), random_segments(rng, ticks)):
+            assert [s.start for s in segments] == [0, *(s.stop for s in segments[:-1])]
+            assert segments[-1].stop == ticks.num_ticks
+            made_in = exchanges(segments)
+            where = places(ticks)
+            for action, makers in inputs(schedule).items():
+                device, tick = where[action]
+                for maker, payload in makers:
+                    source, made = where[maker]
+                    if payload is None or source == device:
+                        continue
+                    carriers = [p for p in made_in[made] if p.payload is payload and (source, device) in p.pairs]
+                    assert len(carriers) == 1
+                    assert made + carriers[0].delay < tick
+
+
+@given(schedules())
+def test_permutes_have_distinct_ends_and_no_cycle(schedule):
+    rng = random.Random(schedule.to_csv())
+    for _, ticks in every_ticks(schedule):
+        for segment in random_segments(rng, ticks):
+            for j, position in enumerate(segment.templates):
+                for permute in position.permutes:
+                    sources, targets = zip(*permute.pairs, strict=True)
+                    assert len(set(sources)) == len(sources)
+                    assert len(set(targets)) == len(targets)
+                    # All pairs point one way, so no chain of them comes back to where it began.
+                    assert len({source < target for source, target in permute.pairs}) == 1
+                    assert j + permute.delay < segment.period
+                    assert permute.delay == 0 or len(position.exchanges) == 1
+
+
+def test_whole_turns_of_a_steady_state_are_left_out():
+    ramp, turn, end = [90, 91, 92], [1, 2, 1, 3, 4], [93, 94]
+    for count in (4, 40, 400):
+        codes = np.array([*ramp, *turn * count, *end])
+        short = codes[kept_ticks(codes)].tolist()
+        assert (len(codes) - len(short)) % 60 == 0  # whole turns of 5, and of all periods that are tried: 1, 2, 3, 4, 6 and 12
+        assert len(short) < 5 + 2 * 60 + 24
+        assert short == [*ramp, *turn * ((len(short) - 5) // 5), *end]
+
+
+def test_every_steady_state_is_found():
+    codes = np.array([0] * 500 + [1] * 500 + [2, 3] * 250)
+    short = codes[kept_ticks(codes)].tolist()
+    assert len(short) < 150
+    assert sorted(set(short)) == [0, 1, 2, 3]
+    assert short == sorted(short[: short.index(2)]) + [2, 3] * (short.count(2))

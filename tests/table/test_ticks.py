@@ -1,0 +1,73 @@
+"""Ticks: every action in one of them, after what it needs, in the order of its row."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+
+import jaxpipe as jp
+from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
+from jaxpipe.table.action import Kind, parts
+from tests.passes import KEEP_ORDER, every_ticks, inputs, places
+from tests.strategies import schedules
+
+
+@given(schedules())
+def test_every_action_is_in_one_tick_behind_what_it_needs(schedule):
+    wanted = Counter(a for _, _, a in schedule.actions())
+    for name, ticks in every_ticks(schedule):
+        assert Counter(a for row in ticks.cells for cell in row for a in parts(cell)) == wanted
+        where = places(ticks)
+        for action, makers in inputs(schedule).items():
+            for maker, payload in makers:
+                # Where the forward of a tick runs first, its own backward may follow in the same tick.
+                at_once = payload is None and maker.kind is Kind.F and ticks.forward_first
+                assert where[maker][1] < where[action][1] + at_once, (name, maker, action)
+
+
+@given(schedules())
+def test_rows_keep_their_order(schedule):
+    for name, ticks in every_ticks(schedule):
+        for row, placed in zip(schedule.rows, ticks.cells, strict=True):
+            before, after = ([a for cell in cells for a in parts(cell)] for cells in (row, placed))
+            if name in KEEP_ORDER:
+                assert after == before
+            for forward in (True, False):
+                assert [a for a in after if (a.kind is Kind.F) is forward] == [a for a in before if (a.kind is Kind.F) is forward]
+
+
+@given(schedules())
+def test_the_fewest_ticks_are_the_longest_path(schedule):
+    makers = inputs(schedule)
+    rows = [[parts(cell) for cell in row if cell is not None] for row in schedule.rows]
+    depth = {}
+    while any(cell[0] not in depth for row in rows for cell in row):
+        for row in rows:
+            for before, cell in zip(((), *row), row, strict=False):
+                needs = [*before, *(maker for a in cell for maker, payload in makers[a] if payload is not None)]
+                if cell[0] not in depth and all(a in depth for a in needs):
+                    depth |= dict.fromkeys(cell, 1 + max((depth[a] for a in needs), default=0))
+    assert assign_ticks(schedule).num_ticks == max(depth.values(), default=0)
+
+
+def test_a_table_that_waits_for_itself_has_no_ticks():
+    broken = jp.Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")
+    with pytest.raises(jp.ScheduleError, match=r"deadlocks: (?=.*0B0 on device 0)(?=.*1F1 on device 1).*run jaxpipe.check"):
+        assign_ticks(broken)
+
+
+def test_turns_keep_kinds_apart():
+    ticks = modulo_ticks(jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2))
+    kinds = [{a.kind for row in ticks.cells for a in parts(row[t])} for t in range(ticks.num_ticks)]
+    assert ticks.period == 2
+    assert set().union(*kinds[::2]) == {Kind.F}
+    assert set().union(*kinds[1::2]) == {Kind.B}
+
+
+def test_shifted_turns_put_neighbours_in_opposite_turns():
+    ticks = modulo_ticks(jp.schedules.build("1f1b", devices=4, microbatches=8), shift=1)
+    for device, row in enumerate(ticks.cells):
+        for tick, cell in enumerate(row):
+            assert cell is None or cell.kind is (Kind.F, Kind.B)[(tick - device) % 2]

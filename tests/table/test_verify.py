@@ -1,0 +1,225 @@
+"""A broken program is found out, whatever is broken."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.lowering.assign_ticks import assign_ticks
+from jaxpipe.lowering.requirements import collect
+from jaxpipe.lowering.segments import Span, find_segments, segments_of
+from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.program.faults import Rule
+from jaxpipe.program.segments import Block, Payload, Presence
+from jaxpipe.program.verify import faults, verify
+from jaxpipe.table.action import Kind
+from tests.passes import exchanges, inputs, places
+from tests.tiers import slow
+
+SLOTS = {
+    "forward": ("x", "residual_input", "residual_weight"),
+    "backward": ("x", "residual_input", "residual_weight", "cotangent", "stash"),
+}
+NUMBERS = {"forward": ("chunk", "stage", "microbatch", "kind"), "backward": ("chunk", "kind", "stage", "microbatch")}
+FLAGS = {"forward": ("is_first", "is_last", "is_local", "keeps"), "backward": ("is_first", "is_local")}
+ENTRIES = [(half, field) for group in (SLOTS, NUMBERS, FLAGS) for half, fields in group.items() for field in fields]
+RULES_OF = {field: {Rule.ACTION, Rule.CODE} for fields in NUMBERS.values() for field in fields} | {
+    field: {Rule.ACTION, Rule.CODE} for fields in FLAGS.values() for field in fields
+}
+
+
+@cache
+def sound_program():
+    """A program with several slots in each pool, chunks, local hand-overs and I and W apart."""
+    schedule = jp.schedules.build("zbv", devices=2, microbatches=6)
+    ticks = assign_ticks(schedule)
+    return assign_slots(ticks, find_segments(ticks))
+
+
+def entries(program, half, field):
+    """(tick, device) whose entry in this field matters."""
+    record = getattr(program.ticks, half)
+    active = record.chunk >= 0
+    if field == "stash":
+        active = active & (record.kind != Kind.B)
+    if half == "backward" and field in ("cotangent", "residual_input", "is_local", "is_first"):
+        active = active & (record.kind != Kind.W)
+    return np.argwhere(active)
+
+
+def with_entry(program, half, field, tick, device, value):
+    """The program with one number of its records replaced."""
+    record = getattr(program.ticks, half)
+    table = getattr(record, field).copy()
+    table[tick, device] = value
+    return replace(program, ticks=replace(program.ticks, **{half: replace(record, **{field: table})}))
+
+
+def rules_broken(program):
+    return {fault.rule for fault in faults(program)}
+
+
+def test_the_sound_program_has_no_fault():
+    assert faults(sound_program()) == ()
+
+
+@pytest.mark.parametrize("most", [2, slow(12)])
+@pytest.mark.parametrize(("half", "field"), ENTRIES, ids=lambda name: name)
+def test_a_wrong_entry_is_found(half, field, most):
+    program = sound_program()
+    rng = random.Random(f"{half}.{field}")
+    chosen = entries(program, half, field).tolist()
+    record = getattr(getattr(program.ticks, half), field)
+    for tick, device in rng.sample(chosen, min(most, len(chosen))):
+        size = 2 if field.startswith("is_") or field == "keeps" else 1 + max(1, int(record.max()))
+        broken = with_entry(program, half, field, tick, device, (record[tick, device] + 1) % size)
+        found = rules_broken(broken)
+        assert found
+        assert found <= RULES_OF.get(field, {Rule.VALUE, Rule.OVERWRITTEN, Rule.SLOT, Rule.POOL}), found
+
+
+def test_the_error_lists_the_faults():
+    program = with_entry(sound_program(), "forward", "x", 2, 0, 99)
+    with pytest.raises(jp.ProgramError, match=r"bug in jaxpipe.*\n.*slot \[tick 2, device 0\]: slot 99 of pool x") as caught:
+        verify(program)
+    assert len(caught.value.faults) >= 1
+
+
+def test_a_pool_that_is_too_large_is_found():
+    program = sound_program()
+    for i, pool in enumerate(program.pools):
+        pools = (*program.pools[:i], replace(pool, slots=pool.slots + 1), *program.pools[i + 1 :])
+        assert rules_broken(replace(program, pools=pools)) == {Rule.POOL}
+
+
+def test_a_value_that_is_overwritten_is_found():
+    """Two forwards of one device that write one slot: the first value is gone when its backward comes."""
+    program = sound_program()
+    forward = program.ticks.forward
+    (first, second), device = np.flatnonzero(forward.chunk[:, 0] >= 0)[:2], 0
+    broken = with_entry(program, "forward", "residual_weight", second, device, forward.residual_weight[first, device])
+    assert Rule.OVERWRITTEN in rules_broken(broken)
+
+
+def test_devices_that_choose_different_exchanges_are_found():
+    program = sound_program()
+    exchange = program.ticks.exchange.copy()
+    tick = int(np.argmax(exchange[:, 0]))
+    exchange[tick, 1] = 0
+    assert rules_broken(replace(program, ticks=replace(program.ticks, exchange=exchange))) == {Rule.EXCHANGE}
+
+
+@pytest.mark.slow
+def test_a_message_in_the_wrong_slot_is_found():
+    program = sound_program()
+    made_in = exchanges(program.segments)
+    where = places(assign_ticks(program.schedule))
+    messages = [(m, a, payload) for a, makers in inputs(program.schedule).items() for m, payload in makers if payload is not None]
+    sent = [message for message in messages if where[message[0]][0] != where[message[1]][0]]
+    assert len(sent) == 6 * 2 * 2  # six microbatches, forward and back, over two of three stage boundaries
+    for maker, action, payload in sent:
+        (source, made), (target, _) = where[maker], where[action]
+        segment = next(s for s in program.segments if s.start <= made < s.stop)
+        lanes = segment.templates[(made - segment.start) % segment.period].lanes_of(segment.choice(made))
+        (lane,) = (n for n, p in zip(lanes, made_in[made], strict=True) if p.payload is payload and (source, target) in p.pairs)
+        size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
+        arrival = program.ticks.arrivals[lane]
+        for wrong in (
+            replace(arrival, slot=changed(arrival.slot, made, target, (arrival.slot[made, target] + 1) % size)),
+            replace(arrival, takes=changed(arrival.takes, made, target, 0)),
+        ):
+            arrivals = (*program.ticks.arrivals[:lane], wrong, *program.ticks.arrivals[lane + 1 :])
+            found = rules_broken(replace(program, ticks=replace(program.ticks, arrivals=arrivals)))
+            assert found
+            assert found <= {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
+
+
+def changed(table, tick, device, value):
+    table = table.copy()
+    table[tick, device] = value
+    return table
+
+
+def first_block(change):
+    def broken(position):
+        first, *rest = position.blocks
+        return replace(position, blocks=(*change(first), *rest))
+
+    return broken
+
+
+def first_permute(change):
+    def broken(position):
+        first_exchange, *others = position.exchanges
+        if not first_exchange:
+            return position
+        first, *rest = first_exchange
+        return replace(position, exchanges=((change(first), *rest), *others))
+
+    return broken
+
+
+def unwanted_part(part, kinds):
+    """Only these kinds of blocks do something more where their stage is the first or last, or hand on to this device."""
+
+    def without(use):
+        return replace(use, **{part: Presence.NEVER}) if use.block.kind in kinds else use
+
+    return lambda position: replace(position, blocks=tuple(map(without, position.blocks)))
+
+
+def cyclic(permute):
+    (source, target), *_ = permute.pairs
+    return replace(permute, pairs=((source, target), (target, source)))
+
+
+LOST = {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
+BREAK = {
+    "a block is missing": (first_block(lambda use: ()), {Rule.CODE}),
+    "a pair is missing": (first_permute(lambda permute: replace(permute, pairs=permute.pairs[1:])), LOST),
+    "a permute of the other payload": (
+        first_permute(lambda permute: replace(permute, payload=Payload(1 - permute.payload))),
+        LOST | {Rule.SLOT},
+    ),
+    "a transfer is late": (first_permute(lambda permute: replace(permute, delay=permute.delay + 1)), LOST | {Rule.EXCHANGE}),
+    "a block runs everywhere": (first_block(lambda use: (replace(use, active=Presence.ALWAYS),)), {Rule.CODE}),
+    "first never runs": (unwanted_part("first", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
+    "last never runs": (unwanted_part("last", (Kind.F,)), {Rule.CODE}),
+    "nothing is handed on": (unwanted_part("local", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
+    "a block of another chunk": (first_block(lambda use: (replace(use, block=Block(use.block.kind, 1 - use.block.chunk)),)), {Rule.CODE}),
+    "a permute with a cycle": (first_permute(cyclic), {Rule.PERMUTE}),
+}
+
+
+def broken_segments(segments, broken):
+    """The segments with one position broken, for each position that the change touches."""
+    for i, segment in enumerate(segments):
+        for j, position in enumerate(segment.templates):
+            if broken(position) != position:
+                positions = (*segment.templates[:j], broken(position), *segment.templates[j + 1 :])
+                yield (*segments[:i], replace(segment, templates=positions), *segments[i + 1 :])
+
+
+@pytest.mark.parametrize(("broken", "rules"), BREAK.values(), ids=[*BREAK])
+def test_a_wrong_segment_is_found(broken, rules):
+    ticks = assign_ticks(jp.schedules.build("zbv", devices=3, microbatches=6))
+    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 6)], collect(ticks)))
+    assert faults(program) == ()
+    changed = list(broken_segments(program.segments, broken))
+    assert len(changed) > 1
+    for segments in changed:
+        found = rules_broken(replace(program, segments=segments))
+        assert found
+        assert found <= rules, found
+
+
+def test_a_missing_tick_is_found():
+    program = sound_program()
+    last = program.segments[-1]
+    (fault,) = faults(replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1))))
+    assert fault.rule is Rule.SEGMENTS
