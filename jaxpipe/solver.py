@@ -1,12 +1,13 @@
-"""Shortens a schedule with OR-tools' CP-SAT, the extra `jaxpipe[solver]`: windows of its table are put into a better order under the cap.
+"""Shortens a schedule, and proves how short it can be, with OR-tools' CP-SAT, the extra `jaxpipe[solver]`.
 
-The model is the job shop of `simulation.lower_bound`: every stage works in the order of microbatches, which costs nothing, and a
-device's activations are intervals of which at most `cap` may overlap.
+The model is the job shop of `simulation.job_shop`: every stage works in the order of microbatches, which costs nothing.  A small table is
+ordered as a whole, which may prove it optimal; of a larger one, windows are put into a better order.  Which activations live is a
+matter of order alone, so the cap is written as clauses over "this W comes before that F"; as intervals that overlap it propagates far less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, lcm
@@ -33,47 +34,72 @@ _FINEST = 4096  # ticks that the longest action takes where times are no small f
 _EQUAL = 1e-9  # relative: sums of the same times in another order
 # In the solver's deterministic seconds: the least time that a window gets, and what a turn counts at the least, for building its model.
 _LEAST_TURN, _LEAST_SPENT = 0.3, 0.05
+_WINDOWS = 10  # windows between two turns of the whole table
 
 
-def improve(schedule: Schedule, costs: Costs, *, cap: int | None, seconds: float, seed: int = 0) -> Schedule:
+class Improved(NamedTuple):
+    """A schedule, and what the solver has proven that none of F, I and W under the same cap goes below (0 where it has not)."""
+
+    schedule: Schedule
+    proven: float
+
+
+def improve(schedule: Schedule, costs: Costs, *, cap: int | None, seconds: float, seed: int = 0) -> Improved:
     """A schedule of F, I and W, made shorter where the solver finds how; never longer, and the same for the same arguments.
 
     Args:
         schedule: rows of F, I and W, every stage on one device.
         costs: what its makespan is counted in.
         cap: the most activations on a device.
-        seconds: of the solver's deterministic time, of which one takes about two of a processor core, however busy that is.
+        seconds: of the solver's deterministic time, which does not depend on how busy the machine is: one takes about one of an idle core.
         seed: which random choices the solver makes.
     """
     at_least = lower_bound(costs, placement=schedule.placement, microbatches=schedule.num_microbatches, max_activations=cap)
-    best, makespan = schedule, simulate(schedule, costs).makespan
-    if schedule.encoded.num_actions > _MOST_ACTIONS:
-        return schedule
+    best, makespan, proven = schedule, simulate(schedule, costs).makespan, 0.0
+    actions = schedule.encoded.num_actions
+    if actions > _MOST_ACTIONS:
+        return Improved(schedule, proven)
     spent, dice = 0.0, Random(seed)
-    for window in _windows(schedule.encoded.num_actions, dice):
-        if spent >= seconds or makespan <= at_least * (1 + _EQUAL):
+    for turn in _turns(actions, dice):
+        if spent >= seconds or makespan <= max(at_least, proven) * (1 + _EQUAL):
             break
-        whole = len(window) == schedule.encoded.num_actions
-        share = seconds / 6 if whole else max(_LEAST_TURN, seconds / 40)
+        share = max(_LEAST_TURN, turn.share * seconds)
         problem = _Problem.of(best, costs, cap)
-        found = problem.solve(_free(best, costs, window), min(share, seconds - spent), dice.randrange(1 << 30), at_least)
+        least = max(at_least, proven) if turn.is_whole else at_least
+        found = problem.solve(_free(best, costs, turn.window), min(share, seconds - spent), dice.randrange(1 << 30), least)
         spent += max(found.spent, _LEAST_SPENT)
         shorter = simulate(found.schedule, costs).makespan
         # One of equal length is taken too: it may be the way to a shorter one.
         if shorter <= makespan:
             best, makespan = found.schedule, shorter
-    return best
+        if turn.is_whole:
+            proven = max(proven, min(found.proven, makespan))
+            if found.is_optimal:
+                break
+    return Improved(best, proven)
 
 
-def _windows(actions: int, dice: Random) -> Iterator[range]:
-    """Which actions, in order of their starts, each turn may move: all where the table is small, then windows here and there."""
+class _Turn(NamedTuple):
+    """Which actions, in order of their starts, may move, and for what part of the time at the most."""
+
+    window: range
+    share: float
+    is_whole: bool = False
+
+
+def _turns(actions: int, dice: Random) -> Iterator[_Turn]:
+    """All actions where the table is small; then windows here and there, and all again from the better table."""
     most = min(actions, _MOST_FREE)
-    if actions <= _MOST_WHOLE:
-        yield range(actions)
+    small = actions <= _MOST_WHOLE
+    share = 0.5
     while True:
-        size = max(1, min(most, round(most * dice.choice((0.25, 0.4, 0.7)))))
-        begin = dice.randrange(actions - size + 1)
-        yield range(begin, begin + size)
+        if small:
+            yield _Turn(range(actions), share, True)
+        share = 1
+        for _ in range(_WINDOWS):
+            size = max(1, min(most, round(most * dice.choice((0.25, 0.4, 0.7)))))
+            begin = dice.randrange(actions - size + 1)
+            yield _Turn(range(begin, begin + size), 1 / 40)
 
 
 def _free(schedule: Schedule, costs: Costs, window: range) -> frozenset[Action]:
@@ -86,6 +112,8 @@ def _free(schedule: Schedule, costs: Costs, window: range) -> frozenset[Action]:
 class _Found(NamedTuple):
     schedule: Schedule
     spent: float
+    proven: float = 0.0  # for the free actions
+    is_optimal: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +124,7 @@ class _Problem:
     lengths: Mapping[Kind, Sequence[int]]
     transfer: Sequence[int]
     scale: float  # ticks of a unit of cost
+    exact: bool  # whether times are whole numbers of ticks
     cap: int | None
     release: Kind
 
@@ -103,11 +132,11 @@ class _Problem:
     def of(cls, schedule: Schedule, costs: Costs, cap: int | None) -> _Problem:
         """The problem in ticks."""
         stages = costs.for_stages(schedule.num_stages)
-        scale = _scale(stages)
+        scale, exact = _scale(stages)
         lengths = {F: stages.forward, I: stages.input_grad, W: stages.weight_grad}
         ticks = {kind: [ceil(time * scale - 1e-9) for time in times] for kind, times in lengths.items()}
         release = I if costs.release is Release.INPUT_GRAD else W
-        return cls(schedule, ticks, [ceil(time * scale - 1e-9) for time in stages.transfer], scale, cap, release)
+        return cls(schedule, ticks, [ceil(time * scale - 1e-9) for time in stages.transfer], scale, exact, cap, release)
 
     def solve(self, free: frozenset[Action], seconds: float, seed: int, at_least: float) -> _Found:
         """The best order of the free actions that is found; the others keep theirs."""
@@ -120,9 +149,10 @@ class _Problem:
         self._precedences(model, start, span)
         for row in rows:
             self._one_machine(model, start, row, free)
-            self._places(model, start, row, horizon)
+            self._places(model, start, row, free)
         for action, tick in hint.items():
             model.add_hint(start[action], tick)
+        model.add_hint(span, horizon)
         model.minimize(span)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1  # what it finds then depends on the seed alone
@@ -131,9 +161,21 @@ class _Problem:
         status = solver.solve(model)
         spent = float(solver.response_proto.deterministic_time)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return _Found(self.schedule, spent)
+            return _Found(self.schedule, spent, self._in_costs(solver.best_objective_bound) if status == cp_model.UNKNOWN else 0.0)
         place: dict[Any, tuple[int, int]] = {a: (solver.value(v), i) for i, (a, v) in enumerate(start.items())}
-        return _Found(self.schedule.with_rows([sorted(row, key=place.__getitem__) for row in rows]), spent)
+        ordered = self.schedule.with_rows([sorted(row, key=place.__getitem__) for row in rows])
+        return _Found(ordered, spent, self._in_costs(solver.best_objective_bound), status == cp_model.OPTIMAL)
+
+    def _in_costs(self, ticks: float) -> float:
+        """What no schedule goes below in units of cost if none goes below so many ticks."""
+        ticks = ceil(ticks - 1e-6)
+        if self.exact:
+            return ticks / self.scale
+        # Each action and transfer of the longest chain was rounded up by less than a tick.
+        shortest = min(min(times) for times in self.lengths.values())
+        chain = self.schedule.encoded.num_actions
+        chain = min(chain, floor(ticks / shortest)) if shortest else chain
+        return max(0.0, (ticks - 2 * chain) / self.scale)
 
     def _length(self, action: Action) -> int:
         return self.lengths[action.kind][action.stage]
@@ -172,8 +214,8 @@ class _Problem:
             model.add(span >= begin + self._length(action))
 
     def _one_machine(self, model: Any, start: Mapping[Action, Any], row: Sequence[Action], free: frozenset[Action]) -> None:
-        """One action at a time; those that are not free stay in the order of the row."""
-        model.add_no_overlap([model.new_fixed_size_interval_var(start[a], self._length(a), "") for a in row])
+        """One action at a time; those that are not free stay in the order of the row, and free ones on their side of them."""
+        model.add_no_overlap([model.new_fixed_size_interval_var(start[a], self._length(a), "") for a in row if a in free])
         last: Action | None = None
         waiting: list[Action] = []
         for action in row:
@@ -182,31 +224,81 @@ class _Problem:
             if action in free:
                 waiting.append(action)
                 continue
-            # Free actions stay on their side of those that are not.
             for other in waiting:
                 model.add(start[action] >= start[other] + self._length(other))
             waiting, last = [], action
 
-    def _places(self, model: Any, start: Mapping[Action, Any], row: Sequence[Action], horizon: int) -> None:
-        """At most `cap` activations at once."""
-        held = [a for a in row if a.kind is F]
-        if self.cap is None or self.cap >= len(held):
+    def _places(self, model: Any, start: Mapping[Action, Any], row: Sequence[Action], free: frozenset[Action]) -> None:
+        """At most `cap` activations at once, when any of the free F starts; before and after the free actions nothing changes."""
+        stages = sorted({a.stage for a in row})
+        if self.cap is None or self.cap >= len(stages) * self.schedule.num_microbatches:
             return
-        lives = []
-        for action in held:
-            release = Action(action.stage, self.release, action.microbatch)
-            size = model.new_int_var(0, horizon, "")
-            lives.append(model.new_interval_var(start[action], size, start[release] + self._length(release), ""))
-        model.add_cumulative(lives, [1] * len(lives), self.cap)
+        begins = {s: [a for a in row if a in free and a.kind is F and a.stage == s] for s in stages}
+        ends = {s: [a for a in row if a in free and a.kind is self.release and a.stage == s] for s in stages}
+        first = next((place for place, a in enumerate(row) if a in free), 0)
+        held = sum(a.kind is F for a in row[:first]) - sum(a.kind is self.release for a in row[:first])
+        order = _Order(model, start, self._length)
+        for stage in stages:
+            for passed, action in enumerate(begins[stage]):
+                # So many activations live if the F of other stages come after it and nothing is released.
+                live = held + passed + 1 - self.cap
+                others = [s for s in stages if s != stage]
+                # A microbatch's own release comes after its F.
+                mine = [a for a in ends[stage] if a.microbatch < action.microbatch]
+                if not others:
+                    _after(model, start, action, mine, live, self._length)
+                elif len(others) == 1:
+                    order.two(action, begins[others[0]], mine, ends[others[0]], live)
+                else:
+                    freed = [*mine, *(a for s in others for a in ends[s])]
+                    taken = [a for s in others for a in begins[s]]
+                    model.add(live + sum(order.before(a, action) for a in taken) <= sum(order.before(a, action) for a in freed))
 
 
-def _scale(costs: StageCosts) -> float:
-    """Ticks of a unit of cost: exact where times are fractions of small denominators."""
+def _after(model: Any, start: Mapping[Action, Any], action: Action, releases: Sequence[Action], count: int, length: Any) -> None:
+    """An action comes after so many releases, which are in order themselves."""
+    if count > 0:
+        assert count <= len(releases), "the table breaks the cap"
+        last = releases[count - 1]
+        model.add(start[action] >= start[last] + length(last))
+
+
+class _Order:
+    """Which of two actions of a device comes first, as variables that are made when they are asked for."""
+
+    def __init__(self, model: Any, start: Mapping[Action, Any], length: Callable[[Action], int]) -> None:
+        self._model, self._start, self._length = model, start, length
+        self._known: dict[tuple[Action, Action], Any] = {}
+
+    def before(self, one: Action, other: Action) -> Any:
+        """Whether `one` ends before `other` starts; if not, it starts after its end."""
+        found = self._known.get((one, other))
+        if found is None:
+            found = self._model.new_bool_var("")
+            self._model.add(self._start[other] >= self._start[one] + self._length(one)).only_enforce_if(found)
+            self._model.add(self._start[one] >= self._start[other] + self._length(other)).only_enforce_if(~found)
+            self._known[one, other], self._known[other, one] = found, ~found
+        return found
+
+    def two(self, action: Action, begins: Sequence[Action], mine: Sequence[Action], theirs: Sequence[Action], live: int) -> None:
+        """The cap for an F of one of a device's two stages: if n more F come before it, so must n more releases, of either stage."""
+        for passed in range(len(begins) + 1):
+            unless = [~self.before(begins[passed - 1], action)] if passed else []
+            for late in range(live + passed):
+                # If neither has released more than this, fewer than live + passed are released.
+                either = [mine[late]] if late < len(mine) else []
+                rest = live + passed - 1 - late
+                either += [theirs[rest]] if rest < len(theirs) else []
+                self._model.add_bool_or([*unless, *(self.before(a, action) for a in either)])
+
+
+def _scale(costs: StageCosts) -> tuple[float, bool]:
+    """Ticks of a unit of cost, and whether times are whole numbers of them, as fractions of small denominators are."""
     times = [*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer]
     fractions = [Fraction(t).limit_denominator(1000) for t in times]
     exact = all(abs(float(f) - t) <= 1e-12 * max(1.0, abs(t)) for f, t in zip(fractions, times, strict=True))
     unit = lcm(*(f.denominator for f in fractions))
     longest = max(times)
     if exact and longest * unit <= _FINEST:
-        return float(unit)
-    return _FINEST / longest if longest else 1.0
+        return float(unit), True
+    return (_FINEST / longest if longest else 1.0), False

@@ -70,7 +70,7 @@ def _searched(
     found = []
     for place in places:
         starts = [listed(max_activations=cap, costs=known, placement=place) for known in (given, None)]
-        found.append(improve(shortest(starts, given), given, cap=most, seconds=seconds / len(places), seed=seed))
+        found.append(improve(shortest(starts, given), given, cap=most, seconds=seconds / len(places), seed=seed).schedule)
     return shortest(found, given)
 
 

@@ -33,7 +33,7 @@ def test_windows_alone_never_lengthen(monkeypatch):
     costs = jp.Costs(forward=1.2345678, input_grad=0.9876543, weight_grad=0.333333333, transfer=0.1)
     start = jp.schedules.build("1f1b", devices=2, microbatches=6)
     start = jp.split_backward(start)
-    found = solver.improve(start, costs, cap=2, seconds=1)
+    found = solver.improve(start, costs, cap=2, seconds=1).schedule
     jp.check(found, max_activations=2)
     assert jp.simulate(found, costs).makespan < jp.simulate(start, costs).makespan
 
