@@ -13,11 +13,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import Kind, Release
+from ..table.kinds import Kind, Release, Value, makers
 from ..table.placement import Placement
 from .costs import StageCosts
 
 _FAR = 1 << 30
+
+
+# The halves of a backward: what makes one gradient and not the other.
+(_INPUT_GRAD,) = set(makers(Value.INPUT_GRAD)) - set(makers(Value.WEIGHT_GRAD))
+(_WEIGHT_GRAD,) = set(makers(Value.WEIGHT_GRAD)) - set(makers(Value.INPUT_GRAD))
 
 
 class Node(NamedTuple):
@@ -61,8 +66,8 @@ class JobShop(NamedTuple):
         for s in reversed(stages):
             device = placement.devices_of[s][0]
             number["I", s], number["W", s] = len(nodes), len(nodes) + 1
-            nodes.append(Node(s, Kind.I, device, times.input_grad[s], False, at_input))
-            nodes.append(Node(s, Kind.W, device, times.weight_grad[s], False, not at_input))
+            nodes.append(Node(s, _INPUT_GRAD, device, times.input_grad[s], False, at_input))
+            nodes.append(Node(s, _WEIGHT_GRAD, device, times.weight_grad[s], False, not at_input))
         arcs = [Arc(number["F", last], number["I", last], 0, 0)]
         for s in stages:
             arcs.append(Arc(number["I", s], number["W", s], 0, 0))
