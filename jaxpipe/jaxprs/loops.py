@@ -50,6 +50,8 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
         # What one loop reads of a pool that another writes, it reads as that one carries it.
         now = {id(old): new for loop, (_, pools, _) in zip(loops, state, strict=True) for old, new in zip(loop.pools, pools, strict=True)}
         read = [loop.read(lambda pool: now.get(id(pool), pool), row) for loop, row in zip(loops, rows, strict=True)]
+        if by_scan and len(loops) > 1:
+            state, read = _read_before_writing(state, read)
         found = [loop.compute(carry, values) for loop, (carry, _, _), values in zip(loops, state, read, strict=True)]
         stored = [loop.store(pools, row, new) for loop, (_, pools, _), row, (_, new, _) in zip(loops, state, rows, found, strict=True)]
         ys = [stack for _, _, stack in found]
@@ -69,6 +71,12 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
         (carry, pools, stacks if loop.reverse == reverse else [jnp.flip(leaf, 0) for leaf in stacks])
         for loop, (carry, pools, _), stacks in zip(loops, end, ys, strict=True)
     ]
+
+
+def _read_before_writing(state: list[Answer], read: list[list[Any]]) -> tuple[list[Answer], list[list[Any]]]:
+    """Tie what was read to the pools: XLA would slice it again for a later use, after another loop's write, and copy the pool for that."""
+    read, pools = lax.optimization_barrier((read, [pools for _, pools, _ in state]))
+    return [(carry, held, stacks) for (carry, _, stacks), held in zip(state, pools, strict=True)], read
 
 
 def _is_split_further() -> bool:

@@ -43,7 +43,7 @@ def grid() -> list[object]:
     later = {("1f1b", axes, Remat.NOTHING) for axes in Axes} | {
         (name, Axes.PIPE, Remat.NOTHING) for name in ("zbv", "dualpipev", "interleaved_1f1b_overlap")
     }
-    later |= {("zb_h1", Axes.PIPE, remat) for remat in Remat} | {("zb_h1", Axes.TENSOR, Remat.LAYER)}
+    later |= {("zb_h1", Axes.PIPE, remat) for remat in Remat} | {(name, Axes.TENSOR, Remat.LAYER) for name in ("zb_h1", "dualpipev")}
     every = [(name, axes, remat) for name in CATALOGUE for axes in Axes for remat in Remat]
     return [each if each in quick else slow(*each) if each in later else exhaustive(*each) for each in every]
 
