@@ -18,6 +18,7 @@ from .simulation.simulate import simulate
 from .simulation.timeline import Timeline
 from .table.action import Action, Cell, Kind, Overlap, parse_action, parse_cell
 from .table.activations import Release
+from .table.certificate import Certificate, Objective, Proof
 from .table.check import check
 from .table.placement import Placement
 from .table.run_order import Transfers
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Action",
     "Cell",
+    "Certificate",
     "CheckpointError",
     "Context",
     "CostError",
@@ -53,6 +55,7 @@ __all__ = [
     "LayoutError",
     "Loss",
     "Nonfinite",
+    "Objective",
     "Overlap",
     "ParseError",
     "Peak",
@@ -64,6 +67,7 @@ __all__ = [
     "Plans",
     "Prefer",
     "ProgramError",
+    "Proof",
     "Release",
     "Schedule",
     "ScheduleError",

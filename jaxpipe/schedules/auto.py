@@ -1,16 +1,22 @@
-"""The shortest schedule that list scheduling finds for given costs and memory."""
+"""The shortest schedule that list scheduling and local search find for given costs and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 from ..errors import ScheduleError
 from ..simulation.costs import Costs
+from ..simulation.job_shop import JobShop
+from ..simulation.lower_bound import bound_of, lower_bound
+from ..simulation.simulate import simulate
+from ..table.certificate import Certificate, Objective, Proof
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import ListSchedule
+from ._local_search import improved
 from ._orders import turn_order, zbv_order
 from ._waves import OrderMaker, best_of, cost_waves, least_makespan, shortest, v_blocks
 
@@ -26,52 +32,87 @@ def auto(
     search: float = 0,
     seed: int = 0,
 ) -> Schedule:
-    """The shortest schedule found for given costs under a cap on activations, by list scheduling along waves.
+    """The shortest schedule found for given costs under a cap on activations, by list scheduling along waves and local search.
 
     Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or more), or 2 V P where it is not
     given, which is enough to fill any bubble.  Stages are placed in a loop or in a V, whichever gives the shorter schedule, or as
     `placement` says.  Backwards are split into I and W.  The reference orders are waves of several paces and densities
-    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared by simulation.
-    `jaxpipe.lower_bound` says how far from optimal the result can be.  With `search` seconds, OR-tools (the extra `jaxpipe[solver]`)
-    shortens it where it finds how: never longer than without, and the same for the same seed.  Where F, I and W cost the same and
-    V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, and no schedule is shorter.
+    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared by simulation.  A table of
+    some thousand actions or less is then shortened by beam search over active schedules, forwards, backwards in time and in windows.
+    `schedule.certificate` says how far from optimal the result can be.  With `search` seconds, OR-tools (the extra `jaxpipe[solver]`)
+    shortens it where it finds how, or proves that it cannot be shorter: never longer than without, and the same for the same seed.
+    Where F, I and W cost the same and V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in costs of a chunk for
+    M >= P, and no schedule is shorter.
     """
-    if search:
-        return _searched(
-            partial(auto, devices=devices, microbatches=microbatches, chunks=chunks), max_activations, costs, placement, search, seed
-        )
+    given = Costs() if costs is None else costs
     places = _placements(devices, chunks) if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations)
-    costs = costs or Costs()
-    caps = (chunks * devices, 2 * chunks * devices) if max_activations is None else (max_activations,)
+    wanted = _Wanted(places, microbatches, given, max_activations, 2 * chunks * devices if max_activations is None else max_activations)
+    if search:
+        return _searched(wanted, search, seed)
+    return _certified(wanted, _start(wanted))
+
+
+class _Wanted(NamedTuple):
+    """What is asked for."""
+
+    places: list[Placement]
+    microbatches: int
+    costs: Costs
+    given_cap: int | None
+    cap: int
+
+
+def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
+    """The best of list scheduling along the reference orders."""
+    caps = (wanted.cap // 2, wanted.cap) if wanted.given_cap is None else (wanted.cap,)
     found: list[tuple[ListSchedule, Placement]] = []
-    for cap, place in product(caps, places):
+    for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
-        makers = [*_known_orders(place, microbatches), *cost_waves(place, stages, cap)]
-        best = best_of(makers, place, stages, microbatches=microbatches, cap=cap, release=costs.release)
+        makers = [*_known_orders(place, wanted.microbatches), *cost_waves(place, stages, cap)]
+        best = best_of(makers, place, stages, microbatches=wanted.microbatches, cap=cap, release=wanted.costs.release)
         assert best is not None, "one microbatch after the other fits any cap"
         found.append((best, place))
-        if best.makespan <= least_makespan(place, stages, microbatches):
+        if best.makespan <= least_makespan(place, stages, wanted.microbatches):
             break
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
-    return Schedule.from_rows(best.rows, placement=place, num_microbatches=microbatches, name="auto")
+    return Schedule.from_rows(best.rows, placement=place, num_microbatches=wanted.microbatches, name="auto")
 
 
-def _searched(
-    listed: Callable[..., Schedule], cap: int | None, costs: Costs | None, placement: Placement | None, seconds: float, seed: int
-) -> Schedule:
-    """The best that list scheduling finds, shortened by the solver; where no placement is given, each gets its part of the time."""
+def _start(wanted: _Wanted) -> Schedule:
+    """The best of list scheduling and local search."""
+    # The order for costs that are all 1 is now and then the shorter one.
+    plain = Costs(release=wanted.costs.release)
+    schedule = shortest([_listed(wanted, known) for known in dict.fromkeys((wanted.costs, plain))], wanted.costs)
+    times = wanted.costs.for_stages(schedule.num_stages)
+    shop = JobShop.of(schedule.placement, times, wanted.costs.release, wanted.microbatches, wanted.cap)
+    return improved(schedule, wanted.costs, shop, at_least=bound_of(shop))
+
+
+def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
+    """The best that is found without the solver, shortened by it; where no placement is given, each gets its part of the time."""
     from ..solver import improve  # needs the extra
 
-    given = Costs() if costs is None else costs
-    shape = listed.keywords  # type: ignore[attr-defined]
-    places = _placements(shape["devices"], shape["chunks"]) if placement is None else [placement]
-    most = 2 * shape["chunks"] * shape["devices"] if cap is None else cap
-    found = []
-    for place in places:
-        starts = [listed(max_activations=cap, costs=known, placement=place) for known in (given, None)]
-        found.append(improve(shortest(starts, given), given, cap=most, seconds=seconds / len(places), seed=seed).schedule)
-    return shortest(found, given)
+    found, proven = [], []
+    for place in wanted.places:
+        better = improve(
+            _start(wanted._replace(places=[place])), wanted.costs, cap=wanted.cap, seconds=seconds / len(wanted.places), seed=seed
+        )
+        found.append(better.schedule)
+        proven.append(better.proven)
+    return _certified(wanted, shortest(found, wanted.costs), min(proven))
+
+
+def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
+    """The schedule with what is known of it; `proven` by the solver, under the cap that it had."""
+    costs, cap = wanted.costs, wanted.given_cap
+    bound = min(lower_bound(costs, placement=place, microbatches=wanted.microbatches, max_activations=cap) for place in wanted.places)
+    proof = Proof.RELAXATION
+    if proven > bound * (1 + 1e-9):
+        times = costs.for_stages(schedule.num_stages)
+        whole = all(b >= i + w for b, i, w in zip(times.backward, times.input_grad, times.weight_grad, strict=True))
+        bound, proof, cap = proven, Proof.SOLVER if whole else Proof.SOLVER_SPLIT, wanted.cap
+    return replace(schedule, certificate=Certificate(Objective.MAKESPAN, simulate(schedule, costs).makespan, bound, proof, cap))
 
 
 def _placements(devices: int, chunks: int) -> list[Placement]:

@@ -225,11 +225,11 @@ def build(
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     with paused_collector():
         schedule = _made(entry, forward_only, **shape, **given)
-        costs, searched = given.pop("costs", None), given.pop("search", 0)  # a search begins with the better of both itself
-        if searched:
+        costs = given.pop("costs", None)
+        if costs is None or schedule.certificate is not None:  # what is certified began with the better of both itself
             return schedule
         # List scheduling is a heuristic: now and then the table that was built without the costs is the shorter one.
-        return schedule if costs is None else shortest((schedule, _made(entry, forward_only, **shape, **given)), costs)
+        return shortest((schedule, _made(entry, forward_only, **shape, **given)), costs)
 
 
 def _made(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:

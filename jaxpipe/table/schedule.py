@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ..errors import ScheduleError, Violation
 from .action import Action, Cell, Row, parts
+from .certificate import Certificate
 from .encoded import Encoded, encode, require_cells
 from .grid import grid
 from .kinds import TOGETHER
@@ -34,6 +35,7 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     name: str = field(default="", compare=False)
+    certificate: Certificate | None = field(default=None, compare=False, repr=False)  # what `build("auto")` knows of these rows
 
     @classmethod
     def from_rows(
@@ -153,7 +155,7 @@ class Schedule:
 
     def with_rows(self, rows: Sequence[Sequence[Cell]]) -> Schedule:
         """The same placement, microbatches and name with other rows (what a pass returns)."""
-        return replace(self, rows=tuple(tuple(row) for row in rows))
+        return replace(self, rows=tuple(tuple(row) for row in rows), certificate=None)
 
     def __str__(self) -> str:
         return grid(self.rows)

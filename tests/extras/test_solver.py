@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from dataclasses import replace
 
 import pytest
 
 import jaxpipe as jp
 
-COSTS = jp.Costs(forward=10, input_grad=13, weight_grad=9, transfer=1)
-SETTING = {"devices": 3, "microbatches": 5, "max_activations": 2, "costs": COSTS}
+LONG = (4,) * 7 + (6,)
+COSTS = jp.Costs(forward=LONG, input_grad=LONG, weight_grad=LONG, transfer=3)
+PLACEMENT = jp.Placement.loop(devices=4, chunks=2)
+SETTING = {"devices": 4, "chunks": 2, "microbatches": 6, "placement": PLACEMENT, "max_activations": 8, "costs": COSTS}
 
 
 def test_a_search_shortens_a_table_and_keeps_the_cap():
@@ -18,10 +22,38 @@ def test_a_search_shortens_a_table_and_keeps_the_cap():
     found = jp.schedules.build("auto", **SETTING, search=2)
     again = jp.schedules.build("auto", **SETTING, search=2, seed=0)
     assert found.rows == again.rows
-    jp.check(found, max_activations=2)
+    jp.check(found, max_activations=8)
     assert jp.simulate(found, COSTS).makespan < jp.simulate(plain, COSTS).makespan
-    shape = {"devices": 3, "microbatches": 5, "max_activations": 2}
-    assert jp.simulate(found, COSTS).makespan >= jp.lower_bound(COSTS, **shape)
+
+
+def test_what_is_proven_is_said_with_where_it_comes_from():
+    pytest.importorskip("ortools")
+    found = jp.schedules.build("auto", **SETTING, search=20).certificate
+    assert found.is_optimal
+    assert (found.proof, found.max_activations) == (jp.Proof.SOLVER, 8)
+    relaxed = jp.lower_bound(COSTS, placement=PLACEMENT, microbatches=6, max_activations=8)
+    assert found.bound > relaxed  # so it is the solver's
+    cheaper = replace(COSTS, backward=tuple(1.5 * time for time in LONG))
+    split = jp.schedules.build("auto", **SETTING | {"costs": cheaper}, search=20).certificate
+    assert (split.value, split.proof) == (found.value, jp.Proof.SOLVER_SPLIT)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_below_what_is_proven(seed):
+    """A valid table of any origin, with one to three stages a device, against the proof under its own memory."""
+    pytest.importorskip("ortools")
+    from jaxpipe.solver import improve
+
+    rng = random.Random(seed)
+    costs = jp.Costs(rng.randint(1, 5), rng.randint(1, 5), rng.randint(0, 5), rng.choice((0, 2)), release=rng.choice(tuple(jp.Release)))
+    chunks = 1 + seed % 3
+    table = jp.schedules.build("interleaved_zb", devices=2, chunks=chunks, microbatches=3)
+    cap = max(jp.simulate(table, costs).peak_activations)
+    start = jp.schedules.build("auto", devices=2, chunks=chunks, microbatches=3, placement=table.placement, max_activations=chunks)
+    found = improve(start, costs, cap=cap, seconds=5)
+    jp.check(found.schedule, max_activations=cap, release=costs.release)
+    assert 0 < found.proven <= jp.simulate(table, costs).makespan + 1e-9
+    assert found.proven == pytest.approx(jp.simulate(found.schedule, costs).makespan)
 
 
 def test_windows_alone_never_lengthen(monkeypatch):

@@ -1,0 +1,258 @@
+"""Beam search over active schedules of a job shop, many partial schedules at once as rows of numpy arrays.
+
+Each step gives every partial schedule its next action: on the device where an action can end first, one of those that could start before
+that end (Giffler and Thompson 1960); an F may also wait until its device has done something else, since an early F takes memory.  Of
+all extensions, those with the least bounds of the makespan are kept: a start, a length and a tail for each next action, and for each device
+what is left to do on it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..simulation.job_shop import JobShop
+
+Numbers: TypeAlias = NDArray[np.int64]
+Times: TypeAlias = NDArray[np.float64]
+Flags: TypeAlias = NDArray[np.bool_]
+NEVER = np.inf
+
+
+class Partial(NamedTuple):
+    """Partial schedules, one a row of each array."""
+
+    counts: Numbers  # per node, how many actions are placed
+    ends: Times  # per node and microbatch, the end; NEVER where it is not placed; one more column of -NEVER, for "needs nothing"
+    free: Times  # per device
+    live: Numbers  # per device, the activations it holds
+    shut: Flags  # per node, whether it waits for another action of its device
+    reached: Times  # the least makespan that what is placed leaves possible
+
+    def take(self, rows: Numbers) -> Partial:
+        """Some of them."""
+        counts, ends, free, live, shut, reached = self
+        return Partial(counts[rows], ends[rows], free[rows], live[rows], shut[rows], reached[rows])
+
+    def joined(self, other: Partial) -> Partial:
+        """These and others."""
+        return Partial(
+            np.concatenate([self.counts, other.counts]),
+            np.concatenate([self.ends, other.ends]),
+            np.concatenate([self.free, other.free]),
+            np.concatenate([self.live, other.live]),
+            np.concatenate([self.shut, other.shut]),
+            np.concatenate([self.reached, other.reached]),
+        )
+
+
+class Goal(NamedTuple):
+    """What a search places: of each node the actions up to `stop`, and what follows them."""
+
+    stop: Numbers  # per node
+    tails: Times  # per node and microbatch, the least time from its end to the end of all; one more column
+    after: Times  # per device, the time from its last placed action to the end of all
+    limit: float  # makespans of this and more are of no use
+
+
+class Beam:
+    """The arrays of a job shop, and the search on them."""
+
+    def __init__(self, shop: JobShop) -> None:
+        self.shop = shop
+        nodes = shop.nodes
+        arcs = sorted(shop.arcs, key=lambda arc: arc.target)
+        self.device = np.array([node.device for node in nodes])
+        self.length = np.array([node.length for node in nodes], np.float64)
+        self.begins = np.array([node.begins for node in nodes])
+        self.change = np.array([int(node.begins) - int(node.releases) for node in nodes])
+        self._source, self._target = np.array([a.source for a in arcs]), np.array([a.target for a in arcs])
+        self._lag, self._delay = np.array([a.lag for a in arcs]), np.array([a.delay for a in arcs], np.float64)
+        # Every node comes after itself, so each has an arc.
+        self._first_arc = np.searchsorted(self._target, np.arange(len(nodes)))
+        self._cap = shop.cap if shop.cap is not None else len(nodes) * shop.microbatches
+        self._banker = _Banker.of(shop) if shop.cap is not None and shop.chunks > 1 else None
+        self._hash = np.random.default_rng(0).integers(1, 1 << 62, (2, len(nodes)))
+        self.spent = 0  # starts that were computed
+
+    def empty(self) -> Partial:
+        """The schedule with nothing placed."""
+        nodes, devices, microbatches = len(self.shop.nodes), self.shop.devices, self.shop.microbatches
+        ends = np.full((1, nodes, microbatches + 1), NEVER)
+        ends[:, :, microbatches] = -NEVER
+        none = np.zeros((1, nodes), np.int64)
+        return Partial(none, ends, np.zeros((1, devices)), np.zeros((1, devices), np.int64), np.zeros((1, nodes), bool), np.zeros(1))
+
+    def whole(self, limit: float) -> Goal:
+        """To place everything."""
+        tails = np.array([[*row, -NEVER] for row in self.shop.tails()], np.float64)
+        stop = np.full(len(self.shop.nodes), self.shop.microbatches)
+        return Goal(stop, tails, np.zeros(self.shop.devices), limit)
+
+    def search(self, start: Partial, goal: Goal, *, width: int, mean: float, waits: bool) -> tuple[float, list[int]] | None:
+        """The least makespan found, and the nodes in the order in which their next actions are placed; None where none is below the limit.
+
+        `mean` is the weight of the mean of all devices' bounds beside the largest, and `waits` lets an F wait.
+        """
+        bounds = _DeviceBounds(self, goal)
+        beam, parents, placed = start, [], []
+        for _ in range(int((goal.stop - start.counts[0]).sum())):
+            origin, beam, chosen = self._choices(beam, goal, waits)
+            row, node = np.nonzero(chosen)
+            if not len(row):
+                return None
+            extended = self._place(beam.take(row), node, goal)
+            score = bounds.score(extended, self._starts(extended), mean)
+            kept = self._best(extended, score, width)
+            if not len(kept):
+                return None
+            beam = extended.take(kept)
+            parents.append(origin[row[kept]])
+            placed.append(node[kept])
+        last = int(beam.reached.argmin())
+        makespan, path = float(beam.reached[last]), []
+        for parent, node in zip(reversed(parents), reversed(placed), strict=True):
+            path.append(int(node[last]))
+            last = int(parent[last])
+        return makespan, path[::-1]
+
+    def _choices(self, beam: Partial, goal: Goal, waits: bool) -> tuple[Numbers, Partial, Flags]:
+        """Which actions may come next, for the partial schedules and for those in which the F among them wait."""
+        origin = np.arange(len(beam.counts))
+        chosen = self._conflict(self._allowed(beam, self._starts(beam), goal))
+        if not waits:
+            return origin, beam, chosen
+        late = chosen & self.begins
+        rows = np.flatnonzero(late.any(1))
+        if not len(rows):
+            return origin, beam, chosen
+        waiting = beam.take(rows)
+        waiting = waiting._replace(shut=waiting.shut | late[rows])
+        others = self._conflict(self._allowed(waiting, self._starts(waiting), goal))
+        return np.concatenate([origin, rows]), beam.joined(waiting), np.concatenate([chosen, others])
+
+    def _starts(self, beam: Partial) -> Times:
+        """Per node, the earliest start of its next action; NEVER where what it needs is not placed."""
+        self.spent += beam.counts.size
+        at = beam.counts[:, self._target] - self._lag
+        rows = np.arange(len(at))[:, None]
+        known = beam.ends[rows, self._source, np.where(at < 0, self.shop.microbatches, at)] + self._delay
+        found: Times = np.maximum(np.maximum.reduceat(known, self._first_arc, axis=1), beam.free[:, self.device])
+        return found
+
+    def _allowed(self, beam: Partial, starts: Times, goal: Goal) -> Times:
+        """The starts, NEVER for actions that may not come next."""
+        never = beam.shut | (beam.counts >= goal.stop) | (self.begins & (beam.live[:, self.device] >= self._cap))
+        if self._banker is not None:
+            never |= self._banker.unsafe(beam.counts)
+        return np.where(never, NEVER, starts)
+
+    def _conflict(self, starts: Times) -> Flags:
+        """On the device where an action can end first, the actions that could start before that end."""
+        ends = starts + self.length
+        first = ends.argmin(1)
+        rows = np.arange(len(ends))
+        end = ends[rows, first]
+        found: Flags = (self.device == self.device[first][:, None]) & (starts < end[:, None])
+        found[rows, first] = np.isfinite(end)
+        return found
+
+    def _place(self, beam: Partial, node: Numbers, goal: Goal) -> Partial:
+        """Each partial schedule with the next action of a node placed; the arrays are changed in place."""
+        rows = np.arange(len(node))
+        at = beam.counts[rows, node]
+        device = self.device[node]
+        end = self._starts(beam)[rows, node] + self.length[node]
+        beam.ends[rows, node, at] = end
+        beam.counts[rows, node] += 1
+        beam.free[rows, device] = end
+        beam.live[rows, device] += self.change[node]
+        beam.shut[self.device == device[:, None]] = False
+        return beam._replace(reached=np.maximum(beam.reached, end + goal.tails[node, at]))
+
+    def _best(self, beam: Partial, score: Times, width: int) -> Numbers:
+        """The rows of least score, one of those that have placed the same actions."""
+        ranked = np.argsort(score, kind="stable")
+        ranked = ranked[score[ranked] < NEVER]
+        key = beam.counts[ranked] @ self._hash[0] + beam.shut[ranked] @ self._hash[1]
+        _, first = np.unique(key, return_index=True)
+        found: Numbers = ranked[np.sort(first)[:width]]
+        return found
+
+
+class _DeviceBounds:
+    """Bounds of the makespan for partial schedules, a device each."""
+
+    def __init__(self, beam: Beam, goal: Goal) -> None:
+        self._beam, self._goal = beam, goal
+        device = beam.device
+        last = goal.tails[np.arange(len(device)), np.maximum(goal.stop - 1, 0)]
+        # Nodes of a device, those first whose last action has the longest tail: with any of them come all before it.
+        self._order = np.lexsort((-last, device))
+        self._tail, self._of = last[self._order], device[self._order]
+        self._first = np.searchsorted(self._of, np.arange(beam.shop.devices))
+        together = (self._of[:, None] == self._of) & (np.arange(len(device))[:, None] <= np.arange(len(device)))
+        self._work = together * beam.length[self._order][:, None]
+
+    def score(self, partial: Partial, starts: Times, mean: float) -> Times:
+        """What ranks partial schedules: the largest bound and some of the mean; NEVER for those that are of no use."""
+        beam, goal = self._beam, self._goal
+        left = goal.stop - partial.counts
+        todo = left > 0
+        known = todo & (starts < NEVER)
+        tails = goal.tails[np.arange(len(goal.stop)), np.where(todo, partial.counts, -1)]
+        alone = np.where(known, np.where(known, starts, 0) + beam.length + np.where(known, tails, 0), 0)
+        # An action whose needs are not placed starts no earlier than the first that can.
+        soonest = _finite(np.where(todo, starts, NEVER).min(1, initial=NEVER))[:, None]
+        head = np.where(known, starts, np.where(todo, np.maximum(partial.free[:, beam.device], soonest), NEVER))
+        heads = np.minimum.reduceat(head[:, self._order], self._first, axis=1)
+        work = left[:, self._order] @ self._work
+        together = np.where(todo[:, self._order], _finite(heads)[:, self._of] + work + self._tail, 0)
+        device = np.maximum.reduceat(np.maximum(together, alone[:, self._order]), self._first, axis=1)
+        device = np.maximum(device, partial.free + goal.after)
+        bound = np.maximum(device.max(1), partial.reached)
+        dead = todo.any(1) & ~known.any(1)
+        found: Times = np.where(dead | (bound >= goal.limit), NEVER, bound + mean * device.mean(1))
+        return found
+
+
+def _finite(times: Times) -> Times:
+    found: Times = np.where(times < NEVER, times, 0)
+    return found
+
+
+class _Banker(NamedTuple):
+    """Whether memory is left for the rest: the microbatches in flight can be finished one after the other (Dijkstra's banker)."""
+
+    begins: Numbers  # nodes that take memory
+    needs: tuple[tuple[int, ...], ...]  # of each of them, the nodes after which what it took can be released at once
+    member: Numbers  # [begins, devices]
+    device: Numbers
+    cap: int
+    microbatches: Numbers
+
+    @classmethod
+    def of(cls, shop: JobShop) -> _Banker:
+        """The banker of a job shop with a cap."""
+        begins = [n for n, node in enumerate(shop.nodes) if node.begins]
+        release = {node.stage: n for n, node in enumerate(shop.nodes) if node.releases}
+        needs = tuple(tuple(a.source for a in shop.arcs if a.target == release[shop.nodes[n].stage] and not a.lag) for n in begins)
+        device = np.array([shop.nodes[n].device for n in begins])
+        member = (device[:, None] == np.arange(shop.devices)).astype(np.int64)
+        assert shop.cap is not None
+        return cls(np.array(begins), needs, member, device, shop.cap, np.arange(shop.microbatches))
+
+    def unsafe(self, counts: Numbers) -> Flags:
+        """Per node, whether its next action would take memory that an earlier microbatch needs."""
+        begun = counts[:, self.begins][:, :, None]
+        released = np.stack([counts[:, need].min(1) for need in self.needs], 1)[:, :, None]
+        missing = begun <= self.microbatches
+        held = np.maximum(0, begun - np.maximum(released, self.microbatches)) + missing
+        total = np.einsum("rnm,nd->rdm", held, self.member)[:, self.device]
+        # One more begins: it is held from its own microbatch on down, and is no longer missing at its own.
+        more = (begun >= self.microbatches).astype(np.int64) - (begun == self.microbatches)
+        found = np.zeros(counts.shape, bool)
+        found[:, self.begins] = (total + more > self.cap).any(2)
+        return found

@@ -1,0 +1,58 @@
+"""How far from optimal a schedule can be, and who says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Objective(Enum):
+    """What a schedule is made short in: the whole step, or the time of a microbatch in its steady state."""
+
+    MAKESPAN = "makespan"
+    PERIOD = "period"
+
+
+class Proof(Enum):
+    """Where a bound comes from, and of which schedules it holds."""
+
+    RELAXATION = "relaxations, for any schedule"
+    SOLVER = "CP-SAT, for any schedule without overlapped pairs"
+    SOLVER_SPLIT = "CP-SAT, for schedules of F, I and W"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What `build("auto", ...)` knows of its result: its makespan or period, and a bound that no schedule goes below.
+
+    Args:
+        objective: what `value` and `bound` are.
+        value: of the schedule, in the unit of its costs.
+        bound: no schedule for these costs, this placement (a loop and a V, where none was given) and this cap is below it.
+        proof: where the bound comes from.
+        max_activations: the cap that it holds for; None for any memory.
+
+    >>> print(Certificate(Objective.MAKESPAN, 57, 54, Proof.RELAXATION, max_activations=3))
+    makespan 57, at most 5.56% above the optimum for 3 activations a device (bound 54: relaxations, for any schedule)
+    """
+
+    objective: Objective
+    value: float
+    bound: float
+    proof: Proof
+    max_activations: int | None = None
+
+    @property
+    def gap(self) -> float:
+        """By what fraction of the bound the value is above it, at the most."""
+        return max(0.0, self.value / self.bound - 1) if self.bound else float(self.value > 0)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the value is the bound, up to the rounding of sums of floats."""
+        return self.gap < 1e-9
+
+    def __str__(self) -> str:
+        memory = "any memory" if self.max_activations is None else f"{self.max_activations} activations a device"
+        words = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
+        return f"{self.objective.value} {self.value:g}, {words} for {memory} (bound {self.bound:g}: {self.proof.value})"
