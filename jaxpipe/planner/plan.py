@@ -86,7 +86,8 @@ def plan(
     fitting: list[_Lowered] = []
     beyond: list[_Lowered] = []
     for candidate in candidates:
-        if len(fitting) == most:
+        # No program is shorter than its table, so what comes now cannot be among the best any more.
+        if len(fitting) >= most and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]:
             break
         lowered = _lower(question, candidate)
         (fitting if memory is None or lowered.memory.total <= memory else beyond).append(lowered)
