@@ -70,7 +70,8 @@ def test_memory_is_that_of_the_program():
     inner = max(stage.count("t") for stage in jp.parse_layout(gpipe.layout, devices=2).stages)
     assert gpipe.parts.stages == 4 * 4e8 * inner
     assert gpipe.parts.outer == 4 * (2e8 + 2e8)
-    assert gpipe.parts.residuals == 4 * inner * 1e8
+    # A run of layers is a scan, which keeps what each of them takes besides.
+    assert gpipe.parts.residuals == 4 * inner * (1e8 + 1e7)
     assert full.parts.residuals == 0
     assert full.seconds > gpipe.seconds
 
