@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 
 from rich import box
@@ -39,14 +40,22 @@ class Result:
 
     def write(self, path: Path | None) -> None:
         """Print to the screen, and into a file too where one is given."""
-        self.print(Console(width=WIDTH))
-        if path is None:
-            return
+        write_all([self], path)
+
+
+def write_all(results: Sequence[Result], path: Path | None) -> None:
+    """Print tables to the screen, one after the other, and into one file too where it is given; the machine stands above the first."""
+    consoles = [Console(width=WIDTH)]
+    text = StringIO()
+    consoles += [] if path is None else [Console(file=text, width=WIDTH)]
+    for console in consoles:
+        for number, result in enumerate(results):
+            if number:
+                console.print()
+            (replace(result, machine=()) if number else result).print(console)
+    if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            self.print(Console(file=file, width=WIDTH))
-        text = "\n".join(line.rstrip() for line in path.read_text().splitlines())
-        path.write_text(text + "\n")
+        path.write_text("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

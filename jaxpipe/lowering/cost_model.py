@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..simulation.simulate import action_durations
 from ..table.kinds import TOGETHER
 from .assign_ticks import Ticks
 from .limits import Prices
-from .requirements import Requirements
+from .requirements import Edge, Requirements
 
 # (delay, partners of each device, how long the permutes of each device last)
 _Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
@@ -117,15 +117,24 @@ def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]
 
 def least_makespan(requirements: Requirements, costs: NDArray[np.float64]) -> float:
     """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed."""
-    time = [0.0] * requirements.num_devices
-    due: dict[int, list[tuple[int, int, float]]] = {}
-    for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs.tolist(), strict=True)):
+    time = np.zeros(requirements.num_devices)
+    due: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+    transfers = [_by_slack(kind.slack) for kind in requirements.kinds]
+    for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs, strict=True)):
         if requirements.kinds[code].together:
-            time = [max(time)] * len(time)
-        time = [before + took for before, took in zip(time, row, strict=True)]
-        slack = requirements.kinds[code].slack
-        for (_, source, target), room in slack.items():
-            due.setdefault(tick + room, []).append((source, target, max(time[source], time[target])))
-        for source, target, met in due.pop(tick, ()):
-            time[source], time[target] = max(time[source], met), max(time[target], met)
-    return max(time, default=0.0)
+            time[:] = time.max()
+        time += row
+        for room, ends in transfers[code]:
+            due.setdefault(tick + room, []).append((ends, time[ends].max(axis=0)))
+        for ends, met in due.pop(tick, ()):
+            for end in ends:
+                np.maximum.at(time, end, met)
+    return float(time.max(initial=0.0))
+
+
+def _by_slack(slack: Mapping[Edge, int]) -> list[tuple[int, NDArray[np.int64]]]:
+    """(slack, [2, transfer] their sources and their targets) of each slack that occurs."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for (_, source, target), room in slack.items():
+        found.setdefault(room, []).append((source, target))
+    return [(room, np.array(pairs).T) for room, pairs in found.items()]

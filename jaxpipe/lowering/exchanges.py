@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.segments import Block, BlockUse, Payload, Permute, Presence, TickTemplate
-from ..table.encoded import BoolArray, IntArray
+from ..table.encoded import IntArray
 from .limits import LIMITS
 from .requirements import Edge, Requirements
 
@@ -67,27 +67,38 @@ def exchanges_of(needs: Sequence[frozenset[Edge]], times: IntArray) -> tuple[lis
     distinct = sorted(set(needs), key=lambda need: (len(need), sorted(need)))
     cluster = np.array([distinct.index(need) for need in needs])
     count: NDArray[np.float64] = np.bincount(cluster, weights=times).astype(np.float64)
-    members = np.array([[edge in need for edge in edges] for need in distinct])
-    enough = LIMITS.saves_enough * float(count @ members.sum(axis=1))
-    more = np.array([_additional(members, count, a) for a in range(len(count))])
+    number = {edge: i for i, edge in enumerate(edges)}
+    members = np.zeros((len(distinct), len(edges)))  # 1 where a set has an edge: of float, so that sizes of unions are matrix products
+    for row, need in zip(members, distinct, strict=True):
+        row[[number[edge] for edge in need]] = 1
+    sizes = members.sum(axis=1)
+    enough = LIMITS.saves_enough * float(count @ sizes)
+    more = _additional(count[:, None], count, sizes[:, None], sizes, members @ members.T)
+    np.fill_diagonal(more, np.inf)
     for left in range(len(count), 1, -1):
         a, b = divmod(int(more.argmin()), len(count))
         if left <= LIMITS.most_exchanges and more[a, b] > enough:
             break
         cluster[cluster == b] = a
-        members[a] |= members[b]
+        members[a] = np.maximum(members[a], members[b])
+        sizes[a] = members[a].sum()
         count[a] += count[b]
         count[b], more[b], more[:, b] = 0, np.inf, np.inf
-        more[a] = more[:, a] = np.where(np.isfinite(more[a]), _additional(members, count, a), np.inf)
+        alike = _additional(count[a], count, sizes[a], sizes, members @ members[a])
+        more[a] = more[:, a] = np.where(np.isfinite(more[a]), alike, np.inf)
     used, made = np.unique(cluster, return_inverse=True)
     return [frozenset(edge for edge, held in zip(edges, members[a], strict=True) if held) for a in used], made
 
 
-def _additional(members: BoolArray, count: NDArray[np.float64], a: int) -> NDArray[np.float64]:
-    """How much more would be transferred if set `a` were one with each of the others; infinite for itself."""
-    sizes = members.sum(axis=1)
-    found: NDArray[np.float64] = (count + count[a]) * (members | members[a]).sum(axis=1) - count * sizes - count[a] * sizes[a]
-    found[a] = np.inf
+def _additional(
+    count: NDArray[np.float64] | np.float64,
+    counts: NDArray[np.float64],
+    size: NDArray[np.float64] | np.float64,
+    sizes: NDArray[np.float64],
+    common: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """How much more would be transferred if one set were one with each of the others, with which it has so many edges in common."""
+    found: NDArray[np.float64] = (counts + count) * (sizes + size - common) - counts * sizes - count * size
     return found
 
 

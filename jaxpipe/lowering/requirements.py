@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..program.segments import Block, Payload
 from ..table.encoded import BoolArray, Encoded, IntArray
@@ -99,6 +101,7 @@ def keeps(table: Encoded) -> BoolArray:
     return found
 
 
+@lru_cache(maxsize=4)  # asked for to bound a candidate, and again to cut it into segments
 def collect(ticks: Ticks) -> Requirements:
     """The requirements of every tick."""
     schedule, table = ticks.schedule, ticks.schedule.encoded
@@ -110,18 +113,18 @@ def collect(ticks: Ticks) -> Requirements:
     # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines are equal ticks.
     chain = ~table.of_kinds(RECOMPUTE) & ~table.together  # they hand nothing on to another stage
     first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
-    fields = np.stack([table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack], 1)
-    lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int64)
+    fields = np.stack([table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack], 1, dtype=np.int32)
+    lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
     lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
     flat = lines.reshape(ticks.num_ticks, -1)
     numbers: dict[bytes, int] = {}
     codes = [numbers.setdefault(line.tobytes(), len(numbers)) for line in flat]
     shape = lines.shape[1:]
-    kinds = tuple(_tick_requirements(np.frombuffer(line, np.int64).reshape(shape)) for line in numbers)
+    kinds = tuple(_tick_requirements(np.frombuffer(line, np.int32).reshape(shape)) for line in numbers)
     return Requirements(kinds, np.array(codes, np.int64), table.num_devices, ticks.forward_first)
 
 
-def _tick_requirements(line: IntArray) -> TickRequirements:
+def _tick_requirements(line: NDArray[np.int32]) -> TickRequirements:
     """Read one line of `collect`: [device, half, field]."""
     blocks: dict[Block, Count] = {}
     slack: dict[Edge, int] = {}

@@ -241,9 +241,10 @@ class _Writer:
         mine = [np.flatnonzero(values.device == d) for d in devices]
         size = max(1, *(_peak(values.begin[chosen], values.end[chosen]) for chosen in mine))
         strays = self._strays(pool, values)
+        first = np.searchsorted(strays[0], np.arange(len(mine) + 1)).tolist()
         slots = np.zeros(len(values.device), np.int64)
         for device, chosen in zip(devices, mine, strict=True):
-            tick, lane, arrives = (column[strays[1] == device] for column in (strays[0], strays[2], strays[3]))
+            tick, lane, arrives = (column[first[device] : first[device + 1]] for column in strays[1:])
             moments, back = np.unique(_moment(arrives, _ARRIVE), return_inverse=True)
             slots[chosen], free = _scan(values.begin[chosen], values.end[chosen], moments, size)
             for n in np.unique(lane).tolist():
@@ -258,14 +259,14 @@ class _Writer:
         return size
 
     def _strays(self, pool: PoolName, values: _Values) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """(tick, device, lane, tick of arrival) of what permutes bring to devices that have no message in them."""
+        """(device, tick, lane, tick of arrival) of what permutes bring to devices that have no message in them, device by device."""
         payloads = [payload for payload, name in POOL_OF.items() if name is pool]
-        strays = np.repeat(np.isin(self._arrivals.payload, payloads)[:, None], self._actions.num_devices, axis=1)
+        strays = np.repeat(np.isin(self._arrivals.payload, payloads)[None], self._actions.num_devices, axis=0)
         for entry in values.entries:
             if id(entry.table) in self._lanes:
-                strays[entry.tick, values.device[entry.which], self._lanes[id(entry.table)]] = False
-        tick, device, lane = np.nonzero(strays)
-        return tick, device, lane, tick + self._arrivals.delay[tick, lane]
+                strays[values.device[entry.which], entry.tick, self._lanes[id(entry.table)]] = False
+        device, tick, lane = np.nonzero(strays)
+        return device, tick, lane, tick + self._arrivals.delay[tick, lane]
 
 
 class _Arrivals:

@@ -39,6 +39,8 @@ class LayerCost:
         boundary: bytes of its output of one microbatch, which is sent if the next layer is on another device.
         stash: bytes that the gradient of the input leaves for that of the weights.
         workspace: bytes that it needs while it runs.
+        hoisted: bytes that are computed from its parameters once a step and kept (casts).
+        batch: bytes of one microbatch of the batch that it reads ("E", "L").
 
     Raises:
         CostError: a value is negative, infinite or no number.
@@ -58,6 +60,8 @@ class LayerCost:
     boundary: float = 0
     stash: float = 0
     workspace: float = 0
+    hoisted: float = 0
+    batch: float = 0
 
     def __post_init__(self) -> None:
         faults = []
@@ -83,8 +87,12 @@ class LayerCost:
     @property
     def held_bytes(self) -> float:
         """Bytes of parameters, gradients and optimizer state."""
-        optimizer = 2 * self.gradient_bytes if self.optimizer is None else self.optimizer
-        return self.parameters + self.gradient_bytes + optimizer
+        return self.parameters + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of the optimizer's state."""
+        return 2 * self.gradient_bytes if self.optimizer is None else self.optimizer
 
 
 def stage_costs(layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat, transfer: float) -> Costs:

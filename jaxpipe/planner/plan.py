@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
@@ -18,10 +18,11 @@ from ..simulation.simulate import simulate
 from ..table.schedule import Schedule
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
-from .memory import Memory, memory_of
+from .memory import Memory, memory_of, optimizer_bytes
 from .question import Question
 from .result import PipelinePlan, Plans, Rejected, gib
 
+_Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 # Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "auto")
 _MOVES = 60  # layouts that are simulated for each of the best candidates
@@ -43,6 +44,7 @@ def plan(
     seed: int = 0,
     most: int = 8,
     progress: Callable[[int, int], None] | None = None,
+    traced: Callable[[PipelinePlan], Mapping[str, int]] | None = None,
 ) -> Plans:
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and remat, with what each device holds.
 
@@ -64,6 +66,8 @@ def plan(
         seed: of the search.
         most: how many plans to return.
         progress: is told (how many candidates are done, of how many).
+        traced: the memory of a step by what it is for, and its "total", of the traced model (`traced_memory` makes it); it takes the place
+            of the sums of layers' sizes for every plan that is lowered.
 
     Returns:
         Plans, a sequence with `.rejected`: what was left out, and why.
@@ -86,16 +90,17 @@ def plan(
     fitting: list[_Lowered] = []
     beyond: list[_Lowered] = []
     for candidate in candidates:
-        if len(fitting) == most:
+        # No program is shorter than its table, so what comes now cannot be among the best any more.
+        if len(fitting) >= most and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]:
             break
-        lowered = _lower(question, candidate)
-        (fitting if memory is None or lowered.memory.total <= memory else beyond).append(lowered)
+        lowered = _lower(question, candidate, traced)
+        (fitting if memory is None or lowered.needs <= memory else beyond).append(lowered)
     if not fitting:
         raise _nothing_fits(question, beyond, rejected)
     if search:
-        fitting += _searched(question, min(fitting, key=lambda f: f.seconds), search, seed)
-    fitting.sort(key=lambda f: (f.seconds, f.memory.total))
-    rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.memory.total - (memory or 0))}", b.seconds) for b in beyond]
+        fitting += _searched(question, min(fitting, key=lambda f: f.seconds), search, seed, traced)
+    fitting.sort(key=lambda f: (f.seconds, f.needs))
+    rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))}", b.seconds) for b in beyond]
     return Plans(tuple(_result(question, f) for f in fitting[:most]), tuple(rejected))
 
 
@@ -127,6 +132,13 @@ class _Lowered:
     candidate: _Candidate
     seconds: float
     memory: Memory
+    traced: Mapping[str, int] | None = None
+    optimizer: float = 0.0
+
+    @property
+    def needs(self) -> float:
+        """Bytes of one device."""
+        return self.memory.total if self.traced is None else self.traced["total"] + self.optimizer
 
 
 def _candidates(question: Question, progress: Callable[[int, int], None] | None) -> tuple[list[_Candidate], list[Rejected]]:
@@ -199,23 +211,26 @@ def _refined(question: Question, candidate: _Candidate) -> _Candidate:
     return min(same, _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout), key=lambda c: c.seconds)
 
 
-def _lower(question: Question, candidate: _Candidate) -> _Lowered:
+def _lower(question: Question, candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
     lowered = plan_of(candidate.schedule)
     seconds = program_makespan(cost_matrix(lowered.ticks, candidate.costs), lowered.segments, transfer=question.transfer)
-    held = memory_of(candidate.layout, candidate.schedule.placement, question.costs, lowered, remat=candidate.remat)
-    return _Lowered(candidate, seconds, held)
+    placement = candidate.schedule.placement
+    found = _Lowered(candidate, seconds, memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat))
+    if traced is None:
+        return found
+    return replace(found, traced=traced(_plan(question, found)), optimizer=optimizer_bytes(candidate.layout, placement, question.costs))
 
 
-def _searched(question: Question, best: _Lowered, seconds: float, seed: int) -> list[_Lowered]:
+def _searched(question: Question, best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
     """A shorter table for the best plan's layout and memory, if the search finds one."""
     old = best.candidate
     cap = max(*simulate(old.schedule, old.costs).peak_activations, old.schedule.num_chunks)
     shape: dict[str, Any] = {"devices": question.devices, "microbatches": question.microbatches, "chunks": old.chunks}
     table = build("auto", **shape, placement=old.schedule.placement, max_activations=cap, costs=old.costs, search=seconds, seed=seed)
     found = old._replace(name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan)
-    lowered = _lower(question, found)
-    fits = question.memory is None or lowered.memory.total <= question.memory
+    lowered = _lower(question, found, traced)
+    fits = question.memory is None or lowered.needs <= question.memory
     return [lowered] if fits and lowered.seconds < best.seconds else []
 
 
@@ -226,12 +241,12 @@ def _nothing_fits(question: Question, beyond: Sequence[_Lowered], rejected: Sequ
             "no schedule can be built for this model", [f"{r.what}: {r.why}" for r in rejected] or ["none was asked for"]
         )
     assert question.memory is not None
-    near = min(beyond, key=lambda b: b.memory.total)
-    needs = near.memory.total - question.memory
+    near = min(beyond, key=lambda b: b.needs)
+    needs = near.needs - question.memory
     part, held = max(vars(near.memory).items(), key=lambda item: item[1])
     return PlanError(
         f"nothing fits into {gib(question.memory)} a device: the nearest is {near.candidate.words}, layout {near.candidate.layout}, "
-        f"which needs {gib(near.memory.total)}, {gib(needs)} more (most of it, {gib(held)}, {_PARTS[part]}); use more "
+        f"which needs {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, {_PARTS[part]}); use more "
         "devices or smaller microbatches, allow other chunks and remat='full', or shard parameters and optimizer state over another axis"
     )
 
@@ -243,6 +258,7 @@ _PARTS = {
     "stash": "stash",
     "boundaries": "stage inputs and cotangents",
     "workspace": "workspace",
+    "batch": "the batch",
 }
 
 
@@ -260,15 +276,22 @@ def _result(question: Question, lowered: _Lowered) -> PipelinePlan:
         f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms a microbatch, "
         f"the mean is {sum(whole) / len(whole) * 1e3:.3g} ms{gap}"
     )
+    return replace(_plan(question, lowered), lower_bound=bound, why=why)
+
+
+def _plan(question: Question, lowered: _Lowered) -> PipelinePlan:
+    """A plan without its reasons."""
+    c = lowered.candidate
     return PipelinePlan(
         layout=str(c.layout),
         schedule=c.schedule,
         remat=c.remat.value,
         seconds=lowered.seconds,
-        memory=(lowered.memory.total,) * question.devices,
-        lower_bound=bound,
-        why=why,
+        memory=(lowered.needs,) * question.devices,
+        lower_bound=0.0,
+        why="",
         words=c.words,
         costs=c.costs,
         parts=lowered.memory,
+        traced=lowered.traced,
     )

@@ -28,7 +28,8 @@ class PipelinePlan:
         why: where its time goes, in a sentence.
         words: its choices in short.
         costs: of its stages, in seconds.
-        parts: what a device's memory is for.
+        parts: what a device's memory is for, from the sizes of its layers.
+        traced: the same of a step of the traced model, without the optimizer's state (`plan(traced=)`).
     """
 
     layout: str
@@ -41,6 +42,7 @@ class PipelinePlan:
     words: str = field(default="", compare=False)
     costs: Costs = field(default_factory=Costs, compare=False)
     parts: Memory | None = field(default=None, compare=False)
+    traced: Mapping[str, int] | None = field(default=None, compare=False)
 
     @property
     def timeline(self) -> Timeline:

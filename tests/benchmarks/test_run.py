@@ -61,6 +61,17 @@ def test_program_makespan(tmp_path):
     assert (unit, measured, blocks) == ("1.000", "1.000", "4")
 
 
+@pytest.mark.slow
+def test_at_scale(tmp_path):
+    """The bubble rates of the zero-bubble paper and the formulas of DeepSeek-V3 come out of the tables."""
+    text = table_of(tmp_path, "at_scale", "--runs", "gpt3-12", "--size", "4,16", "--tables", "interleaved_1f1b:4")
+    published = [line.split() for line in text.splitlines() if line.split()[:1] == ["ZB"]]
+    assert len(published) == 9
+    assert all(abs(float(difference)) < 1e-4 for *_, difference in published)
+    ((_, _, _, simulated, formula, *_),) = rows_of(text, "dualpipe")
+    assert simulated == formula == "14"
+
+
 @pytest.mark.exhaustive
 def test_stage_costs(tmp_path):
     assert rows_of(table_of(tmp_path, "stage_costs", "--tiny", "--repeats", "2"), "W")
