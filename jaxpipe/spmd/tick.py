@@ -46,7 +46,7 @@ class _Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class _Code:
-    """What is emitted for the ticks of a trip: the kinds of stages that run each block, and whether a lane's slots may keep what they have."""
+    """What is emitted for the ticks of a trip: the kinds of stages that run each block, and whether the slots of a lane may keep."""
 
     segment: Segment
     kinds: list[list[tuple[int, ...]]]
