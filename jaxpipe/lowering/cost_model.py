@@ -32,6 +32,7 @@ def program_price(makespan: float, segments: Sequence[Segment], num_devices: int
     """A makespan in which waiting for transfers has its price, with that of traffic, of predicates, and of the code to compile."""
     traffic = prices.traffic * sum(segment.num_sends for segment in segments) / num_devices
     predicates = prices.predicate * sum(segment.num_predicates for segment in segments)
+    predicates += prices.meeting * sum(segment.num_meeting_predicates for segment in segments)
     return (makespan + traffic + predicates) * (
         1 + sum(prices.block * segment.size + prices.permute * segment.permutes for segment in segments)
     )

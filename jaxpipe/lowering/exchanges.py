@@ -13,7 +13,7 @@ from .limits import LIMITS
 from .requirements import Edge, Requirements
 
 
-def template_of(requirements: Requirements, group: slice, *, room: int = 0, gated: bool = False) -> tuple[TickTemplate, IntArray]:
+def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, gated: bool = False) -> tuple[TickTemplate, IntArray]:
     """One template that serves every tick in the group: the union of their blocks, and the exchanges that they choose among.
 
     The second value is each tick's choice.  With `gated`, unless most ticks need all transfers, those that transfer different things have

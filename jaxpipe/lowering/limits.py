@@ -18,6 +18,8 @@ class Prices(NamedTuple):
     traffic: float  # time of what a device sends, whether it waits or not
     block: float  # share of the makespan that one compiled block of stage code is worth
     permute: float = 5e-5  # the same for a compiled permute
+    # Time of a predicate around what all devices do together: its collectives cannot be in a CUDA graph, so the host waits, each tick.
+    meeting: float = 0.02
 
 
 # Little code: no transfer is made for nothing, but a ramp of a few ticks must not cost a second of compile time.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Segment
+from ..program.segments import Block, Segment, TickTemplate
 from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
@@ -28,6 +28,7 @@ class Span(NamedTuple):
     stop: int
     period: int
     gated: bool = False  # ticks that transfer different things choose among exchanges (`template_of`)
+    runs: tuple[int, ...] = ()  # ticks of a trip that follow each other and share their code (`Segment.runs`)
 
 
 def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = LITTLE_CODE) -> tuple[Segment, ...]:
@@ -53,7 +54,7 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     kept = kept_ticks(requirements.codes)
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
     chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], prices)
-    starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
+    starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks))), *_between_meetings(short)]
     best = chooser.best([*starts, *([span._replace(gated=True) for span in start] for start in starts)])
     whole = np.append(kept, len(requirements))
     return segments_of([span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best], requirements)
@@ -95,7 +96,9 @@ def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
     """`[tick, device]`: whether it runs a forward, and whether it runs a backward."""
     table = ticks.schedule.encoded
     busy = np.zeros((2, ticks.num_ticks, table.num_devices), bool)
-    busy[(~table.of_kinds(RUNS_FORWARD)).astype(np.int64), ticks.when, table.device] = True
+    mine = ~table.together
+    direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
+    busy[direction[mine], ticks.when[mine], table.device[mine]] = True
     return busy[0], busy[1]
 
 
@@ -120,6 +123,38 @@ def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
                 spans = [Span(a, b, period if (a, b) == (begin, end) else min(b - a, LIMITS.longest_period)) for a, b in pairwise(marks)]
                 found.append(spans)
     return found
+
+
+def _between_meetings(requirements: Requirements) -> list[list[Span]]:
+    """The stretch in which all devices meet at equal intervals, its ticks between meetings sharing code; and what is before and after it.
+
+    There no meeting has a predicate.
+    """
+    met = [frozenset(block for block in kind.blocks if block.is_share) for kind in requirements.kinds]
+    numbers = {blocks: number for number, blocks in enumerate(dict.fromkeys([frozenset[Block](), *met]))}
+    marks = np.array([numbers[blocks] for blocks in met])[requirements.codes]  # 0 where nobody meets
+    stop, found = len(marks), []
+    for period in range(2, LIMITS.longest_period + 1):
+        begin, length = _longest_true(marks[period:] == marks[:-period]) if period < stop else (0, 0)
+        first = np.flatnonzero(marks[begin : begin + period])
+        repeats = (length + period - int(first[0])) // period if len(first) else 0
+        if repeats < 2:
+            continue
+        start = begin + int(first[0])
+        trip = marks[start : start + period]
+        # A run ends at a meeting and after it.
+        ends = [j for j in range(1, period) if trip[j] or trip[j - 1]]
+        runs = tuple(np.diff([0, *ends, period]).tolist())
+        spans = [Span(0, start, 1), Span(start, start + repeats * period, period, runs=runs), Span(start + repeats * period, stop, 1)]
+        found.append([span for span in spans if span.start < span.stop])
+    # The shortest period in which it is as long as in any: its multiples are the same again.
+    longest = max((_steady(spans) for spans in found), default=0)
+    return [next(spans for spans in found if _steady(spans) > longest - LIMITS.longest_period)] if found else []
+
+
+def _steady(spans: list[Span]) -> int:
+    """How long the stretch between meetings is."""
+    return sum(span.stop - span.start for span in spans if span.runs)
 
 
 class _Chooser:
@@ -181,7 +216,7 @@ class _Chooser:
                     both = Span(left.start, right.stop, period, left.gated or right.gated)
                     found.append([*spans[:i], both, *spans[i + 2 :]])
         for i, span in enumerate(spans):
-            others = [span._replace(period=p) for p in periods if p != span.period and p <= span.stop - span.start]
+            others = [span._replace(period=p, runs=()) for p in periods if p != span.period and p <= span.stop - span.start]
             for other in [*others, span._replace(gated=not span.gated)]:
                 found.append([*spans[:i], other, *spans[i + 1 :]])
         return found
@@ -197,17 +232,24 @@ def _segments(span: Span, requirements: Requirements) -> list[Segment]:
     left_over = (span.stop - span.start) % span.period
     middle = span.stop - left_over
     parts = [(span.start, middle, span.period), (middle, span.stop, left_over)]
-    return [_segment(Span(*part, gated=span.gated), requirements) for part in parts if part[0] < part[1]]
+    runs = () if left_over else span.runs
+    return [_segment(Span(*part, gated=span.gated, runs=runs), requirements) for part in parts if part[0] < part[1]]
 
 
 def _segment(span: Span, requirements: Requirements) -> Segment:
     """The segment of a span whose length is a multiple of its period."""
-    groups = [slice(span.start + j, span.stop, span.period) for j in range(span.period)]
-    found = [template_of(requirements, group, room=span.period - 1 - j, gated=span.gated) for j, group in enumerate(groups)]
-    templates = tuple(template for template, _ in found)
-    choices = np.stack([choice for _, choice in found], axis=1)
+    ticks = np.arange(span.start, span.stop).reshape(-1, span.period)
+    choices = np.zeros_like(ticks)
+    templates: list[TickTemplate] = []
+    for length in span.runs or (1,) * span.period:
+        j = len(templates)
+        mine = slice(j, j + length)
+        room = 0 if span.runs else span.period - 1 - j
+        template, choice = template_of(requirements, ticks[:, mine].ravel(), room=room, gated=span.gated)
+        choices[:, mine] = choice.reshape(-1, length)
+        templates += [template] * length
     chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
-    return Segment(span.start, len(choices), templates, chosen)
+    return Segment(span.start, len(ticks), tuple(templates), chosen, span.runs)
 
 
 def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:

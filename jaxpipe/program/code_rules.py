@@ -70,6 +70,7 @@ def code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     yield from _limited(_action_faults(program))
     yield from _limited(_template_faults(program, blocks))
     yield from _limited(_missing_shares(program, blocks))
+    yield from _limited(_run_faults(program))
 
 
 def _limited(found: Iterator[Fault]) -> Iterator[Fault]:
@@ -169,6 +170,15 @@ def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fa
             yield from _part_faults(use, half, ticks, runs)
         for tick, device in zip(*np.nonzero(covered != (half.chunk != NOBODY)), strict=True):
             yield Fault(Rule.CODE, f"the template has the code of its {name} {covered[tick, device]} times", int(tick), int(device))
+
+
+def _run_faults(program: Program) -> Iterator[Fault]:
+    """Ticks that share code within a trip have one template, and what they send arrives in the same tick."""
+    for segment in program.segments:
+        for j, stop in segment.emitted:
+            alike = all(template == segment.templates[j] for template in segment.templates[j:stop])
+            if stop - j > 1 and not (alike and all(permute.delay == 0 for permute in segment.templates[j].permutes)):
+                yield Fault(Rule.CODE, "shares code with the next tick, which needs other code or awaits its transfers", segment.start + j)
 
 
 def _missing_shares(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:

@@ -113,6 +113,11 @@ class TickTemplate:
         return gates + sum(use.active is not Presence.ALWAYS for use in self.blocks)
 
     @property
+    def num_meeting_predicates(self) -> int:
+        """Those of them that are around what all devices do together."""
+        return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.is_share)
+
+    @property
     def lanes(self) -> tuple[Payload, ...]:
         """What may arrive at the end of the tick, whichever exchange it makes: activations, then cotangents."""
         return tuple(p for p in Payload for _ in range(max(sum(q.payload is p for q in exchange) for exchange in self.exchanges)))
@@ -136,6 +141,8 @@ class Segment:
     repeats: int
     templates: tuple[TickTemplate, ...]
     choices: tuple[int, ...] = ()  # per tick, the exchange that it makes; empty where every template has just one
+    # Lengths of runs of equal templates, each emitted once, as a scan within the trip; their permutes have no delay.  Empty: all are 1.
+    runs: tuple[int, ...] = ()
 
     @property
     def period(self) -> int:
@@ -147,20 +154,37 @@ class Segment:
         """The tick after the last one."""
         return self.start + self.repeats * self.period
 
+    @cached_property
+    def emitted(self) -> tuple[tuple[int, int], ...]:
+        """Per template that is emitted: the first tick of a trip that has it, and the one after the last."""
+        stops = np.cumsum(self.runs or (1,) * self.period).tolist()
+        return tuple(zip((0, *stops[:-1]), stops, strict=True))
+
+    def sharing(self, j: int) -> NDArray[np.int64]:
+        """The ticks that run the code emitted for the j-th tick of a trip."""
+        start, stop = next((a, b) for a, b in self.emitted if a <= j < b)
+        found: NDArray[np.int64] = np.arange(self.start, self.stop).reshape(self.repeats, self.period)[:, start:stop].ravel()
+        return found
+
     @property
     def size(self) -> int:
         """Blocks of stage code that are compiled for it."""
-        return sum(len(p.blocks) for p in self.templates)
+        return sum(len(self.templates[j].blocks) for j, _ in self.emitted)
 
     @property
     def permutes(self) -> int:
         """Permutes that are compiled for it."""
-        return sum(len(p.permutes) for p in self.templates)
+        return sum(len(self.templates[j].permutes) for j, _ in self.emitted)
 
     @property
     def num_predicates(self) -> int:
         """How many predicates all its ticks have."""
         return self.repeats * sum(p.num_predicates for p in self.templates)
+
+    @property
+    def num_meeting_predicates(self) -> int:
+        """Those of them that are around what all devices do together."""
+        return self.repeats * sum(p.num_meeting_predicates for p in self.templates)
 
     @cached_property
     def chosen(self) -> NDArray[np.int64]:
@@ -188,4 +212,5 @@ class Segment:
 
     def __str__(self) -> str:
         head = f"ticks {self.start}..{self.stop - 1}: {self.repeats} x {self.period}"
-        return "\n".join([head, *(f"  {p}" for p in self.templates)])
+        times = [f"{stop - j} x " if stop - j > 1 else "" for j, stop in self.emitted]
+        return "\n".join([head, *(f"  {n}{self.templates[j]}" for n, (j, _) in zip(times, self.emitted, strict=True))])

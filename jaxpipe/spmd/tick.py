@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from numpy.typing import NDArray
 
 from ..arrays import Leaves, Scalar
 from ..program.code_rules import half_of
 from ..program.ir import Program
-from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, pairs_of
+from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, map_fields, pairs_of
 from ..program.segments import BlockUse, Payload, Presence, Segment
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
@@ -41,6 +42,26 @@ class _Pair(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.ahead.block} with {self.back.block}"
+
+
+@dataclass(frozen=True)
+class _Code:
+    """What is emitted for the ticks of a trip: the kinds of stages that run each block, and whether the slots of a lane may keep."""
+
+    segment: Segment
+    kinds: list[list[tuple[int, ...]]]
+    keeps: list[list[bool]]
+
+
+# By tick of the trip, what arrives at its end: (payload, may a slot keep what it has, the record, what was sent).
+_Awaited: TypeAlias = dict[int, list[tuple[Payload, bool, Arrival[Scalar], Leaves]]]
+
+
+def _numbers(row: TickRecord[Scalar]) -> Any:
+    """A record's numbers in one array."""
+    found: list[Any] = []
+    map_fields(found.append, row)
+    return jnp.stack(found)
 
 
 def _left(use: BlockUse, pairs: Sequence[_Pair]) -> Presence:
@@ -76,34 +97,49 @@ class TickEmitter:
 
     def trip(self, segment: Segment, rows: list[TickRecord[Scalar]], state: State) -> State:
         """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32 scalars)."""
-        kinds, keeps = self._kinds_at(segment), self._keeps_at(segment)
-        awaited: dict[int, list[tuple[Payload, bool, Arrival[Scalar], Leaves]]] = {}
-        for j, (template, row) in enumerate(zip(segment.templates, rows, strict=True)):
-            fuses = self.clock is None and all(len(those) == 1 for those in kinds[j])
-            pairs = self._pairs_at(segment, j) if fuses else []
-            for pair in pairs:
-                with jax.named_scope(str(pair)):
-                    both = [kinds[j][template.blocks.index(use)][0] for use in (pair.ahead, pair.back)]
-                    state = self._pair(pair, both, row, state)
-            for use, those in zip(template.blocks, kinds[j], strict=True):
-                left = _left(use, pairs)
-                for kind in those if left is not Presence.NEVER else ():
-                    with jax.named_scope(self._scope(use, kind)):
-                        state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
-            with jax.named_scope("exchange"):
-                if len(template.exchanges) > 1:
-                    state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
-                else:
-                    for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
-                        brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
-                        awaited.setdefault(j + permute.delay, []).append((permute.payload, keeps[j][lane], row.arrivals[lane], brought))
-            # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
-            # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
-            for payload, keep, arrival, leaves in awaited.pop(j, ()):
-                with jax.named_scope("exchange"):
-                    at = replace(arrival, slot=jnp.where(given(state.token), 0, arrival.slot))
-                    state = arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
+        code = _Code(segment, self._kinds_at(segment), self._keeps_at(segment))
+        awaited: _Awaited = {}
+        for j, stop in segment.emitted:
+            if stop - j == 1:
+                state = self._tick(code, j, rows[j], state, awaited)
+                continue
+
+            def one(state: State, numbers: Any, j: int = j) -> tuple[State, None]:
+                column = iter(range(numbers.shape[0]))
+                row = map_fields(lambda _: numbers[next(column)], rows[j])
+                return self._tick(code, j, row, state, {}), None
+
+            state = lax.scan(one, state, jnp.stack([_numbers(row) for row in rows[j:stop]]))[0]
         assert not awaited, "a transfer is awaited after its trip"
+        return state
+
+    def _tick(self, code: _Code, j: int, row: TickRecord[Scalar], state: State, awaited: _Awaited) -> State:
+        """One tick; what it sends and awaits later is noted in `awaited`."""
+        segment, template, kinds = code.segment, code.segment.templates[j], code.kinds[j]
+        fuses = self.clock is None and all(len(those) == 1 for those in kinds)
+        pairs = self._pairs_at(segment, j) if fuses else []
+        for pair in pairs:
+            with jax.named_scope(str(pair)):
+                both = [kinds[template.blocks.index(use)][0] for use in (pair.ahead, pair.back)]
+                state = self._pair(pair, both, row, state)
+        for use, those in zip(template.blocks, kinds, strict=True):
+            left = _left(use, pairs)
+            for kind in those if left is not Presence.NEVER else ():
+                with jax.named_scope(self._scope(use, kind)):
+                    state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
+        with jax.named_scope("exchange"):
+            if len(template.exchanges) > 1:
+                state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
+            else:
+                for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
+                    brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
+                    awaited.setdefault(j + permute.delay, []).append((permute.payload, code.keeps[j][lane], row.arrivals[lane], brought))
+        # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
+        # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
+        for payload, keep, arrival, leaves in awaited.pop(j, ()):
+            with jax.named_scope("exchange"):
+                at = replace(arrival, slot=jnp.where(given(state.token), 0, arrival.slot))
+                state = arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
         return state
 
     def _block(self, use: BlockUse, kind: int, row: TickRecord[Scalar], state: State, *, asks: bool, alone: bool) -> State:
@@ -133,7 +169,7 @@ class TickEmitter:
 
     def _pairs_at(self, segment: Segment, j: int) -> list[_Pair]:
         """The overlapped pairs of a template's ticks: a forward and a whole backward of one device in one tick."""
-        ticks = slice(segment.start + j, segment.stop, segment.period)
+        ticks = segment.sharing(j)
         forward, backward = self.program.ticks.forward, self.program.ticks.backward
         ahead = pairs_of(forward, backward)[ticks]
         if self._has_recompute or not ahead.any():
@@ -187,18 +223,18 @@ class TickEmitter:
         kind_of = np.array(self.shared.kind_of)
         found = []
         for j, template in enumerate(segment.templates):
-            ticks = slice(segment.start + j, segment.stop, segment.period)
+            ticks = segment.sharing(j)
             found.append(
                 [(0,) if use.block.is_share else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist()) for use in template.blocks]
             )
         return found
 
-    def _stages(self, use: BlockUse, ticks: slice) -> NDArray[np.int32]:
+    def _stages(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int32]:
         """The stages that run a block in these ticks."""
         half = half_of(self.program, use.block)
         return half.stage[ticks][(half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))]
 
     def _keeps_at(self, segment: Segment) -> list[list[bool]]:
         """For each template and lane, whether a slot may keep what it has."""
-        ticks = [slice(segment.start + j, segment.stop, segment.period) for j in range(segment.period)]
+        ticks = [segment.sharing(j) for j in range(segment.period)]
         return [[not bool(arrival.takes[rows].all()) for arrival in self.program.ticks.arrivals] for rows in ticks]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from tests.gpu.programs import ROWS, TIME, first, gpu_fault, gpu_mesh, last, shapes, stage
+from jaxpipe.compiled import compile_and_read
+from tests.gpu.programs import ROWS, TIME, VOCAB, WIDTH, first, gpu_fault, gpu_mesh, last, shapes, stage
 
 FAULT = gpu_fault()
 pytestmark = [
@@ -23,6 +26,25 @@ def report(name: str, remat: str | None = None) -> dict[str, object]:
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, remat=remat)
     rows = jax.ShapeDtypeStruct((8 * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
+
+
+def test_a_spread_head_waits_for_nobody_in_the_steady_state() -> None:
+    """Its collectives are under no predicate: a host would wait for each, since no CUDA graph holds a collective."""
+
+    def head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
+        return jp.VocabHead()(params, x, {"targets": microbatch["tokens"]}, ctx=ctx)
+
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
+    mesh = gpu_mesh((4,), ("pipe",))
+    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=jp.spread(head))
+    canonical = {**shapes(4), "last": {"head": jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32)}}
+    rows = jax.ShapeDtypeStruct((8 * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    program = compile_and_read(pipe.lower(pipe.place(canonical), {"tokens": rows}), pipe.compiler_options)
+    sums = [each for each in program.collectives if each.kind == "all-reduce" and each.place.trips > 1]
+    assert {each.place.trips for each in sums} == {8}, "once a microbatch"
+    assert not any(each.place.guarded for each in sums)
+    # The choice of an exchange, in the three ticks between two L.
+    assert [each.asked for each in program.predicates if not each.in_graph] == [3 * 8]
 
 
 def test_waits_and_overlap() -> None:

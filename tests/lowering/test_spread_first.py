@@ -19,7 +19,7 @@ from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.verify import faults
 from tests.parity.engines import mesh_of
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
@@ -100,10 +100,14 @@ def _defined(name: str, devices: int) -> bool:
 
 
 QUICK = [("1f1b", 2, False), ("zbv", 2, True)]
+LARGER = [("dualpipe", 4, True), ("interleaved_1f1b", 2, False), ("zb_h1", 8, True)]
 ALL = [(name, devices, tied) for name in jp.schedules.names() for devices in (1, 2, 4, 8) for tied in (False, True)]
 
 
-@pytest.mark.parametrize(("name", "devices", "tied"), [*QUICK, *(slow(*case) for case in ALL if case not in QUICK and _defined(*case[:2]))])
+@pytest.mark.parametrize(
+    ("name", "devices", "tied"),
+    [*QUICK, *(slow(*c) for c in LARGER), *(exhaustive(*c) for c in ALL if c not in (*QUICK, *LARGER) and _defined(*c[:2]))],
+)
 def test_a_step_agrees_with_plain_jax(name, devices, tied):
     _, params, grads = agrees(name, devices, tied=tied)
     if devices > 1:

@@ -18,6 +18,7 @@ from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
+from jaxpipe.program.segments import Presence
 from jaxpipe.program.verify import faults
 from tests.parity.engines import mesh_of
 from tests.tiers import slow
@@ -298,6 +299,28 @@ def test_code_for_shares_is_where_they_are():
     program = plan_of(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))).program()
     bare = [replace(s, templates=tuple(_without_shares(template) for template in s.templates)) for s in program.segments]
     assert Rule.CODE in {fault.rule for fault in faults(replace(program, segments=tuple(bare)))}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "gpipe"])
+def test_between_meetings_ticks_share_their_code_and_meetings_have_no_predicate(name):
+    schedule = jp.schedules.build(name, devices=4, microbatches=32)
+    plan = plan_of(jp.spread_last(schedule))
+    steady = max(plan.segments, key=lambda segment: segment.repeats * segment.period)
+    assert steady.repeats >= 28, "a trip a microbatch"
+    assert steady.num_meeting_predicates == 0
+    assert len(steady.emitted) == 2, "L, and one code for the ticks between"
+    assert steady.sharing(1).tolist() == [t for t in range(steady.start, steady.stop) if (t - steady.start) % steady.period]
+
+
+def test_ticks_that_share_code_have_one_template_and_await_nothing():
+    program = plan_of(jp.spread_last(jp.schedules.build("1f1b", devices=4, microbatches=8))).program()
+    at, steady = next((i, s) for i, s in enumerate(program.segments) if s.runs)
+    templates = list(steady.templates)
+    use, *others = templates[-1].blocks
+    templates[-1] = replace(templates[-1], blocks=(replace(use, local=Presence.SOMETIMES), *others))
+    broken = replace(steady, templates=tuple(templates))
+    segments = (*program.segments[:at], broken, *program.segments[at + 1 :])
+    assert any("shares code" in fault.message for fault in faults(replace(program, segments=segments)))
 
 
 def _without_shares(template):
