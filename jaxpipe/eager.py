@@ -76,6 +76,7 @@ class _Shard:
         plans = job.plans
         self.frozen = {key: _frozen(params[key], leaf_plans(plans[key])) for key in self.outer}
         self.frozen["stages"] = [_frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan)) for s, own in enumerate(self.stages)]
+        self.like = params["stages"]
         self.total = jax.tree.map(self._zeros, {**self.outer, "stages": self.stages}, self.frozen)
         self.losses: list[Any] = [0.0] * job.num_microbatches
         self.aux: list[Any] = [None] * job.num_microbatches
@@ -178,7 +179,7 @@ class _Shard:
 
     def gradients(self) -> dict[str, PyTree]:
         """Laid out as parameters are placed."""
-        return {**self.total, "stages": self.job.layout.place_trees(self.total["stages"])}
+        return {**self.total, "stages": self.job.layout.place_trees(self.total["stages"], self.like)}
 
 
 def _frozen(tree: PyTree, plans: list[LeafPlan]) -> PyTree:

@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import PyTree
 from .errors import PipelineError
 from .jaxprs import drop_dead, flatten
+from .model.apart import apart, together
+from .model.forms import unlike_paths
 from .model.mesh import explicit_context
-from .model.packed import Packed, unlike_paths
+from .model.packed import Packed
 from .model.param_layout import OUTER
 from .pipeline import Pipeline
 
@@ -67,13 +69,14 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool = False)
 
     def init(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         def start(key: str, tree: PyTree) -> tuple[PyTree, ...]:
-            return tuple(stack.apply(optimizer.init, stack.tree) for stack in view(key, tree))
+            return tuple(stack.apply(optimizer.init, stack.tree) for stack in view(key, apart(pipe.mesh, pipe.axis, tree)))
 
         found: dict[str, PyTree] = {key: start(key, params[key]) for key in OUTER if key in params}
         return {**found, "stages": params["stages"].map(lambda chunk: start("stages", chunk))}
 
     def update(grads: Mapping[str, PyTree], state: Mapping[str, PyTree], params: Any = None, **extra: Any) -> tuple[PyTree, PyTree]:
         def one(key: str, chunk: PyTree, states: PyTree, own: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+            like, chunk, own = chunk, apart(pipe.mesh, pipe.axis, chunk), apart(pipe.mesh, pipe.axis, own)
             stacks = view(key, chunk)
             weights = [None] * len(stacks) if own is None else [stack.tree for stack in view(key, own)]
             updates, after = [], []
@@ -81,7 +84,7 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool = False)
                 found, new = stack.apply(lambda g, s, p: _update(optimizer, g, s, p, extra, checked), stack.tree, before, weight)
                 updates.append(found)
                 after.append(new)
-            return _joined(key, chunk, updates, layered=pipe.layout.layers is not None), tuple(after)
+            return together(pipe.mesh, pipe.axis, _joined(key, chunk, updates, layered=pipe.layout.layers is not None), like), tuple(after)
 
         both = {key: one(key, grads[key], state[key], None if params is None else params[key]) for key in OUTER if key in grads}
         chunks = [
@@ -183,8 +186,10 @@ def _there(pipe: Pipeline, chunk: int, updates: PyTree) -> PyTree:
         return jnp.where(np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.zeros_like(leaf))
 
     if isinstance(updates, Packed):
-        have = [frozenset() if form is None else frozenset(form.paths) for form in updates.forms]
-        return Packed({path: masked(leaf, [path in paths for paths in have]) for path, leaf in updates.leaves.items()}, updates.forms)
+        inside = frozenset(buffer.name for buffer in updates.buffers)  # which hold a device's own and zeros
+        have = [inside if form is None else inside.union(form.paths) for form in updates.forms]
+        leaves = {path: masked(leaf, [path in paths for paths in have]) for path, leaf in updates.leaves.items()}
+        return Packed(leaves, updates.forms, updates.buffers)
     return jax.tree.map(lambda leaf: masked(leaf, [stage >= 0 for stage in pipe.layout.stage_at(chunk)]), updates)
 
 

@@ -31,6 +31,7 @@ from .model.arguments import (
     row_faults,
     with_shares,
 )
+from .model.by_path import path_faults
 from .model.functions import Functions, Loss
 from .model.mesh import automatic, explicit_context, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
@@ -239,10 +240,16 @@ class Pipeline:
         `optimizer.init` by itself leaves counts on one device, so that the step is compiled a second time for what the first returns.
         ShapeDtypeStructs give ShapeDtypeStructs with shardings.
 
+        Raises:
+            PipelineError: masks or labels tell parameters by paths that unlike stages keep in one array (see `jaxpipe.per_layer`).
+
         Example:
             opt_state = pipe.init(optimizer, params)
         """
         placed = self.trained(self._placed_tree(params))
+        faults = path_faults(optimizer, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), placed))
+        if faults:
+            raise PipelineError.listing("this optimizer needs the model's own view", faults)
         state = jax.eval_shape(optimizer.init, placed)
         to = state_shardings(state, placed, self.trained(self.partition.shardings(self.mesh, params), like=params))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
@@ -471,7 +478,7 @@ class Pipeline:
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         outer = self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
-        return {**outer, "stages": self.layout.place_stages(tree["stages"])}
+        return {**outer, "stages": self.layout.place_stages(tree["stages"], self.partition.sharing)}
 
     def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return {**{key: cut_off(value) for key, value in tree.items()}, "stages": self.layout.canonical_stages(tree["stages"])}

@@ -240,7 +240,7 @@ class PortableState:
             return jax.tree.map(lambda leaf: PartitionSpec(*_spec(leaf)), like)
 
         def arrange(stages: PyTree) -> PyTree:
-            return _like_leaves(layout.place_stages(_filled(stages, canonical)), like)
+            return _like_leaves(layout.place_stages(_filled(stages, canonical), like=whole), like)
 
         return self._run(("placed unlike", jax.tree.structure(like)), arrange, stages, spread)
 

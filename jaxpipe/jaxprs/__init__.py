@@ -9,7 +9,7 @@ from .min_cut import weight as cut_weight
 from .numbers import into_scans
 from .scan_residuals import sink
 from .slices import known_from, needed_for
-from .slots import InSlots, Slot, Total
+from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
 from .value_numbering import equal_outputs, keep_first
 
 __all__ = [
@@ -17,8 +17,11 @@ __all__ = [
     "Entry",
     "InSlots",
     "Part",
+    "Piece",
     "Slot",
+    "Target",
     "Total",
+    "TotalPiece",
     "collectives",
     "cut",
     "cut_weight",

@@ -11,7 +11,9 @@ from jax.extend import core
 
 from .loops import Answer, Loop, run_loops
 from .slices import scan_counts
-from .slots import InSlots, Slot, Total
+from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
+
+_LAZY = (Slot, Piece)
 
 
 def run_in_slots(
@@ -19,7 +21,7 @@ def run_in_slots(
     arguments: Sequence[Any],
     *,
     reads: Mapping[int, Slot] | None = None,
-    writes: Mapping[int, Slot | Total] | None = None,
+    writes: Mapping[int, Target] | None = None,
 ) -> list[Any]:
     """Evaluate a jaxpr with slots (`InSlots`).
 
@@ -77,38 +79,61 @@ def _steps(run: InSlots) -> Generator[Loop, Answer, list[Any]]:
     used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
     returned = [v for i, v in enumerate(jaxpr.outvars) if i not in writes]
     targets = {v: s for v, s in targets.items() if v not in used and v not in returned and jaxpr.outvars.count(v) == 1}
-    written: dict[core.Var, Any] = {}
+    pools = _Pools()
+    written: set[core.Var] = set()
     zeros = _zeros_of(jaxpr)
     # What is read whole is read before any pool is written, here or by what runs together with this.
-    env.update((v, env[v].load()) for v in _read_whole(jaxpr) if isinstance(env.get(v), Slot))
+    env.update((v, env[v].load()) for v in _read_whole(jaxpr) if isinstance(env.get(v), _LAZY))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and eqn.params["length"]:
             _, carries = scan_counts(eqn)
-            carry, pools, stacks = yield _loop_of(eqn, env, targets)
+            loop = _loop_of(eqn, env, targets, pools)
+            carry, changed, stacks = yield loop
+            pools.update(loop.pools, changed)
             outs = eqn.outvars[carries:]
             env.update(zip(eqn.outvars[:carries], carry, strict=True))
             env.update(zip([v for v in outs if v not in targets], stacks, strict=True))
-            written.update(zip([v for v in outs if v in targets], pools, strict=True))
+            written.update(v for v in outs if v in targets)
             continue
         inputs = [_load(env, v) for v in eqn.invars]
         target = targets.get(eqn.outvars[0]) if eqn.primitive.name == "scatter-add" and _is_in(eqn.invars[0], zeros) else None
-        if isinstance(target, Total):
+        if isinstance(target, Total | TotalPiece):
             # The gradient of a table of embeddings, which is mostly zeros.
-            written[eqn.outvars[0]] = target.scatter(eqn, *inputs[1:])
+            pools.change(target, target._replace(pool=pools.now(target.pool)).scatter(eqn, *inputs[1:]))
+            written.add(eqn.outvars[0])
             continue
         env.update(zip(eqn.outvars, _bind(jaxpr, eqn, inputs), strict=True))
-    outs = []
-    for i, atom in enumerate(jaxpr.outvars):
-        if i not in writes:
-            outs.append(_load(env, atom))
-        elif isinstance(atom, core.Var) and atom in written:
-            outs.append(written[atom])
-        else:
-            outs.append(writes[i].store(_load(env, atom)))
-    return outs
+    for i, target in writes.items():
+        atom = jaxpr.outvars[i]
+        if not (isinstance(atom, core.Var) and atom in written):
+            pools.change(target, target._replace(pool=pools.now(target.pool)).store(_load(env, atom)))
+    return [pools.now(writes[i].pool) if i in writes else _load(env, atom) for i, atom in enumerate(jaxpr.outvars)]
 
 
-def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Slot | Total]) -> Loop:
+class _Pools:
+    """The pools as they are by now, by what they were at first."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, Any] = {}
+        self._first: dict[int, Any] = {}  # by what each is now
+
+    def now(self, pool: Any) -> Any:
+        """The pool that was this one."""
+        return self._now.get(id(pool), pool)
+
+    def change(self, target: Target, new: Any) -> None:
+        """Replace a target's pool."""
+        self.update([self.now(target.pool)], [new])
+
+    def update(self, old: Sequence[Any], new: Sequence[Any]) -> None:
+        """Replace pools as they were by now."""
+        for before, after in zip(old, new, strict=True):
+            first = self._first.pop(id(before), before)
+            self._first[id(after)] = first
+            self._now[id(first)] = after
+
+
+def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Target], pools: _Pools) -> Loop:
     """A scan with pools among its carries, for what it writes, and among its constants, for what it reads."""
     consts, carries = scan_counts(eqn)
     body = eqn.params["jaxpr"]
@@ -117,11 +142,13 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
     first = [jnp.asarray(_load(env, v)).astype(b.aval.dtype) for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)]
     scanned = [env[v] if isinstance(v, core.Var) else v.val for v in eqn.invars[consts + carries :]]
     outs = eqn.outvars[carries:]
-    threaded = [v for v in outs if v in targets]
+    threaded = [targets[v] for v in outs if v in targets]
+    carried = list({id(t.pool): pools.now(t.pool) for t in threaded}.values())
+    number = {first: k for k, first in enumerate({id(t.pool): None for t in threaded})}
 
     def read(now: Callable[[Any], Any], row: Any) -> list[Any]:
         return [
-            x._replace(pool=now(x.pool)).load_row(row) if isinstance(x, Slot) else lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
+            x._replace(pool=now(x.pool)).load_row(row) if isinstance(x, _LAZY) else lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
             for x in scanned
         ]
 
@@ -132,14 +159,18 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
         return carry, [y for v, y in ys if v in targets], [y for v, y in ys if v not in targets]
 
     def store(pools: list[Any], row: Any, values: list[Any]) -> list[Any]:
-        return [targets[v]._replace(pool=pool).store_row(row, y) for v, pool, y in zip(threaded, pools, values, strict=True)]
+        found = list(pools)
+        for target, value in zip(threaded, values, strict=True):
+            k = number[id(target.pool)]
+            found[k] = target._replace(pool=found[k]).store_row(row, value)
+        return found
 
     return Loop(
         length=eqn.params["length"],
         reverse=eqn.params.get("reverse", False),
         unroll=eqn.params.get("unroll", 1),
         carry=first,
-        pools=[targets[v].pool for v in threaded],
+        pools=carried,
         stacked=[out.aval for v, out in zip(outs, body.jaxpr.outvars[carries:], strict=True) if v not in targets],
         read=read,
         compute=compute,
@@ -173,7 +204,7 @@ def _load(env: dict[core.Var, Any], atom: Any) -> Any:
     if isinstance(atom, core.Literal):
         return jnp.asarray(atom.val, literal_dtype(atom))
     value = env[atom]
-    return value.load() if isinstance(value, Slot) else value
+    return value.load() if isinstance(value, _LAZY) else value
 
 
 def literal_dtype(atom: core.Literal) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -50,6 +51,24 @@ class Slot(NamedTuple):
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
 
+class Piece(NamedTuple):
+    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row without taking it out."""
+
+    pool: Any
+    start: int
+    shape: tuple[int, ...]
+
+    def load(self) -> Any:
+        """The whole value."""
+        return lax.slice(self.pool, (self.start,), (self.start + math.prod(self.shape),)).reshape(self.shape)
+
+    def load_row(self, row: Any) -> Any:
+        """`[row]` of the value."""
+        kept = self.shape[1:]
+        size = math.prod(kept)
+        return lax.dynamic_slice(self.pool, (jnp.int32(self.start) + row * size,), (size,)).reshape(kept)
+
+
 class Total(NamedTuple):
     """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and what is scattered where it belongs."""
 
@@ -71,10 +90,41 @@ class Total(NamedTuple):
         return lax.scatter_add(self.pool, indices, jnp.asarray(updates).astype(self.pool.dtype), **options)
 
 
+class TotalPiece(NamedTuple):
+    """An accumulator that is a piece of a long array: what is stored is added there, in place."""
+
+    pool: Any
+    start: int
+    shape: tuple[int, ...]
+
+    def store(self, value: Any) -> Any:
+        """The array with a whole value added."""
+        return self._add(self.start, jnp.asarray(value).reshape(-1))
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The array with `[row]` of the piece added to."""
+        return self._add(jnp.int32(self.start) + row * value.size, value.reshape(-1))
+
+    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
+        """The array with the updates of a scatter-add into zeros added where they belong in the piece."""
+        piece = Total(Piece(self.pool, self.start, self.shape).load()).scatter(eqn, indices, updates)
+        return lax.dynamic_update_slice(self.pool, piece.reshape(-1), (self.start,))
+
+    def _add(self, start: Any, value: Any) -> Any:
+        old = lax.dynamic_slice(self.pool, (start,), value.shape)
+        return lax.dynamic_update_slice(self.pool, old + value.astype(self.pool.dtype), (start,))
+
+
+Target: TypeAlias = "Slot | Total | TotalPiece"
+
+
 class InSlots(NamedTuple):
-    """A jaxpr to evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools."""
+    """A jaxpr to evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools.
+
+    Arguments may be pieces of long arrays.  Several outputs may go into one pool.
+    """
 
     jaxpr: core.Jaxpr
     arguments: Sequence[Any]
     reads: Mapping[int, Slot]
-    writes: Mapping[int, Slot | Total]
+    writes: Mapping[int, Target]

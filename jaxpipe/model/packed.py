@@ -8,28 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.tree_util import DictKey, keystr
+from jax.tree_util import DictKey
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+from .forms import Buffer, Sharing, TreeForm, unlike_paths
 from .places import Place, Places
-
-
-@dataclass(frozen=True)
-class TreeForm:
-    """What the parameters of one stage are by themselves: their tree, and the path and shape of each leaf."""
-
-    tree: Any
-    paths: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, params: PyTree) -> TreeForm:
-        """Read off a stage's own parameters (arrays or shapes)."""
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        paths = tuple(keystr(path, simple=True, separator="/") for path, _ in leaves)
-        return cls(jax.tree.structure(params), paths, tuple(tuple(np.shape(leaf)) for _, leaf in leaves))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -38,73 +22,117 @@ class Packed:
     """One chunk of every device: leaves [P, ...] by path, "dense/kernel", and what each device's part of them is.
 
     A leaf has the shape that the stages give it, zero for devices whose stage has none; where they give it unlike shapes it is raveled
-    and as long as the longest.  It is a tree of its leaves, so optimizers, masks by path, norms and casts work on it as on any other.
+    and as long as the longest.  What lies in a buffer has no leaf of its own: the buffer has, and the leaves of a device lie in it one
+    after the other.  It is a tree of its leaves, so optimizers, norms and casts work on it as on any other.
     """
 
     leaves: dict[str, Any]
     forms: tuple[TreeForm | None, ...]  # by device; None where the chunk is empty
+    buffers: tuple[Buffer, ...] = ()
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], Any]:
         """Leaves in the order of their paths."""
         names = sorted(self.leaves)
-        return [(DictKey(name), self.leaves[name]) for name in names], (tuple(names), self.forms)
+        return [(DictKey(name), self.leaves[name]) for name in names], (tuple(names), self.forms, self.buffers)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> Packed:
         """The inverse."""
-        names, forms = aux
-        return cls(dict(zip(names, children, strict=True)), forms)
+        names, forms, buffers = aux
+        return cls(dict(zip(names, children, strict=True)), forms, buffers)
 
     def places(self, form: TreeForm) -> Places:
         """Where each leaf of a stage lies among these leaves, in the order of their paths."""
-        names = sorted(self.leaves)
+        at = {name: i for i, name in enumerate(sorted(self.leaves))}
         flat = unlike_paths([form for form in self.forms if form is not None])
-        return tuple(Place(names.index(path), shape, path in flat) for path, shape in zip(form.paths, form.shapes, strict=True))
+        found = {path: Place(at[b.name], (), flat=True, start=start) for b in self.buffers for path, start in b.starts(form).items()}
+        return tuple(
+            found[path]._replace(shape=shape) if path in found else Place(at[path], shape, path in flat)
+            for path, shape in zip(form.paths, form.shapes, strict=True)
+        )
+
+    def of_form(self, form: TreeForm) -> list[Any]:
+        """For each leaf of a stage, the leaf in which it lies."""
+        leaves = [self.leaves[name] for name in sorted(self.leaves)]
+        return [leaves[place.at] for place in self.places(form)]
 
     def stage(self, device: int) -> PyTree:
         """One device's own parameters, out of leaves [P, ...]."""
         form = self.forms[device]
         assert form is not None
-        leaves = [self.leaves[name] for name in sorted(self.leaves)]
-        return jax.tree.unflatten(form.tree, [place.take(leaves[place.at][device]) for place in self.places(form)])
+        return jax.tree.unflatten(form.tree, self.take(form, jax.tree.map(lambda leaf: leaf[device], self.leaves)))
+
+    def take(self, form: TreeForm, own: dict[str, Any]) -> list[Any]:
+        """A stage's leaves out of one device's; None where there is none."""
+        leaves = [own[name] for name in sorted(own)]
+        return [None if leaves[place.at] is None else place.take(leaves[place.at]) for place in self.places(form)]
 
 
-def unlike_paths(forms: Sequence[TreeForm]) -> frozenset[str]:
-    """Paths at which stages have leaves of different shapes."""
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for form in forms:
-        for path, shape in zip(form.paths, form.shapes, strict=True):
-            shapes.setdefault(path, set()).add(shape)
-    return frozenset(path for path, found in shapes.items() if len(found) > 1)
-
-
-def pack(stages: Sequence[PyTree | None]) -> Packed:
+def pack(stages: Sequence[PyTree | None], sharing: Sharing | None = None) -> Packed:
     """The stages of one chunk, by device; PipelineError where a path has leaves of different dtypes."""
     forms = tuple(None if stage is None else TreeForm.of(stage) for stage in stages)
+    dtypes = _dtypes(forms, stages)
+    buffers = () if sharing is None else sharing.buffers([form for form in forms if form is not None], dtypes)
+    return _packed(stages, forms, buffers)
+
+
+def pack_like(stages: Sequence[PyTree | None], like: Packed) -> Packed:
+    """The stages of one chunk packed as others were; a leaf may be None, where it is so in all stages."""
+    return _packed(stages, like.forms, like.buffers)
+
+
+def _packed(stages: Sequence[PyTree | None], forms: tuple[TreeForm | None, ...], buffers: tuple[Buffer, ...]) -> Packed:
     flat = unlike_paths([form for form in forms if form is not None])
-    found: dict[str, list[Any]] = {}
-    for device, (stage, own) in enumerate(zip(stages, forms, strict=True)):
-        if own is None:
+    apart: dict[str, list[Any]] = {}
+    rows: dict[str, list[list[Any]]] = {buffer.name: [[] for _ in stages] for buffer in buffers}
+    for device, (stage, form) in enumerate(zip(stages, forms, strict=True)):
+        if form is None:
             continue
-        for path, leaf in zip(own.paths, jax.tree.leaves(stage), strict=True):
-            found.setdefault(path, [None] * len(stages))[device] = jnp.ravel(leaf) if path in flat else jnp.asarray(leaf)
-    _check_dtypes(found)
-    return Packed({path: _stack(leaves) for path, leaves in found.items()}, forms)
+        own = dict(zip(form.paths, form.tree.flatten_up_to(stage), strict=True))
+        for buffer in buffers:
+            rows[buffer.name][device] = [own.pop(path) for path in buffer.starts(form)]
+        for path, leaf in own.items():
+            apart.setdefault(path, [None] * len(stages))[device] = leaf if leaf is None or path not in flat else jnp.ravel(leaf)
+    found = {path: _stack(leaves) for path, leaves in apart.items()}
+    return Packed(found | {buffer.name: _joined(rows[buffer.name], buffer.size) for buffer in buffers}, forms, buffers)
 
 
-def _check_dtypes(found: dict[str, list[Any]]) -> None:
-    faults = []
-    for path, leaves in found.items():
-        dtypes = sorted({str(leaf.dtype) for leaf in leaves if leaf is not None})
-        if len(dtypes) > 1:
-            faults.append(f"parameters {path!r} of stages that share a chunk are {' and '.join(dtypes)}; give them one dtype")
+def _dtypes(forms: Sequence[TreeForm | None], stages: Sequence[PyTree | None]) -> dict[str, Any]:
+    """The dtype of each path; PipelineError where stages give it several."""
+    found: dict[str, list[Any]] = {}
+    for form, stage in zip(forms, stages, strict=True):
+        for path, leaf in zip(() if form is None else form.paths, jax.tree.leaves(stage), strict=True):
+            found.setdefault(path, []).append(jax.typeof(leaf).dtype)
+    faults = [
+        f"parameters {path!r} of stages that share a chunk are {' and '.join(sorted({str(d) for d in dtypes}))}; give them one dtype"
+        for path, dtypes in found.items()
+        if len(set(dtypes)) > 1
+    ]
     if faults:
         raise PipelineError("\n".join(faults), tuple(faults))
+    return {path: dtypes[0] for path, dtypes in found.items()}
 
 
 def _stack(leaves: Sequence[Any]) -> Any:
     """Leaves of one path, by device; devices without one get zeros, shorter ones are filled up."""
-    have = next(leaf for leaf in leaves if leaf is not None)
-    shape = max(leaf.shape for leaf in leaves if leaf is not None)
-    full = [jnp.zeros(shape, have.dtype) if leaf is None else leaf for leaf in leaves]
+    have = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
+    if not have:
+        return None
+    shape = max(leaf.shape for leaf in have)
+    full = [jnp.zeros(shape, have[0].dtype) if leaf is None else jnp.asarray(leaf) for leaf in leaves]
     return jnp.stack([jnp.pad(leaf, (0, shape[0] - leaf.shape[0])) if leaf.shape != shape else leaf for leaf in full])
+
+
+def _joined(rows: Sequence[Sequence[Any]], size: int) -> Any:
+    """Leaves by device, one after the other."""
+    have = [leaf for row in rows for leaf in row if leaf is not None]
+    if not have:
+        return None
+    dtype = jnp.asarray(have[0]).dtype
+    return jnp.stack([joined_row(row, size, dtype) for row in rows])
+
+
+def joined_row(row: Sequence[Any], size: int, dtype: Any) -> Any:
+    """Leaves of one device, raveled, one after the other, in an array of `size`."""
+    flat = jnp.concatenate([jnp.zeros(0, dtype), *map(jnp.ravel, row)])
+    return jnp.pad(flat, (0, size - len(flat)))

@@ -14,8 +14,9 @@ import numpy as np
 from ..arrays import PyTree, array_faults
 from ..errors import PipelineError
 from ..table.placement import Placement
+from .forms import Sharing
 from .layers import LayerMap
-from .packed import Packed, pack
+from .packed import Packed, pack, pack_like
 from .placed import Chunks, Home
 from .places import Places
 
@@ -71,11 +72,13 @@ class ParamLayout:
                 found.append((devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
-    def place_stages(self, stages: PyTree) -> Chunks:
-        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that chunk are zero."""
+    def place_stages(self, stages: PyTree, sharing: Sharing | None = None, like: Chunks | None = None) -> Chunks:
+        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that chunk are zero.
+
+        Unlike stages share buffers as `sharing` says, or as those do that `like` holds.
+        """
         if self.unlike:
-            trees = stages if self.layers is None else self.layers.split(stages)
-            return Chunks((pack([None if s < 0 else trees[s] for s in self.stage_at(v)]) for v in range(self.num_owned)), self.home)
+            return self._place_unlike(stages if self.layers is None else self.layers.split(stages), sharing, like)
 
         def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
             if stage_of == tuple(range(np.shape(leaf)[0])):
@@ -89,6 +92,12 @@ class ParamLayout:
 
         placed = [self.stage_at(v) for v in range(self.num_owned)]
         return Chunks((jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed), self.home)
+
+    def _place_unlike(self, trees: Sequence[PyTree], sharing: Sharing | None, like: Chunks | None) -> Chunks:
+        chunks = [[None if s < 0 else trees[s] for s in self.stage_at(v)] for v in range(self.num_owned)]
+        if like is None:
+            return Chunks((pack(chunk, sharing) for chunk in chunks), self.home)
+        return Chunks((pack_like(chunk, old) for chunk, old in zip(chunks, like, strict=True)), self.home)
 
     def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
         """The inverse of `place_stages`."""
@@ -107,10 +116,10 @@ class ParamLayout:
         chunk = placed[self.owned[device].index(stage)]
         return chunk.stage(device) if isinstance(chunk, Packed) else jax.tree.map(lambda leaf: leaf[device], chunk)
 
-    def place_trees(self, trees: Sequence[PyTree]) -> Chunks:
-        """A tree for each stage -> placed ones."""
+    def place_trees(self, trees: Sequence[PyTree], like: Chunks | None = None) -> Chunks:
+        """A tree for each stage -> placed ones, unlike stages as those in `like` are."""
         if self.unlike:
-            return self.place_stages(list(trees) if self.layers is None else self.layers.join(list(trees)))
+            return self._place_unlike(trees, None, like)
         return self.place_stages(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
 
     def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
@@ -123,7 +132,7 @@ class ParamLayout:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
         form = chunk.forms[device]
         assert form is not None
-        leaves = [jax.ShapeDtypeStruct(s, chunk.leaves[p].dtype) for p, s in zip(form.paths, form.shapes, strict=True)]
+        leaves = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(form.shapes, chunk.of_form(form), strict=True)]
         return jax.tree.unflatten(form.tree, leaves)
 
     def leaves_of(self, stage: int, chunks: Sequence[PyTree], is_leaf: Callable[[Any], bool]) -> list[Any]:
@@ -134,7 +143,7 @@ class ParamLayout:
             return jax.tree.leaves(chunk, is_leaf=is_leaf)
         form = chunk.forms[device]
         assert form is not None
-        return [chunk.leaves[path] for path in form.paths]
+        return chunk.of_form(form)
 
     def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
         """Where a stage's leaves lie in those of a chunk; None where stages are alike."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+from .forms import Sharing
 from .mesh import trimmed
+from .packed import Packed
 from .placed import Chunks
 from .spread import Cuts
 
@@ -146,15 +150,24 @@ class Partition:
         for chunk in chunks:
             own: list[str] = []
             found.append(self._leaves(key, chunk, given, own))
+            if isinstance(chunk, Packed):
+                for buffer in chunk.buffers:
+                    leaf = chunk.leaves[buffer.name]
+                    own += [] if leaf is None else self.sharing.faults(buffer, chunk.forms, leaf.dtype)
             faults += [fault for fault in own if fault not in faults]  # chunks whose stages are alike have the same ones
-        names = [self._name(key, path) for chunk in chunks for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
+        names = [self._name(key, path) for chunk in chunks for path in _paths(chunk)]
         unused = [prefix for prefix in given if prefix and not any(_holds(prefix, name) for name in names)]
         faults += [f"{key}: specs name {prefix!r}, but the parameters are {list(dict.fromkeys(names))}" for prefix in unused]
         return found[0] if stages is None else stages.like(found)
 
     def _leaves(self, key: str, tree: PyTree, given: Mapping[str, Any], faults: list[str]) -> PyTree:
+        groups = {buffer.name: buffer.group for buffer in tree.buffers} if isinstance(tree, Packed) else {}
+
         def leaf_plan(path: Any, leaf: Any) -> LeafPlan:
-            name = self._name(key, path)
+            if _path(path) in groups:
+                plan = self._leaf(key, key, leaf, None, faults, None)
+                return replace(plan, frozen=groups[_path(path)] is _Group.FROZEN)
+            name = self._name(key, _path(path))
             own = next((spec for prefix, spec in given.items() if _holds(prefix, name)), None)
             if own is not None and self.layered and key == "stages" and isinstance(own, PartitionSpec):
                 own = PartitionSpec(None, *own)  # the layers of a stage are stacked
@@ -163,9 +176,26 @@ class Partition:
 
         return jax.tree_util.tree_map_with_path(leaf_plan, tree)
 
-    def _name(self, key: str, path: Any) -> str:
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Which parameters of unlike stages may share a buffer: frozen ones with each other, and trained ones.
+
+        None where an axis is left to the partitioner.  It splits arrays along their dims, which a buffer does not have; and what it
+        splits and a buffer holds, it would have to exchange inside a block.
+        """
+        left = any(size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes))
+
+        def group(path: str, leaf: jax.ShapeDtypeStruct) -> _Group | None:
+            if left:
+                return None
+            if self._is_frozen(f"stages/{self._name('stages', path)}", leaf.shape, leaf.dtype):
+                return _Group.FROZEN
+            return _Group.TRAINED if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+
+        return Sharing(group, 1 if self.fsdp is None else self.mesh[self.fsdp])
+
+    def _name(self, key: str, name: str) -> str:
         """A parameter's path as the user knows it: a stage's stacks of a letter, "t/0/w" and "t/1/w", are one parameter, "t/w"."""
-        name = _path(path)
         if not self.layered or key != "stages":
             return name
         letter, _, *rest = name.split("/")
@@ -234,6 +264,20 @@ class Partition:
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """What `shard_map` is told of placed parameters, and of their gradients."""
         return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params), is_leaf=is_plan)
+
+
+class _Group(Enum):
+    """Parameters of which some share a buffer."""
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
+
+
+def _paths(chunk: PyTree) -> list[str]:
+    """The paths of a tree's leaves; of those that lie in buffers, their own."""
+    names = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
+    inside = {buffer.name: buffer.paths for buffer in chunk.buffers} if isinstance(chunk, Packed) else {}
+    return [path for name in names for path in inside.get(name, (name,))]
 
 
 def _is_spec(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import InSlots, Slot, Total
+from ..jaxprs import InSlots, Slot, Target
 from ..program.records import Backward
 from ..program.segments import Presence
 from ..table.action import Kind
@@ -58,7 +58,7 @@ class RunBackward(StageBlock[Backward[Scalar]]):
         arguments, slots = self._inputs(state)
         count = sum(code.x_wanted)
         stash = buffer.slots(pool, at, code.stash)
-        writes: dict[int, Slot | Total] = {count + i: s for i, s in enumerate(stash) if s is not None}
+        writes: dict[int, Target] = {count + i: s for i, s in enumerate(stash) if s is not None}
         outs, state = yield InSlots(code.input_grad, arguments, slots, writes), state
         return self._hand_on(outs[:count], state.updated(State(stash=buffer.stored(pool, at, code.stash, outs[count:]))))
 
@@ -86,17 +86,15 @@ class RunBackward(StageBlock[Backward[Scalar]]):
         dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
         return [*before, *kept, *dy], {len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)}
 
-    def _totals(self, state: State) -> dict[int, Slot | Total]:
-        """The accumulators that a scan over layers adds to row by row, by the number of the parameter; none where stages are unlike."""
-        if self.operand.places is not None:
-            return {}
-        return {i: Total(leaf) for i, leaf in enumerate(given(given(state.gradients).chunks[self.use.block.chunk]))}
+    def _totals(self, state: State) -> dict[int, Target]:
+        """The accumulators that a scan over layers adds to row by row, by the number of the parameter."""
+        return dict(enumerate(self.operand.totals(given(given(state.gradients).chunks[self.use.block.chunk]))))
 
     def _accumulate(self, dparams: Leaves, state: State) -> State:
-        """Add the gradients of a stage's own parameters, where these are not the new totals, and of the shared ones."""
+        """The new totals of a stage's own parameters, and the gradients of the shared ones added."""
         operand, gradients, chunk = self.operand, given(state.gradients), self.use.block.chunk
         own = len(dparams) - len(given(gradients.shared))
-        total = dparams[:own] if operand.places is None else operand.accumulate(given(gradients.chunks[chunk]), dparams[:own])
+        total = operand.with_totals(given(gradients.chunks[chunk]), dparams[:own])
         new = Gradients(chunks=chunk_part(total, chunk, self.shared.num_chunks), shared=add(given(gradients.shared), dparams[own:]))
         return state.updated(State(gradients=new))
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ..arrays import Leaves, PyTree, Scalar, wider
+from ..jaxprs import Piece
 from ..model.functions import Loss
 from ..model.partition import gather, leaf_plans
 from ..model.places import Places
@@ -226,7 +227,8 @@ def _stage_operands(
                 state_places=layout.places(stage, kept, chunk) if kept else None,
                 gradient_places=_gradient_places(job, stage, chunk, layout.places(stage, chunks, chunk)),
             )
-            found[key] = replace(bare, once=run(stage_code.hoist, *stage_code.consts, *bare.params()))
+            whole = [leaf.load() if isinstance(leaf, Piece) else leaf for leaf in bare.params()]
+            found[key] = replace(bare, once=run(stage_code.hoist, *stage_code.consts, *whole))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jax.extend import core
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import InSlots, Slot, Total
+from ..jaxprs import InSlots, Target
 from ..program.records import Forward
 from ..program.segments import Presence
 from .block import Block, run_where
@@ -41,7 +41,7 @@ class _StageForward(StageBlock[Forward[Scalar]]):
             (buffers.residual_weight, pools[1], row.residual_weight, code.residual_weight),
         )
         slots = [slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)]
-        writes: dict[int, Slot | Total] = {count + i: s for i, s in enumerate(slots) if s is not None}
+        writes: dict[int, Target] = {count + i: s for i, s in enumerate(slots) if s is not None}
         outs, state = yield InSlots(jaxpr, self.arguments(state), {}, writes), state
         found = (outs[count : count + early], outs[count + early :])
         by_input, by_weight = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import Leaves, PyTree
-from ..model.places import Place, Places
+from ..jaxprs import Piece, Total, TotalPiece
+from ..model.places import Places
 from ..program.segments import Payload
 from ..stage.code import StageCode
 from .entries import StageEntries
@@ -56,17 +57,29 @@ class StageOperand:
     gradient_places: Places | None  # of the leaves that have a gradient, among the accumulators
 
     def params(self) -> Leaves:
-        """The stage's parameters, then the shared ones.
+        """The stage's parameters, then the shared ones; what lies in a longer array is a piece of it.
 
         Taken inside a block: outside of it, every device would hold copies of the parameters of every kind.
         """
-        own = self.leaves if self.places is None else [p.take(self.leaves[p.at]) for p in self.places]
+        if self.places is None:
+            return [*self.leaves, *self.shared]
+        own = [Piece(self.leaves[p.at], p.start, p.shape) if p.flat else self.leaves[p.at] for p in self.places]
         return [*own, *self.shared]
 
-    def accumulate(self, total: Leaves, grads: Leaves) -> Leaves:
-        """The chunk's accumulators with the gradients of an unlike stage's own parameters added in their places."""
-        assert self.gradient_places is not None
-        return _at_places(Place.add, total, self.gradient_places, grads)
+    def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
+        """Where the stage's own gradients are added, among the accumulators of its chunk."""
+        if self.gradient_places is None:
+            return [Total(leaf) for leaf in chunk]
+        return [TotalPiece(chunk[p.at], p.start, p.shape) if p.flat else Total(chunk[p.at]) for p in self.gradient_places]
+
+    def with_totals(self, chunk: Leaves, new: Leaves) -> Leaves:
+        """The chunk's accumulators with the new totals of the stage's own parameters."""
+        if self.gradient_places is None:
+            return new
+        found = list(chunk)
+        for place, total in zip(self.gradient_places, new, strict=True):
+            found[place.at] = total
+        return found
 
     def read_state(self, state: Leaves) -> Leaves:
         """The stage's state out of its chunk's."""
@@ -76,14 +89,10 @@ class StageOperand:
         """The chunk's state with that of the stage replaced."""
         if self.state_places is None:
             return [n.astype(s.dtype) for n, s in zip(new, state, strict=True)]
-        return _at_places(Place.put, state, self.state_places, new)
-
-
-def _at_places(change: Callable[[Place, Any, Any], Any], leaves: Leaves, places: Places, values: Leaves) -> Leaves:
-    found = list(leaves)
-    for place, value in zip(places, values, strict=True):
-        found[place.at] = change(place, found[place.at], value)
-    return found
+        found = list(state)
+        for place, value in zip(self.state_places, new, strict=True):
+            found[place.at] = place.put(found[place.at], value)
+        return found
 
 
 @dataclass(frozen=True)

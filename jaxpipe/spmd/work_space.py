@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
-from ..jaxprs import Entry, InSlots, Slot, Total, run_both_in_slots, run_in_slots
+from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -101,7 +101,7 @@ def _part(job: Job, block: _Block) -> _Part:
 
     def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
-        writes: dict[int, Slot | Total] = {i: Total(leaf) for i, leaf in enumerate(totals)}
+        writes: dict[int, Target] = {i: Total(leaf) for i, leaf in enumerate(totals)}
         writes |= {i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)}
         return InSlots(block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes)
 

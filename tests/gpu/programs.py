@@ -112,6 +112,27 @@ def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
     return pipe.lower(pipe.place(canonical), batch).compile()
 
 
+def compile_two_kinds(schedule: jp.Schedule, layout: str) -> tuple[Any, int]:
+    """The compiled GPU step of narrow and wide layers, which share a buffer, and the buffer's length."""
+    mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
+
+    def narrow(params: dict[str, Any], x: Any) -> Any:
+        return x + jnp.tanh(x @ params["w"].astype(x.dtype))
+
+    def wide(params: dict[str, Any], x: Any) -> Any:
+        return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
+
+    pipe = jp.Pipeline(layers={"E": first, "n": narrow, "w": wide, "L": last}, layout=layout, schedule=schedule, mesh=mesh)
+    canonical = shapes(1, layers=layout.count("w"))
+    own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
+    canonical["stages"] = {"w": own, "n": {"w": jax.ShapeDtypeStruct((layout.count("n"), WIDTH, WIDTH), jnp.float32)}}
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    params = pipe.place(canonical)
+    (buffer,) = jax.tree.leaves(params["stages"])
+    return pipe.lower(params, batch).compile(), buffer.shape[1]
+
+
 class Op(NamedTuple):
     """One instruction of a compiled program."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import jax
@@ -9,7 +10,19 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.spmd import block
-from tests.gpu.programs import HIDDEN, LAYERS, ROWS, TIME, WIDTH, compile_layered_step, compile_step, gpu_fault, large_copies, operations
+from tests.gpu.programs import (
+    HIDDEN,
+    LAYERS,
+    ROWS,
+    TIME,
+    WIDTH,
+    compile_layered_step,
+    compile_step,
+    compile_two_kinds,
+    gpu_fault,
+    large_copies,
+    operations,
+)
 from tests.tiers import slow
 
 FAULT = gpu_fault()
@@ -62,6 +75,19 @@ def test_no_buffer_is_copied_where_stages_have_different_layers(name: str) -> No
     # A conditional holds an exchange: it returns what arrives, and never a pool, which XLA would copy.
     results = [shape for op in operations(text) if op.opcode == "conditional" for shape in shapes_of(op.line.split(" conditional(")[0])]
     assert not set(results) & set(buffers(schedule))
+
+
+@pytest.mark.parametrize("name", ["1f1b", slow("zb_h1")])
+def test_a_buffer_of_two_kinds_of_layer_is_read_and_added_to_in_place(name: str) -> None:
+    """Two narrow layers, or two wide ones: neither the buffer nor a stack in it is copied, and its accumulator is added to in place."""
+    compiled, size = compile_two_kinds(build(name), "Ennn|nnn|ww|wwL")
+    text = compiled.as_text()
+    stacks = [(2, WIDTH, HIDDEN), (3, WIDTH, WIDTH)]
+    copies = ("copy", "copy-start", "slice", "dynamic-slice")
+    moved = [op for op in operations(text) if op.opcode in copies and "/while/" in op.line]
+    assert [op.line[:200] for op in moved if math.prod(op.shape) in {size, *map(math.prod, stacks)}] == []
+    rewritten = [op for op in operations(text) if op.opcode == "dynamic-update-slice" and op.shape == (size,)]
+    assert rewritten
 
 
 @pytest.mark.parametrize("name", ["zbv", slow("1f1b"), slow("interleaved_1f1b")])

@@ -1,0 +1,64 @@
+"""What a device keeps for parameters, gradients and Adam where layers are of several kinds: shared buffers, or an array for each parameter.
+
+python -m benchmarks.room_for_kinds        prints the table of docs/unlike_stages.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import jaxpipe as jp
+from jaxpipe.model.forms import Sharing
+
+EXAMPLES = {
+    "encoder_decoder": ("1f1b", 4, 8, {}),
+    "multi_token_prediction": ("1f1b", 2, 4, {"stage_loss": True}),
+    "vision_language": ("zb_h1", 4, 8, {}),
+}
+
+
+def held(name: str, *, shares: bool) -> dict[str, int]:
+    """Bytes of one device: of stages, and of the whole training step by XLA's count."""
+    example = importlib.import_module(name)
+    schedule, devices, microbatches, options = EXAMPLES[name]
+    table = jp.schedules.build(schedule, devices=devices, microbatches=microbatches)
+    mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
+    pipe = jp.Pipeline(layers=example.LAYERS, layout=example.LAYOUT, schedule=table, mesh=mesh, **options)
+    if not shares:
+        pipe.partition.__dict__["sharing"] = Sharing(lambda *_: None)
+    params = pipe.place(example.initial(jax.random.key(0), example.LAYOUT.replace("|", "")[1:-1]))
+    optimizer = optax.adam(1e-3)
+    state = pipe.init(optimizer, params)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = pipe.value_and_grad(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    memory = pipe.jit(step, donate_argnums=(0, 1)).lower(params, state, example.rows(0)).compile().memory_analysis()
+    own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["stages"]))
+    return {"stages": own, "arguments": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes}
+
+
+def main() -> None:
+    """Print the table."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    jax.config.update("jax_num_cpu_devices", 4)
+    print("| example | parameters of stages | with gradients and Adam | the step's arguments | its temporary memory |")
+    print("|---|---|---|---|---|")
+    for name in EXAMPLES:
+        before, after = held(name, shares=False), held(name, shares=True)
+        cells = [f"{before['stages']:,} -> {after['stages']:,}", f"{4 * before['stages']:,} -> {4 * after['stages']:,}"]
+        cells += [f"{before[key]:,} -> {after[key]:,}" for key in ("arguments", "temporary")]
+        print(f"| `{name}.py` | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
