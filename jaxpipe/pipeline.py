@@ -549,7 +549,7 @@ class Pipeline:
             training=training,
             outputs=outputs,
             cuts=self._cuts,
-            observe=observe if alone else self._comparing(params, batch, rng, state),
+            observe=observe if alone or observe is not None else self._comparing(params, batch, rng, state),
         )
         lie = self._result_shardings(job, params)
         if self._executor.compiles:
