@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,20 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree
-from .errors import PipelineError
+from .errors import JaxpipeError, PipelineError
 from .fingerprint import check_same, fingerprint
 from .pipeline import Pipeline
+from .processes import LastWords, RollCall, client, roll_text
 
 __all__ = ["Watchdog", "check_same", "crossings", "fingerprint", "global_batch", "local_rows", "make_mesh"]
 
+_AGAIN = "Start the job again, and it goes on from the newest checkpoint"
+_LAST = 3.0  # seconds that process 0, which holds what the others ask, stays after it has failed
+_DIED = (
+    "It was killed (out of memory, perhaps), or ended by JAX because process 0, which coordinates the job, or another one is gone: see the "
+    "lines above, and the logs of the others"
+)
+_NO_SERVICE = "Process 0, which coordinates the job, is gone: its log says why"
 FAILED, TIMED_OUT = 1, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help
 
 
@@ -140,47 +149,78 @@ class Watchdog:
             raise PipelineError(f"a step's limit must be more than 0 seconds; got {', '.join(faults)}", tuple(faults))
         self.seconds = seconds
         self._next = seconds if first is None else first
+        self._where = "its beginning"
+        self._roll: RollCall | None = None
+        self._last: LastWords | None = None
 
     @contextmanager
     def step(self, what: int | str, *, seconds: float | None = None) -> Iterator[None]:
         """Watch one step, or something else that takes its time ("checkpoint 40"), which may have a limit of its own."""
         name = f"step {what}" if isinstance(what, int) else what
         limit = self._next if seconds is None else seconds
+        self._where = name
+        if self._roll is None and client() is not None and jax.process_count() > 1:
+            self._roll, self._last = RollCall(lambda: self._where, self._without_service), LastWords()
+        if self._last is not None:
+            self._last.say(f"jaxpipe: {_here()}: died in {name}. {_DIED}. {_AGAIN}")
         timer = threading.Timer(limit, self._overdue, (name, limit))
         timer.daemon = True
         timer.start()
         try:
             yield
-        except Exception:
+        except Exception as error:
             if jax.process_count() == 1:
                 raise
             traceback.print_exc()
-            _end(
-                f"{name} failed, see the error above (of a connection or a collective: another process died in this step, and its log says "
-                "why; start the job again, and it goes on from the newest checkpoint)",
-                FAILED,
-            )
+            why = f"{name} failed, see the error above"
+            if not isinstance(error, JaxpipeError):
+                why += f". {self._called()}. {_AGAIN}"
+            self._leave(why, FAILED)
         finally:
             timer.cancel()
+            self._where = f"what comes after {name}"
+            if self._last is not None:
+                self._last.say(f"jaxpipe: {_here()}: died after {name}. {_DIED}. {_AGAIN}")
         if seconds is None:
             self._next = self.seconds
 
-    @staticmethod
-    def _overdue(name: str, limit: float) -> None:
+    def _overdue(self, name: str, limit: float) -> None:
         faulthandler.dump_traceback(all_threads=True)
-        _end(
-            f"{name} has not ended within its limit of {limit:g} s (the threads are above). Either another process is stuck or gone, "
-            "or the limit is too small. Start the job again, and it goes on from the newest checkpoint",
+        self._leave(
+            f"{name} has not ended within its limit of {limit:g} s (the threads are above). {self._called()}. Either another process is "
+            f"stuck or gone, or the limit is too small. {_AGAIN}",
             TIMED_OUT,
         )
+
+    def _called(self) -> str:
+        """Which processes are gone, and where the others are."""
+        if self._roll is None:
+            return "Another process may have died: see its log"
+        try:
+            return f"Of the other processes: {roll_text(self._roll.ask(), jax.process_index(), jax.process_count())}"
+        except jax.errors.JaxRuntimeError:
+            return _NO_SERVICE
+
+    def _without_service(self) -> None:
+        self._leave(f"{self._where} cannot end. {_NO_SERVICE}. {_AGAIN}", FAILED)
+
+    def _leave(self, why: str, status: int) -> None:
+        if self._last is not None:
+            self._last.close()
+        _end(why, status)
 
 
 def _end(why: str, status: int) -> None:
     """Say why and leave at once: Python's own exit would wait for the other processes."""
-    where = f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}"
-    print(f"\njaxpipe: {where}: {why}. This process ends with status {status}.", file=sys.stderr, flush=True)
+    print(f"\njaxpipe: {_here()}: {why}. This process ends with status {status}.", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if client() is not None and jax.process_index() == 0 and jax.process_count() > 1:
+        time.sleep(_LAST)  # the others ask process 0 who is gone
     os._exit(status)
+
+
+def _here() -> str:
+    return f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}"
 
 
 def _rows_sharding(pipe: Pipeline) -> NamedSharding:

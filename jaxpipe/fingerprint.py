@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.extend import core
 
 from .arrays import PyTree, described
-from .errors import PipelineError
-from .pipeline import Pipeline
+from .processes import compare
+from .program.records import arrays
+from .stage.model_code import ModelCode
 from .version import __version__
 
-_BYTES = 16384  # of every process's fingerprint: all give as many, or the comparison itself would hang
 _MOST = 400  # characters of an entry
 
 
-def fingerprint(pipe: Pipeline, params: PyTree, batch: PyTree = None, **more: Any) -> dict[str, str]:
+def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> dict[str, str]:
     """Name -> text of what must be equal: versions, the table, the mesh, the pipeline's options, shapes, and `more`.
 
     Args:
@@ -37,7 +36,7 @@ def fingerprint(pipe: Pipeline, params: PyTree, batch: PyTree = None, **more: An
         "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, Python {sys.version.split()[0]}",
         "schedule": f"{table.name} of {table.num_stages} stages and {table.num_microbatches} microbatches {_digest(str(table.rows))}",
         "mesh": f"{dict(mesh.shape)} of {mesh.devices.flat[0].device_kind} {_digest(str([d.id for d in mesh.devices.flat]))}",
-        "pipeline": f"{pipe!r}, prefer={pipe.prefer.value}, accumulate_dtype={pipe.accumulate_dtype}, loss={pipe.functions.loss.value}",
+        "pipeline": _options(pipe),
         "parameters": _tree(params),
         "batch": _tree(batch),
         "precision": f"x64={settings.jax_enable_x64}, matmul={settings.jax_default_matmul_precision}",
@@ -45,10 +44,11 @@ def fingerprint(pipe: Pipeline, params: PyTree, batch: PyTree = None, **more: An
     return {name: text[:_MOST] for name, text in (found | {key: repr(value) for key, value in more.items()}).items()}
 
 
-def check_same(pipe: Pipeline, params: PyTree, batch: PyTree = None, **more: Any) -> None:
-    """Compare the `fingerprint` of all processes; every process of a job calls it, before anything is placed or run.
+def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> None:
+    """Compare the `fingerprint` of all processes before anything is placed or run; every process of a job calls it.
 
-    Processes that were started with another schedule, model or version would else wait for each other, or train on without a word.
+    A `Pipeline` compares tables, shapes, code and versions by itself when it first runs; this is for what it cannot know (`more`), and
+    for programs that were compiled by `pipe.lower`.
 
     Raises:
         PipelineError: in every process, with each difference and the processes on its two sides.
@@ -56,40 +56,56 @@ def check_same(pipe: Pipeline, params: PyTree, batch: PyTree = None, **more: Any
     Example:
         check_same(pipe, jax.eval_shape(model.init, key), rows=256, learning_rate=1e-3)
     """
-    mine = fingerprint(pipe, params, batch, **more)
-    if jax.process_count() == 1:
-        return
-    text = json.dumps(mine).encode()
-    if len(text) > _BYTES:
-        raise PipelineError(f"the fingerprint has {len(text)} bytes, more than {_BYTES}; give fewer or shorter things to compare")
-    row = np.frombuffer(text.ljust(_BYTES), np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(row)).reshape(jax.process_count(), _BYTES)
-    faults = differences([json.loads(bytes(each).decode()) for each in rows])
-    if faults:
-        raise PipelineError.listing("the processes of this job were not started alike", faults)
+    compare({"call": "check_same"} | fingerprint(pipe, params, batch, **more), range(jax.process_count()))
 
 
-def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """A sentence for each thing in which processes differ from the first.
+def compare_first_step(pipe: Any, call: str, given: Mapping[str, PyTree], code: ModelCode) -> None:
+    """Compare what the processes of a pipeline's mesh are about to compile, when it first runs.
 
-    >>> differences([{"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "gpipe"}])
-    ['schedule: process 0 has 1f1b, but processes 1, 2 have gpipe']
+    Raises:
+        PipelineError: in every process, with each difference and the processes on its two sides.
     """
-    faults = []
-    for name in dict.fromkeys(name for each in found for name in each):
-        groups: dict[str, list[int]] = {}
-        for process, each in enumerate(found):
-            groups.setdefault(each.get(name, "nothing"), []).append(process)
-        (first, own), *others = groups.items()
-        sides = [f"{_processes(members)} {text}" for text, members in others]
-        if sides:
-            faults.append(f"{name}: {_processes(own)} {first}, but {' and '.join(sides)}")
-    return faults
+    processes = sorted({device.process_index for device in pipe.mesh.devices.flat})
+    if len(processes) == 1:
+        return
+    more = {key: _tree(given[key]) for key in ("rng", "state")}
+    compare({"call": call} | fingerprint(pipe, given["params"], given["batch"]) | more | code_texts(code), processes)
 
 
-def _processes(members: Sequence[int]) -> str:
-    shown = ", ".join(map(str, members[:4])) + (f" and {len(members) - 4} more" if len(members) > 4 else "")
-    return f"process {shown} has" if len(members) == 1 else f"processes {shown} have"
+def code_texts(code: ModelCode) -> dict[str, str]:
+    """Name -> text of each traced function: how many operations it has, and a digest of what they are.
+
+    The digest knows no order and no names, which may differ between processes for the same code, but primitives, shapes and numbers.
+    """
+    texts = {"code of first": (code.first.hoist, code.first.evaluate)} if code.first.evaluate.eqns else {}
+    texts |= {f"code of stage {code.kind_of.index(k)}": (kind.hoist, kind.evaluate) for k, kind in enumerate(code.kinds)}
+    texts |= {"code of last": (code.last.hoist, code.last.evaluate)} if code.last is not None else {}
+    found = {}
+    for name, jaxprs in texts.items():
+        lines = sorted(line for jaxpr in jaxprs for line in _operations(jaxpr))
+        found[name] = f"{len(lines)} operations {_digest(chr(10).join(lines))}"
+    ticks = np.stack([*arrays(code.program.ticks)], axis=-1)
+    segments = [(s.start, s.stop, s.period) for s in code.program.segments]
+    found["program"] = f"{len(ticks)} ticks {_digest(f'{segments} {ticks.tobytes().hex()}')}"
+    return found
+
+
+def _operations(jaxpr: Any) -> Iterator[str]:
+    """Every operation with the shapes or numbers that it takes and gives, those inside others too."""
+    for eqn in jaxpr.eqns:
+        takes = [repr(v.val) if isinstance(v, core.Literal) else v.aval.str_short() for v in eqn.invars]
+        yield f"{eqn.primitive.name} {takes} {[v.aval.str_short() for v in eqn.outvars]}"
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _operations(inner)
+
+
+def _options(pipe: Any) -> str:
+    """What else a pipeline was given."""
+    functions, dtype = pipe.functions, pipe.accumulate_dtype
+    parts = [f"axis={pipe.axis!r}", f"data_axes={pipe.data_axes}", f"prefer={pipe.prefer.value}", f"loss={functions.loss.value}"]
+    parts += [f"accumulate_dtype={None if dtype is None else np.dtype(dtype).name}"]
+    parts += [f"layout={'|'.join(pipe.layout.layers.stages)!r}"] if pipe.layout.layers is not None else []
+    return ", ".join([*parts, *(f"with {f.name}" for f in (functions.first, functions.last) if f is not None)])
 
 
 def _tree(tree: PyTree) -> str:

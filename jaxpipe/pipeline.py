@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .arrays import PyTree, array_faults
 from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
+from .fingerprint import compare_first_step
 from .layouts.layout import Layout
 from .lowering.plan import Prefer, forward_plan, plan_of
 from .model.arguments import (
@@ -177,6 +178,7 @@ class Pipeline:
             stage_loss=stage_loss,
         )
         self.layout = model.layout
+        self._compared = False  # with the other processes, where there are some
         self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
         step, forwards = self._jitted(self._step), self._jitted(self._forwards)
         self._jit_step = without_gradient(step, _NO_GRADIENT.format("value_and_grad"))
@@ -469,7 +471,7 @@ class Pipeline:
 
     def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Observe | None = None) -> Any:
         def step(params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()) -> tuple[Any, dict[str, PyTree]]:
-            results, grads = self._step(params, batch, rng, state, observe)
+            results, grads = self._step(params, batch, rng, state, observe, alone=True)
             return self._answer(results, with_state=self.functions.has_state), grads
 
         given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
@@ -524,12 +526,12 @@ class Pipeline:
         return found[0] if len(found) == 1 else tuple(found)
 
     def _step(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Observe | None = None
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Observe | None = None, *, alone: bool = False
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         self._check_last("a training step")
         if self.schedule.forward_only:
             raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
-        return self._run(params, batch, rng, state, training=True, observe=observe)
+        return self._run(params, batch, rng, state, training=True, observe=observe, alone=alone)
 
     def _forwards(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
         """The results of a step, without its gradients."""
@@ -558,8 +560,11 @@ class Pipeline:
         told: bool | None = None,
         outputs: bool = False,
         observe: Observe | None = None,
+        alone: bool = False,
     ) -> Any:
-        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None."""
+        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None; `alone`: it is
+        lowered, which one process may do by itself.
+        """
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
         given, params = params, with_outer(params)
@@ -576,7 +581,7 @@ class Pipeline:
             training=training,
             outputs=outputs,
             cuts=self._cuts,
-            observe=observe,
+            observe=observe if alone or observe is not None else self._comparing(params, batch, rng, state),
         )
         lie = self._result_shardings(job, params)
         if self._executor.compiles:
@@ -585,6 +590,17 @@ class Pipeline:
             found = self._executor.run(job, params, batch, rng, state)
             results, grads = jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, found)
         return results, {key: grads[key] for key in given if key in grads}
+
+    def _comparing(self, params: Any, batch: Any, rng: Any, state: Any) -> Observe:
+        """Compares this step with those of the other processes, the first time, as soon as it is traced."""
+        given = {"params": params, "batch": batch, "rng": rng, "state": state}
+
+        def compare(job: Job, code: ModelCode, _: Any) -> None:
+            if not self._compared:
+                self._compared = True
+                compare_first_step(self, "a step" if job.training else "forwards alone", given, code)
+
+        return compare
 
     def _microbatches_of(self, batch: PyTree) -> int:
         """The most microbatches, up to those of the schedule, into which the rows of a batch for evaluation divide."""

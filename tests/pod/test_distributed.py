@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.distributed import Watchdog, check_same, crossings, fingerprint, global_batch, local_rows, make_mesh
-from jaxpipe.fingerprint import differences
+from jaxpipe.processes import differences, roll_text
+
+from .jobs import free_port, start
 
 
 def pipeline(pipe: int, data: int) -> jp.Pipeline:
@@ -144,7 +147,34 @@ def test_a_fingerprint_differs_where_what_is_computed_does():
         (fingerprint(one, shapes, rate=0.2), {"rate"}),
         (fingerprint(other, shapes, rate=0.1), {"schedule", "pipeline"}),
     ):
-        assert {fault.split(":")[0] for fault in differences([base, base, found])} == names
-    (fault,) = differences([base, fingerprint(one, wide, rate=0.1)])
+        assert {fault.split(":")[0] for fault in differences(dict(enumerate([base, base, found])))} == names
+    (fault,) = differences({0: base, 1: fingerprint(one, wide, rate=0.1)})
     assert "process 0 has 1 arrays of 6 numbers, stages float32[2, 3]" in fault
     assert "process 1 has 1 arrays of 8 numbers, stages float32[2, 4]" in fault
+
+
+def test_a_roll_call_names_who_is_silent_and_who_is_elsewhere():
+    assert roll_text({0: "step 7", 1: "step 6"}, 0, 2) == "process 1 is in step 6"
+    assert roll_text({}, 0, 2) == "process 1 is gone or stopped (no answer in 2 s)"
+
+
+@pytest.mark.slow
+def test_processes_with_unlike_pipelines_are_refused_by_name_before_they_run(tmp_path):
+    """Without `check_same`; the same pair of processes then trains."""
+    worker, address = str(Path(__file__).with_name("unlike_worker.py")), f"127.0.0.1:{free_port()}"
+    with start([[sys.executable, worker, address, str(i)] for i in range(2)], tmp_path) as job:
+        assert job.wait(120) == [0, 0], job.everything()
+        logs = [job.log(0), job.log(1)]
+    for log in logs:
+        *refused, trained = re.split(r"^(?=\{|trained)", log, flags=re.MULTILINE)[1:]
+        names = [set(re.findall(r"^  ([\w ]+): process 0 has .*, but process 1 has ", text, re.MULTILINE)) for text in refused]
+        assert names == [
+            {"schedule", "program"},
+            {"schedule", "program", "code of stage 0", "code of last"},
+            {"parameters", "code of stage 0"},
+            {"code of stage 0"},
+            {"batch", "code of stage 0", "code of last"},
+            {"versions"},
+            {"call", "program"},
+        ], log
+        assert trained.startswith("trained 4.0"), log
