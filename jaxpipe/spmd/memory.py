@@ -34,7 +34,7 @@ def predicted_memory(
     gathered            whole parameters and accumulators where only parts are given and returned (fsdp, outer, DualPipe's copies)
     hoisted             what is computed from parameters once a step
     sent                what is to be sent next
-    raveled             copies of what lies raveled in a pool that unlike stages share: of what a forward writes, and a backward reads and leaves
+    raveled             copies of what lies raveled in a pool that unlike stages share
     work                of the block that needs most, its own arrays
     """
     buffers = SharedBuffers.of(code.kinds, entries)
@@ -64,7 +64,7 @@ def _entry_bytes(buffer: SharedBuffer) -> int:
 
 
 def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
-    """A block cannot read or write in place what has another shape in the pool; the copies of forwards and of backwards lie side by side."""
+    """Copies of what has another shape in the pool, which no block can read or write in place: a forward's and a backward's side by side."""
 
     def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
         return sum(nbytes(aval) for aval, place in zip(avals, buffer.of_kind(avals), strict=True) if place.flat)

@@ -70,6 +70,7 @@ def test_fitting_to_costs_never_makes_a_table_longer_anywhere(name):
         never_longer(setting, MORE_TIMES)
 
 
+@pytest.mark.slow
 def test_list_scheduling_alone_would_lose():
     """The settings above are those where the heuristic, left to itself, finds less than the order that knows no costs."""
     worse = []
