@@ -64,7 +64,7 @@ def _entry_bytes(buffer: SharedBuffer) -> int:
 
 
 def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
-    """Copies of what has another shape in the pool, which no block can read or write in place: a forward's and a backward's side by side."""
+    """Copies of what has another shape in its pool, so that no block works on it in place: a forward's and a backward's side by side."""
 
     def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
         return sum(nbytes(aval) for aval, place in zip(avals, buffer.of_kind(avals), strict=True) if place.flat)
