@@ -39,15 +39,19 @@ def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float
     number = {(node.kind, node.stage): n for n, node in enumerate(shop.nodes)}
     # Where the table's microbatches are not in order, renaming them costs nothing.
     timed = sorted((timeline.start[a], timeline.end[a], d, p, number[a.kind, a.stage]) for d, p, a in schedule.actions())
-    found = search.run([n for *_, n in timed])
-    rows: list[list[Action]] = [[] for _ in range(schedule.num_devices)]
+    better = schedule.with_rows(rows_of(shop, search.run([n for *_, n in timed])))
+    return better if simulate(better, costs).makespan < timeline.makespan * (1 - _EQUAL) else schedule
+
+
+def rows_of(shop: JobShop, order: Sequence[int]) -> list[list[Action]]:
+    """Each device's actions, of an order of all actions by their nodes."""
+    rows: list[list[Action]] = [[] for _ in range(shop.devices)]
     done = [0] * len(shop.nodes)
-    for n in found:
+    for n in order:
         node = shop.nodes[n]
         rows[node.device].append(Action(node.stage, node.kind, done[n]))
         done[n] += 1
-    better = schedule.with_rows(rows)
-    return better if simulate(better, costs).makespan < timeline.makespan * (1 - _EQUAL) else schedule
+    return rows
 
 
 class _Times(NamedTuple):
