@@ -88,9 +88,12 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
 
 def _start(wanted: _Wanted) -> Schedule:
     """The best of list scheduling and local search."""
-    # The order for costs that are all 1 is now and then the shorter one.
+    starts = [_listed(wanted, wanted.costs)]
     plain = Costs(release=wanted.costs.release)
-    schedule = shortest([_listed(wanted, known) for known in dict.fromkeys((wanted.costs, plain))], wanted.costs)
+    if wanted.costs != plain:
+        # Now and then the table for costs that are all 1 is the shorter one.
+        starts.append(_start(wanted._replace(costs=plain)))
+    schedule = shortest(starts, wanted.costs)
     times = wanted.costs.for_stages(schedule.num_stages)
     shop = JobShop.of(schedule.placement, times, wanted.costs.release, wanted.microbatches, wanted.cap)
     return improved(schedule, wanted.costs, shop, at_least=bound_of(shop))

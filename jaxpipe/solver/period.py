@@ -31,10 +31,13 @@ class Steady(NamedTuple):
     def order(self, shop: JobShop) -> list[int]:
         """All actions of a whole step, by their nodes, in the order in which the turns run them."""
         each = len(self.starts[0])
+        # At equal times those that take none come first, in an order in which none needs a later one.
         timed = [
-            (self.starts[n][k % each] + (k // each) * self.turn, n, k) for n in range(len(shop.nodes)) for k in range(shop.microbatches)
+            (self.starts[n][k % each] + (k // each) * self.turn, node.length, k, n)
+            for n, node in enumerate(shop.nodes)
+            for k in range(shop.microbatches)
         ]
-        return [n for _, n, _ in sorted(timed)]
+        return [n for *_, n in sorted(timed)]
 
 
 def least_period(shop: JobShop, costs: StageCosts, *, seconds: float, seed: int = 0) -> Steady | None:

@@ -157,7 +157,8 @@ class _Problem:
         spent = float(solver.response_proto.deterministic_time)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return _Found(self.schedule, spent, self._in_costs(solver.best_objective_bound) if status == cp_model.UNKNOWN else 0.0)
-        place: dict[Any, tuple[int, int]] = {a: (solver.value(v), i) for i, (a, v) in enumerate(start.items())}
+        # At equal times those that take none come first, in an order in which none needs a later one.
+        place = {a: (solver.value(v), self._length(a), a.microbatch, self._depth(a)) for a, v in start.items()}
         ordered = self.schedule.with_rows([sorted(row, key=place.__getitem__) for row in rows])
         return _Found(ordered, spent, self._in_costs(solver.best_objective_bound), status == cp_model.OPTIMAL)
 
@@ -171,6 +172,11 @@ class _Problem:
         chain = self.schedule.encoded.num_actions
         chain = min(chain, floor(ticks / shortest)) if shortest else chain
         return max(0.0, (ticks - 2 * chain) / self.scale)
+
+    def _depth(self, action: Action) -> int:
+        """The place of a stage and kind on a microbatch's way through the stages and back."""
+        last = self.schedule.num_stages - 1
+        return action.stage if action.kind is F else 2 * (last - action.stage) + last + 1 + (action.kind is W)
 
     def _length(self, action: Action) -> int:
         return self.lengths[action.kind][action.stage]
