@@ -14,6 +14,7 @@ from ..schedules import build, names
 from ..schedules.registry import describe
 from ..simulation.costs import Cost, Costs
 from ..table.activations import Release
+from ..table.certificate import Objective
 from ..table.check import check
 from ..table.grid import MARK, grid
 from ..table.limits import MAX_TEXT
@@ -79,6 +80,8 @@ def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chun
     chunks = arguments.chunks if chunks is None else chunks
     if options.get("placement") is not None:
         options["placement"] = _placement(options["placement"], arguments.devices, entry.chunks.natural if chunks is None else chunks)
+    if options.get("objective") is not None:
+        options["objective"] = _objective(options["objective"])
     return build(
         name,
         devices=arguments.devices,
@@ -175,6 +178,14 @@ def _placement(given: object, devices: int, chunks: int) -> Placement:
     if isinstance(given, tuple) and all(isinstance(device, int) for device in given):
         return Placement.explicit(given, devices=devices)
     raise UsageError(f"--option placement={quoted(given)} must be loop, vee, or the device of each stage, e.g. placement=0,1,1,0")
+
+
+def _objective(given: object) -> Objective:
+    """`makespan` or `period`."""
+    for objective in Objective:
+        if given == objective.value:
+            return objective
+    raise UsageError(f"--option objective={quoted(given)} must be {' or '.join(objective.value for objective in Objective)}")
 
 
 def _value(text: str) -> object:

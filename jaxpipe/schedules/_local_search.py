@@ -11,6 +11,7 @@ from ..simulation.costs import Costs
 from ..simulation.job_shop import JobShop
 from ..simulation.simulate import simulate
 from ..table.action import Action
+from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ._beam import Beam, Goal, Partial, Times
 
@@ -19,6 +20,7 @@ _MEANS = (0.1, 1.0)  # weights of the mean of all devices' bounds
 _SIZES = (32, 64)  # actions of a window
 # Starts that may be computed (half a second), and actions of a table (more take longer to copy than to search).
 _BUDGET, _MOST_ACTIONS = 2_500_000, 2_000
+_STEP = 1000  # starts, as which a step of a beam counts beforehand
 _SET_UP = 20  # starts, as which setting up a window counts, for each action of the table
 _EQUAL = 1e-9  # relative: sums of the same times in another order
 
@@ -36,18 +38,23 @@ def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float
     if timeline.makespan <= at_least * (1 + _EQUAL) or schedule.encoded.num_actions > _MOST_ACTIONS:
         return schedule
     search = _Search(shop, at_least, _BUDGET)
-    number = {(node.kind, node.stage): n for n, node in enumerate(shop.nodes)}
-    # Where the table's microbatches are not in order, renaming them costs nothing.
-    timed = sorted((timeline.start[a], timeline.end[a], d, p, number[a.kind, a.stage]) for d, p, a in schedule.actions())
-    found = search.run([n for *_, n in timed])
-    rows: list[list[Action]] = [[] for _ in range(schedule.num_devices)]
+    table, number = schedule.encoded, {(int(node.kind), node.stage): n for n, node in enumerate(shop.nodes)}
+    # Equal times stay in an order in which none needs a later one.  Where microbatches are not in order, renaming them costs nothing.
+    order = sorted(schedule.run_order(Transfers.ASYNC).order, key=timeline.starts.__getitem__)
+    nodes = [number[int(table.kind[i]), int(table.stage[i])] for i in order]
+    better = schedule.with_rows(rows_of(shop, search.run(nodes)))
+    return better if simulate(better, costs).makespan < timeline.makespan * (1 - _EQUAL) else schedule
+
+
+def rows_of(shop: JobShop, order: Sequence[int]) -> list[list[Action]]:
+    """Each device's actions, of an order of all actions by their nodes."""
+    rows: list[list[Action]] = [[] for _ in range(shop.devices)]
     done = [0] * len(shop.nodes)
-    for n in found:
+    for n in order:
         node = shop.nodes[n]
         rows[node.device].append(Action(node.stage, node.kind, done[n]))
         done[n] += 1
-    better = schedule.with_rows(rows)
-    return better if simulate(better, costs).makespan < timeline.makespan * (1 - _EQUAL) else schedule
+    return rows
 
 
 class _Times(NamedTuple):
@@ -86,7 +93,7 @@ class _Search:
         last = len(self.shop.nodes) - 1
         for mean in _MEANS:
             for beam in (self.beam, back):
-                if self.is_over(best) or self.beam.spent + len(best.nodes) * len(self.shop.nodes) * _WIDTH > self.budget:
+                if self.is_over(best) or self.beam.spent + len(best.nodes) * (len(self.shop.nodes) * _WIDTH + _STEP) > self.budget:
                     return best
                 limit = best.makespan * (1 - _EQUAL)
                 found = beam.search(beam.empty(), beam.whole(limit), width=_WIDTH, mean=mean, waits=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,7 +17,7 @@ from ..table.certificate import Certificate, Objective, Proof
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import ListSchedule
-from ._local_search import improved
+from ._local_search import improved, rows_of
 from ._orders import turn_order, zbv_order
 from ._waves import OrderMaker, best_of, cost_waves, least_makespan, shortest, v_blocks
 
@@ -29,6 +30,7 @@ def auto(
     max_activations: int | None = None,
     costs: Costs | None = None,
     placement: Placement | None = None,
+    objective: Objective = Objective.MAKESPAN,
     search: float = 0,
     seed: int = 0,
 ) -> Schedule:
@@ -41,13 +43,18 @@ def auto(
     some thousand actions or less is then shortened by beam search over active schedules, forwards, backwards in time and in windows.
     `schedule.certificate` says how far from optimal the result can be.  With `search` seconds, OR-tools (the extra `jaxpipe[solver]`)
     shortens it where it finds how, or proves that it cannot be shorter: never longer than without, and the same for the same seed.
-    Where F, I and W cost the same and V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in costs of a chunk for
-    M >= P, and no schedule is shorter.
+    With `objective=Objective.PERIOD`, which needs a search, the steady state is made short instead, however long the ramps are: a turn
+    of up to four microbatches, found by modulo scheduling, repeats until all are done.  Where F, I and W cost the same and V P
+    activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, and no schedule is shorter.
     """
     given = Costs() if costs is None else costs
     places = _placements(devices, chunks) if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations)
+    if objective is Objective.PERIOD and not search:
+        raise ScheduleError("auto cannot be built:\n  objective=PERIOD is found by a search alone; give seconds for it, such as search=10")
     wanted = _Wanted(places, microbatches, given, max_activations, 2 * chunks * devices if max_activations is None else max_activations)
+    if objective is Objective.PERIOD:
+        return _steady(wanted, search, seed)
     if search:
         return _searched(wanted, search, seed)
     return _certified(wanted, _start(wanted))
@@ -81,9 +88,12 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
 
 def _start(wanted: _Wanted) -> Schedule:
     """The best of list scheduling and local search."""
-    # The order for costs that are all 1 is now and then the shorter one.
+    starts = [_listed(wanted, wanted.costs)]
     plain = Costs(release=wanted.costs.release)
-    schedule = shortest([_listed(wanted, known) for known in dict.fromkeys((wanted.costs, plain))], wanted.costs)
+    if wanted.costs != plain:
+        # Now and then the table for costs that are all 1 is the shorter one.
+        starts.append(_start(wanted._replace(costs=plain)))
+    schedule = shortest(starts, wanted.costs)
     times = wanted.costs.for_stages(schedule.num_stages)
     shop = JobShop.of(schedule.placement, times, wanted.costs.release, wanted.microbatches, wanted.cap)
     return improved(schedule, wanted.costs, shop, at_least=bound_of(shop))
@@ -101,6 +111,32 @@ def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
         found.append(better.schedule)
         proven.append(better.proven)
     return _certified(wanted, shortest(found, wanted.costs), min(proven))
+
+
+def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
+    """The table whose steady state has the least period that is found; of equals, the shorter step."""
+    from ..solver import least_period  # needs the extra
+
+    costs, cap = wanted.costs, wanted.given_cap
+    found: list[tuple[float, float, Schedule]] = []
+    for place in wanted.places:
+        times = costs.for_stages(place.num_stages)
+        shop = JobShop.of(place, times, costs.release, wanted.microbatches, wanted.cap)
+        steady = least_period(shop, times, seconds=seconds / len(wanted.places), seed=seed)
+        if steady is not None:
+            table = _table(shop, steady.order(shop), place)
+            found.append((steady.period, simulate(table, costs).makespan, table))
+    if not found:
+        raise ScheduleError(f"auto cannot be built:\n  search={seconds:g} found no steady state in its time; give it more seconds")
+    period, _, table = min(found, key=lambda f: f[:2])
+    bounds = [lower_bound(costs, placement=place, max_activations=cap, objective=Objective.PERIOD) for place in wanted.places]
+    return replace(table, certificate=Certificate(Objective.PERIOD, period, min(bounds), Proof.RELAXATION, cap))
+
+
+def _table(shop: JobShop, order: Sequence[int], placement: Placement) -> Schedule:
+    """The table of an order of all actions, by their nodes."""
+    rows = rows_of(shop, order)
+    return Schedule.from_rows(rows, placement=placement, num_microbatches=shop.microbatches, name="auto")
 
 
 def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:

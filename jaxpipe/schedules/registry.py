@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ScheduleError, listed, quoted
 from ..simulation.costs import Costs
+from ..table.certificate import Objective
 from ..table.garbage_collection import paused_collector
 from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
@@ -119,6 +120,11 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
             "True or False",
         ),
         "max_activations": _OptionKind("the most activations that a device may hold, if they are released at W", _is_count, count),
+        "objective": _OptionKind(
+            "what is made short (a jaxpipe.Objective): the whole step, or the time of a microbatch in its steady state",
+            lambda v: isinstance(v, Objective),
+            "a jaxpipe.Objective",
+        ),
         "search": _OptionKind(
             "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the same on any machine",
             lambda v: is_number(v) and 0 <= v <= _MOST_SEARCH,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from ..errors import ScheduleError, listed, quoted
+from ..table.certificate import Objective
 from ..table.limits import is_whole
 from ..table.placement import Placement
 from .costs import Costs, StageCosts
@@ -22,11 +23,12 @@ _MOST_PAIRS, _MOST_STAGES = 1 << 13, 128
 def lower_bound(
     costs: Costs | None = None,
     *,
-    microbatches: int,
+    microbatches: int | None = None,
     devices: int | None = None,
     chunks: int = 1,
     placement: Placement | None = None,
     max_activations: int | None = None,
+    objective: Objective = Objective.MAKESPAN,
 ) -> float:
     """A makespan below which no schedule goes that has these costs, this placement and at most so many activations on a device.
 
@@ -35,13 +37,17 @@ def lower_bound(
     sequencing problem"); and for each device the time for which activations occupy its places, divided by their number.  Heads and
     tails count the releases that a cap demands.  Backwards may be whole or split, whichever is cheaper.
 
+    With `Objective.PERIOD`, a time of a microbatch in the steady state that no schedule goes below (modulo scheduling, Rau 1994, section
+    2): what a device has to do for one microbatch, and how long that occupies its memory, divided by the cap.
+
     Args:
         costs: as for `simulate`; all 1, and transfers 0, where it is None.
-        microbatches: M.
+        microbatches: M; not needed for a period.
         devices: P; not needed where `placement` is given.
         chunks: V, the stages per device, where no placement is given: the bound is then the lesser of that of a loop and that of a V.
         placement: the devices of the stages.
         max_activations: the most activations (stage and microbatch pairs) on a device; no cap where it is None.
+        objective: whether the bound is one of the makespan or of the period.
 
     Raises:
         ScheduleError: neither devices nor placement is given, a number is no whole number of at least 1, or the cap is too small for one
@@ -50,11 +56,19 @@ def lower_bound(
 
     >>> lower_bound(devices=4, microbatches=8), lower_bound(devices=4, microbatches=8, max_activations=2)
     (27, 39)
+    >>> lower_bound(devices=4, max_activations=2, objective=Objective.PERIOD)
+    4.5
     """
+    if not isinstance(objective, Objective):
+        raise ScheduleError(f"objective must be a jaxpipe.Objective, not {quoted(objective)}")
+    if objective is Objective.PERIOD and microbatches is None:
+        microbatches = 1
     places = _placements(devices, chunks, placement, microbatches, max_activations)
     costs = costs or Costs()
     times = cheapest(costs.for_stages(places[0].num_stages))
-    return min(bound_of(JobShop.of(place, times, costs.release, microbatches, max_activations)) for place in places)
+    assert microbatches is not None
+    shops = [JobShop.of(place, times, costs.release, microbatches, max_activations) for place in places]
+    return min(map(bound_of if objective is Objective.MAKESPAN else period_bound_of, shops))
 
 
 def _placements(devices: object, chunks: object, placement: Placement | None, microbatches: object, cap: object) -> list[Placement]:
@@ -86,6 +100,23 @@ def bound_of(shop: JobShop) -> float:
     if len(shop.nodes) > 3 * _MOST_STAGES or len(shop.nodes) * shop.microbatches > 3 * _MOST_PAIRS:
         return max(_work(shop), _area(shop))
     return max(_one_machine(shop), _area(shop))
+
+
+def period_bound_of(shop: JobShop) -> float:
+    """Of the time of a microbatch in the steady state: a device's work, and the time for which its memory is occupied."""
+    if shop.shared:
+        return sum(node.length for node in shop.nodes) / shop.devices
+    found = [sum(node.length for node in shop.nodes if node.device == device) for device in range(shop.devices)]
+    return max(*found, *(0 if shop.cap is None else sum(_lives(shop, device)) / shop.cap for device in range(shop.devices)))
+
+
+def _lives(shop: JobShop, device: int) -> list[float]:
+    """The least time from the F of each of a device's stages to its release: that of one microbatch alone."""
+    heads, _ = shop.alone()
+    begins = [n for n, node in enumerate(shop.nodes) if node.device == device and node.begins]
+    # Releases come in the opposite order of stages.
+    releases = [n for n, node in enumerate(shop.nodes) if node.device == device and node.releases][::-1]
+    return [heads[r] + shop.nodes[r].length - heads[b] for b, r in zip(begins, releases, strict=True)]
 
 
 def _work(shop: JobShop) -> float:
@@ -122,10 +153,8 @@ def _area(shop: JobShop) -> float:
     found: list[float] = [0]
     for device in range(shop.devices):
         begins = [n for n, node in enumerate(shop.nodes) if node.device == device and node.begins]
-        # Releases come in the opposite order of stages.
-        releases = [n for n, node in enumerate(shop.nodes) if node.device == device and node.releases][::-1]
-        # One microbatch alone takes the least time from a stage's F to its release.
-        lives = [heads[r] + shop.nodes[r].length - heads[b] for b, r in zip(begins, releases, strict=True)]
+        releases = [n for n, node in enumerate(shop.nodes) if node.device == device and node.releases]
+        lives = _lives(shop, device)
         places = min(shop.cap, len(begins) * shop.microbatches)
         ramp = places * (places - 1) // 2
         full = shop.microbatches * sum(lives) + ramp * min(shop.nodes[n].length for n in begins)

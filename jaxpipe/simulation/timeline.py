@@ -18,6 +18,7 @@ from ..table.schedule import Schedule
 from .comparison import Comparison
 from .costs import Costs
 from .critical_path import critical_chain
+from .period import steady_period
 
 
 class Idle(NamedTuple):
@@ -113,6 +114,11 @@ class Timeline:
     def span(self) -> float:
         """The longest time from a device's first start to its last end (the time per step where steps follow each other)."""
         return max((last - first for first, last in self._active), default=0)
+
+    @cached_property
+    def period(self) -> float | None:
+        """The time of a microbatch in the steady state; None where the step is too short, or too irregular, to have one."""
+        return steady_period(self.schedule.encoded, self.starts, self.busy)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

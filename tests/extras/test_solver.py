@@ -59,19 +59,20 @@ def test_nothing_is_below_what_is_proven(seed):
 def test_windows_alone_never_lengthen(monkeypatch):
     """A table too large to be ordered as a whole, with times that are no fractions of small numbers."""
     pytest.importorskip("ortools")
-    import jaxpipe.solver as solver
+    from jaxpipe.solver import improve, shorten
 
-    monkeypatch.setattr(solver, "_MOST_WHOLE", 10)
+    monkeypatch.setattr(shorten, "_MOST_WHOLE", 10)
     costs = jp.Costs(forward=1.2345678, input_grad=0.9876543, weight_grad=0.333333333, transfer=0.1)
     start = jp.schedules.build("1f1b", devices=2, microbatches=6)
     start = jp.split_backward(start)
-    found = solver.improve(start, costs, cap=2, seconds=1).schedule
+    found = improve(start, costs, cap=2, seconds=1).schedule
     jp.check(found, max_activations=2)
     assert jp.simulate(found, costs).makespan < jp.simulate(start, costs).makespan
 
 
 def test_without_or_tools_the_error_names_the_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "jaxpipe.solver", raising=False)
+    for name in [name for name in sys.modules if name.startswith("jaxpipe.solver")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ortools", None)
     monkeypatch.setitem(sys.modules, "ortools.sat", None)
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
@@ -82,3 +83,33 @@ def test_without_or_tools_the_error_names_the_extra(monkeypatch):
 def test_a_search_of_no_number_is_refused():
     with pytest.raises(jp.ScheduleError, match="search must be a number of seconds"):
         jp.schedules.build("auto", **SETTING, search="long")
+
+
+def test_the_least_period_repeats_under_the_cap():
+    """Two stages a device, so that lives are longer than a turn; the bound is reached, and the simulator finds the same period."""
+    pytest.importorskip("ortools")
+    costs = jp.Costs(forward=2, input_grad=3, weight_grad=1)
+    shape = {"devices": 4, "chunks": 2, "max_activations": 6, "placement": jp.Placement.vee(devices=4)}
+    found = jp.schedules.build("auto", **shape, microbatches=16, costs=costs, objective=jp.Objective.PERIOD, search=5)
+    jp.check(found, max_activations=6)
+    assert str(found.certificate).startswith("period 12, the optimum for 6 activations a device")
+    assert jp.simulate(found, costs).period == found.certificate.value == 12
+
+
+def test_a_turn_of_several_microbatches_may_be_shorter():
+    pytest.importorskip("ortools")
+    shape = {"devices": 4, "max_activations": 3}
+    found = jp.schedules.build("auto", **shape, microbatches=24, objective=jp.Objective.PERIOD, search=5)
+    jp.check(found, max_activations=3)
+    # A turn of one takes 4, which 1F1B has, and one of two 7; the bound is 3.
+    assert jp.simulate(found).period == pytest.approx(10 / 3)
+    assert found.certificate.value == pytest.approx(10 / 3)
+    assert found.certificate.bound == 3
+    assert jp.simulate(jp.schedules.build("auto", **shape, microbatches=24)).makespan <= jp.simulate(found).makespan
+
+
+def test_a_period_without_a_search_is_refused():
+    with pytest.raises(jp.ScheduleError, match="found by a search alone; give seconds for it"):
+        jp.schedules.build("auto", devices=2, microbatches=4, objective=jp.Objective.PERIOD)
+    with pytest.raises(jp.ScheduleError, match=r"objective must be a jaxpipe\.Objective"):
+        jp.schedules.build("auto", devices=2, microbatches=4, objective="period")

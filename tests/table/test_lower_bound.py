@@ -81,3 +81,31 @@ def test_arguments_that_make_no_sense():
 
 def test_a_large_table_has_a_bound_too():
     assert jp.lower_bound(devices=64, chunks=4, microbatches=2048) == 3 * 4 * 2048 + 63
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_steady_state_is_below_its_bound(name):
+    """`timeline.period` of named schedules: at least a device's work, and what their memory allows."""
+    costs = jp.Costs(forward=2, input_grad=3, weight_grad=1, transfer=0.5)
+    schedule = jp.schedules.build(name, devices=3 if "dual" not in name else 2, microbatches=40)
+    timeline = jp.simulate(schedule, costs)
+    bound = jp.lower_bound(
+        costs, placement=schedule.placement, max_activations=max(timeline.peak_activations), objective=jp.Objective.PERIOD
+    )
+    if timeline.period is None:
+        assert name in ("gpipe", "dualpipe", "dualpipev", "zbv", "v_half", "v_min")
+        return
+    assert timeline.period >= bound - 1e-9
+    # As much longer as the table gets by more microbatches.
+    longer = jp.simulate(jp.schedules.build(name, devices=schedule.num_devices, microbatches=64), costs)
+    assert (longer.makespan - timeline.makespan) / 24 == pytest.approx(timeline.period, rel=0.02)
+
+
+def test_periods_that_are_known():
+    unit = jp.simulate(jp.schedules.build("1f1b", devices=4, microbatches=12))
+    assert unit.period == 3
+    assert jp.simulate(jp.schedules.build("gpipe", devices=4, microbatches=12)).period is None  # all F, then all B
+    # Groups of 4 microbatches go through a chunk at a time; within a group, starts are half a period apart.
+    assert jp.simulate(jp.schedules.build("interleaved_1f1b", devices=4, chunks=2, microbatches=32)).period == 6
+    with pytest.raises(jp.ScheduleError, match=r"objective must be a jaxpipe\.Objective"):
+        jp.lower_bound(devices=2, microbatches=2, objective="period")

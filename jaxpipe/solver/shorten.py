@@ -7,30 +7,25 @@ matter of order alone, so the cap is written as clauses over "this W comes befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import ceil, floor, lcm
+from math import ceil, floor
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
-from .simulation.costs import Costs, StageCosts
-from .simulation.lower_bound import lower_bound
-from .simulation.simulate import simulate
-from .table.action import Action, Kind
-from .table.kinds import Release
-from .table.schedule import Schedule
-
-try:
-    from ortools.sat.python import cp_model
-except ImportError as error:
-    raise ImportError("search= needs OR-tools, which is not installed: pip install 'jaxpipe[solver]'") from error
+from ..simulation.costs import Costs
+from ..simulation.lower_bound import lower_bound
+from ..simulation.simulate import simulate
+from ..table.action import Action, Kind
+from ..table.kinds import Release
+from ..table.schedule import Schedule
+from .cp import cp_model, tick_scale
+from .order import Order, after
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 Starts: TypeAlias = Mapping[Action, int]
 _MOST_FREE, _MOST_WHOLE = 160, 800  # actions of a window, and of a table that is ordered as a whole once
 _MOST_ACTIONS = 20_000  # of a table; a model of more takes longer to build than to solve
-_FINEST = 4096  # ticks that the longest action takes where times are no small fractions
 _EQUAL = 1e-9  # relative: sums of the same times in another order
 # In the solver's deterministic seconds: the least time that a window gets, and what a turn counts at the least, for building its model.
 _LEAST_TURN, _LEAST_SPENT = 0.3, 0.05
@@ -132,7 +127,7 @@ class _Problem:
     def of(cls, schedule: Schedule, costs: Costs, cap: int | None) -> _Problem:
         """The problem in ticks."""
         stages = costs.for_stages(schedule.num_stages)
-        scale, exact = _scale(stages)
+        scale, exact = tick_scale(stages)
         lengths = {F: stages.forward, I: stages.input_grad, W: stages.weight_grad}
         ticks = {kind: [ceil(time * scale - 1e-9) for time in times] for kind, times in lengths.items()}
         release = I if costs.release is Release.INPUT_GRAD else W
@@ -162,7 +157,8 @@ class _Problem:
         spent = float(solver.response_proto.deterministic_time)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return _Found(self.schedule, spent, self._in_costs(solver.best_objective_bound) if status == cp_model.UNKNOWN else 0.0)
-        place: dict[Any, tuple[int, int]] = {a: (solver.value(v), i) for i, (a, v) in enumerate(start.items())}
+        # At equal times those that take none come first, in an order in which none needs a later one.
+        place = {a: (solver.value(v), self._length(a), a.microbatch, self._depth(a)) for a, v in start.items()}
         ordered = self.schedule.with_rows([sorted(row, key=place.__getitem__) for row in rows])
         return _Found(ordered, spent, self._in_costs(solver.best_objective_bound), status == cp_model.OPTIMAL)
 
@@ -176,6 +172,11 @@ class _Problem:
         chain = self.schedule.encoded.num_actions
         chain = min(chain, floor(ticks / shortest)) if shortest else chain
         return max(0.0, (ticks - 2 * chain) / self.scale)
+
+    def _depth(self, action: Action) -> int:
+        """The place of a stage and kind on a microbatch's way through the stages and back."""
+        last = self.schedule.num_stages - 1
+        return action.stage if action.kind is F else 2 * (last - action.stage) + last + 1 + (action.kind is W)
 
     def _length(self, action: Action) -> int:
         return self.lengths[action.kind][action.stage]
@@ -237,7 +238,7 @@ class _Problem:
         ends = {s: [a for a in row if a in free and a.kind is self.release and a.stage == s] for s in stages}
         first = next((place for place, a in enumerate(row) if a in free), 0)
         held = sum(a.kind is F for a in row[:first]) - sum(a.kind is self.release for a in row[:first])
-        order = _Order(model, start, self._length)
+        order = Order(model, start, self._length)
         for stage in stages:
             for passed, action in enumerate(begins[stage]):
                 # So many activations live if the F of other stages come after it and nothing is released.
@@ -246,59 +247,10 @@ class _Problem:
                 # A microbatch's own release comes after its F.
                 mine = [a for a in ends[stage] if a.microbatch < action.microbatch]
                 if not others:
-                    _after(model, start, action, mine, live, self._length)
+                    after(model, start, action, mine, live, self._length)
                 elif len(others) == 1:
                     order.two(action, begins[others[0]], mine, ends[others[0]], live)
                 else:
                     freed = [*mine, *(a for s in others for a in ends[s])]
                     taken = [a for s in others for a in begins[s]]
                     model.add(live + sum(order.before(a, action) for a in taken) <= sum(order.before(a, action) for a in freed))
-
-
-def _after(model: Any, start: Mapping[Action, Any], action: Action, releases: Sequence[Action], count: int, length: Any) -> None:
-    """An action comes after so many releases, which are in order themselves."""
-    if count > 0:
-        assert count <= len(releases), "the table breaks the cap"
-        last = releases[count - 1]
-        model.add(start[action] >= start[last] + length(last))
-
-
-class _Order:
-    """Which of two actions of a device comes first, as variables that are made when they are asked for."""
-
-    def __init__(self, model: Any, start: Mapping[Action, Any], length: Callable[[Action], int]) -> None:
-        self._model, self._start, self._length = model, start, length
-        self._known: dict[tuple[Action, Action], Any] = {}
-
-    def before(self, one: Action, other: Action) -> Any:
-        """Whether `one` ends before `other` starts; if not, it starts after its end."""
-        found = self._known.get((one, other))
-        if found is None:
-            found = self._model.new_bool_var("")
-            self._model.add(self._start[other] >= self._start[one] + self._length(one)).only_enforce_if(found)
-            self._model.add(self._start[one] >= self._start[other] + self._length(other)).only_enforce_if(~found)
-            self._known[one, other], self._known[other, one] = found, ~found
-        return found
-
-    def two(self, action: Action, begins: Sequence[Action], mine: Sequence[Action], theirs: Sequence[Action], live: int) -> None:
-        """The cap for an F of one of a device's two stages: if n more F come before it, so must n more releases, of either stage."""
-        for passed in range(len(begins) + 1):
-            unless = [~self.before(begins[passed - 1], action)] if passed else []
-            for late in range(live + passed):
-                # If neither has released more than this, fewer than live + passed are released.
-                either = [mine[late]] if late < len(mine) else []
-                rest = live + passed - 1 - late
-                either += [theirs[rest]] if rest < len(theirs) else []
-                self._model.add_bool_or([*unless, *(self.before(a, action) for a in either)])
-
-
-def _scale(costs: StageCosts) -> tuple[float, bool]:
-    """Ticks of a unit of cost, and whether times are whole numbers of them, as fractions of small denominators are."""
-    times = [*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer]
-    fractions = [Fraction(t).limit_denominator(1000) for t in times]
-    exact = all(abs(float(f) - t) <= 1e-12 * max(1.0, abs(t)) for f, t in zip(fractions, times, strict=True))
-    unit = lcm(*(f.denominator for f in fractions))
-    longest = max(times)
-    if exact and longest * unit <= _FINEST:
-        return float(unit), True
-    return (_FINEST / longest if longest else 1.0), False
