@@ -7,6 +7,7 @@ from . import megatron, render, schedules
 from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, PlanError, ProgramError, ScheduleError, Violation
 from .layouts.balance import balanced_layout, even_layout, split_layers
 from .layouts.layout import Layout, LayoutError, check_layout, parse_layout
+from .lowering.offload import Offload
 from .lowering.plan import Prefer
 from .planner.layer_cost import LayerCost
 from .planner.plan import plan
@@ -56,6 +57,7 @@ __all__ = [
     "Loss",
     "Nonfinite",
     "Objective",
+    "Offload",
     "Overlap",
     "ParseError",
     "Peak",

@@ -18,6 +18,7 @@ from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
+from .lowering.offload import Offload
 from .lowering.plan import Prefer, forward_plan, plan_of
 from .model.arguments import (
     as_tuple,
@@ -26,6 +27,7 @@ from .model.arguments import (
     check_mesh,
     key_faults,
     loss_of,
+    offload_of,
     prefer_of,
     ready_made,
     rematerialised,
@@ -97,6 +99,8 @@ class Pipeline:
             no accumulator and no optimizer state, and any dtype.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
+        offload: "residuals" keeps in the host's memory what forwards leave for backwards that are some ticks away; it is fetched a tick
+            ahead, beside compute, so that a device holds what the next ticks need.
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
             program in eager JAX, for debugging.
 
@@ -140,6 +144,7 @@ class Pipeline:
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
         accumulate_dtype: Any = jnp.float32,
         prefer: Prefer | str = Prefer.MEMORY,
+        offload: Offload | str | None = None,
         executor: Executor | None = None,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name != "self"}
@@ -151,6 +156,7 @@ class Pipeline:
         self.data_axes = as_tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
         self.prefer = prefer_of(prefer)
+        self.offload = offload_of(offload)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.schedule = with_shares(
@@ -517,7 +523,7 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        return plan_of(self.schedule, self.prefer)
+        return replace(plan_of(self.schedule, self.prefer), offload=self.offload)
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]

@@ -16,7 +16,7 @@ Memory, for one coordinate of the pipe and data axes, before the partitioner spl
 
     slots               entries of each pool: the most that any device holds at one time
     slot_bytes          of one entry of each pool
-    pool_bytes          slots times that
+    pool_bytes          slots times that; "host" is in the host's memory, the others on the device
     residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the backward, or I for W
     hoisted_bytes       what is computed from parameters once a step and kept (casts), over all chunks of a device
     parameter_bytes     of stages, first, last and shared, as one device holds them; gradients take as much, in their own dtype
@@ -25,6 +25,7 @@ Memory, for one coordinate of the pipe and data axes, before the partitioner spl
 What XLA says of the compiled program, for one device:
 
     temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
+    host_temp_bytes     in the memory of the host (`offload`); of CPU devices, whose memory that is, it is in temp_bytes
     predicted           bytes of one device by what they are for, and their "total" (`jaxpipe.spmd.memory`): from the program's slots and
                         each block compiled alone, without the compiled step
 
@@ -157,6 +158,7 @@ def _memory(code: ModelCode) -> dict[str, Any]:
         "stash": buffers.stash.avals if splits else (),
         "first": code.first_avals,
         "last": code.last_avals,
+        "host": (*buffers.residual_input.avals, *buffers.residual_weight.avals) if program.slots.host else (),
     }
     assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
     slot_bytes = {pool: _total(avals) for pool, avals in kept.items()}
@@ -189,6 +191,7 @@ def _xla(compiled: Any) -> dict[str, Any]:
     cost = compiled.cost_analysis() or {}
     return {
         "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
+        "host_temp_bytes": getattr(memory, "host_temp_size_in_bytes", None),
         "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
         "output_bytes": getattr(memory, "output_size_in_bytes", None),
         "flops": cost.get("flops"),

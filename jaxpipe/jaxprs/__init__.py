@@ -4,7 +4,7 @@ from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
 from .eval_in_slots import literal_dtype, run_both_in_slots, run_in_slots
-from .flatten import flatten
+from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
 from .numbers import into_scans
 from .scan_residuals import sink
@@ -36,4 +36,5 @@ __all__ = [
     "run_both_in_slots",
     "run_in_slots",
     "sink",
+    "stores_on_host",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import numpy as np
 from jax.extend import core
 
 Atom: TypeAlias = core.Var | core.Literal
@@ -26,9 +28,37 @@ _BODY_OF = {
 }
 
 
+# JAX has no public name for its memory spaces.
+_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
+
+
+def stores_on_host(jaxpr: core.Jaxpr) -> bool:
+    """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that offload write it."""
+    return any(
+        (_is_move(eqn) and _Space.Host in eqn.params["devices"]) or any(map(stores_on_host, core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_move(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation does nothing but move values between the memories of a device and its host."""
+    return eqn.primitive.name == "device_put" and all(isinstance(to, _Space) for to in eqn.params["devices"])
+
+
+def _on_device(aval: Any) -> Any:
+    return aval.update(memory_space=_Space.Device) if getattr(aval, "memory_space", None) is _Space.Host else aval
+
+
 def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same function without calls; constants become literals or stay constants of the result."""
-    newvar = core.gensym()
+    """The same function without calls and moves to the host's memory; constants become literals or stay constants of the result.
+
+    What waits on the host is the program's to say: it moves what a forward keeps as a whole, ticks before it is read.
+    """
+    gensym = core.gensym()
+
+    def newvar(aval: Any) -> core.Var:
+        return gensym(_on_device(aval))
+
     jaxpr = closed.jaxpr
     constvars = [newvar(v.aval) for v in jaxpr.constvars]
     invars = [newvar(v.aval) for v in jaxpr.invars]
@@ -57,6 +87,9 @@ def _emit(
             consts.extend(zip(bound, inner_consts, strict=True))
             outs = _emit(inner, [*bound, *inputs], eqns, consts, newvar)
             env.update(zip(eqn.outvars, outs, strict=True))
+            continue
+        if _is_move(eqn):
+            env.update(zip(eqn.outvars, inputs, strict=True))
             continue
         params = eqn.params
         if eqn.primitive.name == "scan":

@@ -18,6 +18,7 @@ from .assign_ticks import Ticks, assign_ticks, modulo_ticks
 from .balanced_ticks import balanced_ticks
 from .cost_model import cost_matrix, least_makespan, program_makespan, program_price
 from .limits import EARLY_TRANSFERS, LIMITS, LITTLE_CODE, Prices
+from .offload import Offload
 from .requirements import collect
 from .segments import find_segments
 from .slots import assign_slots
@@ -78,6 +79,7 @@ class Plan:
 
     ticks: Ticks
     segments: tuple[Segment, ...]
+    offload: Offload = Offload.NOTHING
 
     @classmethod
     def of(cls, schedule: Schedule, prefer: Prefer = Prefer.MEMORY) -> Plan:
@@ -92,7 +94,7 @@ class Plan:
 
     def program(self, liveness: Liveness | None = None) -> Program:
         """Assign slots; the longest liveness where none is given."""
-        return assign_slots(self.ticks, self.segments, liveness=liveness)
+        return assign_slots(self.ticks, self.segments, liveness=liveness, offload=self.offload)
 
 
 @lru_cache(maxsize=64)

@@ -10,12 +10,13 @@ import numpy as np
 
 from ..program.ir import Program
 from ..program.liveness import LastUse, Liveness
-from ..program.pools import POOL_OF, Pool, PoolName
-from ..program.records import IntTable, empty_ticks, pairs_of
+from ..program.pools import POOL_OF, UNDER_WAY, Pool, PoolName
+from ..program.records import IntTable, Move, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
+from .offload import Offload, away
 from .requirements import chunks_of, consumers, keeps, recompute_of
 
 # Within a tick: blocks of one direction, then of the other, then what arrives over transfers.
@@ -45,21 +46,37 @@ def _moment(tick: IntArray, phase: int | IntArray) -> IntArray:
     return _PHASES * tick + phase
 
 
-def assign_slots(ticks: Ticks, segments: Sequence[Segment], *, liveness: Liveness | None = None) -> Program:
+def assign_slots(
+    ticks: Ticks, segments: Sequence[Segment], *, liveness: Liveness | None = None, offload: Offload = Offload.NOTHING
+) -> Program:
     """Allocate slots by linear scan over live intervals, so that a pool has exactly as many slots as its peak.
 
     Poletto and Sarkar 1999 (linear scan register allocation); intervals of one device form an interval graph, for which
     the greedy choice is optimal.  A device that takes part in an exchange without a message for it writes what it gets
-    to a free slot; where none is free it keeps what the slot has (`Arrival.takes` is 0).
+    to a free slot; where none is free it keeps what the slot has (`Arrival.takes` is 0).  A value that waits on the host has
+    a slot there, and two lives on the device: until it has left, and from when it is back.  None waits where that saves no memory.
     """
-    writer = _Writer(ticks, segments, liveness or Liveness())
-    return writer.program()
+    needs = liveness or Liveness()
+    program = _Writer(ticks, segments, needs).program()
+    if offload is Offload.NOTHING or not _any_away(ticks):
+        return program
+    other = _Writer(ticks, segments, needs, offload).program()
+    saved = max(getattr(program.slots, name) - getattr(other.slots, name) for name in ("residual_input", "residual_weight"))
+    return other if saved > UNDER_WAY else program
+
+
+def _any_away(ticks: Ticks) -> bool:
+    """Whether any forward is so far from its backward that what it keeps may wait on the host."""
+    table = ticks.schedule.encoded
+    forward = np.flatnonzero(table.of_kinds(RUNS_FORWARD))
+    reader = table.backward_at[table.stage[forward], table.microbatch[forward]]
+    return bool(away(ticks.when[forward], ticks.when[reader])[reader >= 0].any())
 
 
 class _Writer:
     """Fills the records; arrays of actions are indexed by their numbers in the encoded schedule."""
 
-    def __init__(self, ticks: Ticks, segments: Sequence[Segment], liveness: Liveness) -> None:
+    def __init__(self, ticks: Ticks, segments: Sequence[Segment], liveness: Liveness, offload: Offload = Offload.NOTHING) -> None:
         table = ticks.schedule.encoded
         self._schedule, self._actions = ticks.schedule, table
         self._segments = tuple(segments)
@@ -71,7 +88,8 @@ class _Writer:
         self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices)
         together = bool(table.together.any())
         lanes = max(self._arrivals.widest, 1)
-        self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, lanes, together=together)
+        moves = offload is Offload.RESIDUALS
+        self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, lanes, together=together, moves=moves)
         self._lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}  # by the table of their slots
         self._ticks.exchange[:] = self._arrivals.choice[:, None]
 
@@ -117,11 +135,21 @@ class _Writer:
         stashed = _moment(self._when[dgrad], self._backward_phase)
         ends = {PoolName.LAST: self._outputs(forward[table.stage[forward] == table.num_stages - 1])} if table.spreads_last else {}
         begins = self._residuals(kept[first], f.first, b.first, by_input[first], by_input[first])
+        held = {
+            PoolName.RESIDUAL_INPUT: self._residuals(maker, f.residual_input, b.residual_input, by_input, by_input),
+            PoolName.RESIDUAL_WEIGHT: self._residuals(maker, f.residual_weight, b.residual_weight, by_input, by_weight),
+        }
+        for move in self._ticks.moves:
+            gone = np.flatnonzero(away(self._when[maker], self._when[by_input]))
+            leaves, comes = self._when[maker[gone]] + 1, self._when[by_input[gone]] - 1
+            sides = ((move.from_input, move.to_input), (move.from_weight, move.to_weight))
+            pairs = zip(held.items(), sides, strict=True)
+            held = {name: self._in_two(values, gone, leaves, comes, *tables) for (name, values), tables in pairs}
+            ends[PoolName.HOST] = self._waiting(move, maker[gone], leaves, comes)
         return {
             **ends,
             PoolName.X: self._inputs(forward),
-            PoolName.RESIDUAL_INPUT: self._residuals(maker, f.residual_input, b.residual_input, by_input, by_input),
-            PoolName.RESIDUAL_WEIGHT: self._residuals(maker, f.residual_weight, b.residual_weight, by_input, by_weight),
+            **held,
             PoolName.COTANGENT: self._cotangents(kept),
             PoolName.STASH: self._for_backward(dgrad, stashed, self._all(b.stash, self._when[dgrad]), b.stash, wgrad, wgrad),
             PoolName.FIRST: self._input_gradients(by_input[first]) if table.spreads_first else begins,
@@ -138,6 +166,29 @@ class _Writer:
         """What the forwards `holder` keep for their backwards."""
         tick = self._when[holder]
         return self._for_backward(holder, _moment(tick, self._forward_phase), self._all(written, tick), read, early, late)
+
+    @staticmethod
+    def _in_two(values: _Values, gone: IntArray, leaves: IntArray, comes: IntArray, out: IntTable, home: IntTable) -> _Values:
+        """Residuals on the device, where those that are `gone` have two lives: until they leave, and from when they are back."""
+        written, *reads = values.entries
+        back = np.arange(len(values.device))  # of each value, the life in which it is read
+        back[gone] = len(back) + np.arange(len(gone))
+        begin = np.concatenate([values.begin, _moment(comes, _ARRIVE)])
+        end = values.end.copy()
+        end[gone] = _moment(leaves - 1, _ARRIVE)
+        entries = [written, *(read._replace(which=back[read.which]) for read in reads)]
+        entries += [_Entry(out, gone, leaves), _Entry(home, back[gone], comes)]
+        device = np.concatenate([values.device, values.device[gone]])
+        return _Values(device, begin, np.concatenate([end, values.end[gone]]), tuple(entries))
+
+    def _waiting(self, move: Move[IntTable], makers: IntArray, leaves: IntArray, comes: IntArray) -> _Values:
+        """What is on the host of these forwards, and which value it is."""
+        table, every = self._actions, np.arange(len(makers))
+        device = table.device[makers]
+        for target, tick in ((move.stores, leaves), (move.fetches, comes)):
+            target[tick, device] = table.stage[makers] * table.num_microbatches + table.microbatch[makers]
+        entries = (_Entry(move.to_host, every, leaves), _Entry(move.from_host, every, comes))
+        return _Values(device, _moment(leaves, 0), _moment(comes, 0), entries)
 
     def _for_backward(
         self, holder: IntArray, begin: IntArray, written: Sequence[_Entry], read: IntTable, early: IntArray, late: IntArray

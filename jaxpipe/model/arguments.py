@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from ..arrays import PyTree, array_faults
 from ..errors import PipelineError, ScheduleError
+from ..lowering.offload import Offload
 from ..lowering.plan import Prefer
 from ..table.schedule import Schedule
 from ..transforms.spread_first import spread_first
@@ -88,6 +89,14 @@ def prefer_of(value: Prefer | str) -> Prefer:
         return Prefer(value)
     except ValueError:
         raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
+
+
+def offload_of(value: Offload | str | None) -> Offload:
+    """The choice; PipelineError for anything else."""
+    try:
+        return Offload.NOTHING if value is None else Offload(value)
+    except ValueError:
+        raise PipelineError(f'offload must be "residuals" or None; got {value!r}') from None
 
 
 def check_kinds(schedule: Any, mesh: Any) -> None:

@@ -13,7 +13,7 @@ from .code_rules import Running, half_of, ticks_of
 from .ir import Program
 from .liveness import LastUse
 from .pools import POOL_OF, PoolName
-from .records import IntTable, pairs_of
+from .records import NOBODY, IntTable, pairs_of
 from .segments import Payload, Presence, Segment
 
 Ints = NDArray[np.int64]
@@ -44,6 +44,7 @@ def accesses(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Acc
     parts = [none, *_of_blocks(program, pool, blocks)]
     if pool in POOL_OF.values():
         parts += [part for segment in program.segments for part in _of_exchanges(program, segment, pool, blocks)]
+    parts += _of_moves(program, pool)
     return Accesses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -158,6 +159,25 @@ def _of_exchanges(program: Program, segment: Segment, pool: PoolName, blocks: Se
                 place += max(len(other.blocks) for other in segment.templates)
                 late = mine[k] + permute.delay
                 yield Accesses(device, slot, late, place, _WRITE * count + lane, value[k, device], np.zeros(len(k), bool))
+
+
+def _of_moves(program: Program, pool: PoolName) -> Iterator[Accesses]:
+    """What goes between the memories of devices and hosts: on the device at the ends of ticks, on the host between them."""
+    after = 1 + max(len(template.blocks) for segment in program.segments for template in segment.templates)
+    for move in program.ticks.moves:
+        touches = {
+            PoolName.RESIDUAL_INPUT: ((move.from_input, move.stores, _READ), (move.to_input, move.fetches, _WRITE)),
+            PoolName.RESIDUAL_WEIGHT: ((move.from_weight, move.stores, _READ), (move.to_weight, move.fetches, _WRITE)),
+            PoolName.HOST: ((move.to_host, move.stores, _WRITE), (move.from_host, move.fetches, _READ)),
+        }
+        for slots, value, order in touches.get(pool, ()):
+            tick, device = np.nonzero(value != NOBODY)
+            count = np.ones(len(tick), np.int64)
+            # A device's slot is read when the tick before is over.
+            at = tick - 1 if pool is not PoolName.HOST and order == _READ else tick
+            place = 0 * count if pool is PoolName.HOST else after * count
+            slot, moved = (column[tick, device].astype(np.int64) for column in (slots, value))
+            yield Accesses(device, slot, at, place, order * count, moved, count * order == _READ)
 
 
 def _made(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Payload) -> Ints:

@@ -62,6 +62,7 @@ def _trip(program: Program, model: Model, devices: list[_Device], segment: Segme
     awaited: dict[int, list[tuple[PoolName, int, list[Any]]]] = {}
     for tick in range(start, start + segment.period):
         template = segment.template(tick)
+        fetched = [_move(device, _record(program, tick, number)) for number, device in enumerate(devices)]
         for use in template.blocks:
             if use.block.is_share:
                 _run_share(use, model, program, devices, tick)
@@ -80,6 +81,23 @@ def _trip(program: Program, model: Model, devices: list[_Device], segment: Segme
                 arrival = _record(program, sent_in, number).arrivals[lane]
                 if arrival.takes:
                     devices[number].pools[pool][arrival.slot] = value
+        for device, values in zip(devices, fetched, strict=True):
+            for name, slot, value in values:
+                device.pools[name][slot] = value
+
+
+def _move(device: _Device, row: TickRecord[int]) -> list[tuple[PoolName, int, Any]]:
+    """Store on the host what has to wait there; (pool, slot, value) of what is back on the device when the tick is over."""
+    found = []
+    pools = device.pools
+    for move in row.moves:
+        if move.stores != NOBODY:
+            both = pools[PoolName.RESIDUAL_INPUT][move.from_input], pools[PoolName.RESIDUAL_WEIGHT][move.from_weight]
+            pools[PoolName.HOST][move.to_host] = both
+        if move.fetches != NOBODY:
+            by_input, by_weight = pools[PoolName.HOST][move.from_host]
+            found += [(PoolName.RESIDUAL_INPUT, move.to_input, by_input), (PoolName.RESIDUAL_WEIGHT, move.to_weight, by_weight)]
+    return found
 
 
 def _record(program: Program, tick: int, device: int) -> TickRecord[int]:

@@ -18,6 +18,7 @@ class PoolName(enum.Enum):
     STASH = "stash"  # what I leaves for W
     FIRST = "first"  # what `first` keeps for its gradient; gradients of the first stage's input that wait for G, where it is spread
     LAST = "last"  # outputs of the last stage that wait for L
+    HOST = "host"  # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
 
     @property
     def letter(self) -> str:
@@ -33,9 +34,14 @@ _LETTERS = {
     PoolName.STASH: "s",
     PoolName.FIRST: "f",
     PoolName.LAST: "y",
+    PoolName.HOST: "h",
 }
 # Where a transfer's payload arrives.
 POOL_OF = {Payload.ACTIVATION: PoolName.X, Payload.COTANGENT: PoolName.COTANGENT}
+
+
+# Residuals of so many forwards are between the memories of a device and its host at a time: what leaves, and what comes.
+UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Slots:
     stash: int
     first: int
     last: int = 0  # of a table without L there is no such pool
+    host: int = 0  # nor is there this one where nothing waits on the host
 
 
 @dataclass(frozen=True)

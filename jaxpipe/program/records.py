@@ -79,6 +79,24 @@ class Arrival(Generic[A]):
 
 
 @dataclass(frozen=True)
+class Move(Generic[A]):
+    """The residuals of a forward that go to the host's memory in a tick, and those that come back; NOBODY where none do.
+
+    What is stored is read before the tick's blocks, and is in the host's slot when they are over.  What is fetched is read then too, and
+    is in the device's slots when the tick is over.  `stores` and `fetches` say which value it is (stage * M + microbatch).
+    """
+
+    stores: A
+    from_input: A  # slot of the residuals that only I (and B) reads
+    from_weight: A  # slot of the residuals that W reads
+    to_host: A
+    fetches: A
+    from_host: A
+    to_input: A
+    to_weight: A
+
+
+@dataclass(frozen=True)
 class TickRecord(Generic[A]):
     """All that varies of a tick."""
 
@@ -87,6 +105,7 @@ class TickRecord(Generic[A]):
     exchange: A  # number of the exchange among those of the tick's template; the same on all devices
     arrivals: tuple[Arrival[A], ...]  # by lane of the template
     shares: tuple[Share[A], ...] = ()  # one where the table has L or E, else none
+    moves: tuple[Move[A], ...] = ()  # one where anything waits on the host, else none
 
 
 R = TypeVar("R")
@@ -124,7 +143,7 @@ def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArra
     return apart
 
 
-def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool = False) -> TickRecord[IntTable]:
+def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool = False, moves: bool = False) -> TickRecord[IntTable]:
     """Ticks in which nobody does anything; whoever makes a program fills them."""
 
     def zeros() -> IntTable:
@@ -138,4 +157,5 @@ def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool 
     backward = Backward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Backward)})
     arrivals = tuple(Arrival(zeros(), zeros()) for _ in range(lanes))
     shares = (Share(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Share)}),) if together else ()
-    return TickRecord(forward, backward, zeros(), arrivals, shares)
+    moved = (Move(**{f.name: nobody() for f in fields(Move)}),) if moves else ()
+    return TickRecord(forward, backward, zeros(), arrivals, shares, moved)

@@ -22,7 +22,8 @@ def show(
     """The whole program on a screen, where its ticks fit on one.
 
     A cell is the action, the slots that it reads, and after ">" those that it writes: `2F3 x1>w0` is the forward of microbatch 3 through
-    stage 2, which reads slot 1 of pool x and keeps residuals in slot 0 of pool w.  `<x2` is what arrives in slot 2 at the end of the tick.
+    stage 2, which reads slot 1 of pool x and keeps residuals in slot 0 of pool w.  `<x2` is what arrives in slot 2 at the end of the tick,
+    `i0 w0>h3` what goes to the host's memory and `h3>i1 w1` what comes back from it.
     """
     num_ticks = len(ticks.exchange)
     name = schedule.name or "schedule"
@@ -53,6 +54,9 @@ def _cell(table: Encoded, ticks: TickRecord[IntTable], segment: Segment, tick: i
         arrival = record.arrivals[lane]
         if arrival.takes and any(target == device for _, target in permute.pairs):
             parts.append(f"<{POOL_OF[permute.payload].letter}{arrival.slot}" + (f"+{permute.delay}" if permute.delay else ""))
+    for move in record.moves:
+        parts += [f"i{move.from_input} w{move.from_weight}>h{move.to_host}"] if move.stores != NOBODY else []
+        parts += [f"h{move.from_host}>i{move.to_input} w{move.to_weight}"] if move.fetches != NOBODY else []
     return " ".join(part for part in parts if part)
 
 

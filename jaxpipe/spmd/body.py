@@ -24,6 +24,7 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode, split_batch, trace_model
 from .block import false
 from .entries import StageEntries
+from .host import Packing
 from .operands import Operands, SharedBuffers, StageOperand
 from .pools import empty, empty_pool
 from .replicas import with_replicas
@@ -153,6 +154,7 @@ def _initial(
         residual_input=buffers.residual_input.empty(slots.residual_input),
         residual_weight=buffers.residual_weight.empty(slots.residual_weight),
         stash=buffers.stash.empty(slots.stash),
+        host=Packing.of(buffers).empty(slots.host),
         first=empty_pool(code.first_avals, slots.first),
     )
 

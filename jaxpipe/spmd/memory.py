@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
 from ..model.partition import LeafPlan, leaf_plans, trained
+from ..program.pools import UNDER_WAY
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -31,6 +32,7 @@ def predicted_memory(
     parameters, batch   what the step is given
     gradients           what it returns
     pools               the slots that the program has, each as large as a device's part of what it holds
+    host                what waits in the host's memory (`offload`); not in the total
     gathered            whole parameters and accumulators where only parts are given and returned (fsdp, outer, DualPipe's copies)
     hoisted             what is computed from parameters once a step
     sent                what is to be sent next
@@ -44,18 +46,19 @@ def predicted_memory(
     pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
     pools["last"] = slots.last * sum(map(nbytes, code.last_avals))
     pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
+    residuals = _entry_bytes(buffers.residual_input) + _entry_bytes(buffers.residual_weight) if slots.host else 0
     found = {
         "parameters": sum(map(local_bytes, jax.tree.leaves(dict(params)))),
         "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
         "gradients": sum(_gradient_bytes(job, leaf) for leaf in trained(jax.tree.leaves(dict(params)), leaf_plans(job.plans))),
-        "pools": sum(pools.values()),
+        "pools": sum(pools.values()) + UNDER_WAY * residuals,
         "gathered": _gathered(job, mesh, code, params),
         "hoisted": _hoisted(job, mesh, code, entries),
         "sent": _entry_bytes(buffers.x) + _entry_bytes(buffers.cotangent),
         "raveled": _raveled(buffers, code, splits=splits),
         "work": max(work_space(job, mesh, code, entries).values(), default=0),
     }
-    return {**found, "total": sum(found.values())}
+    return {**found, "host": (slots.host + 1) * residuals, "total": sum(found.values())}
 
 
 def _entry_bytes(buffer: SharedBuffer) -> int:

@@ -25,6 +25,7 @@ from .block import Block, run_in_order, run_where
 from .clock import Clocked
 from .exchange import arrive, permuted, run_chosen, settled
 from .forward import RunForward, RunRecompute
+from .host import Luggage, Moving, Packing
 from .pair import RunPair
 from .share import RunFirstGradient, RunFirstShare, RunShare
 from .shared_code import SharedCode
@@ -92,6 +93,10 @@ class TickEmitter:
     blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
 
     @cached_property
+    def _packing(self) -> Packing:
+        return Packing.of(self.shared.buffers)
+
+    @cached_property
     def _has_recompute(self) -> bool:
         return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
@@ -116,17 +121,22 @@ class TickEmitter:
     def _tick(self, code: _Code, j: int, row: TickRecord[Scalar], state: State, awaited: _Awaited) -> State:
         """One tick; what it sends and awaits later is noted in `awaited`."""
         segment, template, kinds = code.segment, code.segment.templates[j], code.kinds[j]
+        moves = Luggage(Moving.at(self.program, segment.sharing(j)), self._packing, row)
+        way, state = moves.begin(state)
         fuses = self.clock is None and all(len(those) == 1 for those in kinds)
         pairs = self._pairs_at(segment, j) if fuses else []
         for pair in pairs:
             with jax.named_scope(str(pair)):
                 both = [kinds[template.blocks.index(use)][0] for use in (pair.ahead, pair.back)]
                 state = self._pair(pair, both, row, state)
+            way, state = moves.store(way, state)
         for use, those in zip(template.blocks, kinds, strict=True):
             left = _left(use, pairs)
             for kind in those if left is not Presence.NEVER else ():
                 with jax.named_scope(self._scope(use, kind)):
                     state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
+            way, state = moves.store(way, state)
+        state = moves.end(way, state)
         with jax.named_scope("exchange"):
             if len(template.exchanges) > 1:
                 state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)

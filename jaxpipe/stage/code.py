@@ -55,6 +55,7 @@ class StageCode:
     y_wanted: tuple[bool, ...]
     trained: tuple[bool, ...]  # which parameters have a gradient
     liveness: Liveness
+    offloads: bool = False  # a policy of `jax.checkpoint` in it asks for the host's memory
 
     @property
     def residual_avals(self) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.extend import core
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
+from ..lowering.offload import Offload
 from ..model.functions import Context, Functions
 from ..model.partition import LeafPlan, is_plan, leaf_plans
 from ..program.ir import Program
@@ -117,7 +118,9 @@ def trace_model(
         last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
         if not functions.last.spread:
             _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
-    program = verify(job.plan.program(longest([code.liveness for code in codes])))
+    offloads = job.training and any(code.offloads for code in codes)
+    plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
+    program = verify(plan.program(longest([code.liveness for code in codes])))
     return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs import flatten
+from ..jaxprs import flatten, stores_on_host
 from ..jaxprs.flatten import Atom
 from ..model.functions import Returned
 from .code import ParamUse, StageCode, inexact
@@ -74,7 +75,7 @@ def trace_stage(
         x=tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves),
         x_wanted=wanted,
     )
-    return pieces(joint, inputs, returns)
+    return replace(pieces(joint, inputs, returns), offloads=stores_on_host(forward.jaxpr))
 
 
 def filled(values: Leaves, leaves: Leaves, replaced: Sequence[bool]) -> Leaves:

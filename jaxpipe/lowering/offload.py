@@ -1,0 +1,24 @@
+"""Which residuals wait in the host's memory: those that live long."""
+
+from __future__ import annotations
+
+import enum
+
+from ..table.encoded import BoolArray, IntArray
+
+
+class Offload(enum.Enum):
+    """What is kept in the host's memory."""
+
+    NOTHING = "nothing"
+    RESIDUALS = "residuals"  # what forwards keep for their backwards, where these are some ticks away
+
+
+# A value leaves in the tick after it is made and is back when the tick before its reader ends: nothing is gained by less than this.
+_LEAST_TICKS = 4
+
+
+def away(made: IntArray, read: IntArray) -> BoolArray:
+    """Which values, made and first read in these ticks, wait on the host: those that live long (Wan et al. 2025, "PipeOffload")."""
+    found: BoolArray = read - made >= _LEAST_TICKS
+    return found

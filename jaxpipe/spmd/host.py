@@ -1,0 +1,211 @@
+"""Residuals in the memory of the host: how those that live long go there and come back, around the blocks of a tick."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lax.lax import empty2  # an array that nobody fills: what `lax.scan` makes its stacks of
+from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
+
+from ..arrays import Leaves, Scalar
+from ..jaxprs import Entry
+from ..program.ir import Program
+from ..program.records import NOBODY, Move, TickRecord
+from .operands import SharedBuffers
+from .pools import zeros
+from .state import State, given
+
+# JAX has no public name for its memory spaces.
+_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
+
+
+class Moving(NamedTuple):
+    """What the ticks of a template move."""
+
+    stores: bool
+    fetches: bool
+    always: bool  # every device fetches something in each of the ticks
+
+    @classmethod
+    def at(cls, program: Program, ticks: NDArray[np.int64]) -> Moving:
+        """What these ticks move."""
+        for move in program.ticks.moves:
+            stores, fetches = (value[ticks] != NOBODY for value in (move.stores, move.fetches))
+            return cls(bool(stores.any()), bool(fetches.any()), bool(fetches.all()))
+        return cls(stores=False, fetches=False, always=False)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One array for all residuals of a forward (one for each dtype, and each way in which the partitioner splits them).
+
+    One large copy is under way where XLA would let several small ones wait for each other.
+    """
+
+    entries: tuple[Entry, ...]  # of both pools
+    dtypes: tuple[Any, ...]
+    num_input: int  # how many of them are of the pool that only I (and B) reads
+
+    @classmethod
+    def of(cls, buffers: SharedBuffers) -> Packing:
+        """The packing of what these pools hold."""
+        by_input, by_weight = buffers.residual_input, buffers.residual_weight
+        dtypes = (aval.dtype for aval in (*by_input.avals, *by_weight.avals))
+        return cls((*by_input.entries, *by_weight.entries), tuple(dtypes), len(by_input.entries))
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Numbers of the leaves that are packed into one array."""
+        found: dict[Any, list[int]] = {}
+        for number, (entry, dtype) in enumerate(zip(self.entries, self.dtypes, strict=True)):
+            found.setdefault((dtype, tuple((part.axes, part.count) for part in entry.parts)), []).append(number)
+        return list(found.values())
+
+    def empty(self, slots: int) -> Leaves:
+        """A pool in the host's memory, with one slot more, for what nobody needs."""
+        return [self._empty(group, slots + 1) for group in self.groups] if slots else []
+
+    def _empty(self, group: Sequence[int], slots: int) -> Any:
+        counts = _counts(self.entries[group[0]])
+        shape = (slots, *counts, sum(_size(self.entries[i]) for i in group))
+        dtype = self.dtypes[group[0]]
+        if not _moves(dtype):
+            return zeros(shape, dtype)
+        return lax.broadcast(empty2(np.dtype(dtype), memory_space=_Space.Host), shape)
+
+    def pack(self, leaves: Sequence[Any]) -> Leaves:
+        """Leaves as pools keep them, in one array a group."""
+        return [self._pack(group, [leaves[i] for i in group]) for group in self.groups]
+
+    def _pack(self, group: Sequence[int], leaves: Sequence[Any]) -> Any:
+        flat = []
+        for i, leaf in zip(group, leaves, strict=True):
+            entry, counts = self.entries[i], _counts(self.entries[i])
+            leaf = jnp.moveaxis(leaf, 0, len(counts)) if entry.by_row else leaf
+            flat.append(leaf.reshape(*counts, _size(entry)))
+        entry = self.entries[group[0]]
+        packed = jnp.concatenate(flat, axis=-1)
+        pinned = any(self.entries[i].pinned for i in group)
+        return lax.with_sharding_constraint(packed, PartitionSpec(*(part.axes for part in entry.parts), None)) if pinned else packed
+
+    def unpack(self, packed: Sequence[Any]) -> Leaves:
+        """The leaves."""
+        found: dict[int, Any] = {}
+        for group, array in zip(self.groups, packed, strict=True):
+            at = 0
+            for i in group:
+                entry, counts = self.entries[i], _counts(self.entries[i])
+                leaf = lax.slice_in_dim(array, at, at + _size(entry), axis=-1)
+                if entry.by_row:
+                    leaf = jnp.moveaxis(leaf.reshape(*counts, entry.shape[0], _size(entry) // max(1, entry.shape[0])), len(counts), 0)
+                found[i] = leaf.reshape(entry.kept)
+                at += _size(entry)
+        return [found[i] for i in range(len(found))]
+
+
+def _counts(entry: Entry) -> tuple[int, ...]:
+    return tuple(part.count for part in entry.parts)
+
+
+def _size(entry: Entry) -> int:
+    """Numbers in each part."""
+    return math.prod(entry.kept) // math.prod(_counts(entry))
+
+
+@dataclass(frozen=True)
+class OnTheWay:
+    """Values between the memories."""
+
+    stored: Leaves
+    fetched: Leaves
+
+
+@dataclass(frozen=True)
+class Luggage:
+    """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end` after all.
+
+    XLA:GPU makes of each move a copy that starts in one place and is awaited in another.  A tick that stores and fetches fetches beside its
+    first block and stores beside the next: a pool that is read and written at once would be copied whole, in every tick.
+    """
+
+    moving: Moving
+    packing: Packing
+    row: TickRecord[Scalar]
+
+    @property
+    def _move(self) -> Move[Scalar]:
+        (move,) = self.row.moves
+        return move
+
+    def begin(self, state: State) -> tuple[OnTheWay, State]:
+        """Read what is to be stored out of the device's pools, before a block overwrites it, and start to fetch."""
+        if not (self.moving.stores or self.moving.fetches):
+            return OnTheWay([], []), state
+        move, pools = self._move, (given(state.residual_input), given(state.residual_weight))
+        stored: Leaves = []
+        if self.moving.stores:
+            slots = (move.from_input, move.from_weight)
+            stored = self.packing.pack([_at(leaf, slot) for pool, slot in zip(pools, slots, strict=True) for leaf in pool])
+        # No sooner than the blocks before, or what is stored beside them would be awaited before them; and no later than the blocks after.
+        slot = jnp.where(given(state.token), 0, jnp.maximum(move.from_host, 0))
+        slot, stored, token = lax.optimization_barrier((slot, stored, given(state.token)))
+        fetched = [_to(_Space.Device, _at(leaf, slot)) for leaf in given(state.host)] if self.moving.fetches else []
+        way, state = OnTheWay(stored, fetched), state.updated(State(token=token))
+        return self.store(way, state) if stored and not fetched else (way, state)
+
+    def store(self, way: OnTheWay, state: State) -> tuple[OnTheWay, State]:
+        """Start to store, if that has not been done; what was fetched is there by now."""
+        if not way.stored:
+            return way, state
+        fetched, host = _after(way.fetched, given(state.host))
+        spare = jnp.int32(len(host[0]) - 1)
+        slot = jnp.where(jnp.logical_or(given(state.token), self._move.stores == NOBODY), spare, self._move.to_host)
+        new = [lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, v), slot, 0) for leaf, v in zip(host, way.stored, strict=True)]
+        return OnTheWay([], fetched), state.updated(State(host=new))
+
+    def end(self, way: OnTheWay, state: State) -> State:
+        """Put what was fetched into its slots."""
+        way, state = self.store(way, state)
+        if not way.fetched:
+            return state
+        fetched, host = _after(way.fetched, given(state.host))
+        move, leaves, count = self._move, self.packing.unpack(fetched), self.packing.num_input
+        by_input = self._put(given(state.residual_input), move.to_input, leaves[:count], state)
+        by_weight = self._put(given(state.residual_weight), move.to_weight, leaves[count:], state)
+        return replace(state, host=host, residual_input=by_input, residual_weight=by_weight)
+
+    def _put(self, pool: Leaves, slot: Scalar, values: Leaves, state: State) -> Leaves:
+        at = jnp.where(given(state.token), 0, jnp.maximum(slot, 0))
+        if not self.moving.always:
+            takes = self._move.fetches != NOBODY
+            values = [jnp.where(takes, new, _at(leaf, at)) for leaf, new in zip(pool, values, strict=True)]
+        return [lax.dynamic_update_index_in_dim(leaf, value, at, 0) for leaf, value in zip(pool, values, strict=True)]
+
+
+def _after(fetched: Leaves, host: Leaves) -> tuple[Leaves, Leaves]:
+    """The host's pool, known no sooner than what was fetched from it: what is stored next does not need a copy of the pool."""
+    if not fetched:
+        return fetched, host
+    pairs = [lax.optimization_barrier((value, leaf)) for value, leaf in zip(fetched, host, strict=True)]
+    return [value for value, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _at(leaf: Any, slot: Scalar) -> Any:
+    return lax.dynamic_index_in_dim(leaf, jnp.maximum(slot, 0), 0, keepdims=False)
+
+
+def _to(space: Any, leaf: Any) -> Any:
+    return jax.device_put(leaf, space) if _moves(leaf.dtype) else leaf
+
+
+def _moves(dtype: Any) -> bool:
+    """Keys of random numbers stay: they are small."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)

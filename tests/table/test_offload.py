@@ -1,0 +1,78 @@
+"""Residuals that wait in the host's memory: programs with fewer slots on the device, followed value by value."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import jaxpipe as jp
+from jaxpipe.lowering.assign_ticks import assign_ticks
+from jaxpipe.lowering.offload import Offload
+from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.segments import find_segments
+from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.program.faults import Rule
+from jaxpipe.program.records import NOBODY, Move
+from jaxpipe.program.verify import faults, verify
+from tests.strategies import few, schedules
+
+
+def slots_of(name, *, offload, devices, chunks, microbatches=16):
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
+    return verify(replace(plan_of(schedule), offload=offload).program()).slots
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "chunks", "held", "kept", "host"),
+    # On the device: one that leaves while the next is made, and one that comes while another is read.
+    [("1f1b", 8, 1, 8, 2, 7), ("gpipe", 4, 1, 16, 2, 16), ("interleaved_1f1b", 4, 2, 11, 2, 10)],
+)
+def test_what_lives_long_waits_on_the_host(name, devices, chunks, held, kept, host):
+    all_here = slots_of(name, devices=devices, chunks=chunks, offload=Offload.NOTHING)
+    some_away = slots_of(name, devices=devices, chunks=chunks, offload=Offload.RESIDUALS)
+    assert all_here.residual_weight == held
+    assert all_here.host == 0
+    assert some_away.residual_weight == some_away.residual_input == kept
+    assert some_away.host == host
+
+
+def test_nothing_waits_where_that_saves_nothing():
+    """Four slots on the device, or two and what leaves and what comes."""
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
+    program = replace(plan_of(schedule), offload=Offload.RESIDUALS).program()
+    assert program.ticks.moves == ()
+    assert program.slots == plan_of(schedule).program().slots
+
+
+@few
+@given(schedules())
+def test_any_table_with_values_on_the_host_is_sound(schedule):
+    ticks = assign_ticks(schedule)
+    segments = find_segments(ticks)
+    plain, program = assign_slots(ticks, segments), assign_slots(ticks, segments, offload=Offload.RESIDUALS)
+    verify(program)
+    assert program.slots.residual_weight <= plain.slots.residual_weight + 1  # what comes may overlap what leaves
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Move)])
+def test_a_wrong_move_is_found(field):
+    program = replace(plan_of(jp.schedules.build("1f1b", devices=8, microbatches=8)), offload=Offload.RESIDUALS).program()
+    (move,) = program.ticks.moves
+    table = getattr(move, field).copy()
+    tick, device = np.argwhere(table != NOBODY)[3]
+    table[tick, device] = (table[tick, device] + 1) % (1 + max(1, table.max()))
+    moves = (replace(move, **{field: table}),)
+    found = {fault.rule for fault in faults(replace(program, ticks=replace(program.ticks, moves=moves)))}
+    assert found
+    assert found <= {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
+
+
+def test_a_program_says_what_moves():
+    program = replace(plan_of(jp.schedules.build("1f1b", devices=8, microbatches=8)), offload=Offload.RESIDUALS).program()
+    text = str(program)
+    assert "pool h host: 7 slots" in text
+    assert "i0 w0>h0" in text
+    assert "h0>i1 w1" in text
