@@ -18,12 +18,15 @@ from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
-from .lowering.plan import Prefer, forward_plan, plan_of
+from .lowering.limits import Overheads
+from .lowering.plan import Plan, Prefer, forward_plan, plan_of
+from .lowering.step_time import StepTime, step_time
 from .model.arguments import (
     as_tuple,
     batch_faults,
     check_kinds,
     check_mesh,
+    costs_of,
     key_faults,
     loss_of,
     prefer_of,
@@ -42,8 +45,9 @@ from .model.placed import Chunks, home_faults
 from .model.read import read_model
 from .model.spread import Cuts, cut_off, cut_shardings
 from .same_code import SameCode, jit_same, key_of
+from .simulation.costs import Costs
 from .simulation.timeline import Timeline
-from .spmd.compiler_options import options_for
+from .spmd.compiler_options import options_for, overheads_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -97,6 +101,8 @@ class Pipeline:
             no accumulator and no optimizer state, and any dtype.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
+        costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the program is chosen by them, since what its
+            predicates and transfers take weighs more the shorter the actions are.  None stands for a forward of 5 ms.
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
             program in eager JAX, for debugging.
 
@@ -140,6 +146,7 @@ class Pipeline:
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
         accumulate_dtype: Any = jnp.float32,
         prefer: Prefer | str = Prefer.MEMORY,
+        costs: Costs | None = None,
         executor: Executor | None = None,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name != "self"}
@@ -151,6 +158,7 @@ class Pipeline:
         self.data_axes = as_tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
         self.prefer = prefer_of(prefer)
+        self.costs = costs_of(costs, schedule)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.schedule = with_shares(
@@ -377,7 +385,8 @@ class Pipeline:
         compiled, program = compile_and_try_to_read(lowered) if on_gpus else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         held, memory = self._predicted(traced[0], params, batch)
-        described = report(self.schedule, self._plan, traced[0][1], compiled, program, params=held, prefer=self.prefer)
+        told = partial(report, prefer=self.prefer, other=self._plan_for, times=self._step_time())
+        described: dict[str, Any] = told(self.schedule, self._plan, traced[0][1], compiled, program, params=held)
         return described | {"predicted": memory} | seconds
 
     def predict_memory(
@@ -430,7 +439,7 @@ class Pipeline:
         `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the outermost `jax.jit` only, so a function of
         yours around them needs them too: write `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
         """
-        return options_for(self.mesh, self.schedule)
+        return options_for(self.mesh)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that you give go before them.
@@ -517,7 +526,20 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        return plan_of(self.schedule, self.prefer)
+        return self._plan_for(self.prefer)
+
+    def _step_time(self) -> StepTime | None:
+        """What a training step takes by its plan; None but on GPUs."""
+        if self._overheads is None or self.schedule.forward_only:
+            return None
+        return step_time(self._plan, self._overheads, self.costs)
+
+    def _plan_for(self, prefer: Prefer) -> Plan:
+        return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._overheads)
+
+    @property
+    def _overheads(self) -> Overheads | None:
+        return overheads_for(self.mesh, (self.axis, *self.data_axes))
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
@@ -570,7 +592,7 @@ class Pipeline:
         given, params = params, with_outer(params)
         table = without(self.schedule, {Kind.L}) if outputs else self.schedule  # what the last stage returns needs no `last`
         job = Job(
-            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch)),
+            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch), overheads=self._overheads),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
