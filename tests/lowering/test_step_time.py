@@ -1,5 +1,6 @@
 """The price of predicates: a program is chosen and judged by them, in seconds against the stages' own."""
 
+import jax
 import pytest
 
 import jaxpipe as jp
@@ -65,3 +66,18 @@ def test_1f1b_has_the_same_work():
     whole = merged(table, jp.Costs(forward=[1, 2] * 4, input_grad=1, weight_grad=3))
     assert (whole.forward, whole.input_grad, whole.weight_grad, whole.backward) == (3, 2, 6, 8)
     assert jp.simulate(jp.schedules.build("1f1b", devices=4, microbatches=8), whole).makespan > 0
+
+
+def pipe_with(costs):
+    table = jp.schedules.build("1f1b", devices=1, microbatches=2)
+    return jp.Pipeline(lambda params, x: x, schedule=table, mesh=jax.make_mesh((1,), ("pipe",)), costs=costs)
+
+
+def test_costs_are_in_seconds():
+    assert pipe_with(jp.Costs(forward=2e-3, unit="seconds, measured on a device")).costs.forward == 2e-3
+    with pytest.raises(jp.PipelineError, match="must be in seconds.*their unit is ''"):
+        pipe_with(jp.Costs())
+    with pytest.raises(jp.PipelineError, match="must be jaxpipe.Costs"):
+        pipe_with(0.002)
+    with pytest.raises(jp.CostError, match="2 entries, but the schedule has 1 stages"):
+        pipe_with(jp.Costs(forward=[1, 2], unit="seconds"))
