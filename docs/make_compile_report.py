@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe import report as report_module
+from jaxpipe.lowering.limits import Overheads
 from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.schedules.registry import describe
 from tests.gpu.programs import LAYERS, ROWS, TIME, WIDTH, first, gpu_mesh, last, shapes, stage
@@ -50,13 +51,14 @@ PROGRAM = (
     "blocks",
     "table_makespan",
     "makespan",
+    "late transfers",
     "speed: blocks, transfers",
 )
 
 
 def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
     """What the plan alone tells: the first table's columns, found without compiling."""
-    plan, speed = (plan_of(schedule, prefer) for prefer in (Prefer.MEMORY, Prefer.SPEED))
+    plan, speed = (plan_of(schedule, prefer, overheads=Overheads()) for prefer in (Prefer.MEMORY, Prefer.SPEED))
     return (
         schedule.name,
         str(schedule.num_chunks),
@@ -65,6 +67,7 @@ def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
         str(sum(segment.size for segment in plan.segments)),
         f"{report_module.table_makespan(schedule):g}",
         f"{plan.makespan:g}",
+        "/".join(map(str, plan.late_transfers)),
         f"{sum(s.size for s in speed.segments)}, {sum(s.num_sends for s in speed.segments)}",
     )
 
@@ -79,11 +82,15 @@ def program_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]
         str(found["num_segments"]),
         str(found["blocks"]),
         *(f"{found[key]:g}" for key in ("table_makespan", "makespan")),
+        "/".join(map(str, found["late_transfers"])),
         f"{speed['blocks']}, {speed['transfers']}",
     )
 
 
-MEMORY = ("schedule", "V", "table_transfers", "transfers", "slots x/I/W/c/st", "pools", "transfer", "temp", "argument", "output")
+MEMORY = (
+    *("schedule", "V", "table_transfers", "transfers", "slots x/I/W/c/st", "pools", "transfer", "temp", "argument", "output"),
+    *("waits", "beside"),
+)
 
 
 def memory_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]:
@@ -98,6 +105,8 @@ def memory_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]:
         str(found["transfers"]),
         "/".join(map(str, held)),
         *(f"{size / KIB:.0f}" for size in sizes),
+        str(found["host_waits"]),
+        "/".join(map(str, found["permutes_with_slack_beside_compute"])),
     )
 
 
@@ -123,15 +132,18 @@ def page() -> str:
         "",
         *table(PROGRAM, [program_row(s, r) for s, r in zip(schedules, reports, strict=True)]),
         "",
-        "Makespans have F = I = W = 1 and B = 2. On GPUs only the two ends of a transfer wait for each other, so `makespan_pairs` is what",
-        "counts; the plans are those for such a mesh. Virtual CPU devices of one process all wait, and get other plans.",
+        "Makespans have F = I = W = 1 and B = 2; only the two ends of a transfer wait for each other. late transfers: of those of the",
+        "table that are needed no sooner than a tick after the one that makes them, those that the program awaits in a later tick, so",
+        "that a block runs beside them. The plans are those of GPUs, where choosing among transfers makes the host wait; others have",
+        "less code.",
         "",
         "## Memory and transfers of a device",
         "",
         *table(MEMORY, [memory_row(s, r) for s, r in zip(schedules, reports, strict=True)]),
         "",
         "Sizes are KiB. slots: stage inputs, residuals that only I needs, residuals that W needs, cotangents, what I leaves for W.",
-        "transfers: what the table sends, and in ramps, whose ticks share permutes, a little more.",
+        "transfers: what the table sends, and where ticks share permutes, more. waits: how often the host waits in a step. beside: of the",
+        "permutes that are awaited in a later tick, those with compute issued between start and done.",
         "",
         "## The segments of 1F1B",
         "",

@@ -18,13 +18,16 @@ from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
+from .lowering.limits import Overheads
 from .lowering.offload import Offload
-from .lowering.plan import Prefer, forward_plan, plan_of
+from .lowering.plan import Plan, Prefer, forward_plan, plan_of
+from .lowering.step_time import StepTime, step_time
 from .model.arguments import (
     as_tuple,
     batch_faults,
     check_kinds,
     check_mesh,
+    costs_of,
     key_faults,
     loss_of,
     offload_of,
@@ -44,8 +47,9 @@ from .model.placed import Chunks, home_faults
 from .model.read import read_model
 from .model.spread import Cuts, cut_off, cut_shardings
 from .same_code import SameCode, jit_same, key_of
+from .simulation.costs import Costs
 from .simulation.timeline import Timeline
-from .spmd.compiler_options import options_for
+from .spmd.compiler_options import options_for, overheads_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -101,6 +105,8 @@ class Pipeline:
         prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
         offload: "residuals" keeps in the host's memory what forwards leave for backwards that are some ticks away; it is fetched a tick
             ahead, beside compute, so that a device holds what the next ticks need.
+        costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the program is chosen by them, since what its
+            predicates and transfers take weighs more the shorter the actions are.  None stands for a forward of 5 ms.
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
             program in eager JAX, for debugging.
 
@@ -145,6 +151,7 @@ class Pipeline:
         accumulate_dtype: Any = jnp.float32,
         prefer: Prefer | str = Prefer.MEMORY,
         offload: Offload | str | None = None,
+        costs: Costs | None = None,
         executor: Executor | None = None,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name != "self"}
@@ -157,6 +164,7 @@ class Pipeline:
         self.accumulate_dtype = accumulate_dtype
         self.prefer = prefer_of(prefer)
         self.offload = offload_of(offload)
+        self.costs = costs_of(costs, schedule)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
         self.schedule = with_shares(
@@ -383,7 +391,8 @@ class Pipeline:
         compiled, program = compile_and_try_to_read(lowered) if on_gpus else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         held, memory = self._predicted(traced[0], params, batch)
-        described = report(self.schedule, self._plan, traced[0][1], compiled, program, params=held, prefer=self.prefer)
+        told = partial(report, prefer=self.prefer, other=self._plan_for, times=self._step_time())
+        described: dict[str, Any] = told(self.schedule, self._plan, traced[0][1], compiled, program, params=held)
         return described | {"predicted": memory} | seconds
 
     def predict_memory(
@@ -436,7 +445,7 @@ class Pipeline:
         `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the outermost `jax.jit` only, so a function of
         yours around them needs them too: write `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
         """
-        return options_for(self.mesh, self.schedule)
+        return options_for(self.mesh)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that you give go before them.
@@ -523,7 +532,20 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        return replace(plan_of(self.schedule, self.prefer), offload=self.offload)
+        return replace(self._plan_for(self.prefer), offload=self.offload)
+
+    def _step_time(self) -> StepTime | None:
+        """What a training step takes by its plan; None but on GPUs."""
+        if self._overheads is None or self.schedule.forward_only:
+            return None
+        return step_time(self._plan, self._overheads, self.costs)
+
+    def _plan_for(self, prefer: Prefer) -> Plan:
+        return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._overheads)
+
+    @property
+    def _overheads(self) -> Overheads | None:
+        return overheads_for(self.mesh, (self.axis, *self.data_axes))
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
@@ -576,7 +598,7 @@ class Pipeline:
         given, params = params, with_outer(params)
         table = without(self.schedule, {Kind.L}) if outputs else self.schedule  # what the last stage returns needs no `last`
         job = Job(
-            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch)),
+            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch), overheads=self._overheads),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,

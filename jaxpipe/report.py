@@ -5,11 +5,15 @@ The table and the program made of it:
     schedule, devices, stages, microbatches
     table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
     makespan            the program's, where a transfer holds up only its two ends
+    seconds             of a step, simulated from the plan and the pipeline's `costs` (without any, a forward of 5 ms); None but on GPUs
+    predicate_seconds   of those, what predicates take; None but on GPUs
+    loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be faster; None but on GPUs
     prefer              {"memory" | "speed": {makespan, blocks, transfers, slots}}: what each choice gives
     ticks               lock-step ticks of the program
     num_segments, segments   pieces of code that are compiled once, and their text: which blocks and permutes each tick has
     blocks              pieces of stage code that are compiled, over all segments
     table_transfers     values that cross devices in the table, a step
+    late_transfers      (awaited in a later tick than issued, all) of the table's transfers that are needed no sooner than a tick later
     transfers           pairs of devices that the program's permutes send between, a step; more than the table's where ticks share them
 
 Memory, for one coordinate of the pipe and data axes, before the partitioner splits anything over other axes:
@@ -32,6 +36,7 @@ What XLA says of the compiled program, for one device:
 What the text of the step compiled for NVIDIA GPUs says; None for other backends:
 
     host_waits          how often a device's host waits for it in a step, an upper bound: no CUDA graph holds that predicate
+    permutes_with_slack_beside_compute  (with compute issued between start and done, all) of those awaited in a later tick, anywhere
     permutes_beside_compute     (with compute issued between start and done, all) of the segment of most trips
     collectives_beside_compute  the same of all other collectives
 
@@ -41,7 +46,7 @@ What the text of the step compiled for NVIDIA GPUs says; None for other backends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -53,12 +58,14 @@ from .compiled import GpuProgram, most_waits, steady
 from .jaxprs import needed_for
 from .jaxprs.sizes import nbytes
 from .jaxprs.slices import Split
-from .lowering.plan import Plan, Prefer, plan_of
+from .lowering.plan import Plan, Prefer
+from .lowering.step_time import StepTime
 from .program.ir import Program
 from .program.pools import Slots
 from .program.segments import Payload
 from .simulation.costs import Costs
 from .simulation.simulate import simulate
+from .spmd.exchange import WITH_SLACK
 from .spmd.memory import local_bytes
 from .spmd.operands import SharedBuffers
 from .stage.model_code import ModelCode
@@ -75,6 +82,8 @@ def report(
     *,
     params: Mapping[str, Any],
     prefer: Prefer,
+    other: Callable[[Prefer], Plan],
+    times: StepTime | None,
 ) -> dict[str, Any]:
     """Describe a compiled step; the module's docstring lists the keys.
 
@@ -86,6 +95,8 @@ def report(
         gpu_program: what was read in its text, if it is for GPUs.
         params: shapes of the placed parameters, with shardings.
         prefer: what `plan` was asked to keep.
+        other: the plan for another choice of that.
+        times: what the step takes by its plan, if it is for GPUs.
     """
     return {
         "schedule": schedule.name,
@@ -93,7 +104,10 @@ def report(
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         **_program(plan, code.program),
-        "prefer": {choice.value: _choice(plan if choice is prefer else plan_of(schedule, choice), code) for choice in Prefer},
+        "seconds": times and times.seconds,
+        "predicate_seconds": times and times.predicates,
+        "loses_to_1f1b": times and times.loses,
+        "prefer": {choice.value: _choice(plan if choice is prefer else other(choice), code) for choice in Prefer},
         **_memory(code),
         "parameter_bytes": {key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
         **_xla(compiled),
@@ -114,6 +128,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
         "segments": [str(segment) for segment in plan.segments],
         "blocks": sum(segment.size for segment in plan.segments),
         "table_transfers": int(np.sum(schedule.encoded.crosses)),
+        "late_transfers": plan.late_transfers,
         "transfers": sum(segment.num_sends for segment in plan.segments),
         "slots": program.slots,
     }
@@ -201,14 +216,17 @@ def _xla(compiled: Any) -> dict[str, Any]:
 def _gpu(program: GpuProgram | None, schedule: Schedule) -> dict[str, Any]:
     """What the text of a GPU program tells; None where there is none."""
     if program is None:
-        return {"host_waits": None, "permutes_beside_compute": None, "collectives_beside_compute": None}
-    permutes = steady(program.collectives)
-    others = [each for each in program.collectives if each.kind != "collective-permute"]
+        return {"host_waits": None} | dict.fromkeys(_BESIDE)
+    permutes, others = ([each for each in program.collectives if (each.kind == "collective-permute") is kind] for kind in (True, False))
+    with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
+    found = zip(_BESIDE, (with_slack, steady(program.collectives), others), strict=True)
     return {
         "host_waits": round(most_waits(program.predicates, most_actions(schedule))),
-        "permutes_beside_compute": (sum(each.overlapped for each in permutes), len(permutes)),
-        "collectives_beside_compute": (sum(each.overlapped for each in others), len(others)),
+        **{key: (sum(each.overlapped for each in those), len(those)) for key, those in found},
     }
+
+
+_BESIDE = ("permutes_with_slack_beside_compute", "permutes_beside_compute", "collectives_beside_compute")
 
 
 def most_actions(schedule: Schedule) -> int:

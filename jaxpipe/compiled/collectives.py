@@ -119,11 +119,15 @@ def find_collectives(module: Module) -> list[Collective]:
 
 
 def steady(collectives: Iterable[Collective], kind: str = "collective-permute") -> list[Collective]:
-    """Those of a kind in the segment of most trips that has any; where no segment is a loop, those outside loops."""
+    """Those of a kind in the segment of most trips that has any, of equal ones in that where fewest are under a predicate.
+
+    Where no segment is a loop, those outside loops.
+    """
     found = [each for each in collectives if each.kind == kind]
     segments: dict[str, tuple[int, list[Collective]]] = {}
     for each in found:
         frame = each.place.segment
         name, trips = (frame.instruction.name, frame.trips or 1) if frame else ("", 1)
         segments.setdefault(name, (trips, []))[1].append(each)
-    return max(segments.values(), key=lambda item: item[0])[1] if segments else []
+    best = max(segments.values(), key=lambda item: (item[0], -sum(each.place.guarded for each in item[1])), default=(0, []))
+    return best[1]

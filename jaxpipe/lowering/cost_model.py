@@ -29,9 +29,9 @@ def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]
 
 
 def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, prices: Prices) -> float:
-    """A makespan in which waiting for transfers has its price, with that of traffic, of predicates, and of the code to compile."""
+    """A makespan in which waiting has its price (`priced_makespan`), with that of traffic, and of the code to compile."""
     traffic = prices.traffic * sum(segment.num_sends for segment in segments) / num_devices
-    predicates = prices.predicate * sum(segment.num_predicates for segment in segments)
+    predicates = sum(prices.block_predicate * segment.num_predicates + prices.arm * segment.num_arms for segment in segments)
     predicates += prices.meeting * sum(segment.num_meeting_predicates for segment in segments)
     return (makespan + traffic + predicates) * (
         1 + sum(prices.block * segment.size + prices.permute * segment.permutes for segment in segments)
@@ -49,6 +49,28 @@ def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *,
     return float(time.max(initial=0.0))
 
 
+def priced_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], prices: Prices) -> float:
+    """The makespan in which permutes and predicates last as long as their prices say."""
+    time = np.zeros(costs.shape[1])
+    for segment in segments:
+        time = advance(time, asking(costs, segment, prices), segment, transfer=prices.transfer)
+    return float(time.max(initial=0.0))
+
+
+def asking(costs: NDArray[np.float64], segment: Segment, prices: Prices) -> NDArray[np.float64]:
+    """The costs with what a segment's predicates take: all devices are asked all of them; those of a block taken inside of it too."""
+    if not (prices.asked or prices.taken or prices.gate):
+        return costs
+    found = costs.copy()
+    for j, template in enumerate(segment.templates):
+        ticks = slice(segment.start + j, segment.stop, segment.period)
+        inside = max((use.num_nested for use in template.blocks), default=0)
+        guarded = prices.taken if template.num_predicates else 0.0
+        found[ticks] += prices.asked * template.num_predicates + prices.gate * (len(template.exchanges) > 1)
+        found[ticks] += np.where(costs[ticks] > 0, guarded + prices.asked * inside, 0.0)
+    return found
+
+
 def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, transfer: float = 0.0) -> NDArray[np.float64]:
     """Device times after a segment, from device times before it."""
     num_devices = costs.shape[1]
@@ -56,33 +78,45 @@ def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segm
     rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
     together = [any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates]
     same = _equal_ahead(np.concatenate([rows, segment.chosen[..., None]], axis=2))
+    # Beside the devices' times, when each transfer that the trip leaves to the next is over.
+    delays = [delay for delay, *_ in meetings[-1][0] if delay] if segment.in_flight else []
+    times = np.stack([time, *([np.full(num_devices, -np.inf)] * len(delays))])
     trip, growth = 0, None
     while trip < segment.repeats:
-        before = time
+        before = times
         made = [options[c] for options, c in zip(meetings, segment.chosen[trip].tolist(), strict=True)]
-        time = _one_trip(time, rows[trip], made, together)
+        times = _one_trip(times, rows[trip], made, together, delays)
         # Trips of equal costs that moved every device by the same time will go on doing so.
-        settled = growth is not None and np.array_equal(time - before, growth) and np.ptp(growth) == 0
-        growth = time - before
+        moved = times - before
+        settled = growth is not None and np.array_equal(moved, growth) and np.ptp(growth) == 0
+        growth = moved if trip or not delays else None
         trip += 1
         if settled and trip < segment.repeats and (ahead := int(same[trip - 1])):
-            time = time + growth * ahead
+            times = times + moved * ahead
             trip, growth = trip + ahead, None
-    return time
+    done: NDArray[np.float64] = times.max(axis=0)
+    return done
 
 
 def _one_trip(
-    time: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings], together: Sequence[bool]
+    times: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings], together: Sequence[bool], delays: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Device times after one trip; `together`: the ticks that no device begins before the others."""
+    """Device times after one trip, then when each transfer in flight is over.
+
+    `together`: the ticks that no device begins before the others; `delays`: of the transfers in flight from trip to trip.
+    """
+    time, *flying = times
     awaited: dict[int, list[NDArray[np.float64]]] = {}
+    for delay, done in zip(delays, flying, strict=True):
+        awaited.setdefault(delay - 1, []).append(done)
     for j, meets in enumerate(meetings):
         time = (time.max() if together[j] else time) + rows[j]
         for delay, met, lasts in meets:
             awaited.setdefault(j + delay, []).append(time[met].max(axis=1) + lasts)
         for done in awaited.pop(j, ()):
             time = np.maximum(time, done)
-    return time
+    last = len(meetings) - 1
+    return np.stack([time, *(done for delay in delays for done in awaited[last + delay])])
 
 
 def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -17,8 +17,8 @@ def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, g
     """One template that serves every tick in the group: the union of their blocks, and the exchanges that they choose among.
 
     The second value is each tick's choice.  With `gated`, unless most ticks need all transfers, those that transfer different things have
-    exchanges of their own as far as that pays (`exchanges_of`); else one exchange serves them all.  `room` is the number of ticks
-    that follow in the same trip: in an exchange that every tick makes, a transfer with slack is awaited up to that much later.
+    exchanges of their own as far as that pays (`exchanges_of`); else one exchange serves them all.  `room` is the longest delay that
+    the trip has place for (`room_of`): in an exchange that every tick makes, a transfer with slack is awaited up to that much later.
     """
     codes = requirements.codes[group]
     times = np.bincount(codes)

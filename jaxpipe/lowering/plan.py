@@ -8,16 +8,19 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from ..program.ir import Program
 from ..program.liveness import Liveness
 from ..program.segments import Segment
+from ..simulation.costs import Costs
 from ..simulation.simulate import simulate
 from ..table.schedule import Schedule
 from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, modulo_ticks
 from .balanced_ticks import balanced_ticks
-from .cost_model import cost_matrix, least_makespan, program_makespan, program_price
-from .limits import EARLY_TRANSFERS, LIMITS, LITTLE_CODE, Prices
+from .cost_model import cost_matrix, least_makespan, priced_makespan, program_makespan, program_price
+from .limits import EARLY_TRANSFERS, LIMITS, LITTLE_CODE, Overheads, Prices
 from .offload import Offload
 from .requirements import collect
 from .segments import find_segments
@@ -40,19 +43,30 @@ class Candidate(NamedTuple):
     price: float  # the makespan with a little for each transfer and each block of code
 
 
-def choose_candidate(schedule: Schedule, *, prefer: Prefer = Prefer.MEMORY) -> Candidate:
+def prices_for(schedule: Schedule, prefer: Prefer, costs: Costs | None, overheads: Overheads | None) -> Prices:
+    """Prices in the unit of the costs: those of a GPU, where `overheads` are given; for "speed" code is half as dear."""
+    forward = 1.0 if costs is None else float(np.mean(costs.for_stages(schedule.num_stages).forward)) or 1.0
+    if overheads is None:
+        return (EARLY_TRANSFERS if prefer is Prefer.SPEED else LITTLE_CODE).in_unit(forward)
+    prices = overheads.prices(overheads.forward if costs is None else 1.0)
+    return prices._replace(block=prices.block / 2) if prefer is Prefer.SPEED else prices
+
+
+def choose_candidate(
+    schedule: Schedule, *, prefer: Prefer = Prefer.MEMORY, costs: Costs | None = None, overheads: Overheads | None = None
+) -> Candidate:
     """Assign ticks in several ways, find the segments of each, and take the cheapest of those that keep the table's makespan.
 
     All keep the order of every row: first the fewest ticks and kinds that take turns; where neither keeps the makespan, balanced
-    ticks.  Where nothing keeps the makespan, the shortest is taken.
+    ticks.  Where nothing keeps the makespan, the shortest is taken.  `costs` are in seconds where there are `overheads`.
     """
-    prices = EARLY_TRANSFERS if prefer is Prefer.SPEED else LITTLE_CODE
-    enough = LIMITS.keeps_makespan * simulate(schedule).makespan
+    prices = prices_for(schedule, prefer, costs, overheads)
+    enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
     found: list[Candidate] = []
     for candidates in _more_and_more(schedule):
-        bounds = [least_makespan(collect(ticks), cost_matrix(ticks)) for ticks in candidates]
+        bounds = [least_makespan(collect(ticks), cost_matrix(ticks, costs)) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
-        found += [_candidate(ticks, prices) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
+        found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
         if min(each.makespan for each in found) <= enough:
             break
     worst = max(enough, min(each.makespan for each in found))
@@ -65,12 +79,17 @@ def _more_and_more(schedule: Schedule) -> Iterator[Sequence[Ticks]]:
     yield (balanced_ticks(schedule),)
 
 
-def _candidate(ticks: Ticks, prices: Prices) -> Candidate:
-    segments = find_segments(ticks, prices=prices)
-    costs = cost_matrix(ticks)
-    makespan = program_makespan(costs, segments)
-    priced = program_makespan(costs, segments, transfer=prices.transfer)
-    return Candidate(ticks, segments, makespan, program_price(priced, segments, costs.shape[1], prices))
+def _alone(costs: Costs | None) -> Costs:
+    """The costs of actions alone, as `cost_matrix` has them."""
+    return Costs() if costs is None else replace(costs, transfer=0)
+
+
+def _candidate(ticks: Ticks, prices: Prices, costs: Costs | None) -> Candidate:
+    segments = find_segments(ticks, costs=costs, prices=prices)
+    matrix = cost_matrix(ticks, costs)
+    makespan = program_makespan(matrix, segments)
+    priced = priced_makespan(matrix, segments, prices)
+    return Candidate(ticks, segments, makespan, program_price(priced, segments, matrix.shape[1], prices))
 
 
 @dataclass(frozen=True)
@@ -82,9 +101,11 @@ class Plan:
     offload: Offload = Offload.NOTHING
 
     @classmethod
-    def of(cls, schedule: Schedule, prefer: Prefer = Prefer.MEMORY) -> Plan:
+    def of(
+        cls, schedule: Schedule, prefer: Prefer = Prefer.MEMORY, *, costs: Costs | None = None, overheads: Overheads | None = None
+    ) -> Plan:
         """Run the passes that need no stage (`choose_candidate`)."""
-        chosen = choose_candidate(schedule, prefer=prefer)
+        chosen = choose_candidate(schedule, prefer=prefer, costs=costs, overheads=overheads)
         return cls(chosen.ticks, chosen.segments)
 
     @cached_property
@@ -92,19 +113,32 @@ class Plan:
         """How long the program takes with F = I = W = 1 and B = 2."""
         return program_makespan(cost_matrix(self.ticks), self.segments)
 
+    @cached_property
+    def late_transfers(self) -> tuple[int, int]:
+        """Of the transfers that the table gives a tick or more, those that the program awaits later than it issues them; and all."""
+        requirements, late, all_of_them = collect(self.ticks), 0, 0
+        for segment in self.segments:
+            for tick in range(segment.start, segment.stop):
+                delays = {(p.payload, *pair): segment.arrives(tick, p) - tick for p in segment.exchange(tick) for pair in p.pairs}
+                slack = requirements.kinds[requirements.codes[tick]].slack
+                having = [edge for edge, room in slack.items() if room]
+                all_of_them += len(having)
+                late += sum(delays[edge.payload, edge.source, edge.target] > 0 for edge in having)
+        return late, all_of_them
+
     def program(self, liveness: Liveness | None = None) -> Program:
         """Assign slots; the longest liveness where none is given."""
         return assign_slots(self.ticks, self.segments, liveness=liveness, offload=self.offload)
 
 
 @lru_cache(maxsize=64)
-def plan_of(schedule: Schedule, prefer: Prefer = Prefer.MEMORY) -> Plan:
-    """The plan of a schedule; equal schedules share it."""
-    return Plan.of(schedule, prefer)
+def plan_of(schedule: Schedule, prefer: Prefer = Prefer.MEMORY, *, costs: Costs | None = None, overheads: Overheads | None = None) -> Plan:
+    """The plan of a schedule, for GPUs where their overheads are given; equal schedules share it."""
+    return Plan.of(schedule, prefer, costs=costs, overheads=overheads)
 
 
-def forward_plan(schedule: Schedule, microbatches: int | None = None) -> Plan:
+def forward_plan(schedule: Schedule, microbatches: int | None = None, *, overheads: Overheads | None = None) -> Plan:
     """The plan of the schedule's forwards alone, for evaluation; of the first microbatches alone where their number is given."""
     table = schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
     fewer = microbatches is not None and microbatches < schedule.num_microbatches
-    return plan_of(first_microbatches(table, microbatches) if microbatches is not None and fewer else table)
+    return plan_of(first_microbatches(table, microbatches) if microbatches is not None and fewer else table, overheads=overheads)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Block, Segment, TickTemplate
+from ..program.segments import Block, Segment, TickTemplate, room_of
 from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import advance, cost_matrix, program_makespan, program_price
+from .cost_model import advance, asking, cost_matrix, priced_makespan, program_price
 from .exchanges import template_of
 from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
@@ -43,11 +43,12 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     if not len(requirements):
         return ()
     if ticks.period > 1:
-        both = [segments_of([Span(0, len(requirements), ticks.period, gated)], requirements) for gated in (False, True)]
+        spans = [Span(0, len(requirements), ticks.period, gated) for gated in (False, True)]
+        both = [segments_of([span], requirements, beside=prices.beside) for span in spans]
         matrix = cost_matrix(ticks, costs)
 
         def price(segments: tuple[Segment, ...]) -> float:
-            makespan = program_makespan(matrix, segments, transfer=prices.transfer)
+            makespan = priced_makespan(matrix, segments, prices)
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
@@ -55,14 +56,17 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
     chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], prices)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks))), *_between_meetings(short)]
+    if prices.beside:
+        starts += _steady_starts(starts[0], starts[1])
     best = chooser.best([*starts, *([span._replace(gated=True) for span in start] for start in starts)])
     whole = np.append(kept, len(requirements))
-    return segments_of([span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best], requirements)
+    spans = [span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best]
+    return segments_of(spans, requirements, beside=prices.beside)
 
 
-def segments_of(spans: Sequence[Span], requirements: Requirements) -> tuple[Segment, ...]:
-    """The segments of spans that follow each other."""
-    return tuple(segment for span in spans for segment in _segments(span, requirements))
+def segments_of(spans: Sequence[Span], requirements: Requirements, *, beside: bool = True) -> tuple[Segment, ...]:
+    """The segments of spans that follow each other; `beside`: trips leave transfers with slack to the next (`Segment.in_flight`)."""
+    return tuple(segment for span in spans for segment in _segments(span, requirements, beside=beside))
 
 
 def kept_ticks(codes: IntArray) -> IntArray:
@@ -157,6 +161,22 @@ def _steady(spans: list[Span]) -> int:
     return sum(span.stop - span.start for span in spans if span.runs)
 
 
+def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[Span]]:
+    """The longest steady state with code of its own, and between it and the ends the fewest spans, or those of the phases.
+
+    All of its transfers are known, so that none is chosen and what has slack runs beside compute.
+    """
+    steady = max(exact, key=lambda span: (span.period > 1, span.stop - span.start))
+    ends = {0, exact[-1].stop, steady.start, steady.stop}
+    marks = {span.start for span in phases if not steady.start < span.start < steady.stop}
+    found = []
+    for chosen in (ends, ends | marks):
+        spans = [Span(a, b, 1) for a, b in pairwise(sorted(chosen))]
+        for gated in (False, True):
+            found.append([steady if span.start == steady.start else span._replace(gated=gated) for span in spans])
+    return found
+
+
 class _Chooser:
     """Scores lists of spans."""
 
@@ -171,7 +191,7 @@ class _Chooser:
 
     def best(self, starts: Sequence[list[Span]]) -> list[Span]:
         """Improve the most promising starts."""
-        promising = sorted(starts, key=self.score)[: LIMITS.starts]
+        promising = sorted(map(list, dict.fromkeys(map(tuple, starts))), key=self.score)[: LIMITS.starts]
         return min((self.improve(start) for start in promising), key=self.score)
 
     def score(self, spans: Sequence[Span]) -> float:
@@ -190,7 +210,7 @@ class _Chooser:
             if key not in self._times:
                 moved = time - start
                 for segment in self._segments_of(span):
-                    moved = advance(moved, self._costs, segment, transfer=self._prices.transfer)
+                    moved = advance(moved, asking(self._costs, segment, self._prices), segment, transfer=self._prices.transfer)
                 self._times[key] = moved
                 self._work += span.stop - span.start
             time = self._times[key] + start
@@ -223,28 +243,29 @@ class _Chooser:
 
     def _segments_of(self, span: Span) -> tuple[Segment, ...]:
         if span not in self._built:
-            self._built[span] = tuple(_segments(span, self._requirements))
+            self._built[span] = tuple(_segments(span, self._requirements, beside=self._prices.beside))
         return self._built[span]
 
 
-def _segments(span: Span, requirements: Requirements) -> list[Segment]:
+def _segments(span: Span, requirements: Requirements, *, beside: bool) -> list[Segment]:
     """The segment of a span, and one more for ticks left over at its end."""
     left_over = (span.stop - span.start) % span.period
     middle = span.stop - left_over
     parts = [(span.start, middle, span.period), (middle, span.stop, left_over)]
     runs = () if left_over else span.runs
-    return [_segment(Span(*part, gated=span.gated, runs=runs), requirements) for part in parts if part[0] < part[1]]
+    return [_segment(Span(*part, gated=span.gated, runs=runs), requirements, beside=beside) for part in parts if part[0] < part[1]]
 
 
-def _segment(span: Span, requirements: Requirements) -> Segment:
+def _segment(span: Span, requirements: Requirements, *, beside: bool) -> Segment:
     """The segment of a span whose length is a multiple of its period."""
     ticks = np.arange(span.start, span.stop).reshape(-1, span.period)
     choices = np.zeros_like(ticks)
+    follows = beside and len(ticks) > 1
     templates: list[TickTemplate] = []
     for length in span.runs or (1,) * span.period:
         j = len(templates)
         mine = slice(j, j + length)
-        room = 0 if span.runs else span.period - 1 - j
+        room = 0 if span.runs else room_of(span.period, j) if follows else span.period - 1 - j
         template, choice = template_of(requirements, ticks[:, mine].ravel(), room=room, gated=span.gated)
         choices[:, mine] = choice.reshape(-1, length)
         templates += [template] * length

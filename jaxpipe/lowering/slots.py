@@ -344,7 +344,10 @@ class _Arrivals:
                         for source, target in permute.pairs:
                             self._lane[at, permute.payload, source, target] = lane
                     at += 1
-        self.payload, self.delay = payload[self._exchange], delay[self._exchange]
+        stop = np.concatenate([np.full(segment.stop - segment.start, segment.stop) for segment in segments] or [np.zeros(0, np.int64)])
+        # What is in flight when its segment ends is written then.
+        left = stop - 1 - np.arange(num_ticks)
+        self.payload, self.delay = payload[self._exchange], np.minimum(delay[self._exchange], left[:, None])
 
     def find(self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray) -> tuple[IntArray, IntArray]:
         """The lane of the permute that carries each transfer, and the tick at whose end it writes."""

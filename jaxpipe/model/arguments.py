@@ -15,12 +15,15 @@ from ..arrays import PyTree, array_faults
 from ..errors import PipelineError, ScheduleError
 from ..lowering.offload import Offload
 from ..lowering.plan import Prefer
+from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 from ..transforms.spread_first import spread_first
 from ..transforms.spread_last import spread_last
 from .functions import Function, Loss
 from .placed import Chunks
 from .vocabulary import VocabHead
+
+_SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
 
 def rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] | None) -> list[Function]:
@@ -97,6 +100,21 @@ def offload_of(value: Offload | str | None) -> Offload:
         return Offload.NOTHING if value is None else Offload(value)
     except ValueError:
         raise PipelineError(f'offload must be "residuals" or None; got {value!r}') from None
+
+
+def costs_of(value: Costs | None, schedule: Schedule) -> Costs | None:
+    """Costs in seconds, for the schedule's stages; PipelineError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, Costs):
+        raise PipelineError(f"costs must be jaxpipe.Costs, as jaxpipe.measure returns them; got {value!r}")
+    if not value.unit.startswith(_SECONDS):
+        raise PipelineError(
+            f"costs must be in seconds, since predicates and transfers are, but their unit is {value.unit!r}; "
+            'take them from jaxpipe.measure, or say so: jaxpipe.Costs(..., unit="seconds, estimated")'
+        )
+    value.for_stages(schedule.num_stages)
+    return value
 
 
 def check_kinds(schedule: Any, mesh: Any) -> None:

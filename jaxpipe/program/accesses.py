@@ -157,7 +157,7 @@ def _of_exchanges(program: Program, segment: Segment, pool: PoolName, blocks: Se
                 slot = arrival.slot[mine][k, device].astype(np.int64)
                 place = (len(template.blocks) + 1) * count  # after all blocks; in a later tick after its blocks too
                 place += max(len(other.blocks) for other in segment.templates)
-                late = mine[k] + permute.delay
+                late = np.minimum(mine[k] + permute.delay, segment.stop - 1)
                 yield Accesses(device, slot, late, place, _WRITE * count + lane, value[k, device], np.zeros(len(k), bool))
 
 

@@ -53,14 +53,13 @@ def interpret(program: Program, model: Model) -> None:
     """Run every tick: each device its blocks in the template's order, then the exchange; the model collects the results."""
     devices = [_Device({pool.name: [None] * pool.slots for pool in program.pools}) for _ in program.schedule.rows]
     for segment in program.segments:
-        for start in range(segment.start, segment.stop, segment.period):
-            _trip(program, model, devices, segment, start)
+        _run_segment(program, model, devices, segment)
 
 
-def _trip(program: Program, model: Model, devices: list[_Device], segment: Segment, start: int) -> None:
-    """One period of ticks.  What a transfer with slack brings is written ticks after it was sent."""
+def _run_segment(program: Program, model: Model, devices: list[_Device], segment: Segment) -> None:
+    """The ticks of a segment.  What a transfer with slack brings is written ticks after it was sent."""
     awaited: dict[int, list[tuple[PoolName, int, list[Any]]]] = {}
-    for tick in range(start, start + segment.period):
+    for tick in range(segment.start, segment.stop):
         template = segment.template(tick)
         fetched = [_move(device, _record(program, tick, number)) for number, device in enumerate(devices)]
         for use in template.blocks:
@@ -75,7 +74,7 @@ def _trip(program: Program, model: Model, devices: list[_Device], segment: Segme
             for source, target in permute.pairs:
                 brought[target] = devices[source].sent[permute.payload]
             pool = POOL_OF[permute.payload]
-            awaited.setdefault(tick + permute.delay, []).append((pool, lane, [(value, tick) for value in brought]))
+            awaited.setdefault(segment.arrives(tick, permute), []).append((pool, lane, [(value, tick) for value in brought]))
         for pool, lane, arrived in awaited.pop(tick, ()):
             for number, (value, sent_in) in enumerate(arrived):
                 arrival = _record(program, sent_in, number).arrivals[lane]

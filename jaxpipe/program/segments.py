@@ -66,6 +66,11 @@ class BlockUse:
     last: Presence  # the stage is the model's last: run `last` and its gradient
     local: Presence  # the result is consumed on this very device: write it to its slot instead of sending it
 
+    @property
+    def num_nested(self) -> int:
+        """How many predicates are asked inside of it."""
+        return sum(presence is Presence.SOMETIMES for presence in (self.first, self.last, self.local))
+
     def __str__(self) -> str:
         marks = "".join(m for m, p in (("^", self.first), ("$", self.last), ("~", self.local)) if p is not Presence.NEVER)
         return f"{self.block}{marks}" + ("" if self.active is Presence.ALWAYS else "?")
@@ -80,7 +85,7 @@ class Permute:
 
     payload: Payload
     pairs: tuple[tuple[int, int], ...]
-    delay: int = 0  # issued at the end of its tick, awaited this many ticks later: compute runs in between
+    delay: int = 0  # issued at the end of its tick, awaited this many ticks later: compute runs in between (see `Segment.in_flight`)
 
     def __str__(self) -> str:
         late = f" +{self.delay}" if self.delay else ""
@@ -108,9 +113,13 @@ class TickTemplate:
 
     @property
     def num_predicates(self) -> int:
-        """How many predicates a tick has: of blocks that not every device runs, and one for each exchange that may be made."""
-        gates = sum(bool(exchange) for exchange in self.exchanges) if len(self.exchanges) > 1 else 0
-        return gates + sum(use.active is not Presence.ALWAYS for use in self.blocks)
+        """How many predicates of blocks a device is asked in a tick: of those that not every device runs."""
+        return sum(use.active is not Presence.ALWAYS for use in self.blocks)
+
+    @property
+    def num_arms(self) -> int:
+        """How many exchanges a tick chooses among; 0 where it makes the one that there is."""
+        return sum(bool(exchange) for exchange in self.exchanges) if len(self.exchanges) > 1 else 0
 
     @property
     def num_meeting_predicates(self) -> int:
@@ -131,6 +140,11 @@ class TickTemplate:
         exchanges = [" ".join(f"({p})" for p in exchange) for exchange in self.exchanges]
         text = exchanges[0] if len(exchanges) == 1 else "{" + " | ".join(text or "-" for text in exchanges) + "}"
         return f"[{' '.join(map(str, self.blocks))}] {text}".rstrip()
+
+
+def room_of(period: int, j: int) -> int:
+    """The longest delay of a permute of the j-th tick of a trip: to the end of the trip, from the last tick to the end of the next trip."""
+    return period - 1 - j if j < period - 1 else period
 
 
 @dataclass(frozen=True)
@@ -178,13 +192,18 @@ class Segment:
 
     @property
     def num_predicates(self) -> int:
-        """How many predicates all its ticks have."""
+        """How many predicates of blocks a device is asked in all its ticks."""
         return self.repeats * sum(p.num_predicates for p in self.templates)
 
     @property
     def num_meeting_predicates(self) -> int:
         """Those of them that are around what all devices do together."""
         return self.repeats * sum(p.num_meeting_predicates for p in self.templates)
+
+    @property
+    def num_arms(self) -> int:
+        """How many exchanges its ticks choose among, one tick after the other."""
+        return self.repeats * sum(p.num_arms for p in self.templates)
 
     @cached_property
     def chosen(self) -> NDArray[np.int64]:
@@ -197,6 +216,21 @@ class Segment:
         """How many values it sends from one device to another, needed or not."""
         pairs = [[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.templates]
         return sum(int(np.take(counts, self.chosen[:, j]).sum()) for j, counts in enumerate(pairs))
+
+    @property
+    def in_flight(self) -> tuple[tuple[int, Permute], ...]:
+        """What a trip leaves to the next: permutes of its last tick that are awaited later, each with its lane.
+
+        The next trip issues them first of all.  After the last trip they are made at once.
+        """
+        last = self.templates[-1]
+        if len(last.exchanges) > 1:
+            return ()
+        return tuple((lane, permute) for lane, permute in zip(last.lanes_of(0), last.exchanges[0], strict=True) if permute.delay)
+
+    def arrives(self, tick: int, permute: Permute) -> int:
+        """The tick at whose end what a permute of this tick brings is written: within the segment."""
+        return min(tick + permute.delay, self.stop - 1)
 
     def choice(self, tick: int) -> int:
         """The number of the exchange that a tick makes, among those of its template."""

@@ -14,7 +14,7 @@ from .code_rules import code_faults, running, ticks_of
 from .faults import Fault, Rule
 from .flow import flow_faults
 from .ir import Program
-from .segments import Permute, Segment
+from .segments import Permute, Segment, room_of
 
 # An error's text stays readable: the rest is in `.faults`.
 _MOST_SHOWN = 20
@@ -57,7 +57,7 @@ def faults(program: Program) -> tuple[Fault, ...]:
 
 
 def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fault]:
-    """Segments follow each other and cover all ticks; what a trip awaits, it issued."""
+    """Segments follow each other and cover all ticks; what a trip awaits, it issued, or the last tick of the trip before."""
     tick = 0
     for segment in segments:
         if segment.start != tick:
@@ -66,8 +66,8 @@ def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fau
         for j, template in enumerate(segment.templates):
             for permute in template.permutes:
                 yield from _permute_faults(permute)
-                if j + permute.delay >= segment.period:
-                    yield Fault(Rule.EXCHANGE, f"({permute}) of tick {j} is awaited after its trip of {segment.period} ticks")
+                if permute.delay > room_of(segment.period, j):
+                    yield Fault(Rule.EXCHANGE, f"({permute}) of tick {j} is awaited too late for trips of {segment.period} ticks")
                 if permute.delay and len(template.exchanges) > 1:
                     yield Fault(Rule.EXCHANGE, f"({permute}) is under a predicate, and must be over when that is")
     if tick != num_ticks:

@@ -158,7 +158,7 @@ class _Problem:
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return _Found(self.schedule, spent, self._in_costs(solver.best_objective_bound) if status == cp_model.UNKNOWN else 0.0)
         # At equal times those that take none come first, in an order in which none needs a later one.
-        place = {a: (solver.value(v), self._length(a), a.microbatch, self._depth(a)) for a, v in start.items()}
+        place: dict[Any, tuple[int, ...]] = {a: (solver.value(v), self._length(a), a.microbatch, self._depth(a)) for a, v in start.items()}
         ordered = self.schedule.with_rows([sorted(row, key=place.__getitem__) for row in rows])
         return _Found(ordered, spent, self._in_costs(solver.best_objective_bound), status == cp_model.OPTIMAL)
 

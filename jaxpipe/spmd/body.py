@@ -249,12 +249,17 @@ def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: Stat
     rows = table[segment.start : segment.stop].reshape(segment.repeats, segment.period, table.shape[1])
 
     def trip(state: State, rows: Any) -> tuple[State, None]:
-        numbers = rows.astype(jnp.int32)
-        return emitter.trip(segment, [_record(emitter.program.ticks, numbers[j]) for j in range(segment.period)], state), None
+        *before, last = [_record(emitter.program.ticks, row) for row in rows.astype(jnp.int32)]
+        if not segment.in_flight:
+            return emitter.trip(segment, [*before, last], None, state), None
+        return emitter.trip(segment, [*before[1:], last], before[0], state), None
 
-    if segment.repeats == 1:
-        return trip(state, rows[0])[0]
-    return lax.scan(trip, state, rows)[0]
+    if segment.in_flight:
+        # Beside its own ticks a trip has the last of the trip before: zeros, so that nothing is taken, before the first.
+        nothing = jnp.zeros_like(rows[:1, -1:])
+        rows = jnp.concatenate([jnp.concatenate([nothing, rows[:-1, -1:]]), rows], axis=1)
+    state = trip(state, rows[0])[0] if segment.repeats == 1 else lax.scan(trip, state, rows)[0]
+    return emitter.land(segment, _record(emitter.program.ticks, rows[-1, -1].astype(jnp.int32)), state) if segment.in_flight else state
 
 
 def _record(like: TickRecord[Any], row: Any) -> TickRecord[Scalar]:

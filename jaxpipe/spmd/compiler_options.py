@@ -1,12 +1,13 @@
-"""XLA's options that a pipeline's program wants, by backend."""
+"""What a pipeline's program wants of XLA, and what it must reckon with, by backend."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from jax.sharding import Mesh
 
-from ..table.schedule import Schedule
+from ..lowering.limits import Overheads
 
 Options: TypeAlias = dict[str, str | bool]
 
@@ -18,19 +19,26 @@ _GPU: Options = {
     "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
     # Stacks that a scan fills from zero are not filled with zeros first.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+    # Several collectives are under way at a time: transfers up and down the model of both payloads, or those of both halves of a pair.
+    # With one at a time, a transfer that something waits for keeps all others from running beside compute.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
 }
 
 
-# Of an overlapped pair both halves communicate: one's collectives need not wait for the other's.
-_PAIRS: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"}
-
-
-def options_for(mesh: Mesh, schedule: Schedule) -> Options:
-    """The options for the devices of a mesh and a schedule; none but on NVIDIA GPUs.
+def options_for(mesh: Mesh) -> Options:
+    """The options for the devices of a mesh; none but on NVIDIA GPUs.
 
     An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
     """
-    platforms = {device.platform for device in mesh.devices.flat}
-    if not platforms <= {"gpu", "cuda"}:
-        return {}
-    return {**_GPU, **(_PAIRS if len(schedule.encoded.pairs) else {})}
+    return dict(_GPU) if _on_gpus(mesh) else {}
+
+
+def overheads_for(mesh: Mesh, own: Sequence[str]) -> Overheads | None:
+    """What a program takes besides its stages on GPUs; None elsewhere.  `own`: the axes over which no block communicates."""
+    if not _on_gpus(mesh):
+        return None
+    return Overheads(on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own))
+
+
+def _on_gpus(mesh: Mesh) -> bool:
+    return {device.platform for device in mesh.devices.flat} <= {"gpu", "cuda"}

@@ -15,6 +15,14 @@ from .operands import SharedBuffers
 from .shared_buffers import SharedBuffer
 from .state import State, given
 
+# The scopes of transfers in a profile and in a compiled program: all, and those that the table gives slack.
+EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
+
+
+def scope_of(permute: Permute) -> str:
+    """The scope of a permute."""
+    return WITH_SLACK if permute.delay else EXCHANGE
+
 
 def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tuple[Leaves, State]:
     """What a permute brings to this device (zeros where nothing is sent to it), and the state after it.

@@ -12,7 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
 from ..model.partition import LeafPlan, leaf_plans, trained
+from ..program.ir import Program
 from ..program.pools import UNDER_WAY
+from ..program.segments import Payload
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -35,7 +37,7 @@ def predicted_memory(
     host                what waits in the host's memory (`offload`); not in the total
     gathered            whole parameters and accumulators where only parts are given and returned (fsdp, outer, DualPipe's copies)
     hoisted             what is computed from parameters once a step
-    sent                what is to be sent next
+    sent                what is to be sent next, and what of it is under way while the next is made
     raveled             copies of what lies raveled in a pool that unlike stages share
     work                of the block that needs most, its own arrays
     """
@@ -54,11 +56,17 @@ def predicted_memory(
         "pools": sum(pools.values()) + UNDER_WAY * residuals,
         "gathered": _gathered(job, mesh, code, params),
         "hoisted": _hoisted(job, mesh, code, entries),
-        "sent": _entry_bytes(buffers.x) + _entry_bytes(buffers.cotangent),
+        "sent": _sent_bytes(code.program, buffers),
         "raveled": _raveled(buffers, code, splits=splits),
         "work": max(work_space(job, mesh, code, entries).values(), default=0),
     }
     return {**found, "host": (slots.host + 1) * residuals, "total": sum(found.values())}
+
+
+def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
+    """What is to be sent, of each payload, and once more where permutes of it are awaited in a later tick, when the next is there."""
+    late = {p.payload for segment in program.segments for template in segment.templates for p in template.permutes if p.delay}
+    return sum((1 + (payload in late)) * _entry_bytes(buffers.sent(payload)) for payload in Payload)
 
 
 def _entry_bytes(buffer: SharedBuffer) -> int:

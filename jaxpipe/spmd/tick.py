@@ -23,7 +23,7 @@ from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
 from .block import Block, run_in_order, run_where
 from .clock import Clocked
-from .exchange import arrive, permuted, run_chosen, settled
+from .exchange import EXCHANGE, arrive, permuted, run_chosen, scope_of, settled
 from .forward import RunForward, RunRecompute
 from .host import Luggage, Moving, Packing
 from .pair import RunPair
@@ -100,10 +100,17 @@ class TickEmitter:
     def _has_recompute(self) -> bool:
         return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
-    def trip(self, segment: Segment, rows: list[TickRecord[Scalar]], state: State) -> State:
-        """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32 scalars)."""
+    def trip(self, segment: Segment, rows: list[TickRecord[Scalar]], before: TickRecord[Scalar] | None, state: State) -> State:
+        """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32 scalars).
+
+        `before`: the last tick of the trip before, whose transfers in flight are issued first of all; None where there are none.
+        """
         code = _Code(segment, self._kinds_at(segment), self._keeps_at(segment))
         awaited: _Awaited = {}
+        for lane, permute in segment.in_flight if before is not None else ():
+            with jax.named_scope(scope_of(permute)):
+                brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
+                awaited.setdefault(permute.delay - 1, []).append((permute.payload, True, given(before).arrivals[lane], brought))
         for j, stop in segment.emitted:
             if stop - j == 1:
                 state = self._tick(code, j, rows[j], state, awaited)
@@ -137,20 +144,36 @@ class TickEmitter:
                     state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
             way, state = moves.store(way, state)
         state = moves.end(way, state)
-        with jax.named_scope("exchange"):
-            if len(template.exchanges) > 1:
+        chooses = len(template.exchanges) > 1
+        if chooses:
+            with jax.named_scope(EXCHANGE):
                 state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
-            else:
-                for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
-                    brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
-                    awaited.setdefault(j + permute.delay, []).append((permute.payload, code.keeps[j][lane], row.arrivals[lane], brought))
+        for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
+            if chooses or (j == segment.period - 1 and permute.delay):
+                continue  # it is made already, or the next trip issues it
+            with jax.named_scope(scope_of(permute)):
+                brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
+            awaited.setdefault(j + permute.delay, []).append((permute.payload, code.keeps[j][lane], row.arrivals[lane], brought))
         # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
         # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
         for payload, keep, arrival, leaves in awaited.pop(j, ()):
-            with jax.named_scope("exchange"):
-                at = replace(arrival, slot=jnp.where(given(state.token), 0, arrival.slot))
-                state = arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
+            state = self._arrive(payload, arrival, leaves, state, keep=keep)
         return state
+
+    def land(self, segment: Segment, last: TickRecord[Scalar], state: State) -> State:
+        """What is in flight after the last trip; `last`: its last tick."""
+        for lane, permute in segment.in_flight:
+            with jax.named_scope(EXCHANGE):
+                brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
+            state = self._arrive(permute.payload, last.arrivals[lane], brought, state, keep=True)
+        return state
+
+    def _arrive(self, payload: Payload, arrival: Arrival[Scalar], leaves: Leaves, state: State, *, keep: bool) -> State:
+        """Write what a permute has brought, no sooner than what ran before is over."""
+        with jax.named_scope(EXCHANGE):
+            # Both, since a pool of one slot has no slot to ask for: XLA would then write all arrivals of a trip in one fusion.
+            at = map_fields(lambda number: jnp.where(given(state.token), 0, number), arrival)
+            return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
 
     def _block(self, use: BlockUse, kind: int, row: TickRecord[Scalar], state: State, *, asks: bool, alone: bool) -> State:
         """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run it too; `alone`: pairs run apart."""

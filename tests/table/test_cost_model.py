@@ -18,20 +18,21 @@ from tests.strategies import schedules
 def simulated(costs, segments, transfer):
     """`program_makespan` again, from its definition: tick by tick, device by device, no trip left out."""
     time, tick, made_in = [0.0] * costs.shape[1], 0, exchanges(segments)
-    for period in (s.period for s in segments for _ in range(s.repeats)):
+    for segment in segments:
         due = {}
-        for j in range(period):
+        while tick < segment.stop:
             exchange = made_in[tick]
             time = [t + took for t, took in zip(time, costs[tick], strict=True)]
-            tick += 1
             met = {delay: [p for p in exchange if p.delay == delay] for delay in {p.delay for p in exchange}}
             for delay, permutes in met.items():
                 ends = [(pair, p) for p in permutes for pair in p.pairs]
                 until = [max([t, *(time[e] for pair, _ in ends if d in pair for e in pair)]) for d, t in enumerate(time)]
                 lasts = [transfer * len({id(p) for pair, p in ends if d in pair}) for d in range(len(time))]
-                due.setdefault(j + delay, []).append([t + more for t, more in zip(until, lasts, strict=True)])
-            for done in due.pop(j, []):
+                # What is in flight at the end of the segment is awaited there.
+                due.setdefault(min(tick + delay, segment.stop - 1), []).append([t + more for t, more in zip(until, lasts, strict=True)])
+            for done in due.pop(tick, []):
                 time = [max(both) for both in zip(time, done, strict=True)]
+            tick += 1
     return max(time, default=0.0)
 
 

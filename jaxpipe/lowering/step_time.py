@@ -1,0 +1,70 @@
+"""How long a step takes by its plan: the stages, and what predicates and transfers take besides; and beside plain 1F1B."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..schedules.registry import build
+from ..simulation.costs import Cost, Costs
+from ..table.schedule import Schedule
+from .cost_model import cost_matrix, priced_makespan
+from .limits import Overheads
+from .plan import Plan, plan_of
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step, simulated from the plan."""
+
+    seconds: float  # with all overheads
+    predicates: float  # of those, what predicates of blocks and of exchanges take
+    one_f_one_b: float  # seconds of 1F1B with the same layers on as many devices
+
+    @property
+    def loses(self) -> bool:
+        """Whether 1F1B is faster, and would not be if predicates took no time."""
+        return self.seconds - self.predicates <= self.one_f_one_b < self.seconds
+
+    def __str__(self) -> str:
+        text = f"{self.seconds * 1e3:.1f} ms a step, of which predicates take {self.predicates * 1e3:.1f} ms"
+        return f"{text}: 1F1B would take {self.one_f_one_b * 1e3:.1f} ms" if self.loses else text
+
+
+def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> StepTime:
+    """Simulate a plan and the plan of 1F1B; `costs` in seconds, without any F = I = W = `overheads.forward`.
+
+    >>> import jaxpipe as jp
+    >>> overheads = Overheads()
+    >>> plan = plan_of(jp.schedules.build("zb_h1", devices=4, microbatches=8), overheads=overheads)
+    >>> step_time(plan, overheads).loses
+    False
+    """
+    schedule, forward = plan.ticks.schedule, overheads.forward
+    seconds = costs or Costs(forward=forward, input_grad=forward, weight_grad=forward)
+    whole = merged(schedule, seconds)
+    plain = plan_of(build("1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches), costs=whole, overheads=overheads)
+    mine = _makespan(plan, overheads, seconds)
+    without = overheads.free_predicates()
+    return StepTime(mine, mine - _makespan(plan, without, seconds), _makespan(plain, overheads, whole))
+
+
+def _makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
+    return priced_makespan(cost_matrix(plan.ticks, costs), plan.segments, overheads.prices(1.0))
+
+
+def merged(schedule: Schedule, costs: Costs) -> Costs:
+    """The costs of stages that are each all that a device has, where the layers are spread evenly."""
+    stages = costs.for_stages(schedule.num_stages)
+    share = schedule.num_stages / schedule.num_devices
+
+    def mean(values: Cost) -> float:
+        return float(np.mean(values)) * share
+
+    return Costs(
+        forward=mean(stages.forward),
+        input_grad=mean(stages.input_grad),
+        weight_grad=mean(stages.weight_grad),
+        backward=mean(stages.backward),
+        unit=costs.unit,
+    )

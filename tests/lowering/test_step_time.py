@@ -1,0 +1,83 @@
+"""The price of predicates: a program is chosen and judged by them, in seconds against the stages' own."""
+
+import jax
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.lowering.cost_model import asking, cost_matrix, priced_makespan, program_makespan
+from jaxpipe.lowering.limits import Overheads, Prices
+from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.step_time import merged, step_time
+
+HOST = Overheads(on_host=True)  # collectives in the blocks: 15 us a wait
+
+
+def seconds(stage, chunks):
+    """Costs of a schedule of so many chunks whose devices' forwards take `stage` seconds, and a backward twice that."""
+    each = stage / chunks
+    return jp.Costs(forward=each, input_grad=each, weight_grad=each, unit="seconds, estimated")
+
+
+def test_every_device_is_asked_and_what_is_taken_asks_inside():
+    plan = plan_of(jp.schedules.build("1f1b", devices=2, microbatches=3))
+    costs = cost_matrix(plan.ticks)
+    (segment,) = plan.segments
+    prices = Prices(transfer=0, traffic=0, block=0, asked=0.01, taken=0.001, gate=0.1)
+    more = asking(costs, segment, prices) - costs
+    for tick in range(segment.start, segment.stop):
+        template = segment.template(tick)
+        asked = 0.01 * sum(use.active.value == "sometimes" for use in template.blocks) + 0.1 * (len(template.exchanges) > 1)
+        for device in range(2):
+            idle = costs[tick, device] == 0
+            inside = max((use.num_nested for use in template.blocks), default=0)
+            guarded = 0.001 if template.num_predicates else 0
+            assert more[tick, device] == pytest.approx(asked if idle else asked + guarded + 0.01 * inside)
+    assert priced_makespan(costs, plan.segments, prices) > program_makespan(costs, plan.segments)
+
+
+def test_zbv_loses_to_1f1b_where_stages_are_short():
+    """Predicates that the host runs cost ZB-V, which asks several times as many, its advantage below some length of a forward."""
+    table = jp.schedules.build("zbv", devices=8, microbatches=32)
+    plain = plan_of(jp.schedules.build("1f1b", devices=8, microbatches=32), overheads=HOST)
+    # The program that compiles least, with a choice of transfers in every tick.
+    small = plan_of(table)
+    asked, asked_1f1b = (sum(s.num_predicates for s in plan.segments) for plan in (small, plain))
+    assert asked > 4 * asked_1f1b
+    overheads = Overheads(on_host=True, hop=0.0)
+    found = {ms: step_time(small, overheads, seconds(ms * 1e-3, 2)) for ms in (0.5, 2.7)}
+    assert found[0.5].loses
+    assert "1F1B would take" in str(found[0.5])
+    assert not found[2.7].loses
+    # In CUDA graphs a predicate costs a fifth of that, and what is left of the choice weighs no more than the bubble.
+    assert not step_time(plan_of(table, overheads=Overheads()), Overheads(), seconds(2.7e-3, 2)).loses
+
+
+def test_a_program_is_chosen_by_the_costs():
+    """Where stages are long, what a tick asks weighs nothing against code."""
+    table = jp.schedules.build("zb_h1", devices=4, microbatches=16)
+    blocks = [
+        sum(segment.size for segment in plan_of(table, costs=seconds(stage, 1), overheads=Overheads()).segments) for stage in (2e-3, 5.0)
+    ]
+    assert blocks[0] > blocks[1]
+
+
+def test_1f1b_has_the_same_work():
+    table = jp.schedules.build("zbv", devices=4, microbatches=8)
+    whole = merged(table, jp.Costs(forward=[1, 2] * 4, input_grad=1, weight_grad=3))
+    assert (whole.forward, whole.input_grad, whole.weight_grad, whole.backward) == (3, 2, 6, 8)
+    assert jp.simulate(jp.schedules.build("1f1b", devices=4, microbatches=8), whole).makespan > 0
+
+
+def pipe_with(costs):
+    table = jp.schedules.build("1f1b", devices=1, microbatches=2)
+    return jp.Pipeline(lambda params, x: x, schedule=table, mesh=jax.make_mesh((1,), ("pipe",)), costs=costs)
+
+
+def test_costs_are_in_seconds():
+    assert pipe_with(jp.Costs(forward=2e-3, unit="seconds, measured on a device")).costs.forward == 2e-3
+    with pytest.raises(jp.PipelineError, match=r"must be in seconds.*their unit is ''"):
+        pipe_with(jp.Costs())
+    with pytest.raises(jp.PipelineError, match=r"must be jaxpipe\.Costs"):
+        pipe_with(0.002)
+    with pytest.raises(jp.CostError, match="2 entries, but the schedule has 1 stages"):
+        pipe_with(jp.Costs(forward=[1, 2], unit="seconds"))
