@@ -49,7 +49,7 @@ from .model.spread import Cuts, cut_off, cut_shardings
 from .same_code import SameCode, jit_same, key_of
 from .simulation.costs import Costs
 from .simulation.timeline import Timeline
-from .spmd.compiler_options import options_for, overheads_for
+from .spmd.compiler_options import on_gpus, options_for, overheads_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -102,7 +102,8 @@ class Pipeline:
             stage axis), or regular expressions of which one is found in the path.  They have no gradient (None stands in its place),
             no accumulator and no optimizer state, and any dtype.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
-        prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.
+        prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.  None is "speed" on
+            GPUs and "memory" elsewhere; either gives the same program on every backend.
         offload: "residuals" keeps in the host's memory what forwards leave for backwards that are some ticks away; it is fetched a tick
             ahead, beside compute, so that a device holds what the next ticks need.
         costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the program is chosen by them, since what its
@@ -149,7 +150,7 @@ class Pipeline:
         replicated_axes: Sequence[str] = (),
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
         accumulate_dtype: Any = jnp.float32,
-        prefer: Prefer | str = Prefer.MEMORY,
+        prefer: Prefer | str | None = None,
         offload: Offload | str | None = None,
         costs: Costs | None = None,
         executor: Executor | None = None,
@@ -162,7 +163,7 @@ class Pipeline:
         self.axis = axis
         self.data_axes = as_tuple(data_axes)
         self.accumulate_dtype = accumulate_dtype
-        self.prefer = prefer_of(prefer)
+        self.prefer = prefer_of(prefer, Prefer.SPEED if on_gpus(self.mesh) else Prefer.MEMORY)
         self.offload = offload_of(offload)
         self.costs = costs_of(costs, schedule)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
@@ -536,7 +537,7 @@ class Pipeline:
 
     def _step_time(self) -> StepTime | None:
         """What a training step takes by its plan; None but on GPUs."""
-        if self._overheads is None or self.schedule.forward_only:
+        if not on_gpus(self.mesh) or self.schedule.forward_only:
             return None
         return step_time(self._plan, self._overheads, self.costs)
 
@@ -544,7 +545,7 @@ class Pipeline:
         return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._overheads)
 
     @property
-    def _overheads(self) -> Overheads | None:
+    def _overheads(self) -> Overheads:
         return overheads_for(self.mesh, (self.axis, *self.data_axes))
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
@@ -598,7 +599,9 @@ class Pipeline:
         given, params = params, with_outer(params)
         table = without(self.schedule, {Kind.L}) if outputs else self.schedule  # what the last stage returns needs no `last`
         job = Job(
-            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch), overheads=self._overheads),
+            plan=self._plan
+            if training
+            else forward_plan(table, self._microbatches_of(batch), prefer=self.prefer, overheads=self._overheads),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,

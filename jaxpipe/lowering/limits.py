@@ -35,8 +35,6 @@ class Prices(NamedTuple):
 
 # Little code: no transfer is made for nothing, but a ramp of a few ticks must not cost a second of compile time.
 LITTLE_CODE = Prices(transfer=0.01, traffic=0.035, block=4e-3, arm=0.003, block_predicate=0.003)
-# Early transfers: code for each kind of tick in the steady state, so that what has slack moves while blocks run.
-EARLY_TRANSFERS = Prices(transfer=0.1, traffic=0.03, block=2e-3, arm=0.003, block_predicate=0.003)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class Overheads:
     hop: float = 100e-6
     sent: float = 15e-6
     forward: float = 5e-3
-    block: float = 3e-4
+    block: float = 1e-3
     on_host: bool = False
 
     def free_predicates(self) -> Overheads:
@@ -81,6 +79,9 @@ class Overheads:
             meeting=(self.host_wait + self.hop) / unit,
             beside=True,
         )
+
+
+ON_GPUS = Overheads()
 
 
 class SearchLimits(NamedTuple):

@@ -20,7 +20,7 @@ from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, modulo_ticks
 from .balanced_ticks import balanced_ticks
 from .cost_model import cost_matrix, least_makespan, priced_makespan, program_makespan, program_price
-from .limits import EARLY_TRANSFERS, LIMITS, LITTLE_CODE, Overheads, Prices
+from .limits import LIMITS, LITTLE_CODE, ON_GPUS, Overheads, Prices
 from .offload import Offload
 from .requirements import collect
 from .segments import find_segments
@@ -43,22 +43,21 @@ class Candidate(NamedTuple):
     price: float  # the makespan with a little for each transfer and each block of code
 
 
-def prices_for(schedule: Schedule, prefer: Prefer, costs: Costs | None, overheads: Overheads | None) -> Prices:
-    """Prices in the unit of the costs: those of a GPU, where `overheads` are given; for "speed" code is half as dear."""
+def prices_for(schedule: Schedule, prefer: Prefer, costs: Costs | None, overheads: Overheads) -> Prices:
+    """Prices in the unit of the costs: for "speed" what predicates and transfers take on a GPU, else little code first of all."""
+    if prefer is Prefer.SPEED:
+        return overheads.prices(overheads.forward if costs is None else 1.0)
     forward = 1.0 if costs is None else float(np.mean(costs.for_stages(schedule.num_stages).forward)) or 1.0
-    if overheads is None:
-        return (EARLY_TRANSFERS if prefer is Prefer.SPEED else LITTLE_CODE).in_unit(forward)
-    prices = overheads.prices(overheads.forward if costs is None else 1.0)
-    return prices._replace(block=prices.block / 2) if prefer is Prefer.SPEED else prices
+    return LITTLE_CODE.in_unit(forward)
 
 
 def choose_candidate(
-    schedule: Schedule, *, prefer: Prefer = Prefer.MEMORY, costs: Costs | None = None, overheads: Overheads | None = None
+    schedule: Schedule, *, prefer: Prefer = Prefer.MEMORY, costs: Costs | None = None, overheads: Overheads = ON_GPUS
 ) -> Candidate:
     """Assign ticks in several ways, find the segments of each, and take the cheapest of those that keep the table's makespan.
 
     All keep the order of every row: first the fewest ticks and kinds that take turns; where neither keeps the makespan, balanced
-    ticks.  Where nothing keeps the makespan, the shortest is taken.  `costs` are in seconds where there are `overheads`.
+    ticks.  Where nothing keeps the makespan, the shortest is taken.  `costs` are in seconds for "speed".
     """
     prices = prices_for(schedule, prefer, costs, overheads)
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
@@ -101,9 +100,7 @@ class Plan:
     offload: Offload = Offload.NOTHING
 
     @classmethod
-    def of(
-        cls, schedule: Schedule, prefer: Prefer = Prefer.MEMORY, *, costs: Costs | None = None, overheads: Overheads | None = None
-    ) -> Plan:
+    def of(cls, schedule: Schedule, prefer: Prefer = Prefer.MEMORY, *, costs: Costs | None = None, overheads: Overheads = ON_GPUS) -> Plan:
         """Run the passes that need no stage (`choose_candidate`)."""
         chosen = choose_candidate(schedule, prefer=prefer, costs=costs, overheads=overheads)
         return cls(chosen.ticks, chosen.segments)
@@ -132,13 +129,15 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan_of(schedule: Schedule, prefer: Prefer = Prefer.MEMORY, *, costs: Costs | None = None, overheads: Overheads | None = None) -> Plan:
-    """The plan of a schedule, for GPUs where their overheads are given; equal schedules share it."""
+def plan_of(schedule: Schedule, prefer: Prefer = Prefer.MEMORY, *, costs: Costs | None = None, overheads: Overheads = ON_GPUS) -> Plan:
+    """The plan of a schedule; equal schedules share it."""
     return Plan.of(schedule, prefer, costs=costs, overheads=overheads)
 
 
-def forward_plan(schedule: Schedule, microbatches: int | None = None, *, overheads: Overheads | None = None) -> Plan:
+def forward_plan(
+    schedule: Schedule, microbatches: int | None = None, *, prefer: Prefer = Prefer.MEMORY, overheads: Overheads = ON_GPUS
+) -> Plan:
     """The plan of the schedule's forwards alone, for evaluation; of the first microbatches alone where their number is given."""
     table = schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
     fewer = microbatches is not None and microbatches < schedule.num_microbatches
-    return plan_of(first_microbatches(table, microbatches) if microbatches is not None and fewer else table, overheads=overheads)
+    return plan_of(first_microbatches(table, microbatches) if microbatches is not None and fewer else table, prefer, overheads=overheads)

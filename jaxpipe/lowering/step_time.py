@@ -11,7 +11,7 @@ from ..simulation.costs import Cost, Costs
 from ..table.schedule import Schedule
 from .cost_model import cost_matrix, priced_makespan
 from .limits import Overheads
-from .plan import Plan, plan_of
+from .plan import Plan, Prefer, plan_of
 
 
 class StepTime(NamedTuple):
@@ -36,14 +36,15 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> S
 
     >>> import jaxpipe as jp
     >>> overheads = Overheads()
-    >>> plan = plan_of(jp.schedules.build("zb_h1", devices=4, microbatches=8), overheads=overheads)
+    >>> plan = plan_of(jp.schedules.build("zb_h1", devices=4, microbatches=8), Prefer.SPEED)
     >>> step_time(plan, overheads).loses
     False
     """
     schedule, forward = plan.ticks.schedule, overheads.forward
     seconds = costs or Costs(forward=forward, input_grad=forward, weight_grad=forward)
     whole = merged(schedule, seconds)
-    plain = plan_of(build("1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches), costs=whole, overheads=overheads)
+    one_f_one_b = build("1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches)
+    plain = plan_of(one_f_one_b, Prefer.SPEED, costs=whole, overheads=overheads)
     mine = _makespan(plan, overheads, seconds)
     without = overheads.free_predicates()
     return StepTime(mine, mine - _makespan(plan, without, seconds), _makespan(plain, overheads, whole))

@@ -86,10 +86,10 @@ def key_faults(rng: Any) -> list[str]:
     return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
 
 
-def prefer_of(value: Prefer | str) -> Prefer:
+def prefer_of(value: Prefer | str | None, default: Prefer) -> Prefer:
     """The choice; PipelineError for anything else."""
     try:
-        return Prefer(value)
+        return default if value is None else Prefer(value)
     except ValueError:
         raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
 

@@ -30,15 +30,14 @@ def options_for(mesh: Mesh) -> Options:
 
     An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
     """
-    return dict(_GPU) if _on_gpus(mesh) else {}
+    return dict(_GPU) if on_gpus(mesh) else {}
 
 
-def overheads_for(mesh: Mesh, own: Sequence[str]) -> Overheads | None:
-    """What a program takes besides its stages on GPUs; None elsewhere.  `own`: the axes over which no block communicates."""
-    if not _on_gpus(mesh):
-        return None
+def overheads_for(mesh: Mesh, own: Sequence[str]) -> Overheads:
+    """What a program takes besides its stages on GPUs, of such a mesh.  `own`: the axes over which no block communicates."""
     return Overheads(on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own))
 
 
-def _on_gpus(mesh: Mesh) -> bool:
+def on_gpus(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are NVIDIA GPUs."""
     return {device.platform for device in mesh.devices.flat} <= {"gpu", "cuda"}

@@ -43,8 +43,7 @@ def test_a_spread_head_waits_for_nobody_in_the_steady_state() -> None:
     sums = [each for each in program.collectives if each.kind == "all-reduce" and each.place.trips > 1]
     assert {each.place.trips for each in sums} == {8}, "once a microbatch"
     assert not any(each.place.guarded for each in sums)
-    # The choice of an exchange, in the three ticks between two L.
-    assert [each.asked for each in program.predicates if not each.in_graph] == [3 * 8]
+    assert not [each for each in program.predicates if not each.in_graph]
 
 
 def test_waits_and_overlap() -> None:

@@ -7,7 +7,6 @@ import re
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.limits import Overheads
 from jaxpipe.lowering.plan import Prefer, plan_of
 from tests.gpu.programs import compile_step, gpu_fault
 
@@ -47,7 +46,7 @@ def pairs_of(text: str) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
 def test_slack_is_used(name: str) -> None:
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
-    plan = plan_of(schedule, Prefer.SPEED, overheads=Overheads())
+    plan = plan_of(schedule, Prefer.SPEED)
     delayed = sum(p.delay > 0 for s in plan.segments for position in s.templates for p in position.permutes)
     assert delayed > 0
     assert overlapped_transfers(compile_step(schedule, prefer="speed").as_text()) >= delayed
@@ -55,7 +54,7 @@ def test_slack_is_used(name: str) -> None:
 
 def test_transfers_are_those_of_the_plan_and_hold_no_cycle() -> None:
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
-    plan = plan_of(schedule, overheads=Overheads())
+    plan = plan_of(schedule, Prefer.SPEED)
     assert not any(segment.in_flight for segment in plan.segments)  # or one more permute each, after the last trip
     planned = [sorted(p.pairs) for s in plan.segments for position in s.templates for p in position.permutes]
     compiled = [sorted(pairs) for pairs in pairs_of(compile_step(schedule).as_text())]
@@ -67,6 +66,6 @@ def test_transfers_are_those_of_the_plan_and_hold_no_cycle() -> None:
 def test_steady_state_moves_what_the_table_moves() -> None:
     """Each trip of 1F1B's steady state has just the table's transfers: two a neighbouring pair, one up and one down."""
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
-    steady = max(plan_of(schedule, overheads=Overheads()).segments, key=lambda s: s.repeats)
+    steady = max(plan_of(schedule, Prefer.SPEED).segments, key=lambda s: s.repeats)
     moved = sum(len(p.pairs) for position in steady.templates for p in position.permutes)
     assert moved == 2 * (schedule.num_devices - 1)

@@ -9,8 +9,7 @@ from strategies import random_schedule
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
-from jaxpipe.lowering.limits import Overheads
-from jaxpipe.lowering.plan import Plan
+from jaxpipe.lowering.plan import Plan, Prefer
 from jaxpipe.lowering.segments import find_segments
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
@@ -54,7 +53,7 @@ def test_named_tables_give_the_same_numbers_in_every_layout(name, how):
 def test_what_is_in_flight_between_trips_gives_the_same_numbers(name):
     """The plans of GPUs, on other devices."""
     schedule = jp.schedules.build(name, devices=4, microbatches=12)
-    plan = Plan.of(schedule, overheads=Overheads())
+    plan = Plan.of(schedule, Prefer.SPEED)
     late, with_slack = plan.late_transfers
     assert late > with_slack // 2 or name == "dualpipev", "DualPipe's steady state has no slack"
     assert any(segment.in_flight for segment in plan.segments) or name in ("zb_h1", "dualpipev")

@@ -6,7 +6,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.lowering.cost_model import asking, cost_matrix, priced_makespan, program_makespan
 from jaxpipe.lowering.limits import Overheads, Prices
-from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.lowering.step_time import merged, step_time
 
 HOST = Overheads(on_host=True)  # collectives in the blocks: 15 us a wait
@@ -49,15 +49,13 @@ def test_zbv_loses_to_1f1b_where_stages_are_short():
     assert "1F1B would take" in str(found[0.5])
     assert not found[2.7].loses
     # In CUDA graphs a predicate costs a fifth of that, and what is left of the choice weighs no more than the bubble.
-    assert not step_time(plan_of(table, overheads=Overheads()), Overheads(), seconds(2.7e-3, 2)).loses
+    assert not step_time(plan_of(table, Prefer.SPEED), Overheads(), seconds(2.7e-3, 2)).loses
 
 
 def test_a_program_is_chosen_by_the_costs():
     """Where stages are long, what a tick asks weighs nothing against code."""
     table = jp.schedules.build("zb_h1", devices=4, microbatches=16)
-    blocks = [
-        sum(segment.size for segment in plan_of(table, costs=seconds(stage, 1), overheads=Overheads()).segments) for stage in (2e-3, 5.0)
-    ]
+    blocks = [sum(segment.size for segment in plan_of(table, Prefer.SPEED, costs=seconds(stage, 1)).segments) for stage in (2e-3, 5.0)]
     assert blocks[0] > blocks[1]
 
 
