@@ -89,11 +89,16 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
 def _start(wanted: _Wanted) -> Schedule:
     """The best of list scheduling and local search."""
     starts = [_listed(wanted, wanted.costs)]
-    plain = Costs(release=wanted.costs.release)
-    if wanted.costs != plain:
-        # Now and then the table for costs that are all 1 is the shorter one.
-        starts.append(_start(wanted._replace(costs=plain)))
-    schedule = shortest(starts, wanted.costs)
+    plain = wanted._replace(costs=Costs(release=wanted.costs.release))
+    if wanted.costs != plain.costs:
+        # Now and then a table for costs that are all 1 is the shorter one.
+        listed = _listed(plain, plain.costs)
+        starts += [listed, _shortened(plain, listed)]
+    return _shortened(wanted, shortest(starts, wanted.costs))
+
+
+def _shortened(wanted: _Wanted, schedule: Schedule) -> Schedule:
+    """The schedule after local search."""
     times = wanted.costs.for_stages(schedule.num_stages)
     shop = JobShop.of(schedule.placement, times, wanted.costs.release, wanted.microbatches, wanted.cap)
     return improved(schedule, wanted.costs, shop, at_least=bound_of(shop))

@@ -66,6 +66,10 @@ def test_fitting_to_costs_never_makes_a_table_longer(setting):
 def test_fitting_to_costs_never_makes_a_table_longer_anywhere(name):
     settings = [setting for setting in every_setting() if setting[0] == name]
     assert len(settings) >= 9
+    if name == "auto":  # local search takes a part of a second for each table: all costs, but not all for every setting
+        for number, setting in enumerate(settings[::3]):
+            never_longer(setting, MORE_TIMES[number % 9 :: 9])
+        return
     for setting in settings:
         never_longer(setting, MORE_TIMES)
 

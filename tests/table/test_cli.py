@@ -361,6 +361,8 @@ BAD_USAGE = [
     ((*SHOW, "--option", "group_size=4"), "group_size"),
     ((*SHOW, "--option", "group_size"), "must be KEY=VALUE"),
     (("show", "auto", *SHOW[2:], "--option", "placement=ring"), "must be loop, vee, or the device of each stage"),
+    (("show", "auto", *SHOW[2:], "--option", "objective=fast"), "must be makespan or period"),
+    (("show", "auto", *SHOW[2:], "--option", "objective=period"), "give seconds for it, such as search=10"),
     ((*SHOW, "--format", "png"), "invalid choice"),
     ((*SHOW, "-o", "x.png"), "no format is known for x.png"),
     ((*SHOW, "-o", "/nowhere/x.svg"), "/nowhere/x.svg: No such file"),
