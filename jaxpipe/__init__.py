@@ -32,7 +32,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .debug import Nonfinite, find_nonfinite
-    from .measuring import Peak, measure, measure_layers
+    from .measuring import Peak, measure, measure_layers, traced_memory
     from .model.functions import Context, Loss
     from .model.spread import spread
     from .model.vocabulary import VocabEmbedding, VocabHead
@@ -102,6 +102,7 @@ __all__ = [
     "spread",
     "spread_first",
     "spread_last",
+    "traced_memory",
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
@@ -117,6 +118,7 @@ _NEEDS_JAX = {
     "find_nonfinite": ".debug",
     "measure": ".measuring",
     "measure_layers": ".measuring",
+    "traced_memory": ".measuring",
     "per_layer": ".optimizers",
 }
 

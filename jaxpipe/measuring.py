@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .arrays import Leaves, PyTree
 from .errors import PipelineError, quoted
@@ -22,10 +22,12 @@ from .jaxprs.work import count_work
 from .model.param_layout import with_outer
 from .pipeline import Pipeline
 from .planner.layer_cost import FIRST, LAST, LayerCost
+from .planner.result import PipelinePlan
 from .schedules import build
 from .simulation.costs import Costs
 from .spmd.body import accumulator_dtype, prepare
 from .spmd.entries import compiled_alone
+from .spmd.work_space import stage_work_space
 from .stage.code import run
 from .stage.job import Job
 from .stage.model_code import ModelCode, trace_model
@@ -155,6 +157,7 @@ def measure_layers(
     batch = jax.tree.map(_shape, microbatch)
     measured = _measured(pipe, placed, batch, None, (), repeats, peak)
     code, seconds, temp = measured.code, measured.seconds, measured.temp
+    work = _work_spaces(pipe, measured)
     found = {}
     for stage, letter in enumerate(letters):
         number = code.kind_of[stage]
@@ -169,12 +172,15 @@ def measure_layers(
             residuals=sum(map(nbytes, (*kind.residual_input, *kind.residual_weight))),
             boundary=sum(map(nbytes, kind.y_avals)),
             stash=sum(map(nbytes, kind.stash)),
-            workspace=max(temp[f"{name} {number}"] for name in _BLOCKS),
+            workspace=work[number],
+            hoisted=sum(map(nbytes, kind.once_avals)),
         )
+    rows, reader = _bytes(batch), LAST if LAST in layers else FIRST
     # `last` and its gradient are one block of the program, whose parts are not apart.
     for letter, key, forward, backward in ((FIRST, "first", "first", "first gradient"), (LAST, "last", "last", "")):
         if letter in layers:
             found[letter] = LayerCost(
+                batch=rows if letter == reader else 0,
                 forward=seconds[forward],
                 input_grad=0.0,
                 weight_grad=seconds.get(backward, 0.0),
@@ -184,6 +190,40 @@ def measure_layers(
                 workspace=max(temp[forward], temp.get(backward, 0)),
             )
     return found
+
+
+def traced_memory(
+    layers: Mapping[str, Callable[..., Any]], params: Mapping[str, PyTree], microbatch: PyTree, *, mesh: Mesh, **options: Any
+) -> Callable[[PipelinePlan], dict[str, int]]:
+    """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
+
+    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices may be described ones: nothing runs,
+    and the step itself is not compiled (`Pipeline.predict_memory`).
+
+    Args:
+        layers, params, microbatch, options: as for `measure_layers`.
+        mesh: of the pipeline.
+    """
+    shapes = jax.tree.map(_shape, dict(params))
+
+    def found(plan: PipelinePlan) -> dict[str, int]:
+        pipe = plan.pipeline(layers, mesh=mesh, **options)
+        count = plan.schedule.num_microbatches
+
+        def rows(leaf: Any) -> Any:
+            whole = NamedSharding(pipe.mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct((count * np.shape(leaf)[0], *np.shape(leaf)[1:]), _shape(leaf).dtype, sharding=whole)
+
+        memory: dict[str, int] = pipe.predict_memory(pipe.place(shapes), jax.tree.map(rows, microbatch))
+        return memory
+
+    return found
+
+
+def _work_spaces(pipe: Pipeline, measured: _Measured) -> list[int]:
+    """Of each kind of stage, bytes of the arrays of the block that needs most."""
+    mesh = _one_coordinate(pipe)
+    return [max(stage_work_space(measured.job, mesh, kind).values()) for kind in measured.code.kinds]
 
 
 @dataclass(frozen=True)
@@ -201,10 +241,7 @@ def _measured(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any
     """Trace the step, compile every block of it alone, and time or estimate each."""
     if repeats < 1:
         raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
-    jobs: list[Job] = []
-    jax.eval_shape(lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch)
-    job, mesh = jobs[0], _one_coordinate(pipe)
-    code = _retraced(mesh, *_local_shapes(pipe, job, with_outer(params), batch, rng, state))
+    (job, code), mesh = _traced(pipe, params, batch, rng, state), _one_coordinate(pipe)
     blocks = {name: (_compiled(job, mesh, jaxpr), jaxpr) for name, jaxpr in _jaxprs(code).items()}
     temp = {name: int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)) for name, (compiled, _) in blocks.items()}
     if peak is not None:
@@ -217,6 +254,13 @@ def _measured(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any
     seconds["hop"] = _hop_seconds(pipe, code, repeats)
     device = pipe.mesh.devices.flat[0]
     return _Measured(job, code, seconds, temp, f"seconds, measured on {device.device_kind}")
+
+
+def _traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Job, ModelCode]:
+    """The step's job, and the model's code on one coordinate of the pipe and data axes."""
+    jobs: list[Job] = []
+    jax.eval_shape(lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch)
+    return jobs[0], _retraced(_one_coordinate(pipe), *_local_shapes(pipe, jobs[0], with_outer(params), batch, rng, state))
 
 
 def _local_shapes(pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Job, tuple[Any, ...]]:

@@ -359,7 +359,6 @@ class Pipeline:
         """
         from .compiled import compile_and_try_to_read
         from .report import report
-        from .spmd.memory import predicted_memory
 
         traced: list[tuple[Job, ModelCode, Any]] = []
         begin = time.perf_counter()
@@ -368,11 +367,34 @@ class Pipeline:
         on_gpus = bool(self.compiler_options)
         compiled, program = compile_and_try_to_read(lowered) if on_gpus else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
+        held, memory = self._predicted(traced[0], params, batch)
+        described = report(self.schedule, self._plan, traced[0][1], compiled, program, params=held, prefer=self.prefer)
+        return described | {"predicted": memory} | seconds
+
+    def predict_memory(
+        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()
+    ) -> dict[str, int]:
+        """Bytes that a step takes on one device, by what they are for, and their "total" (`jaxpipe.spmd.memory` lists the keys).
+
+        Takes what `lower` takes.  The step is traced, and each block of it compiled alone; the step itself is not compiled.
+
+        Raises:
+            PipelineError: as `value_and_grad` does.
+        """
+        traced: list[tuple[Job, ModelCode, Any]] = []
+        self._lower(params, batch, rng, state, lambda *found: traced.append(found))
+        return self._predicted(traced[0], params, batch)[1]
+
+    def _predicted(
+        self, traced: tuple[Job, ModelCode, Any], params: dict[str, PyTree], batch: PyTree
+    ) -> tuple[dict[str, PyTree], dict[str, int]]:
+        """Parameters as shapes where they lie, and the memory of a device."""
+        from .spmd.memory import predicted_memory
+
         to = self.partition.shardings(self.mesh, params)
         held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
-        job, code, entries = traced[0]
-        memory = predicted_memory(job, self.mesh, code, entries, with_outer(held), batch)
-        return report(self.schedule, self._plan, code, compiled, program, params=held, prefer=self.prefer) | {"predicted": memory} | seconds
+        job, code, entries = traced
+        return held, predicted_memory(job, self.mesh, code, entries, with_outer(held), batch)
 
     def profile(
         self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = (), repeats: int = 3

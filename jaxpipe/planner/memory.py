@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 
 from ..layouts.layout import Layout
 from ..lowering.plan import Plan
@@ -11,8 +13,8 @@ from ..table.kinds import Kind
 from ..table.placement import Placement
 from .layer_cost import FIRST, LAST, LayerCost, Remat, is_first, is_last, total
 
-# Buffers of one boundary each besides the pools: what is sent forwards and backwards, and what arrives.
-_TRANSFER_BUFFERS = 4
+# Buffers of one boundary each besides the pools: what is sent forwards and backwards.
+_TRANSFER_BUFFERS = 2
 
 
 @dataclass(frozen=True)
@@ -27,35 +29,80 @@ class Memory:
     residuals: float  # pools of what forwards keep
     stash: float  # and of what I leaves for W
     boundaries: float  # pools of stage inputs and of cotangents, and buffers of transfers
-    workspace: float  # while a layer runs
+    workspace: float  # while a block runs
+    batch: float = 0.0  # the whole batch of a step, and what is computed from parameters once
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.stages + self.outer + self.residuals + self.stash + self.boundaries + self.workspace
+        return self.stages + self.outer + self.residuals + self.stash + self.boundaries + self.workspace + self.batch
 
 
 def memory_of(layout: Layout, placement: Placement, costs: Mapping[str, LayerCost], plan: Plan, *, remat: Remat) -> Memory:
     """The memory of a device for a schedule's plan; pools are as large as on the device that needs most."""
     slots = plan.program().slots
     splits = bool(plan.ticks.schedule.encoded.of_kinds((Kind.I,)).any())
-    last = layout.num_stages - 1
-    inner = [
-        [costs[letter] for letter in letters if not (is_first(s, letter) or is_last(s, last, letter))]
-        for s, letters in enumerate(layout.stages)
-    ]
-    kept = max(total(stage, "residuals") for stage in inner)
-    left = max(total(stage, "stash") for stage in inner)
+    inner = _inner(layout)
+    kept = _slot_bytes([_kept(letters, costs, "residuals") for letters in inner])
+    left = _slot_bytes([_kept(letters, costs, "stash") for letters in inner])
     outer = [costs[letter] for letter in (FIRST, LAST) if letter in layout.layers]
     # Every stage takes what the last layer of the one before it returns.
     boundary = max((costs[letters[-1]].boundary for letters in layout.stages[:-1] if letters), default=0.0)
     boundary = max(boundary, costs[FIRST].boundary if FIRST in layout.layers else 0.0)
     full = remat is Remat.FULL
+    # Recomputed residuals are arrays of the block that uses them, which the work space of a layer does not have.
+    again = 0.0 if splits or not full else kept
+    microbatches = plan.ticks.schedule.num_microbatches
     return Memory(
-        stages=max(sum(total(inner[s], "held_bytes") for s in stages) for stages in placement.stages_of),
+        stages=_chunk_bytes(inner, placement, costs, "held_bytes"),
         outer=total(outer, "held_bytes"),
         residuals=0.0 if full else kept * slots.residual_weight,
         stash=(left + full * kept) * slots.stash if splits else 0.0,
         boundaries=boundary * (slots.x + slots.cotangent + _TRANSFER_BUFFERS),
-        workspace=max(costs[letter].workspace for letter in layout.layers) + (0.0 if splits or not full else kept),
+        workspace=max(
+            total(outer[:1], "workspace"), total(outer[1:], "workspace"), *(costs[c].workspace for letters in inner for c in letters)
+        )
+        + again,
+        batch=microbatches * total(outer, "batch") + total(outer, "hoisted") + _chunk_bytes(inner, placement, costs, "hoisted"),
     )
+
+
+def optimizer_bytes(layout: Layout, placement: Placement, costs: Mapping[str, LayerCost]) -> float:
+    """Of a device's optimizer state."""
+    outer = [costs[letter] for letter in (FIRST, LAST) if letter in layout.layers]
+    return total(outer, "optimizer_bytes") + _chunk_bytes(_inner(layout), placement, costs, "optimizer_bytes")
+
+
+def _inner(layout: Layout) -> list[str]:
+    """The letters of each stage that are neither `first` nor `last`."""
+    last = layout.num_stages - 1
+    return ["".join(c for c in letters if not (is_first(s, c) or is_last(s, last, c))) for s, letters in enumerate(layout.stages)]
+
+
+def _runs(letters: str) -> list[tuple[str, int]]:
+    """Letters with the lengths of their runs, which are scans."""
+    return [(letter, len(list(run))) for letter, run in groupby(letters)]
+
+
+def _kept(letters: str, costs: Mapping[str, LayerCost], name: str) -> list[float]:
+    """Bytes of the arrays that a stage keeps of one microbatch: its layers' own, and, where they are a scan, what each of them takes."""
+    found = []
+    for letter, count in _runs(letters):
+        own = getattr(costs[letter], name)
+        found += [own * count] + ([costs[letter].boundary * count] if count > 1 and own else [])
+    return found
+
+
+def _slot_bytes(kinds: Sequence[Sequence[float]]) -> float:
+    """Of a slot that holds any of several kinds of values: the largest arrays of each kind share their room, then the next largest."""
+    ranked = [sorted(kind, reverse=True) for kind in kinds]
+    return sum(max(ranks) for ranks in zip_longest(*ranked, fillvalue=0.0))
+
+
+def _chunk_bytes(inner: Sequence[str], placement: Placement, costs: Mapping[str, LayerCost], name: str) -> float:
+    """Of parameters, say: a chunk has, of each kind of layer, as much room as the device needs that has most of it."""
+    found = 0.0
+    for stages in zip_longest(*placement.stages_of):
+        counts = [Counter(inner[s]) for s in stages if s is not None]
+        found += sum(max(count[c] for count in counts) * getattr(costs[c], name) for c in set().union(*counts))
+    return found

@@ -21,14 +21,15 @@ class PipelinePlan:
     Attributes:
         layout: the layers of each stage, as `parse_layout` reads them.
         schedule: the table.
-        remat: None or "full", as `Pipeline` takes it.
+        remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
         seconds: of one step, of the lowered program under the planned costs.
         memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
         lower_bound: seconds below which no schedule goes for this layout, placement and peak of activations.
         why: where its time goes, in a sentence.
         words: its choices in short.
         costs: of its stages, in seconds.
-        parts: what a device's memory is for.
+        parts: what a device's memory is for, from the sizes of its layers.
+        traced: the same of a step of the traced model, without the optimizer's state (`plan(traced=)`).
     """
 
     layout: str
@@ -41,6 +42,7 @@ class PipelinePlan:
     words: str = field(default="", compare=False)
     costs: Costs = field(default_factory=Costs, compare=False)
     parts: Memory | None = field(default=None, compare=False)
+    traced: Mapping[str, int] | None = field(default=None, compare=False)
 
     @property
     def timeline(self) -> Timeline:

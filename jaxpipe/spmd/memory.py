@@ -34,6 +34,7 @@ def predicted_memory(
     gathered            whole parameters and accumulators where only parts are given and returned (fsdp, outer, DualPipe's copies)
     hoisted             what is computed from parameters once a step
     sent                what is to be sent next
+    raveled             copies of what lies raveled in a pool that unlike stages share: what a forward writes, a backward reads or leaves
     work                of the block that needs most, its own arrays
     """
     buffers = SharedBuffers.of(code.kinds, entries)
@@ -51,6 +52,7 @@ def predicted_memory(
         "gathered": _gathered(job, mesh, code, params),
         "hoisted": _hoisted(job, mesh, code, entries),
         "sent": _entry_bytes(buffers.x) + _entry_bytes(buffers.cotangent),
+        "raveled": _raveled(buffers, code, splits=splits),
         "work": max(work_space(job, mesh, code, entries).values(), default=0),
     }
     return {**found, "total": sum(found.values())}
@@ -59,6 +61,17 @@ def predicted_memory(
 def _entry_bytes(buffer: SharedBuffer) -> int:
     """A device's part of one slot."""
     return sum(nbytes(aval) // entry.local_share for aval, entry in zip(buffer.avals, buffer.entries, strict=True))
+
+
+def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
+    """A block cannot read or write in place what has another shape in the pool; copies of forwards and backwards lie side by side."""
+
+    def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
+        return sum(nbytes(aval) for aval, place in zip(avals, buffer.of_kind(avals), strict=True) if place.flat)
+
+    kept = [copies(buffers.residual_input, k.residual_input) + copies(buffers.residual_weight, k.residual_weight) for k in code.kinds]
+    left = [copies(buffers.stash, kind.stash) if splits else 0 for kind in code.kinds]
+    return max(kept) + max(one + other for one, other in zip(kept, left, strict=True))
 
 
 def local_bytes(leaf: Any) -> int:

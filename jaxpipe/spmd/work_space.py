@@ -59,6 +59,11 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
     return found
 
 
+def stage_work_space(job: Job, mesh: Mesh, code: StageCode) -> dict[str, int]:
+    """The same for the blocks "F", "B", "I" and "W" of one kind of stage, with no axis left to the partitioner."""
+    return {name: _temp(job, mesh, (block,)) for name, block in _stage_blocks(code, _entries(code)).items() if name != "R"}
+
+
 def _temp(job: Job, mesh: Mesh, blocks: Sequence[_Block]) -> int:
     """Bytes besides inputs and outputs, of blocks that run as one, and read and write slots of pools as they do in the step."""
     parts = [_part(job, block) for block in blocks]

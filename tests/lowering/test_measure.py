@@ -85,9 +85,22 @@ def test_layers_are_measured_apart_and_planned():
     report = built.compile_report(built.place(PARAMS), BATCH)
     held = plans.best.parts
     residuals = sum(report["pool_bytes"][pool] for pool in ("residual_input", "residual_weight"))
-    # A stage of several layers scans over them, and keeps the input of each besides, which a layer alone has as its own input.
-    boundary = costs["t"].boundary * 3 * report["slots"].residual_weight
-    assert held.residuals <= residuals <= held.residuals + boundary
+    assert held.residuals == residuals
+    assert held.batch == BATCH["x"].size * 4
+    # The traced model's own account, which a plan can be given instead.
+    traced = jp.plan(
+        "Et*6,L",
+        costs,
+        devices=2,
+        microbatches=M,
+        chunks=(1,),
+        schedules=("1f1b",),
+        remat=(None,),
+        traced=jp.traced_memory(LAYERS, PARAMS, {"x": shapes(ROWS, WIDTH)}, mesh=mesh),
+    )
+    assert traced.best.traced == report["predicted"]
+    gradients = 2 * (costs["t"].gradients * 3 + costs["E"].gradients + costs["L"].gradients)
+    assert max(traced.best.memory) == report["predicted"]["total"] + gradients, "Adam's two moments"
 
 
 def test_costs_as_json_that_make_no_sense():
