@@ -39,6 +39,8 @@ class Case:
     chunks: int
     microbatches: int
     prefer: str = "memory"
+    layout: str = ""  # the layers of each stage; a stage is one thing where it is empty
+    units: tuple[tuple[str, float, float, float], ...] = ()  # letter, F, I and W of each layer
 
     def build(self) -> jp.Schedule:
         """Its table."""
@@ -60,11 +62,15 @@ class Group:
     def from_json(cls, text: str) -> Group:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        return cls(**{**fields, "cases": tuple(Case(**case) for case in fields["cases"])})
+        return cls(**{**fields, "cases": tuple(_case(case) for case in fields["cases"])})
 
     def to_json(self) -> str:
         """As text."""
         return json.dumps(dataclasses.asdict(self))
+
+
+def _case(fields: dict[str, Any]) -> Case:
+    return Case(**{**fields, "units": tuple((str(c), float(f), float(i), float(w)) for c, f, i, w in fields.get("units", ()))})
 
 
 def stage_of(unit: float, *, split: bool) -> Callable[[Any, Any], Any]:
@@ -91,11 +97,48 @@ def stage_of(unit: float, *, split: bool) -> Callable[[Any, Any], Any]:
     return lambda params, x: stage(params, x)
 
 
+def layer_of(forward: float, input_grad: float, weight_grad: float, *, split: bool) -> Callable[[Any, Any], Any]:
+    """The same with times of its own."""
+
+    @jax.custom_vjp
+    def layer(params: Any, x: Any) -> Any:
+        return hold(x, forward)
+
+    def run(params: Any, x: Any) -> tuple[Any, None]:
+        return hold(x, forward), None
+
+    def backward(_: None, dy: Any) -> tuple[Any, Any]:
+        if not split:
+            both = hold(dy, input_grad + weight_grad)
+            return {"w": jnp.sum(both)[None]}, both
+        return {"w": jnp.sum(hold(dy + 1, weight_grad))[None]}, hold(dy, input_grad)
+
+    layer.defvjp(run, backward)
+    return lambda params, x: layer(params, x)
+
+
+def layered(case: Case, schedule: jp.Schedule, mesh: Mesh, unit: float, *, split: bool) -> tuple[jp.Pipeline, Any]:
+    """A pipeline of layers that hold their device, and its parameters; the backward of `first` and of `last` is in one piece."""
+    own = {letter: layer_of(*(unit * t for t in times), split=split and letter not in "EL") for letter, *times in case.units}
+    layers: dict[str, Callable[..., Any]] = dict(own)
+    layers["E"] = lambda params, microbatch: own["E"](params, microbatch["x"])
+    layers["L"] = lambda params, x, microbatch: jnp.mean(own["L"](params, x))
+    letters = jp.parse_layout(case.layout, devices=case.devices, letters="".join(own)).layers
+    stages = {letter: {"w": np.ones((letters.count(letter), 1), np.float32)} for letter in own if letter not in "EL"}
+    one = {"w": np.ones(1, np.float32)}
+    pipe = jp.Pipeline(layers=layers, layout=case.layout, schedule=schedule, mesh=mesh, prefer=case.prefer)
+    return pipe, pipe.place({"first": one, "stages": stages, "last": one})
+
+
 def step_of(case: Case, unit: float) -> Callable[[], Any]:
     """A function that runs one step and waits for it."""
     schedule = case.build()
     split = any(a.kind in (Kind.I, Kind.W) for row in schedule.rows for cell in row for a in parts(cell))
     mesh = Mesh(np.array(jax.devices()[: case.devices]), ("pipe",))
+    batch = {"x": np.ones((case.microbatches, ROW), np.float32)}
+    if case.layout:
+        pipe, params = layered(case, schedule, mesh, unit, split=split)
+        return lambda: jax.block_until_ready(pipe.value_and_grad(params, batch))
     pipe = jp.Pipeline(
         stage_of(unit, split=split),
         schedule=schedule,
@@ -104,7 +147,6 @@ def step_of(case: Case, unit: float) -> Callable[[], Any]:
         prefer=case.prefer,
     )
     params = pipe.place({"stages": {"w": np.ones((schedule.num_stages, 1), np.float32)}, "last": {}})
-    batch = {"x": np.ones((case.microbatches, ROW), np.float32)}
     return lambda: jax.block_until_ready(pipe.value_and_grad(params, batch))
 
 
@@ -140,7 +182,13 @@ def _check_held(case: Case, unit: float, held: float) -> None:
     schedule = case.build()
     mine = [d for d, device in enumerate(jax.devices()[: case.devices]) if device.process_index == jax.process_index()]
     actions = [a for d in mine for cell in schedule.rows[d] for a in parts(cell)]
-    wanted = unit * sum(2 if a.kind is Kind.B else 1 for a in actions)
+    if case.layout:
+        # Both halves of every layer of this process's stages, once a microbatch.
+        layout = jp.parse_layout(case.layout, devices=case.devices, letters="".join(c for c, *_ in case.units))
+        each = layout.stage_costs({letter: sum(times) for letter, *times in case.units})
+        wanted = unit * case.microbatches * sum(each[s] for d in mine for s in schedule.placement.stages_of[d])
+    else:
+        wanted = unit * sum(2 if a.kind is Kind.B else 1 for a in actions)
     if abs(held - wanted) > 1e-6 + 1e-6 * wanted:
         raise SystemExit(f"{case}: devices were held for {held:.6f} s in a step, but the table says {wanted:.6f} s")
 

@@ -29,9 +29,9 @@ def size(text: str) -> float:
 
 
 def remat(text: str) -> str | None:
-    """`none` or `full`, for argparse."""
-    if text not in ("none", "full"):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not none or full")
+    """`none`, `full` or `stages`, for argparse."""
+    if text not in ("none", "full", "stages"):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not none, full or stages")
     return None if text == "none" else text
 
 
@@ -47,7 +47,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     vary = parser.add_argument_group("what may vary")
     vary.add_argument("--schedules", nargs="+", metavar="NAME", help=f"default: {' '.join(SCHEDULES)}")
     vary.add_argument("-V", "--chunks", type=whole_number, nargs="+", default=[1, 2, 4], metavar="V", help="default: 1 2 4")
-    vary.add_argument("--remat", type=remat, nargs="+", default=[None, "full"], metavar="none|full", help="default: none full")
+    vary.add_argument("--remat", type=remat, nargs="+", default=[None, "full"], metavar="none|full|stages", help="default: none full")
     vary.add_argument(
         "--search", type=real_number, default=0.0, metavar="SECONDS", help="search for a shorter table (needs jaxpipe[solver])"
     )

@@ -21,6 +21,7 @@ class Remat(Enum):
 
     NONE = None
     FULL = "full"  # everything: a forward keeps its input alone
+    STAGES = "stages"  # everything, on some devices alone: the table has an R for their stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def stage_costs(layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat,
     the first stage.  Under full remat the backward, or its half I, begins with the stage's forward.
     """
     last = layout.num_stages - 1
-    fields_of = ("forward", "input_grad", "weight_grad", "backward")
+    fields_of = ("forward", "input_grad", "weight_grad", "backward", "recompute")
     times: dict[str, list[float]] = {name: [] for name in fields_of}
     for s, letters in enumerate(layout.stages):
         inner = [costs[letter] for letter in letters if not (is_first(s, letter) or is_last(s, last, letter))]
@@ -114,8 +115,10 @@ def stage_costs(layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat,
         times["input_grad"].append(total(inner, "input_grad") + gradient + again * run)
         times["weight_grad"].append(total(inner, "weight_grad"))
         times["backward"].append(total(inner, "backward_seconds") + gradient + again * run)
-    forward, input_grad, weight_grad, backward = (tuple(times[name]) for name in fields_of)
-    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward, transfer=transfer)
+        times["recompute"].append(run)
+    forward, input_grad, weight_grad, backward, recompute = (tuple(times[name]) for name in fields_of)
+    more: dict[str, Any] = {"recompute": recompute} if remat is Remat.STAGES else {}
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward, transfer=transfer, **more)
 
 
 def is_first(stage: int, letter: str) -> bool:

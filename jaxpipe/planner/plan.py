@@ -16,10 +16,11 @@ from ..simulation.costs import Costs
 from ..simulation.lower_bound import lower_bound
 from ..simulation.simulate import simulate
 from ..table.schedule import Schedule
+from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
 from .memory import Memory, memory_of, optimizer_bytes
-from .question import Question
+from .question import Question, questions
 from .result import PipelinePlan, Plans, Rejected, gib
 
 _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
@@ -31,12 +32,12 @@ _REFINED = 4  # candidates whose layout is improved
 
 def plan(
     layers: str,
-    costs: Mapping[str, LayerCost],
+    costs: Mapping[str, LayerCost] | Mapping[int, Mapping[str, LayerCost]],
     *,
     devices: int,
-    microbatches: int,
+    microbatches: int | Sequence[int],
     memory: float | None = None,
-    transfer: float = 0.0,
+    transfer: float | Mapping[int, float] = 0.0,
     schedules: Sequence[str] | None = None,
     chunks: Sequence[int] = (1, 2, 4),
     remat: Sequence[str | None] = (None, "full"),
@@ -54,14 +55,15 @@ def plan(
 
     Args:
         layers: a layer a letter, such as "E" + "t" * 80 + "L"; "E" is `first`, "L" is `last`.
-        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure`).
+        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure_layers`); by M, where that may vary.
         devices: P.
-        microbatches: M.
+        microbatches: M, or some numbers to choose among: a step has the same rows, so each comes with costs of its own.
         memory: bytes that a device has; no limit where it is None.
-        transfer: seconds of a hop to another device.
+        transfer: seconds of a hop to another device, where M may vary by its number.
         schedules: names of `schedules.names()` to choose among.
         chunks: stages per device to choose among.
-        remat: what may be computed again, to choose among: None (nothing), "full".
+        remat: what may be computed again, to choose among: None (nothing), "full", or "stages": everything, on as few devices as the
+            memory needs, those that hold most (`add_recompute`).
         search: seconds of search by OR-tools for a shorter table than the best one (the extra `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
@@ -73,8 +75,8 @@ def plan(
         Plans, a sequence with `.rejected`: what was left out, and why.
 
     Raises:
-        PlanError: a letter has no cost, there are fewer layers than devices, nothing fits (with the nearest plan), or numbers
-            look as if they were in other units.
+        PlanError: a letter, or a number of microbatches, has no cost, there are fewer layers than devices, nothing fits (with the
+            nearest plan), or numbers look as if they were in other units.
 
     >>> t = LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
     >>> head = LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
@@ -82,10 +84,10 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    question = Question.of(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat)
-    candidates, rejected = _candidates(question, progress)
+    asked = questions(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat)
+    candidates, rejected = _candidates(asked, progress)
     candidates.sort(key=lambda c: c.seconds)
-    candidates[:_REFINED] = [_refined(question, c) for c in candidates[:_REFINED]]
+    candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
     candidates.sort(key=lambda c: c.seconds)
     fitting: list[_Lowered] = []
     beyond: list[_Lowered] = []
@@ -93,20 +95,21 @@ def plan(
         # No program is shorter than its table, so what comes now cannot be among the best any more.
         if len(fitting) >= most and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]:
             break
-        lowered = _lower(question, candidate, traced)
+        lowered = _lower(candidate, traced)
         (fitting if memory is None or lowered.needs <= memory else beyond).append(lowered)
     if not fitting:
-        raise _nothing_fits(question, beyond, rejected)
+        raise _nothing_fits(asked[0], beyond, rejected)
     if search:
-        fitting += _searched(question, min(fitting, key=lambda f: f.seconds), search, seed, traced)
+        fitting += _searched(min(fitting, key=lambda f: f.seconds), search, seed, traced)
     fitting.sort(key=lambda f: (f.seconds, f.needs))
     rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))}", b.seconds) for b in beyond]
-    return Plans(tuple(_result(question, f) for f in fitting[:most]), tuple(rejected))
+    return Plans(tuple(_result(f) for f in fitting[:most]), tuple(rejected))
 
 
 class _Candidate(NamedTuple):
     """A choice, its table, and the table's simulated seconds."""
 
+    question: Question
     name: str
     chunks: int
     remat: Remat
@@ -115,13 +118,15 @@ class _Candidate(NamedTuple):
     schedule: Schedule
     costs: Costs
     seconds: float
+    recomputing: int = 0  # devices whose stages have an R in the table
 
     @property
     def words(self) -> str:
         """As a table names it."""
         parts = [self.name, f"V {self.chunks}"]
         parts += [f"cap {self.cap}"] if self.cap else []
-        parts += [f"remat {self.remat.value}"] if self.remat.value else []
+        parts += [f"M {self.question.microbatches}"] if self.question.one_of_many else []
+        parts += [f"recompute on {self.recomputing}"] if self.recomputing else [f"remat {self.remat.value}"] if self.remat.value else []
         return ", ".join(parts)
 
 
@@ -141,21 +146,34 @@ class _Lowered:
         return self.memory.total if self.traced is None else self.traced["total"] + self.optimizer
 
 
-def _candidates(question: Question, progress: Callable[[int, int], None] | None) -> tuple[list[_Candidate], list[Rejected]]:
+def _candidates(asked: Sequence[Question], progress: Callable[[int, int], None] | None) -> tuple[list[_Candidate], list[Rejected]]:
     """Every choice that can be built."""
-    choices = list(_choices(question))
+    choices = [(question, *choice) for question in asked for choice in _choices(question)]
     found: list[_Candidate] = []
     rejected: list[Rejected] = []
-    for done, (name, chunks, remat) in enumerate(choices):
+    for done, (question, name, chunks, remat) in enumerate(choices):
         try:
             layout = balanced(question.layers, question.costs, devices=question.devices, chunks=chunks, remat=remat)
             caps = _caps(question, layout, chunks, remat) if name == "auto" else (None,)
-            found += [_built(question, name, chunks, remat, cap, layout) for cap in caps]
+            built = [_built(question, name, chunks, remat, cap, layout) for cap in caps]
+            found += [each for one in built for each in (_recomputing(one) if remat is Remat.STAGES else (one,))]
         except (ScheduleError, LayoutError) as error:
             rejected.append(Rejected(f"{name}, V {chunks}", str(error).splitlines()[-1].strip(), None))
         if progress is not None:
             progress(done + 1, len(choices))
     return found, rejected
+
+
+def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
+    """The table with R for the stages of some devices, those first that keep most; a quarter of them, a half, ..., all."""
+    count = candidate.question.devices
+    peaks = simulate(candidate.schedule, candidate.costs).peak_activations
+    order = sorted(range(count), key=lambda device: -peaks[device])
+    for many in sorted({1, *(-(-count * quarter // 4) for quarter in range(1, 5))}):
+        stages = {stage for device in order[:many] for stage in candidate.schedule.placement.stages_of[device]}
+        table = add_recompute(candidate.schedule, stages=stages, costs=candidate.costs)
+        seconds = simulate(table, candidate.costs).makespan
+        yield candidate._replace(schedule=table, seconds=seconds, recomputing=many)
 
 
 def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
@@ -167,7 +185,9 @@ def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
             same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in question.schedules
             if not same and rule.nearest(chunks) == chunks and question.devices * chunks <= len(question.layers):
                 for remat in question.remat:
-                    yield name, chunks, remat
+                    # Where memory has no limit, nothing is computed again for it.
+                    if remat is not Remat.STAGES or question.memory is not None:
+                        yield name, chunks, remat
 
 
 def _built(question: Question, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout) -> _Candidate:
@@ -177,7 +197,7 @@ def _built(question: Question, name: str, chunks: int, remat: Remat, cap: int | 
     if any(option.name == "costs" for option in describe(name).options):
         options["costs"] = costs
     schedule = build(name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options)
-    return _Candidate(name, chunks, remat, cap, layout, schedule, costs, simulate(schedule, costs).makespan)
+    return _Candidate(question, name, chunks, remat, cap, layout, schedule, costs, simulate(schedule, costs).makespan)
 
 
 def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
@@ -196,8 +216,9 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
     return tuple(dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))]))
 
 
-def _refined(question: Question, candidate: _Candidate) -> _Candidate:
+def _refined(candidate: _Candidate) -> _Candidate:
     """The candidate with a better layout for its table, and the table fitted again to it."""
+    question = candidate.question
 
     def makespan(layout: Layout) -> float:
         costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
@@ -206,30 +227,33 @@ def _refined(question: Question, candidate: _Candidate) -> _Candidate:
     layout = improved(candidate.layout, makespan, tries=_MOVES)
     costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
     same = candidate._replace(layout=layout, costs=costs, seconds=makespan(layout))
-    if layout == candidate.layout:
+    if layout == candidate.layout or candidate.recomputing:
         return same
     return min(same, _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout), key=lambda c: c.seconds)
 
 
-def _lower(question: Question, candidate: _Candidate, traced: _Traced | None) -> _Lowered:
+def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
+    question = candidate.question
     lowered = plan_of(candidate.schedule)
     seconds = program_makespan(cost_matrix(lowered.ticks, candidate.costs), lowered.segments, transfer=question.transfer)
     placement = candidate.schedule.placement
     found = _Lowered(candidate, seconds, memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat))
     if traced is None:
         return found
-    return replace(found, traced=traced(_plan(question, found)), optimizer=optimizer_bytes(candidate.layout, placement, question.costs))
+    return replace(found, traced=traced(_plan(found)), optimizer=optimizer_bytes(candidate.layout, placement, question.costs))
 
 
-def _searched(question: Question, best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
+def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
     """A shorter table for the best plan's layout and memory, if the search finds one."""
-    old = best.candidate
+    old, question = best.candidate, best.candidate.question
+    if old.recomputing:
+        return []
     cap = max(*simulate(old.schedule, old.costs).peak_activations, old.schedule.num_chunks)
     shape: dict[str, Any] = {"devices": question.devices, "microbatches": question.microbatches, "chunks": old.chunks}
     table = build("auto", **shape, placement=old.schedule.placement, max_activations=cap, costs=old.costs, search=seconds, seed=seed)
     found = old._replace(name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan)
-    lowered = _lower(question, found, traced)
+    lowered = _lower(found, traced)
     fits = question.memory is None or lowered.needs <= question.memory
     return [lowered] if fits and lowered.seconds < best.seconds else []
 
@@ -262,9 +286,9 @@ _PARTS = {
 }
 
 
-def _result(question: Question, lowered: _Lowered) -> PipelinePlan:
+def _result(lowered: _Lowered) -> PipelinePlan:
     """A plan as it is handed out."""
-    c = lowered.candidate
+    c, question = lowered.candidate, lowered.candidate.question
     timeline = simulate(c.schedule, c.costs)
     cap = max(*timeline.peak_activations, c.schedule.num_chunks)
     bound = lower_bound(c.costs, placement=c.schedule.placement, microbatches=question.microbatches, max_activations=cap)
@@ -276,18 +300,18 @@ def _result(question: Question, lowered: _Lowered) -> PipelinePlan:
         f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms a microbatch, "
         f"the mean is {sum(whole) / len(whole) * 1e3:.3g} ms{gap}"
     )
-    return replace(_plan(question, lowered), lower_bound=bound, why=why)
+    return replace(_plan(lowered), lower_bound=bound, why=why)
 
 
-def _plan(question: Question, lowered: _Lowered) -> PipelinePlan:
+def _plan(lowered: _Lowered) -> PipelinePlan:
     """A plan without its reasons."""
     c = lowered.candidate
     return PipelinePlan(
         layout=str(c.layout),
         schedule=c.schedule,
-        remat=c.remat.value,
+        remat=None if c.remat is Remat.STAGES else c.remat.value,
         seconds=lowered.seconds,
-        memory=(lowered.needs,) * question.devices,
+        memory=(lowered.needs,) * c.question.devices,
         lower_bound=0.0,
         why="",
         words=c.words,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
@@ -11,6 +12,7 @@ from ..table.limits import is_number, is_whole
 from .layer_cost import LayerCost, Remat
 
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
+_REMATS = tuple(kind.value for kind in Remat)
 _LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
 
 
@@ -27,6 +29,7 @@ class Question:
     schedules: tuple[str, ...]
     chunks: tuple[int, ...]
     remat: tuple[Remat, ...]
+    one_of_many: bool = False  # other numbers of microbatches are asked for too
 
     @classmethod
     def of(
@@ -44,7 +47,7 @@ class Question:
         """PlanError that lists everything that is wrong."""
         counts = {"devices": devices, "microbatches": microbatches, **{f"chunks[{i}]": n for i, n in enumerate(chunks)}}
         faults = [f"{name} must be a whole number of at least 1, not {quoted(n)}" for name, n in counts.items() if not _is_count(n)]
-        faults += [f"remat holds {quoted(r)}; it is None or 'full'" for r in remat if r not in (None, "full")]
+        faults += [f"remat holds {quoted(r)}; it is None, 'full' or 'stages'" for r in remat if r not in _REMATS]
         names = [schedules] if isinstance(schedules, str) else list(schedules)
         if not (is_number(transfer) and transfer >= 0):
             faults.append(f"transfer must be seconds, 0 or more, not {quoted(transfer)}")
@@ -72,6 +75,38 @@ class Question:
             raise PlanError.listing("there is no plan for this", faults)
         kinds = tuple(dict.fromkeys(Remat(r) for r in remat))
         return cls(letters, costs, devices, microbatches, memory, transfer, tuple(names), tuple(dict.fromkeys(chunks)), kinds)
+
+
+def questions(
+    layers: str,
+    costs: Mapping[Any, Any],
+    devices: int,
+    microbatches: int | Sequence[int],
+    memory: float | None,
+    transfer: float | Mapping[int, float],
+    *rest: Any,
+) -> tuple[Question, ...]:
+    """One for each number of microbatches; PlanError where costs are not given for each."""
+    if not isinstance(microbatches, Sequence):
+        if any(is_whole(key) for key in costs):
+            raise PlanError(
+                "costs are given by number of microbatches, but microbatches is one number; "
+                f"write microbatches={tuple(costs)} or give the costs of that number alone"
+            )
+        assert not isinstance(transfer, Mapping)
+        return (Question.of(layers, costs, devices, microbatches, memory, transfer, *rest),)
+    counts = tuple(dict.fromkeys(microbatches))
+    if not counts:
+        raise PlanError("microbatches is empty; give one number or a few to choose among, such as (8, 16)")
+    missing = [count for count in counts if not isinstance(costs.get(count), Mapping)]
+    if missing:
+        raise PlanError(
+            f"costs are missing for {', '.join(map(str, missing))} microbatches: a microbatch of another size costs something else; give "
+            "costs={8: {...}, 16: {...}}, each measured for the microbatch of that number"
+        )
+    hops = {count: transfer.get(count, 0.0) if isinstance(transfer, Mapping) else transfer for count in counts}
+    found = (Question.of(layers, costs[count], devices, count, memory, hops[count], *rest) for count in counts)
+    return tuple(replace(question, one_of_many=len(counts) > 1) for question in found)
 
 
 def _is_count(value: object) -> bool:

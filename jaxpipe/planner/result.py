@@ -21,7 +21,7 @@ class PipelinePlan:
     Attributes:
         layout: the layers of each stage, as `parse_layout` reads them.
         schedule: the table.
-        remat: None or "full", as `Pipeline` takes it.
+        remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
         seconds: of one step, of the lowered program under the planned costs.
         memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
         lower_bound: seconds below which no schedule goes for this layout, placement and peak of activations.

@@ -103,6 +103,44 @@ def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
         jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
 
 
+def test_numbers_of_microbatches_have_costs_of_their_own():
+    """Twice as many microbatches of half the size, which take more than half the time each."""
+
+    def costs(share):
+        return {
+            c: jp.LayerCost(forward=share * v.forward, input_grad=share * v.input_grad, weight_grad=share * v.weight_grad)
+            for c, v in COSTS.items()
+        }
+
+    given = {"devices": 2, "schedules": ("1f1b",), "chunks": (1,), "remat": (None,)}
+    found = jp.plan(MODEL, {4: costs(1), 8: costs(0.55)}, microbatches=(4, 8), **given)
+    alone = [jp.plan(MODEL, costs(share), microbatches=count, **given).best for count, share in ((4, 1), (8, 0.55))]
+    assert {p.schedule.num_microbatches: p.seconds for p in found} == {p.schedule.num_microbatches: p.seconds for p in alone}
+    assert {p.words for p in found} == {"1f1b, V 1, M 4", "1f1b, V 1, M 8"}
+    with pytest.raises(jp.PlanError, match="costs are missing for 8 microbatches: a microbatch of another size"):
+        jp.plan(MODEL, {4: costs(1)}, microbatches=(4, 8), **given)
+    with pytest.raises(jp.PlanError, match="costs are given by number of microbatches"):
+        jp.plan(MODEL, {4: costs(1)}, microbatches=4, **given)
+    with pytest.raises(jp.PlanError, match="microbatches is empty"):
+        jp.plan(MODEL, COSTS, microbatches=(), **given)
+
+
+def test_some_devices_recompute_where_that_is_enough():
+    """1F1B holds most on the first device, so that alone computes again: faster than where all do."""
+    given = {"devices": 4, "microbatches": 8, "schedules": ("1f1b",), "chunks": (1,)}
+    plain = jp.plan("Et*8,L", COSTS, **given, remat=(None,)).best
+    limit = max(plain.memory) - 1
+    some = jp.plan("Et*8,L", COSTS, **given, remat=("stages",), memory=limit).best
+    full = jp.plan("Et*8,L", COSTS, **given, remat=("full",), memory=limit).best
+    assert max(some.memory) <= limit
+    assert plain.seconds < some.seconds < full.seconds
+    recomputing = {action.stage for _, _, action in some.schedule.actions() if action.kind is jp.Kind.R}
+    assert recomputing
+    assert len(recomputing) < 4
+    assert "recompute on" in some.words
+    assert some.remat is None, "the table says it"
+
+
 def test_auto_uses_the_memory_that_there_is():
     found = jp.plan(MODEL, COSTS, devices=2, microbatches=6, chunks=(1,), schedules=("auto",), remat=(None,), memory=9.5e9)
     assert max(found.best.memory) <= 9.5e9

@@ -1,0 +1,104 @@
+"""A planned pipeline against hand-made ones, on emulated devices: layers that hold their device for a given time.
+
+    python -m benchmarks.plans_time -o benchmarks/results/plans_time.txt
+
+The model is unbalanced: a cheap embedding, layers, and a head with its loss that costs as much as a few layers.  One process a device, over
+gloo, so that a transfer is awaited by its two ends.  All cases of a row run in turns of one job; medians.  "predicted" is the time of the
+lowered program for the same times of layers, before anything is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+
+import jaxpipe as jp
+from benchmarks.emulated import run_group
+from benchmarks.emulated_worker import Case, Group
+from benchmarks.machine import describe
+from benchmarks.output import Result, add_output
+from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
+from jaxpipe.lowering.plan import plan_of
+from jaxpipe.planner.layer_cost import Remat, stage_costs
+
+UNITS = (("E", 0.2, 0.0, 0.2), ("t", 1.0, 1.0, 1.0), ("L", 2.5, 2.5, 2.5))
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
+
+
+def layer_costs(unit: float) -> dict[str, jp.LayerCost]:
+    """The holds, in seconds."""
+    return {c: jp.LayerCost(forward=unit * f, input_grad=unit * i, weight_grad=unit * w, boundary=4096) for c, f, i, w in UNITS}
+
+
+def by_count(letters: str, stages: int) -> str:
+    """As many letters for each stage, embedding and head counted as layers."""
+    cuts = [round(k * len(letters) / stages) for k in range(stages + 1)]
+    return "|".join(letters[a:b] for a, b in pairwise(cuts))
+
+
+def even(layers: int, stages: int) -> str:
+    """As many layers for each stage; embedding and head with the first and the last."""
+    return "E" + "|".join(["t" * (layers // stages)] * stages) + "L"
+
+
+def contenders(layers: int, devices: int, microbatches: int, unit: float) -> list[tuple[str, Case, float]]:
+    """Name, case, and predicted seconds."""
+    letters = "E" + "t" * layers + "L"
+    found = [
+        ("even, 1f1b", "1f1b", 1, even(layers, devices)),
+        ("even, interleaved", "interleaved_1f1b", 2, even(layers, 2 * devices)),
+        ("by count, 1f1b", "1f1b", 1, by_count(letters, devices)),
+    ]
+    options = {"devices": devices, "microbatches": microbatches, "schedules": SCHEDULES, "chunks": (1, 2), "remat": (None,), "most": 2}
+    plans = jp.plan(letters, layer_costs(unit), **options)
+    found += [(f"plan {i + 1}", p.schedule.name, p.schedule.num_chunks, p.layout) for i, p in enumerate(plans)]
+    cases = [(name, Case(table, devices, chunks, microbatches, layout=layout, units=UNITS)) for name, table, chunks, layout in found]
+    return [(name, case, predicted(case, unit)) for name, case in cases]
+
+
+def predicted(case: Case, unit: float) -> float:
+    """Seconds of the lowered program."""
+    layout = jp.parse_layout(case.layout, devices=case.devices)
+    costs = stage_costs(layout, layer_costs(unit), remat=Remat.NONE, transfer=0.0)
+    lowered = plan_of(case.build())
+    return program_makespan(cost_matrix(lowered.ticks, costs), lowered.segments)
+
+
+COLUMNS = ("pipeline", "schedule", "V", "layout", "predicted s", "wall s", "predicted / wall", "against the plan")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--devices", type=int, default=4, metavar="P")
+    parser.add_argument("--microbatches", type=int, default=12, metavar="M")
+    parser.add_argument("--unit", type=float, default=0.01, metavar="SECONDS", help="how long F of a layer holds its device")
+    parser.add_argument("--processes", type=int, metavar="N", help="default: one a device")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    add_output(parser)
+    args = parser.parse_args(argv)
+    machine = describe()
+    every = contenders(args.layers, args.devices, args.microbatches, args.unit)
+    group = Group(0, args.processes or args.devices, 0, args.unit, args.repeats, tuple(case for _, case, _ in every))
+    walls = []
+    for result in run_group(group):
+        walls.append(result["step"])
+        print(every[len(walls) - 1][0], result["steps"], file=sys.stderr, flush=True)
+    planned = walls[-2]
+    rows = [
+        (name, c.schedule, str(c.chunks), c.layout, f"{time:.3f}", f"{wall:.3f}", f"{time / wall:.3f}", f"{wall / planned:.3f}")
+        for (name, c, time), wall in zip(every, walls, strict=True)
+    ]
+    title = f"{args.layers} layers, P = {args.devices}, M = {args.microbatches}: planned against hand-made, medians of {args.repeats}"
+    times = ", ".join(f"{c}: F {f:g}, I {i:g}, W {w:g}" for c, f, i, w in UNITS)
+    notes = (
+        f"{times} times {args.unit * 1e3:g} ms.",
+        "against the plan: wall time over that of plan 1, the one that `jp.plan` puts first.",
+    )
+    Result(title, machine, COLUMNS, rows, notes).write(args.output)
+
+
+if __name__ == "__main__":
+    main()

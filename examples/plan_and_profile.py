@@ -1,0 +1,81 @@
+"""From what layers cost to a running step: measure, plan, run, and see where the time went.
+
+    python -m examples.plan_and_profile
+
+The model is README's, its blocks as layers.  Times are those of this machine's CPU, whose virtual devices share its cores, so the step is
+slower than planned; on devices of their own the two agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxpipe as jp
+
+DEVICES, MICROBATCHES, ROWS, TIME, WIDTH, VOCAB, LAYERS = 4, 8, 2, 8, 32, 100, 10
+
+
+def embed(params: Any, microbatch: Any) -> Any:
+    """Tokens to vectors."""
+    return params["table"][microbatch["tokens"]]
+
+
+def block(params: Any, x: Any) -> Any:
+    """One layer."""
+    return x + jnp.tanh(x @ params["w1"]) @ params["w2"]
+
+
+def head_loss(params: Any, x: Any, microbatch: Any) -> Any:
+    """Mean cross-entropy of the next token."""
+    logits = jax.nn.log_softmax(x @ params["head"])
+    return -jnp.mean(jnp.take_along_axis(logits, microbatch["targets"][..., None], axis=-1))
+
+
+FUNCTIONS = {"E": embed, "t": block, "L": head_loss}
+
+
+def parameters() -> Any:
+    """Canonical parameters: the leaves of letter "t" have a leading axis of layers."""
+
+    def draw(seed: int, *shape: int) -> Any:
+        return 0.1 * jax.random.normal(jax.random.key(seed), shape)
+
+    layers = {"w1": draw(1, LAYERS, WIDTH, 4 * WIDTH), "w2": draw(2, LAYERS, 4 * WIDTH, WIDTH)}
+    return {"first": {"table": draw(0, VOCAB, WIDTH)}, "stages": {"t": layers}, "last": {"head": draw(3, WIDTH, VOCAB)}}
+
+
+def main() -> tuple[jp.Plans, jp.Timeline]:
+    """Print each step's result; returns the plans and what ran."""
+    params = parameters()
+    tokens = jax.random.randint(jax.random.key(4), (MICROBATCHES * ROWS, TIME + 1), 0, VOCAB)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    microbatch = {name: jax.ShapeDtypeStruct((ROWS, TIME), np.int32) for name in batch}
+
+    costs = jp.measure_layers(FUNCTIONS, params, microbatch, repeats=3)
+    for letter, cost in costs.items():
+        print(f"{letter}: F {cost.forward * 1e6:.0f} us, B {cost.backward_seconds * 1e6:.0f} us, parameters {cost.parameters:.0f} bytes")
+
+    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
+    traced = jp.traced_memory(FUNCTIONS, params, microbatch, mesh=mesh)
+    options: dict[str, Any] = {"schedules": ("1f1b", "interleaved_1f1b"), "chunks": (1, 2), "remat": (None,), "most": 2, "traced": traced}
+    plans = jp.plan(f"Et*{LAYERS},L", costs, devices=DEVICES, microbatches=MICROBATCHES, **options)
+    print(plans)
+    print(plans.best.why)
+
+    pipe = plans.best.pipeline(FUNCTIONS, mesh=mesh)
+    placed = pipe.place(params)
+    loss, _ = pipe.value_and_grad(placed, batch)
+    print(f"loss {loss:.4f}")
+
+    ran = pipe.profile(placed, batch, repeats=1)
+    print(ran.over(plans.best.timeline))
+    return plans, ran
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    main()
