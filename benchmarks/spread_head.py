@@ -1,6 +1,7 @@
-"""A head spread over the pipeline against a head on the last device: memory of GPU programs, and the simulated step.
+"""Head and embedding spread over the pipeline against those of one device each: memory of GPU programs, and the simulated step.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --models 'Llama 3 8B' --schedules zb_h1 -o benchmarks/results/spread_head.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head -o benchmarks/results/spread_head.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 -o benchmarks/results/spread_head_64.txt
 
 Steps of models of published shapes are compiled for H100s that are only described (nothing is run, no GPU is needed), and their memory
 is read.  The simulated step takes floating point operations as its costs.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import sys
 import time
 from collections.abc import Sequence
@@ -24,8 +26,7 @@ import jaxpipe as jp
 from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.compiled import compile_and_read
-from jaxpipe.compiled.memory import Memory
+from jaxpipe.compiled import GpuProgram, compile_and_read, most_waits
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -38,52 +39,94 @@ MODELS = {
 }
 
 
+class Ends(enum.Enum):
+    """What is spread, in words."""
+
+    NOTHING = "last device"
+    HEAD = "spread"
+    WHOLE_BACKWARDS = "spread, B whole"
+    BOTH = "spread, embedding too"
+    TIED = "one table, spread"
+
+
 @dataclass(frozen=True)
 class Case:
-    """A model, a schedule, whether the head is spread, and whether backwards may be split for it."""
+    """A model, a schedule, and what is spread."""
 
     model: str
     schedule: str
-    spread: bool
-    split: bool | None
+    ends: Ends
     devices: int
     microbatches: int
     tokens: int
 
     @property
     def shape(self) -> Shape:
-        """Of the model, with microbatches of one row."""
-        return dataclasses.replace(MODELS[self.model], time=self.tokens)
+        """Of the model, with microbatches of one row; at least a layer a device, and as many on each."""
+        shape = MODELS[self.model]
+        return dataclasses.replace(shape, time=self.tokens, layers=-(-shape.layers // self.devices) * self.devices)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the head is."""
+        return self.ends is not Ends.NOTHING
 
     def table(self) -> jp.Schedule:
         """The schedule, with the costs of the model."""
         plain = jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
-        return jp.spread_last(plain, costs=self.costs(plain.num_stages), split=self.split) if self.spread else plain
+        if not self.spread:
+            return plain
+        costs = self.costs(plain.num_stages)
+        table = jp.spread_last(plain, costs=costs, split=False if self.ends is Ends.WHOLE_BACKWARDS else None)
+        return jp.spread_first(table, costs=costs) if self.ends in (Ends.BOTH, Ends.TIED) else table
 
     def costs(self, stages: int, *, head: bool = True) -> jp.Costs:
         """Operations of a token, in units of a stage's forward; without `spread` the head and its gradient run with the last stage's F."""
         layer, logits = _operations(self.shape)
         share = 3 * logits / (layer * self.shape.layers / stages) if head else 0.0
         forward = [1.0] * (stages - 1) + [1.0 if self.spread else 1.0 + share]
-        return jp.Costs(forward=forward, input_grad=1.0, weight_grad=1.0, last=share / self.devices)
+        return jp.Costs(forward=forward, input_grad=1.0, weight_grad=1.0, last=share / self.devices, first=0.0, first_grad=0.0)
 
     def makespan(self, *, head: bool = True) -> float:
         """The simulated step."""
         table = self.table() if head else jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
         return float(jp.simulate(table, self.costs(table.num_stages, head=head)).makespan)
 
-    def memory(self) -> Memory:
-        """Of the program compiled for described GPUs."""
+    def program(self) -> GpuProgram:
+        """Compiled for described GPUs."""
         shape, table = self.shape, self.table()
         mesh = gpu_mesh((self.devices,), ("pipe",))
         model = Model(shape, remat_layer=True, tensor=False)
-        last = jp.spread(_spread_head, dims={"norm": None, "head": 0}) if self.spread else model.last
-        pipe = jp.Pipeline(model.stage, schedule=table, mesh=mesh, first=model.first, last=last)
+        first, last = model.first, model.last
         whole = parameters(shape, table.num_stages)
         if self.spread:
+            last = jp.spread(_spread_head, dims={"norm": None, "head": 0})
             whole["last"]["head"] = jax.ShapeDtypeStruct((shape.vocab, shape.width), jnp.bfloat16)
+        if self.ends is Ends.BOTH:
+            first = jp.spread(_spread_embedding)
+        if self.ends is Ends.TIED:
+            first, last = jp.spread(_tied_embedding), jp.spread(_tied_head, dims=None)
+            whole |= {"first": {}, "shared": {"table": whole["last"].pop("head")}}
+        pipe = jp.Pipeline(model.stage, schedule=table, mesh=mesh, first=first, last=last)
         rows = NamedSharding(mesh, PartitionSpec())
-        return compile_and_read(pipe.lower(pipe.place(whole), batch(shape, self.microbatches, rows))).memory
+        return compile_and_read(pipe.lower(pipe.place(whole), batch(shape, self.microbatches, rows)), pipe.compiler_options)
+
+
+def _spread_embedding(params: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
+    """The embedding of `benchmarks.llama`, a share of it."""
+    return jp.VocabEmbedding()(params, microbatch, ctx=ctx).astype(jnp.bfloat16)
+
+
+def _tied_embedding(params: Any, microbatch: Any, *, ctx: jp.Context, shared: Any) -> Any:
+    """The same of a table that the head has too."""
+    return jp.VocabEmbedding()(params, microbatch, ctx=ctx, shared=shared).astype(jnp.bfloat16)
+
+
+def _tied_head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context, shared: Any) -> Any:
+    """The head with that table."""
+    from benchmarks.llama import _norm
+
+    return jp.VocabHead()({}, _norm(params["norm"], x), microbatch, ctx=ctx, shared=shared)
 
 
 def _spread_head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
@@ -101,28 +144,35 @@ def _operations(shape: Shape) -> tuple[float, float]:
     return attention + 3 * shape.width * shape.hidden, float(shape.width * shape.vocab)
 
 
-COLUMNS = ("model", "schedule", "head", "parameters", "gradients", "temp", "total", "step", "step without head", "more", "CPU s")
+COLUMNS = (
+    *("model", "schedule", "head", "parameters", "gradients", "temp", "total"),
+    *("step", "step without head", "more", "waits", "CPU s"),
+)
 NOTES = (
     "parameters, gradients, temp, total: GiB of one device (of the program, so of the device with most; parameters in bfloat16,",
     "gradients in float32, every layer keeps its input alone).  Without optimizer state: Adam's moments are twice the gradients.",
     "step: simulated, in forwards of a stage, with floating point operations as costs and free transfers; head: F and B of the logits.",
     "step without head: of the same schedule, of a model that ends with the last layer.  more: step over that.",
+    "waits: how often a device's host waits in a step at most.  one table: of a model whose embedding is its head.",
+    "Models have at least a layer a device and as many on each: of Llama 3 8B 64 layers on 64 devices, of 70B 128.",
 )
 
 
 def line(case: Case) -> tuple[str, ...]:
     """A line of the table."""
     begin = time.process_time()
-    memory = case.memory()
+    program, rows = case.program(), case.table().rows
+    memory, waits = program.memory, most_waits(program.predicates, max(map(len, rows)))
     step, bare = case.makespan(), case.makespan(head=False)
     return (
         case.model,
         case.schedule,
-        "last device" if not case.spread else "spread" if case.split is None else "spread, B whole",
+        case.ends.value,
         *(f"{number / GIB:.2f}" for number in (memory.arguments, memory.outputs, memory.temp, memory.total)),
         f"{step:.1f}",
         f"{bare:.1f}",
         f"{step / bare - 1:+.1%}",
+        f"{waits:.0f}",
         f"{time.process_time() - begin:.0f}",
     )
 
@@ -142,16 +192,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for model in args.models:
         for schedule in args.schedules:
-            for spread, split in ((False, None), (True, None), (True, False)):
-                case = Case(model, schedule, spread, split, args.devices, args.microbatches, args.tokens)
-                if split is False and case.table() == dataclasses.replace(case, split=None).table():
+            for ends in Ends:
+                case = Case(model, schedule, ends, args.devices, args.microbatches, args.tokens)
+                if ends is Ends.WHOLE_BACKWARDS and case.table() == dataclasses.replace(case, ends=Ends.HEAD).table():
                     continue
                 rows.append(line(case))
                 jax.clear_caches()
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    title = (
-        f"A head on the last device, and spread: {args.devices} described H100s, M = {args.microbatches}, {args.tokens} tokens a microbatch"
-    )
+    sizes = f"{args.devices} described H100s, M = {args.microbatches}, {args.tokens} tokens a microbatch"
+    title = f"Head and embedding of one device each, and spread: {sizes}"
     Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
 
 
