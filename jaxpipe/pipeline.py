@@ -38,6 +38,7 @@ from .model.arguments import (
     with_shares,
 )
 from .model.by_path import path_faults
+from .model.drawn import place_drawn
 from .model.functions import Functions, Loss
 from .model.mesh import automatic, explicit_context, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
@@ -237,7 +238,8 @@ class Pipeline:
         to = self.partition.shardings(self.mesh, like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
             return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
-        return self._compiled(self._arranged, full, to)(full)
+        drawn = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(full))
+        return self._compiled(self._arranged_where_drawn if drawn else self._arranged, full, to)(full)
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> dict[str, PyTree]:
         """Placed parameters, or gradients, back in the canonical layout.
@@ -497,6 +499,13 @@ class Pipeline:
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         outer = self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
         return {**outer, "stages": self.layout.place_stages(tree["stages"], self.partition.sharing)}
+
+    def _arranged_where_drawn(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The same, of arrays that the program around it makes."""
+        if explicit_context(self.mesh):
+            return self._arranged(tree)
+        outer = self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
+        return {**outer, "stages": place_drawn(self.layout, self.mesh, self.axis, tree["stages"], self.partition.sharing)}
 
     def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return {**{key: cut_off(value) for key, value in tree.items()}, "stages": self.layout.canonical_stages(tree["stages"])}

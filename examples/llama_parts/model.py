@@ -7,6 +7,7 @@ Parameters have float32 (the master weights of the optimizer); the compute casts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+
+import jaxpipe as jp
 
 from .sizes import Sizes
 
@@ -93,6 +96,10 @@ class Llama:
             return {"shared": table, "stages": {"t": layer}}
         return {"first": table, "stages": {"t": layer}, "last": {"head": columns}}
 
+    def spread_specs(self) -> Tree:
+        """Of `last` where the pipe axis cuts the head's columns: the tensor axis has its rows, and sums logits."""
+        return {"head": {"kernel": PartitionSpec(self.tensor, None)}}
+
     # What the pipeline calls
 
     def first(self, params: Tree, microbatch: Tree, *, shared: Tree = None) -> jax.Array:
@@ -110,15 +117,30 @@ class Llama:
         """The weighted cross entropy of a microbatch, in nats: its sum, and the sum of the weights."""
         u = self._whole(self._norm(params["norm"], x))
         kernel = self._table(params, shared).T if self.sizes.tied else params["head"]["kernel"].astype(self.dtype)
+        return self._summed(partial(_cross_entropy, kernel), u, microbatch)
+
+    def spread_last(self, params: Tree, x: jax.Array, microbatch: Tree, *, ctx: jp.Context) -> tuple[jax.Array, jax.Array]:
+        """The same on all devices of the pipeline at once, each with some columns of the head (`jaxpipe.spread`)."""
+        table, own = params["head"]["kernel"].astype(self.dtype).T, ctx._replace(sizes=ctx.sizes["head"]["kernel"])
+
+        def cross_entropy(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            u, targets, weights = parts
+            losses, _ = jp.VocabHead().token_losses(table, u, {"targets": targets}, ctx=own)
+            return jnp.sum(weights * losses)
+
+        return self._summed(cross_entropy, self._whole(self._norm(params["norm"], x)), microbatch)
+
+    def _summed(self, cross_entropy: Callable[..., jax.Array], u: jax.Array, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
+        """The loss of all tokens, of all at once or of some at a time."""
         parts = (u, microbatch["targets"], microbatch["weights"])
-        length = x.shape[1]
+        length = u.shape[1]
         if not self.loss_tokens or self.loss_tokens >= length:
-            return _cross_entropy(kernel, parts), jnp.sum(microbatch["weights"], dtype=self.param_dtype)
+            return cross_entropy(parts), jnp.sum(microbatch["weights"], dtype=self.param_dtype)
         if length % self.loss_tokens:
             raise ValueError(f"rows of {length} tokens do not divide into pieces of {self.loss_tokens}; let loss_tokens divide {length}")
         # One piece of logits at a time, and again in the backward: [N, T, V] in float32 is more than a stage's parameters.
         cut = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, self.loss_tokens, *a.shape[2:]), 1, 0), parts)
-        piece = jax.checkpoint(partial(_cross_entropy, kernel))
+        piece = jax.checkpoint(cross_entropy)
         total = jax.lax.scan(lambda total, part: (total + piece(part), None), jnp.zeros((), self.param_dtype), cut)[0]
         return total, jnp.sum(microbatch["weights"], dtype=self.param_dtype)
 

@@ -1,32 +1,33 @@
-"""What the examples of unlike layers do with their pipeline: compare it with the same layers without one, then train."""
+"""What several examples do with their pipeline: compare it with the same model without one, then train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import optax
 
 import jaxpipe as jp
-from parts.blocks import Tree, farthest, plain_loss
+from parts.blocks import Tree, farthest
 
 
 def compare_and_train(
     pipe: jp.Pipeline,
-    layers: Mapping[str, Callable[..., Any]],
-    letters: str,
+    plain_loss: Callable[[Tree, Tree], jax.Array],
     canonical: Tree,
     rows: Callable[[int], Tree],
     *,
     steps: int,
 ) -> list[float]:
-    """Assert that loss and gradients are those of one device, then train: the loss of each step."""
+    """Assert that loss and gradients are those of one device, then train: the loss of each step.
+
+    `plain_loss(canonical, batch)` is the model without a pipeline; `rows(i)` is the batch of step i.
+    """
     params, batch = pipe.place(canonical), rows(0)
 
     step = jax.jit(pipe.value_and_grad)
     value, grads = step(params, batch)
-    plain, plain_grads = jax.jit(jax.value_and_grad(lambda p, b: plain_loss(layers, letters, p, b)))(canonical, batch)
+    plain, plain_grads = jax.jit(jax.value_and_grad(plain_loss))(canonical, batch)
     worst = farthest(pipe.canonical(grads), plain_grads)
     print(f"against one device: loss {abs(float(value - plain)):.1e} apart, gradients {worst:.1e} of their largest entry")
     assert abs(value - plain) < 1e-12

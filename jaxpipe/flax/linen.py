@@ -18,41 +18,27 @@ from .common import (
     blocks_per_stage,
     check_ends,
     divided,
-    is_spec,
     layered,
     mesh_specs,
     period,
     scanned,
     stacked,
     wanted,
-    without_names,
 )
 from .linen_layers import by_layout
 from .linen_parts import Variables, apart, difference, drawing, end_function, given_keywords, kind_of, params_of, streams, unboxed_ends
+from .models import Stages, check_cut, stack_size, stacked_specs
 
 
 @dataclass(frozen=True)
-class LinenStages:
+class LinenStages(Stages):
     """A model of linen modules as a pipeline wants it; `Pipeline(**model.functions, schedule=..., mesh=...)`.
 
     `params` are canonical, leaves of stages [S, blocks of a stage, ...]; `state` are the blocks' other collections
     (batch_stats), for `Pipeline.place_state`, or {} where there are none.
     """
 
-    stage: Callable[..., Any]
-    first: Callable[..., Any] | None
-    last: Callable[..., Any] | None
-    params: dict[str, PyTree]
-    state: PyTree
-    specs: dict[str, PyTree]  # what `nn.with_partitioning` said of parameters
     _pattern: int  # blocks of a group; 0 where variables came stacked
-
-    @property
-    def functions(self) -> dict[str, Any]:
-        """The functions that there are, by the name that `Pipeline` gives them, and `specs` where variables have sharding metadata."""
-        found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
-        found["specs"] = None if without_names(self.specs) else self.specs
-        return {name: function for name, function in found.items() if function is not None}
 
     def to_linen(self, params: dict[str, PyTree], state: PyTree = None) -> Any:
         """Canonical parameters, and state, as the blocks' variables, in the form in which they were given: a list, or stacked.
@@ -105,8 +91,7 @@ def from_linen(
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
     """
     check_ends(first=first, last=last)
-    if (layout is None) == (num_stages is None):
-        raise PipelineError("give from_linen either num_stages=, for stages of equal size, or layout=, the letters of each stage")
+    check_cut("from_linen", num_stages, layout)
     if layout is not None:
         modules, boxed, stack = _blocks(blocks, variables)
         if stack:
@@ -151,10 +136,7 @@ def _stage_specs(boxed: Sequence[Variables], length: int, rules: Mapping[str, An
     if length:
         return mesh_specs(nn.get_partition_spec(_group([apart(v)[0] for v in boxed], 0, length)), rules, lead=1)
     own = apart(boxed[0])[0]
-    # Metadata may name the axis of blocks, as nn.scan adds it, or not.
-    whole = jax.tree.map(lambda spec, leaf: len(spec) == leaf.ndim, nn.get_partition_spec(own), nn.meta.unbox(own), is_leaf=is_spec)
-    tree = nn.get_partition_spec(own)
-    return jax.tree.map(lambda spec, w: mesh_specs(spec, rules, lead=1, drop=int(w)), tree, whole, is_leaf=is_spec)
+    return stacked_specs(nn.get_partition_spec(own), nn.meta.unbox(own), rules)
 
 
 def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
@@ -235,7 +217,5 @@ def _blocks(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variable
 
 def _stack_size(variables: Variables) -> int:
     """How many blocks stacked variables hold; PipelineError where they disagree."""
-    shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf.shape for p, leaf in jax.tree_util.tree_leaves_with_path(variables)}
-    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
-        raise PipelineError(f"stacked variables must all have a leading axis of blocks, of one length; these have {shapes}")
-    return int(next(iter(shapes.values()))[0])
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    return stack_size({jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}, "stacked variables")

@@ -17,33 +17,26 @@ from .common import (
     blocks_per_stage,
     check_ends,
     divided,
-    is_spec,
     layered,
     mesh_specs,
     period,
     scanned,
     stacked,
     wanted,
-    without_names,
 )
+from .models import Stages, check_cut, stack_size, stacked_specs
 from .nnx_layers import by_layout
 from .nnx_parts import Part, calling, check_apart, difference, end_function, frozen_paths, given_keywords, kind_of, pure
 
 
 @dataclass(frozen=True)
-class NnxStages:
+class NnxStages(Stages):
     """A model of nnx modules as a pipeline wants it; `Pipeline(**model.functions, schedule=..., mesh=...)`.
 
     `params` are canonical, leaves of stages [S, blocks of a stage, ...]; `state` are the blocks' other variables (batch
     statistics), for `Pipeline.place_state`, or {} where there are none.
     """
 
-    stage: Callable[..., Any]
-    first: Callable[..., Any] | None
-    last: Callable[..., Any] | None
-    params: dict[str, PyTree]
-    state: PyTree
-    specs: dict[str, PyTree]  # what `nnx.with_partitioning` said of parameters
     frozen: frozenset[str]  # paths of parameters that are not trained
     _parts: dict[str, Part]
     _blocks: tuple[Any, ...]  # one stacked module, or groups of modules
@@ -51,10 +44,7 @@ class NnxStages:
     @property
     def functions(self) -> dict[str, Any]:
         """What `Pipeline` is given: the functions that there are, `specs` where variables have sharding metadata, `frozen`."""
-        found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
-        found["specs"] = None if without_names(self.specs) else self.specs
-        found["frozen"] = (lambda path, _leaf: path in self.frozen) if self.frozen else None
-        return {name: function for name, function in found.items() if function is not None}
+        return super().functions | ({"frozen": lambda path, _leaf: path in self.frozen} if self.frozen else {})
 
     def to_nnx(self, params: dict[str, PyTree], state: PyTree = None) -> None:
         """Write canonical parameters, and state, into the variables of the modules that the model was made of."""
@@ -114,8 +104,7 @@ def from_nnx(
         (2, 3, 4, 4)
     """
     check_ends(first=first, last=last)
-    if (layout is None) == (num_stages is None):
-        raise PipelineError("give from_nnx either num_stages=, for stages of equal size, or layout=, the letters of each stage")
+    check_cut("from_nnx", num_stages, layout)
     if layout is not None:
         ends_given: dict[str, Any] = {"first": first, "last": last, "shared": shared, "call": call}
         return by_layout(list(blocks), layout, **ends_given, trainable=trainable, frozen=frozen, rules=rules)
@@ -161,9 +150,8 @@ def _specs(parts: dict[str, Part], rules: Mapping[str, Any] | None) -> dict[str,
             found[key] = mesh_specs(tree, rules)
         elif not part.stack:
             found[key] = mesh_specs(tree, rules, lead=1)  # the blocks of a stage
-        else:  # metadata may name the axis of blocks, as nnx.vmap adds it, or not
-            whole = jax.tree.map(lambda spec, leaf: len(spec) == leaf.ndim, tree, pure(part.params), is_leaf=is_spec)
-            found[key] = jax.tree.map(lambda spec, w: mesh_specs(spec, rules, lead=1, drop=int(w)), tree, whole, is_leaf=is_spec)
+        else:
+            found[key] = stacked_specs(tree, pure(part.params), rules)
     return found
 
 
@@ -206,11 +194,5 @@ def _groups(blocks: Any, num_stages: int) -> tuple[list[Any], bool]:
 def _stack_size(part: Part) -> int:
     """How many blocks a stacked module holds; PipelineError where its variables disagree."""
     leaves = jax.tree_util.tree_leaves_with_path((pure(part.params), pure(part.rest)))
-    sizes = {jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf.shape[:1] for path, leaf in leaves}
-    if len(set(sizes.values())) != 1 or () in sizes.values():
-        shapes = {name: leaf.shape for name, (_, leaf) in zip(sizes, leaves, strict=True)}
-        raise PipelineError(
-            f"a stacked module's variables must all have a leading axis of blocks, of one length; these have {shapes}: "
-            "make it with nnx.vmap, or give a list of modules"
-        )
-    return int(next(iter(sizes.values()))[0])
+    named = {jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf for path, leaf in leaves}
+    return stack_size(named, "a stacked module's variables", ": make it with nnx.vmap, or give a list of modules")

@@ -1,4 +1,4 @@
-"""Parameters that lie in buffers, each in an array of its own for a while: what a rule for one parameter is given."""
+"""Parameters that lie in buffers, each in an array of its own for a while: as they are drawn, or as a rule for one is given them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def together(mesh: Mesh, axis: str, chunk: PyTree, like: PyTree) -> PyTree:
 
     def joined(form: TreeForm | None, own: dict[str, Any]) -> dict[str, Any]:
         found = {name: own[name] for name in like.leaves if name in own}
+        values = {} if form is None else dict(zip(form.paths, chunk.take(form, own), strict=True))
         for buffer in like.buffers:
-            parts = [own[path] for path in (() if form is None else buffer.starts(form))]
+            parts = [values[path] for path in (() if form is None else buffer.starts(form))]
             like_leaf = like.leaves[buffer.name]
             found[buffer.name] = None if like_leaf is None else joined_row(parts, buffer.size, own[buffer.paths[0]].dtype)
         return found

@@ -82,7 +82,7 @@ class ParamLayout:
 
         def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
             if stage_of == tuple(range(np.shape(leaf)[0])):
-                return leaf  # in order already: under jit, what draws the leaf is split as the leaf is, and no device draws the whole
+                return leaf  # in order already: under jit, what draws the leaf is split as the leaf is
             index = np.array([max(s, 0) for s in stage_of])
             taken = jnp.take(leaf, index, axis=0)
             if min(stage_of) >= 0:

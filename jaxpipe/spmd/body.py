@@ -54,12 +54,13 @@ def prepare(job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: 
     Seen by `shard_map`: leaves of `params["stages"]` and of the stages' own state `kept` are [1, ...], leaves of the batch [rows, ...] of
     this data shard.
     """
-    batch = split_batch(batch, job.num_microbatches)
-    rng = shard_key(rng, job.data_axes, job.data_size)
-    mine = [_first_row(tree) for tree in params["stages"]]
-    owned = [gather(tree, plan) for tree, plan in zip(mine, job.plans["stages"], strict=True)]
-    kept = tuple(_first_row(tree) for tree in kept)
-    first, last, shared = (bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared"))
+    with jax.named_scope("prepare"):
+        batch = split_batch(batch, job.num_microbatches)
+        rng = shard_key(rng, job.data_axes, job.data_size)
+        mine = [_first_row(tree) for tree in params["stages"]]
+        owned = [gather(tree, plan) for tree, plan in zip(mine, job.plans["stages"], strict=True)]
+        kept = tuple(_first_row(tree) for tree in kept)
+        first, last, shared = (bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared"))
     job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
     code = trace_model(job, owned, kept, shared, first, last, batch, rng)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
@@ -84,18 +85,21 @@ def body(
     buffers = SharedBuffers.of(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
-    chunks = with_replicas(job, start.owned)
-    outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
-    operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
-    shared_code = _shared_code(job, code, operands, len(chunks), buffers)
-    emitter = TickEmitter(code.program, job.axis, shared_code, job.data_axes, job.clock, blocking)
-    state = _initial(job, code, buffers, chunks, kept, shared, first, last)
-    # One table, one slice of it a trip: dozens of arrays would be as many slices.
-    table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
-    rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
-    for segment in code.program.segments:
-        state = _run_segment(emitter, segment, rows, state)
-    return finish(job, code, state, params, kept)
+    with jax.named_scope("prepare"):
+        chunks = with_replicas(job, start.owned)
+        outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
+        operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
+        shared_code = _shared_code(job, code, operands, len(chunks), buffers)
+        emitter = TickEmitter(code.program, job.axis, shared_code, job.data_axes, job.clock, blocking)
+        state = _initial(job, code, buffers, chunks, kept, shared, first, last)
+        # One table, one slice of it a trip: dozens of arrays would be as many slices.
+        table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
+        rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
+    with jax.named_scope("ticks"):
+        for segment in code.program.segments:
+            state = _run_segment(emitter, segment, rows, state)
+    with jax.named_scope("finish"):
+        return finish(job, code, state, params, kept)
 
 
 def _first_row(tree: PyTree) -> PyTree:

@@ -39,6 +39,7 @@ CASES = {
     "interleaved": "--schedule interleaved_1f1b --chunks 2 --remat layer --sequence",
     "zero bubble": "--schedule zbv --remat dots --layout Et|t|t|tL",
     "stage": "--schedule zb_h1 --remat stage --fsdp",
+    "spread head": "--spread-head --loss-tokens 16 --fsdp",
 }
 
 
@@ -73,7 +74,15 @@ def made():
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [("plain", False), slow("uneven", True), slow("interleaved", False), slow("zero bubble", True), slow("stage", False)]
+    ("name", "tied"),
+    [
+        ("plain", False),
+        slow("uneven", True),
+        slow("interleaved", False),
+        slow("zero bubble", True),
+        slow("stage", False),
+        slow("spread head", False),
+    ],
 )
 def test_loss_and_gradients_are_those_of_plain_jax_and_of_torch(made, name, tied):
     model, pipe, params, batch, loss, grads = made(name, tied=tied)
@@ -302,6 +311,7 @@ def test_flags_that_do_not_fit_are_told_what_to_write(tmp_path):
         ("--layout Ett|tL --pipe 2", "layers"),
         ("--rows 6", "use 8 rows"),
         ("--tensor 3", "does not divide over 'tensor'"),
+        ("--spread-head --pipe 3", "256 columns divide by 3"),
     ):
         done = run(f"{flags} --steps 1", "--out", tmp_path)
         assert done.returncode != 0, flags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -44,11 +45,21 @@ def test_an_equal_pipeline_is_compiled_once() -> None:
     assert len(traced) > count
 
 
-def test_every_operation_of_a_tick_lies_in_a_named_scope() -> None:
+# Of `ticks`: the loop over trips, and reading and unpacking a row.
+OF_A_TRIP = {"while", "body", "cond", "closed_call", "dynamic_slice", "slice", "squeeze", "reshape", "convert_element_type", "add", "lt"}
+
+
+def test_every_operation_lies_in_a_named_scope() -> None:
     pipe = pipe_of(schedule=jp.schedules.build("zb_h1", devices=2, microbatches=3))
-    text = pipe.lower(pipe.place(params_of()), batch_of()).as_text(debug_info=True)
+    text = pipe.lower(pipe.place(params_of()), batch_of()).compile().as_text()
     for scope in ("F chunk 0", "I chunk 0", "W chunk 0", "exchange"):
         assert scope in text, scope
+    inside = [name.split("/shard_map/")[1] for name in re.findall(r'op_name="(jit\(step\)[^"]*)"', text) if "/shard_map/" in name]
+    inside = [name for name in inside if not re.search(r"[.]\d+$", name)]  # those that XLA has made up
+    assert {name.split("/")[0] for name in inside} == {"prepare", "ticks", "finish"}
+    # Between blocks and exchanges a trip only reads its row of the table.
+    rest = {name.split("/")[-1] for name in inside if name.startswith("ticks/") and not re.search(r"/([FIW] chunk 0|exchange)(/|$)", name)}
+    assert rest <= OF_A_TRIP, rest
 
 
 def test_a_scope_names_the_stage_where_only_one_runs_the_code() -> None:
