@@ -23,6 +23,7 @@ from .lowering.offload import Offload
 from .lowering.plan import Plan, Prefer, forward_plan, plan_of
 from .lowering.step_time import StepTime, step_time
 from .model.arguments import (
+    accumulate_of,
     as_tuple,
     batch_faults,
     check_kinds,
@@ -161,7 +162,7 @@ class Pipeline:
         self.mesh = automatic(mesh)
         self.axis = axis
         self.data_axes = as_tuple(data_axes)
-        self.accumulate_dtype = accumulate_dtype
+        self.accumulate_dtype = accumulate_of(accumulate_dtype)
         self.prefer = prefer_of(prefer)
         self.offload = offload_of(offload)
         self.costs = costs_of(costs, schedule)
