@@ -26,12 +26,18 @@ def wider(*dtypes: Any) -> Any:
         return jnp.result_type(*large)
 
 
+# Kinds of numpy's dtypes that JAX has no arrays of.
+_NO_NUMBERS = {"U": "strings", "S": "bytes", "M": "dates", "m": "times"}
+
+
 def array_faults(tree: PyTree, name: str) -> list[str]:
     """Leaves that JAX cannot take, by type: tensors of another library, strings, objects."""
     odd: dict[str, list[str]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.hasobject:
             odd.setdefault("a numpy array of objects", []).append(name + jax.tree_util.keystr(path))
+        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "USMm":
+            odd.setdefault(f"a numpy array of {_NO_NUMBERS[leaf.dtype.kind]}", []).append(name + jax.tree_util.keystr(path))
         elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | bool | int | float | complex):
             kind = type(leaf)
             if not hasattr(leaf, "__jax_array__"):

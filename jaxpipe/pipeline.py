@@ -23,6 +23,7 @@ from .lowering.offload import Offload
 from .lowering.plan import Plan, Prefer, forward_plan, plan_of
 from .lowering.step_time import StepTime, step_time
 from .model.arguments import (
+    accumulate_of,
     as_tuple,
     batch_faults,
     check_kinds,
@@ -163,7 +164,7 @@ class Pipeline:
         self.mesh = automatic(mesh)
         self.axis = axis
         self.data_axes = as_tuple(data_axes)
-        self.accumulate_dtype = accumulate_dtype
+        self.accumulate_dtype = accumulate_of(accumulate_dtype)
         self.prefer = prefer_of(prefer, Prefer.SPEED if on_gpus(self.mesh) else Prefer.MEMORY)
         self.offload = offload_of(offload)
         self.costs = costs_of(costs, schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from ..table.activations import LEAST_AWAY
 from ..table.encoded import BoolArray, IntArray
 
 
@@ -14,11 +15,7 @@ class Offload(enum.Enum):
     RESIDUALS = "residuals"  # what forwards keep for their backwards, where these are some ticks away
 
 
-# A value leaves in the tick after it is made and is back when the tick before its reader ends: nothing is gained by less than this.
-_LEAST_TICKS = 4
-
-
 def away(made: IntArray, read: IntArray) -> BoolArray:
     """Which values, made and first read in these ticks, wait on the host: those that live long (Wan et al. 2025, "PipeOffload")."""
-    found: BoolArray = read - made >= _LEAST_TICKS
+    found: BoolArray = read - made >= LEAST_AWAY
     return found

@@ -61,7 +61,8 @@ def assign_slots(
     if offload is Offload.NOTHING or not _any_away(ticks):
         return program
     other = _Writer(ticks, segments, needs, offload).program()
-    saved = max(getattr(program.slots, name) - getattr(other.slots, name) for name in ("residual_input", "residual_weight"))
+    # Both kinds of residuals are under way together: where one of them stays on the device anyway, that costs more than the other saves.
+    saved = min(getattr(program.slots, name) - getattr(other.slots, name) for name in ("residual_input", "residual_weight"))
     return other if saved > UNDER_WAY else program
 
 

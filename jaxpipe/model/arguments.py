@@ -94,6 +94,18 @@ def prefer_of(value: Prefer | str | None, default: Prefer) -> Prefer:
         raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
 
 
+def accumulate_of(dtype: Any) -> Any:
+    """The dtype, or None; PipelineError for anything else."""
+    if dtype is None:
+        return None
+    try:
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            return dtype
+    except TypeError:
+        pass
+    raise PipelineError(f"accumulate_dtype must be a floating dtype, or None for the parameters' own; got {dtype!r}")
+
+
 def offload_of(value: Offload | str | None) -> Offload:
     """The choice; PipelineError for anything else."""
     try:

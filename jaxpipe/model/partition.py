@@ -309,7 +309,13 @@ def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
     patterns = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise PipelineError(f"frozen must be a function of a path and a shape, or regular expressions of paths; got {given!r}")
-    return lambda path, _leaf: any(re.search(pattern, path) for pattern in patterns)
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise PipelineError(
+            f"frozen: {error.pattern!r} is no regular expression ({error}); `re.escape(path)` makes one of a path"
+        ) from None
+    return lambda path, _leaf: any(pattern.search(path) for pattern in compiled)
 
 
 def axes_of(specs: Any) -> set[Any]:

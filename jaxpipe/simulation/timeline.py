@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ParseError
 from ..table.action import Action, Overlap, parse_cell, parts
-from ..table.activations import Changes, activation_changes, live_activations
+from ..table.activations import Changes, Split, activation_changes, live_activations, split_peaks
 from ..table.encoded import Encoded
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
@@ -164,6 +164,19 @@ class Timeline:
         table = self.schedule.encoded
         live = live_activations(table, self.costs.release)
         return tuple(int(live[a:b].max(initial=0)) for a, b in zip(table.first[:-1], table.first[1:], strict=True))
+
+    @property
+    def peak_offloaded(self) -> Split:
+        """Per device, the most activations in its own memory and in its host's, of a pipeline with `offload="residuals"`.
+
+        Activations that are first read four actions of their device after they are made, or later, wait on the host.  Copies
+        between the memories take no time here, and the two that are under way at a time are counted on both sides.
+
+        >>> import jaxpipe as jp
+        >>> jp.simulate(jp.schedules.build("1f1b", devices=8, microbatches=16)).peak_offloaded.device
+        (3, 3, 3, 3, 3, 3, 2, 1)
+        """
+        return split_peaks(self.schedule.encoded, self.costs.release)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:

@@ -53,3 +53,53 @@ def live_activations(table: Encoded, release: Release) -> IntArray:
     before_row = np.concatenate([[0], np.cumsum(begins - dies)])[np.array(table.first[:-1], np.int64)]
     live: IntArray = running - np.repeat(before_row, np.diff(table.first))
     return live
+
+
+# A value leaves while the action after it runs, and is back when the action before its reader ends: nothing is gained by less than this.
+LEAST_AWAY = 4
+
+
+class Split(NamedTuple):
+    """Activations in two memories.
+
+    Attributes:
+        device: that the device holds.
+        host: that wait in the memory of its host.
+    """
+
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+
+
+def split_peaks(table: Encoded, release: Release) -> Split:
+    """The most activations of each device in either memory, where those that live long wait on the host (Wan et al. 2025, "PipeOffload").
+
+    One leaves while the action after it runs, and comes back while the one before its first reader does, where that is at least
+    `LEAST_AWAY` actions later.
+    """
+    begins, dies, _ = activation_changes(table, release)
+    changes = np.zeros((2, table.num_actions + 1), np.int64)
+    made = np.flatnonzero(begins)
+    if table.forward_only:
+        read = end = made
+    else:
+        at = (table.stage[made], table.microbatch[made])
+        read = table.backward_at[at]
+        enders = np.flatnonzero(dies)
+        end = np.zeros_like(table.backward_at)
+        end[table.stage[enders], table.microbatch[enders]] = enders
+        end = end[at]
+    gone = read - made >= LEAST_AWAY
+
+    def add(memory: int, since: IntArray, until: IntArray) -> None:
+        np.add.at(changes[memory], since, 1)
+        np.add.at(changes[memory], until + 1, -1)
+
+    add(0, made[~gone], end[~gone])
+    add(0, made[gone], made[gone] + 1)
+    add(0, read[gone] - 1, end[gone])
+    add(1, made[gone] + 1, read[gone] - 1)
+    live = np.cumsum(changes, axis=1)
+    rows = list(zip(table.first[:-1], table.first[1:], strict=True))
+    device, host = (tuple(int(each[a:b].max(initial=0)) for a, b in rows) for each in live)
+    return Split(device, host)

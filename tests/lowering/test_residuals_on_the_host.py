@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxpipe as jp
+from jaxpipe.eager import EagerExecutor
 from tests.tiers import slow
 
 
@@ -32,10 +33,10 @@ def run(schedule, function=stage, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "chunks"), [("gpipe", 2, 1), slow("interleaved_1f1b", 4, 2), slow("1f1b", 8, 1), slow("zb_h2", 4, 1)]
+    ("name", "devices", "chunks"), [("gpipe", 2, 1), slow("interleaved_1f1b", 4, 2), slow("1f1b", 8, 1), slow("dualpipev", 4, 2)]
 )
 def test_numbers_are_equal_and_both_memories_are_reported(name, devices, chunks):
-    schedule = jp.schedules.build(name, devices=devices, microbatches=8, chunks=chunks)
+    schedule = jp.schedules.build(name, devices=devices, microbatches=12, chunks=chunks)
     plain, params, batch = run(schedule)
     away, *_ = run(schedule, offload="residuals")
     (loss, grads), (expected, expected_grads) = away.value_and_grad(params, batch), plain.value_and_grad(params, batch)
@@ -83,6 +84,14 @@ def test_policies_that_offload_are_followed(policy, inside):
     np.testing.assert_allclose(loss, expected, rtol=1e-14)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), grads, expected_grads)
     assert pipe.compile_report(params, batch)["slots"].host == 8
+
+
+def test_the_eager_executor_moves_them_too():
+    schedule = jp.schedules.build("gpipe", devices=2, microbatches=8)
+    pipe, params, batch = run(schedule, offload=jp.Offload.RESIDUALS, executor=EagerExecutor())
+    plain, *_ = run(schedule, executor=EagerExecutor())
+    # The same operations in the same order.
+    assert pipe.value_and_grad(params, batch)[0] == plain.value_and_grad(params, batch)[0]
 
 
 def test_a_wrong_choice_is_refused():

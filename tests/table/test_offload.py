@@ -15,8 +15,10 @@ from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.segments import find_segments
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.faults import Rule
+from jaxpipe.program.pools import UNDER_WAY
 from jaxpipe.program.records import NOBODY, Move
 from jaxpipe.program.verify import faults, verify
+from jaxpipe.transforms.forward_only import forward_only
 from tests.strategies import few, schedules
 
 
@@ -39,9 +41,10 @@ def test_what_lives_long_waits_on_the_host(name, devices, chunks, held, kept, ho
     assert some_away.host == host
 
 
-def test_nothing_waits_where_that_saves_nothing():
-    """Four slots on the device, or two and what leaves and what comes."""
-    schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
+@pytest.mark.parametrize("name", ["1f1b", "zb_h2"])
+def test_nothing_waits_where_that_saves_nothing(name):
+    """Four slots on the device, or two and what leaves and what comes; or as many, since W comes long after I."""
+    schedule = jp.schedules.build(name, devices=4, microbatches=16)
     program = replace(plan_of(schedule), offload=Offload.RESIDUALS).program()
     assert program.ticks.moves == ()
     assert program.slots == plan_of(schedule).program().slots
@@ -76,3 +79,18 @@ def test_a_program_says_what_moves():
     assert "pool h host: 7 slots" in text
     assert "i0 w0>h0" in text
     assert "h0>i1 w1" in text
+
+
+@pytest.mark.parametrize(("name", "devices", "chunks"), [("gpipe", 4, 1), ("1f1b", 8, 1), ("interleaved_1f1b", 4, 2)])
+def test_the_simulator_counts_both_memories(name, devices, chunks):
+    """In actions of a device, where the program counts ticks: on the device what the pools hold and what is under way."""
+    schedule = jp.schedules.build(name, devices=devices, microbatches=16, chunks=chunks)
+    here, away = jp.simulate(schedule).peak_offloaded
+    slots = slots_of(name, devices=devices, chunks=chunks, offload=Offload.RESIDUALS)
+    assert slots.residual_weight <= max(here) <= slots.residual_weight + UNDER_WAY
+    # A device that waits has ticks without actions, in which values of short lives by actions go to the host too.
+    assert abs(max(away) - slots.host) <= UNDER_WAY
+    plain = jp.simulate(schedule).peak_activations
+    assert all(h <= p <= h + a for h, p, a in zip(here, plain, away, strict=True))
+    forwards = jp.simulate(forward_only(schedule)).peak_offloaded
+    assert (set(forwards.device), set(forwards.host)) == ({1}, {0})
