@@ -43,7 +43,9 @@ def even(layers: int, stages: int) -> str:
     return "E" + "|".join(["t" * (layers // stages)] * stages) + "L"
 
 
-def contenders(layers: int, devices: int, microbatches: int, unit: float) -> list[tuple[str, Case, float]]:
+def contenders(
+    layers: int, devices: int, microbatches: int, unit: float, schedules: Sequence[str] = SCHEDULES
+) -> list[tuple[str, Case, float]]:
     """Name, case, and predicted seconds."""
     letters = "E" + "t" * layers + "L"
     found = [
@@ -51,7 +53,7 @@ def contenders(layers: int, devices: int, microbatches: int, unit: float) -> lis
         ("even, interleaved", "interleaved_1f1b", 2, even(layers, 2 * devices)),
         ("by count, 1f1b", "1f1b", 1, by_count(letters, devices)),
     ]
-    options = {"devices": devices, "microbatches": microbatches, "schedules": SCHEDULES, "chunks": (1, 2), "remat": (None,), "most": 2}
+    options = {"devices": devices, "microbatches": microbatches, "schedules": schedules, "chunks": (1, 2), "remat": (None,), "most": 2}
     plans = jp.plan(letters, layer_costs(unit), **options)
     found += [(f"plan {i + 1}", p.schedule.name, p.schedule.num_chunks, p.layout) for i, p in enumerate(plans)]
     cases = [(name, Case(table, devices, chunks, microbatches, layout=layout, units=UNITS)) for name, table, chunks, layout in found]
@@ -75,18 +77,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=4, metavar="P")
     parser.add_argument("--microbatches", type=int, default=12, metavar="M")
     parser.add_argument("--unit", type=float, default=0.01, metavar="SECONDS", help="how long F of a layer holds its device")
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME", help="that the plan chooses among")
     parser.add_argument("--processes", type=int, metavar="N", help="default: one a device")
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
-    every = contenders(args.layers, args.devices, args.microbatches, args.unit)
+    if args.layers % (2 * args.devices):
+        parser.error(f"--layers must be a multiple of {2 * args.devices}, so that they can be cut evenly")
+    every = contenders(args.layers, args.devices, args.microbatches, args.unit, args.schedules)
     group = Group(0, args.processes or args.devices, 0, args.unit, args.repeats, tuple(case for _, case, _ in every))
     walls = []
     for result in run_group(group):
         walls.append(result["step"])
         print(every[len(walls) - 1][0], result["steps"], file=sys.stderr, flush=True)
-    planned = walls[-2]
+    planned = next(wall for (name, _, _), wall in zip(every, walls, strict=True) if name == "plan 1")
     rows = [
         (name, c.schedule, str(c.chunks), c.layout, f"{time:.3f}", f"{wall:.3f}", f"{time / wall:.3f}", f"{wall / planned:.3f}")
         for (name, c, time), wall in zip(every, walls, strict=True)

@@ -9,6 +9,7 @@ import pytest
 from examples import plan_and_profile as example
 
 
+@pytest.mark.slow
 def test_the_walk_ends_with_a_profile_of_the_planned_step(capsys):
     plans, ran = example.main()
     out = capsys.readouterr().out
