@@ -27,9 +27,11 @@ def signature(name: str, value: Any) -> str:
 
 
 def members(value: type) -> list[str]:
-    """The public methods and properties that a class defines itself."""
+    """The public methods and properties that a class defines itself, or that those of flax have in common."""
     lines = []
-    for name, member in vars(value).items():
+    hidden = [base for base in reversed(value.__mro__) if base is not value and base.__module__.startswith("jaxpipe.flax.")]
+    own = {name: member for base in (*hidden, value) for name, member in vars(base).items()}
+    for name, member in own.items():
         target = member.fget if isinstance(member, property) else getattr(member, "__func__", getattr(member, "func", member))
         if name.startswith("_") or not (inspect.isfunction(target)):
             continue
