@@ -7,7 +7,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.plan import Prefer
+from jaxpipe.lowering.limits import Overheads
+from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.lowering.slots import assign_slots
 from tests.golden import check_golden
 from tests.passes import emitted
@@ -123,3 +124,17 @@ def test_passes_print(name, devices, microbatches, chunks):
     ticks, segments, *_ = emitted(name, chunks, devices, microbatches)
     program = assign_slots(ticks, segments)
     check_golden(f"passes_{name}_{devices}x{microbatches}.txt", f"{assign_ticks(program.schedule)}\n\n{ticks}\n\n{program}\n")
+
+
+@pytest.mark.parametrize("name", ["1f1b_overlap", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"])
+def test_transfers_beside_compute_cost_neither_slots_nor_code_with_more_microbatches(name):
+    """The plans of GPUs: what is in flight has no slot yet, and makespans are the table's."""
+    sizes = []
+    for microbatches in (32, 96):
+        schedule = jp.schedules.build(name, devices=8, microbatches=microbatches)
+        plan = plan_of(schedule, overheads=Overheads())
+        sizes.append(sum(segment.size for segment in plan.segments))
+        assert plan.makespan <= 1.005 * jp.simulate(schedule).makespan
+        held, least = (vars(p.program().slots) for p in (plan, plan_of(schedule)))
+        assert all(held[pool] <= least[pool] for pool in least)
+    assert sizes[0] == sizes[1]
