@@ -32,9 +32,8 @@ from benchmarks.baselines.model import Model
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
-from jaxpipe.lowering.plan import Plan, plan_of
+from jaxpipe.lowering.plan import Plan
 from jaxpipe.program.segments import Presence, Segment
-from jaxpipe.spmd.compiler_options import overheads_for
 
 MARK = "result "
 LAYERS = 8
@@ -178,7 +177,7 @@ def _contenders(sizes: Sizes, chunks: Sequence[int]) -> Iterator[Contender]:
 def _executor(sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batch: Any, *, every: bool) -> Contender:
     gpt = sizes.gpt(schedule.num_stages)
     pipe = jp.Pipeline(gpt.stage, schedule=schedule, mesh=mesh, first=gpt.first, last=gpt.last)
-    plan = plan_of(schedule, overheads=overheads_for(mesh, mesh.axis_names))
+    plan: Plan = pipe._plan
     if every:
         plan = Plan(plan.ticks, tuple(_predicated(segment) for segment in plan.segments))
         # No option does this, and none should: it only makes the program ask what it knows.
