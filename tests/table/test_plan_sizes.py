@@ -136,4 +136,4 @@ def test_transfers_beside_compute_cost_neither_slots_nor_code_with_more_microbat
         assert plan.makespan <= 1.005 * jp.simulate(schedule).makespan
         held, least = (vars(p.program().slots) for p in (plan, plan_of(schedule)))
         assert all(held[pool] <= least[pool] for pool in least)
-    assert sizes[0] == sizes[1]
+    assert sizes[1] <= sizes[0]
