@@ -8,6 +8,7 @@ slower than planned; on devices of their own the two agree.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -69,7 +70,11 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
     pipe = plans.best.pipeline(FUNCTIONS, mesh=mesh)
     placed = pipe.place(params)
     loss, _ = pipe.value_and_grad(placed, batch)
+    x = embed(params["first"], batch)
+    for i in range(LAYERS):
+        x = block(jax.tree.map(operator.itemgetter(i), params["stages"]["t"]), x)
     print(f"loss {loss:.4f}")
+    assert abs(loss - head_loss(params["last"], x, batch)) < 1e-4, "the model without a pipeline; float32 sums in another order"
 
     ran = pipe.profile(placed, batch, repeats=1)
     print(ran.over(plans.best.timeline))

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from jaxpipe.compiled import compile_and_read
 from tests.gpu.programs import ROWS, TIME, VOCAB, WIDTH, first, gpu_fault, gpu_mesh, last, shapes, stage
+from tests.tiers import slow
 
 FAULT = gpu_fault()
 pytestmark = [
@@ -65,7 +66,7 @@ def test_layers_that_are_recomputed_do_not_wait_for_the_host() -> None:
     assert report("1f1b", remat="full")["host_waits"] == 0
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "zb_h1", pytest.param("zbv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv")])
 def test_what_has_slack_runs_beside_compute(name: str) -> None:
     """From trip to trip of the steady state too, and no transfer is chosen there."""
     found = report(name, microbatches=16)

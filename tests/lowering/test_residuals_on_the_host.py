@@ -86,6 +86,7 @@ def test_policies_that_offload_are_followed(policy, inside):
     assert pipe.compile_report(params, batch)["slots"].host == 8
 
 
+@pytest.mark.slow
 def test_the_eager_executor_moves_them_too():
     schedule = jp.schedules.build("gpipe", devices=2, microbatches=8)
     pipe, params, batch = run(schedule, offload=jp.Offload.RESIDUALS, executor=EagerExecutor())

@@ -139,6 +139,7 @@ def test_a_function_for_each_stage_shares_too():
     assert worst(pipe.canonical(grads), wanted[1]) <= FLOAT64
 
 
+@pytest.mark.slow
 def test_rules_for_one_parameter_see_it_by_itself():
     """Under `per_layer` norms, ranks and paths are each layer's; without it a mask by path is refused, as both lie in one array."""
     pipe, alone = pipeline(), pipeline("EnnnnwwwL", "gpipe", 1)
@@ -161,6 +162,7 @@ def test_rules_for_one_parameter_see_it_by_itself():
         pipe.init(optax.chain(optax.adam(0.1), rule), pipe.place(canonical()))
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on(tmp_path):
     optimizer = optax.adam(0.1)
     one, other = pipeline(), pipeline("Enn|n|nw|wwL", "zbv", 2)

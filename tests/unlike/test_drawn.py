@@ -38,7 +38,7 @@ def kinds():
     return pipe, {"first": {"table": (5, 4)}, "stages": shapes, "last": {"head": (4, 2)}}
 
 
-@pytest.mark.parametrize("model", [chunks, kinds])
+@pytest.mark.parametrize("model", [chunks, pytest.param(kinds, marks=pytest.mark.slow)])
 def test_a_device_draws_its_part(model):
     pipe, shapes = model()
     draw = drawn(shapes)
