@@ -149,6 +149,7 @@ class TestOptimizer:
 
 
 class TestCheckpoints:
+    @pytest.mark.slow
     def test_another_schedule_and_number_of_devices_reads_them(self, tmp_path):
         model = model_of(stages=4)
         wide = pipeline(model, "1f1b", devices=4)

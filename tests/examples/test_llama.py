@@ -76,7 +76,7 @@ def made():
 @pytest.mark.parametrize(
     ("name", "tied"),
     [
-        ("plain", False),
+        slow("plain", False),
         slow("uneven", True),
         slow("interleaved", False),
         slow("zero bubble", True),

@@ -20,7 +20,7 @@ ENVIRONMENT, QUICK = outside(), quick()
     ("name", "environment", "says"),
     [
         ("mlp", QUICK, "on new points: loss"),
-        ("generate", QUICK, "the same tokens with a cache as without"),
+        slow("generate", QUICK, "the same tokens with a cache as without"),
         slow("lora", QUICK, "the losses of plain JAX in every step"),
         slow("conv_net", ENVIRONMENT, "accuracy on new images"),
         ("custom_schedule", QUICK, "1B15 comes before 1F15"),

@@ -81,7 +81,7 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(whole, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--dtype float64",
+        slow("--dtype float64"),
         slow("--dtype float64 --schedule gpipe --data 2 --tied --layers 4"),
         slow("--dtype float32 --schedule interleaved_1f1b --chunks 2 --layers 4"),
     ],

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("flax_nnx", "by the nnx model itself"),
+        pytest.param("flax_nnx", "by the nnx model itself", marks=pytest.mark.slow),
         pytest.param("flax_linen", "by the linen model itself", marks=pytest.mark.exhaustive),
         pytest.param("checkpoint_layouts", "by 1f1b, 4 devices: differs by 0.0e+00", marks=pytest.mark.exhaustive),
     ],

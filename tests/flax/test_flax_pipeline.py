@@ -44,7 +44,9 @@ def models(num_stages: int) -> dict[str, Any]:
     return {"nnx": lambda: taken_apart(Net(norm=True), num_stages), "linen": lambda: linen_apart(net, initialised(net), num_stages)}
 
 
-@pytest.mark.parametrize(("kind", "name"), [("nnx", "1f1b"), pytest.param("linen", "zb_h1", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [pytest.param("nnx", "1f1b", marks=pytest.mark.slow), pytest.param("linen", "zb_h1", marks=pytest.mark.exhaustive)]
+)
 def test_batch_statistics_are_carried_from_microbatch_to_microbatch(kind: str, name: str) -> None:
     model = models(2)[kind]()
     pipe, batch = pipeline(model, name), rows(M * ROWS)

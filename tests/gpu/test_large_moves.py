@@ -39,13 +39,12 @@ def grid() -> list[object]:
 
     The rest is run by hand; `tests/gpu/test_in_place.py` has the catalogue.
     """
-    quick = {("zb_h1", Axes.PIPE, Remat.NOTHING)}
     later = {("1f1b", axes, Remat.NOTHING) for axes in Axes} | {
         (name, Axes.PIPE, Remat.NOTHING) for name in ("zbv", "dualpipev", "interleaved_1f1b_overlap")
     }
     later |= {("zb_h1", Axes.PIPE, remat) for remat in Remat} | {(name, Axes.TENSOR, Remat.LAYER) for name in ("zb_h1", "dualpipev")}
     every = [(name, axes, remat) for name in CATALOGUE for axes in Axes for remat in Remat]
-    return [each if each in quick else slow(*each) if each in later else exhaustive(*each) for each in every]
+    return [slow(*each) if each in later else exhaustive(*each) for each in every]
 
 
 @pytest.mark.parametrize(("name", "axes", "remat"), grid())

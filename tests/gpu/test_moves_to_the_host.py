@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 import jaxpipe as jp
 from jaxpipe.program.pools import UNDER_WAY
 from tests.gpu.programs import compile_step, first, gpu_mesh, large_copies, last, needs_gpu_compiler, stage
@@ -35,6 +37,7 @@ def slots_of(schedule, **options):
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 def test_copies_run_beside_blocks_and_the_device_has_fewer_slots():
     schedule = jp.schedules.build("1f1b", devices=8, microbatches=16)
     plain, away = compile_step(schedule), compile_step(schedule, offload="residuals")

@@ -48,6 +48,7 @@ def test_a_spread_head_waits_for_nobody_in_the_steady_state() -> None:
     assert not [each for each in program.predicates if not each.in_graph]
 
 
+@pytest.mark.slow
 def test_waits_and_overlap() -> None:
     plain, split = report("1f1b"), report("zb_h1")
     assert plain["host_waits"] == 0

@@ -11,6 +11,7 @@ import torch_ref
 from tests.models import to_flat, to_tree, twin
 from tests.oracle import oracle_value_and_grad
 from tests.parity.engines import Outcome, case_data, mesh_of, pipeline, truth, worst_error
+from tests.tiers import slow
 from tests.tolerance import FLOAT64, relative
 
 ROWS = 2
@@ -101,7 +102,7 @@ def test_losses_come_in_microbatch_order(name):
     assert len(set(found)) == 4, "equal losses would not show their order"
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [slow(1), 2])
 def test_sum_over_count_divides_once_over_the_whole_batch(data):
     schedule = build("1f1b")
     model = twin("gpt", 2, sum_count=True, layers_per_stage=1)

@@ -59,7 +59,7 @@ def close(found, expected):
 
 
 # tests/parity/test_grid.py runs the whole catalogue through every engine but this one.
-QUICK = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe", "1f1b_overlap", "no_pipelining")
+QUICK = ("1f1b", "interleaved_1f1b", "zbv", "no_pipelining")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in jp.schedules.names()])

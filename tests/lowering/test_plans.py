@@ -14,6 +14,7 @@ from jaxpipe.lowering.segments import find_segments
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
 from tests.parity.tolerance import FLOAT64
+from tests.tiers import slow
 
 TICKS = {
     "lock-step": assign_ticks,
@@ -49,7 +50,7 @@ def test_named_tables_give_the_same_numbers_in_every_layout(name, how):
     agrees(schedule, how)
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zbv", "interleaved_1f1b", "dualpipev"])
+@pytest.mark.parametrize("name", ["zb_h1", slow("zbv"), slow("interleaved_1f1b"), slow("dualpipev")])
 def test_what_is_in_flight_between_trips_gives_the_same_numbers(name):
     """The plans of GPUs, on other devices."""
     schedule = jp.schedules.build(name, devices=4, microbatches=12)

@@ -127,6 +127,7 @@ def test_the_eager_executor_runs_the_same_program():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_data_shards_fsdp_and_recomputation():
     mesh = mesh_of(2, data=2)
     agrees("1f1b", 2, tied=True, vocabulary=12, mesh=mesh, data_axes=("data",), fsdp="data", remat="full")
@@ -155,6 +156,7 @@ def test_a_function_of_ones_own_needs_what_its_forward_makes_again():
     assert worst(steps[0][1], steps[1][1]) <= LIMIT
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_tied_table_fits_another_number_of_devices():
     def pipe_on(devices):
         schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices)

@@ -14,6 +14,7 @@ from jaxpipe.report import fallbacks
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
 from tests.models import twin
+from tests.tiers import slow
 from tests.tolerance import FLOAT64, apart, longest_chain
 
 WIDTH, ROWS = 4, 3
@@ -306,7 +307,7 @@ def compiles_bodies(*jaxprs):
     return any(jax.tree.leaves([list(jax.extend.core.jaxprs_in_params(eqn.params)) for jaxpr in jaxprs for eqn in jaxpr.eqns]))
 
 
-@pytest.mark.parametrize("name", [*STAGES, *TWINS])
+@pytest.mark.parametrize("name", [slow(name) if name == "moe" else name for name in (*STAGES, *TWINS)])
 def test_pieces_give_the_numbers_of_vjp(name):
     function, params, x, extra = any_case(name)
     y, vjp = jax.vjp(lambda p, h: function(p, h, extra), params, x)

@@ -6,6 +6,7 @@ import pytest
 import jaxpipe as jp
 from tests.models import twin
 from tests.parity.training import FEW, MANY, RUNS, STEPS, adamw, apart, batches_of, in_jax, in_torch, model_for, momentum
+from tests.tiers import slow
 
 
 def agree(schedule, model, steps, optimizers, tolerance):
@@ -16,7 +17,7 @@ def agree(schedule, model, steps, optimizers, tolerance):
     return curve
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", slow("zbv")])
 def test_ten_steps_of_adamw_equal_torch_optim(name):
     schedule = jp.schedules.build(name, devices=2, microbatches=4)
     model = twin("mlp", schedule.num_stages)

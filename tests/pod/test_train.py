@@ -33,6 +33,7 @@ def train(processes: int, devices: int, flags: str, folder, *, checkpoints="chec
         return losses(job.log(0)), fed, job.log(0)
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_losses_of_one(tmp_path):
     flags = "--pipe 2 --steps 3 --save-every 0"
     one, _, _ = train(1, 2, flags, tmp_path / "one")

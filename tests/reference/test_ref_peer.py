@@ -143,6 +143,7 @@ def test_tables_that_torch_does_not_make(name, numbers, says):
         own_table(name, **numbers)
 
 
+@pytest.mark.slow
 def test_a_hang_becomes_an_error_and_leaves_nothing_behind():
     start = time.time()
     with pytest.raises(PeerError, match=r"2 processes did not end within 4 s:\nprocess 0:"):

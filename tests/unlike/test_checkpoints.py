@@ -39,6 +39,7 @@ def begin(pipe, optimizer, canonical=CANONICAL):
     return {"params": params, "moments": optimizer.init(params)}
 
 
+@pytest.mark.slow
 def test_a_layout_resumes_what_another_one_saved(tmp_path):
     optimizer = optax.adamw(0.1)
     one = layered("1f1b", 2, "Ett|ttttL")
