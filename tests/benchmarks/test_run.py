@@ -46,7 +46,7 @@ def test_step_time_compares_equal_work(tmp_path):
         assert rows_of(text, name), f"no line for {name}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_device(tmp_path):
     text = table_of(tmp_path, "gpu_single", "--size", "tiny", "--chunks", "1", "2", "--repeats", "1")
     (predicated,) = (line for line in text.splitlines() if line.strip().startswith("1f1b, V = 1, predicated"))

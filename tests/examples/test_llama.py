@@ -25,7 +25,7 @@ from llama_parts.packing import Corpus, packed
 from llama_parts.placed import joined
 from llama_parts.sizes import PUBLISHED, Scaling, from_config, to_config
 from tests.environment import quick
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 from tests.tolerance import FLOAT64, relative
 from torch_ref.models import Llama as TorchLlama
 
@@ -77,7 +77,7 @@ def made():
     ("name", "tied"),
     [
         slow("plain", False),
-        slow("uneven", True),
+        exhaustive("uneven", True),
         slow("interleaved", False),
         slow("zero bubble", True),
         slow("stage", False),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.environment import outside, quick
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Compiling without LLVM's optimisations halves the time where compute is little; convolutions would take longer than they save.
@@ -27,9 +27,9 @@ ENVIRONMENT, QUICK = outside(), quick()
         slow("uneven_layout", QUICK, "with ZB-V on two devices and another layout"),
         slow("moe_dp_pp_tp", QUICK, "P('pipe', 'tensor')"),
         slow("moe_dp_pp_ep", QUICK, "P('pipe', 'expert')"),
-        slow("multi_token_prediction", QUICK, "against one device"),
+        exhaustive("multi_token_prediction", QUICK, "against one device"),
         slow("encoder_decoder", QUICK, "against one device"),
-        slow("vision_language", QUICK, "against one device"),
+        exhaustive("vision_language", QUICK, "against one device"),
     ],
 )
 def test_an_example_runs_to_its_end(name, environment, says):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 TINY = "--pipe 2 --microbatches 2 --layers 2 --width 16 --heads 2 --context 16 --vocab 256 --batch 4 --warmup 4"
@@ -82,7 +82,7 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(whole, tmp_path):
     "flags",
     [
         slow("--dtype float64"),
-        slow("--dtype float64 --schedule gpipe --data 2 --tied --layers 4"),
+        exhaustive("--dtype float64 --schedule gpipe --data 2 --tied --layers 4"),
         slow("--dtype float32 --schedule interleaved_1f1b --chunks 2 --layers 4"),
     ],
 )

@@ -35,14 +35,12 @@ def case(name: str, axes: Axes = Axes.PIPE, remat: Remat = Remat.NOTHING) -> Cas
 
 
 def grid() -> list[object]:
-    """A split backward in the default tier; other axes, a tensor axis among them, remats and chunks among the slow tests.
+    """Other axes, a tensor axis among them, and remats among the slow tests.
 
     The rest is run by hand; `tests/gpu/test_in_place.py` has the catalogue.
     """
-    later = {("1f1b", axes, Remat.NOTHING) for axes in Axes} | {
-        (name, Axes.PIPE, Remat.NOTHING) for name in ("zbv", "dualpipev", "interleaved_1f1b_overlap")
-    }
-    later |= {("zb_h1", Axes.PIPE, remat) for remat in Remat} | {(name, Axes.TENSOR, Remat.LAYER) for name in ("zb_h1", "dualpipev")}
+    later = {("1f1b", axes, Remat.NOTHING) for axes in Axes} | {("interleaved_1f1b_overlap", Axes.PIPE, Remat.NOTHING)}
+    later |= {("zb_h1", Axes.PIPE, remat) for remat in (Remat.NOTHING, Remat.LAYER)} | {("zb_h1", Axes.TENSOR, Remat.LAYER)}
     every = [(name, axes, remat) for name in CATALOGUE for axes in Axes for remat in Remat]
     return [slow(*each) if each in later else exhaustive(*each) for each in every]
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from jaxpipe.compiled import Beside, Collective, GpuProgram, Move, compile_and_read
 from tests.gpu.programs import gpu_fault, gpu_mesh
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 FAULT = gpu_fault()
 pytestmark = [
@@ -83,7 +83,7 @@ def test_all_to_alls_of_experts_run_beside_matmuls(name: str) -> None:
     check(found, collectives)
 
 
-@pytest.mark.parametrize("name", [slow("1f1b_overlap"), slow("dualpipev")])
+@pytest.mark.parametrize("name", [slow("1f1b_overlap"), exhaustive("dualpipev")])
 def test_all_reduces_of_the_tensor_axis_run_beside_matmuls(name: str) -> None:
     specs = {"stages": {"up": PartitionSpec(None, None, "tensor"), "down": PartitionSpec(None, "tensor")}}
     found = program(name, split, specs=specs)

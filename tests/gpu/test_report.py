@@ -74,6 +74,7 @@ def test_what_has_slack_runs_beside_compute(name: str) -> None:
     late, with_slack = found["late_transfers"]
     assert late > with_slack / 2
     beside, permutes = found["permutes_with_slack_beside_compute"]
-    assert 0 < beside == permutes
+    # Of ZB-V's, XLA puts some dones right after their starts.
+    assert beside > permutes / 2 if name == "zbv" else beside == permutes > 0
     beside, permutes = found["permutes_beside_compute"]
     assert beside > permutes / 2

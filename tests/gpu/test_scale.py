@@ -34,7 +34,7 @@ def test_memory_is_what_the_report_predicts() -> None:
     check(Memory.of(replace(GPIPE, schedule="zb_h1").report()))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_programs_differ_by_what_their_slots_hold() -> None:
     gpipe, one = Memory.of(GPIPE.report()), Memory.of(replace(GPIPE, schedule="1f1b").report())
     check(gpipe)
