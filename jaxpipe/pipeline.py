@@ -391,8 +391,7 @@ class Pipeline:
         begin = time.perf_counter()
         lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
         middle = time.perf_counter()
-        on_gpus = bool(self.compiler_options)
-        compiled, program = compile_and_try_to_read(lowered) if on_gpus else (lowered.compile(), None)
+        compiled, program = compile_and_try_to_read(lowered) if on_gpus(self.mesh) else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         held, memory = self._predicted(traced[0], params, batch)
         told = partial(report, prefer=self.prefer, other=self._plan_for, times=self._step_time())
@@ -498,15 +497,17 @@ class Pipeline:
         return self._call(lambda params, batch, _rng, _state: jitted.lower(params, batch, **given), params, batch, rng, state)
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        outer = self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
-        return {**outer, "stages": self.layout.place_stages(tree["stages"], self.partition.sharing)}
+        return {**self._padded_outer(tree), "stages": self.layout.place_stages(tree["stages"], self.partition.sharing)}
 
     def _arranged_where_drawn(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         """The same, of arrays that the program around it makes."""
         if explicit_context(self.mesh):
             return self._arranged(tree)
-        outer = self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
-        return {**outer, "stages": place_drawn(self.layout, self.mesh, self.axis, tree["stages"], self.partition.sharing)}
+        stages = place_drawn(self.layout, self.mesh, self.axis, tree["stages"], self.partition.sharing)
+        return {**self._padded_outer(tree), "stages": stages}
+
+    def _padded_outer(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+        return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
 
     def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return {**{key: cut_off(value) for key, value in tree.items()}, "stages": self.layout.canonical_stages(tree["stages"])}

@@ -126,7 +126,7 @@ class _Search:
                 yield begin, min(total, begin + size)
 
     def window(self, best: _Times, begin: int, end: int) -> _Times:
-        """The order with the actions `begin` to `end` placed anew."""
+        """The order with the actions `begin` to `end` placed again."""
         start, goal = self._start(best, begin), self._goal(best, begin, end)
         self.beam.spent += _SET_UP * len(best.nodes)
         found = self.beam.search(start, goal, width=_WINDOW_WIDTH, mean=1.0, waits=self.waits)

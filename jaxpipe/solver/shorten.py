@@ -75,7 +75,7 @@ def improve(schedule: Schedule, costs: Costs, *, cap: int | None, seconds: float
 
 
 class _Turn(NamedTuple):
-    """Which actions, in order of their starts, may move, and for what part of the time at the most."""
+    """Which actions, in order of their starts, may move, and for what part of the time at most."""
 
     window: range
     share: float

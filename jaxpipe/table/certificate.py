@@ -44,7 +44,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """By what fraction of the bound the value is above it, at the most."""
+        """By what fraction of the bound the value is above it, at most."""
         return max(0.0, self.value / self.bound - 1) if self.bound else float(self.value > 0)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.verify import faults
 from tests.parity.engines import mesh_of
+from tests.shares import changed, put
 from tests.tiers import exhaustive, slow
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
@@ -190,14 +190,6 @@ def test_a_token_that_is_no_word_gives_no_number():
         assert np.isnan(pipe.evaluate(params, batch))
 
 
-def put(tick, device, value):
-    def change(table):
-        table[tick, device] = value
-        return table
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("kind", "fields", "rule"),
     [
@@ -215,6 +207,4 @@ def test_a_wrong_share_is_found(kind, fields, rule):
     assert faults(program) == ()
     (share,) = program.ticks.shares
     tick = int(np.argmax(share.kind[:, 0] == jp.Kind[kind]))
-    new = {name: change(getattr(share, name).copy()) for name, change in fields(tick).items()}
-    broken = replace(program, ticks=replace(program.ticks, shares=(replace(share, **new),)))
-    assert rule in {fault.rule for fault in faults(broken)}
+    assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}

@@ -21,6 +21,7 @@ from jaxpipe.program.faults import Rule
 from jaxpipe.program.segments import Presence
 from jaxpipe.program.verify import faults
 from tests.parity.engines import mesh_of
+from tests.shares import changed, put
 from tests.tiers import slow
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
@@ -258,21 +259,6 @@ def test_a_target_that_is_no_word_gives_no_number():
     assert np.isfinite(pipe.evaluate(params, batch))
     batch["targets"][1, 0] = 4
     assert np.isnan(pipe.evaluate(params, batch))
-
-
-def changed(program, **fields):
-    """The program with other entries of its shares."""
-    (share,) = program.ticks.shares
-    new = {name: change(getattr(share, name).copy()) for name, change in fields.items()}
-    return replace(program, ticks=replace(program.ticks, shares=(replace(share, **new),)))
-
-
-def put(tick, device, value):
-    def change(table):
-        table[tick, device] = value
-        return table
-
-    return change
 
 
 @pytest.mark.parametrize(
