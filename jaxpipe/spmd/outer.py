@@ -46,21 +46,30 @@ class FirstGradient(Block):
 
     def writes(self, state: State) -> State:
         """The gradients of its own and of the shared parameters."""
-        gradients = given(state.gradients)
-        return State(gradients=Gradients(first=gradients.first, shared=gradients.shared))
+        return first_gradients(state)
 
     def run(self, state: State) -> State:
         """Run it and accumulate."""
         shared, code, row = self.shared, self.shared.first, self.row
-        gradients = given(state.gradients)
-        own = len(given(gradients.first))
         extra = shared.outer_extra(row.stage, row.microbatch)
         residuals = read(given(state.first), row.first)
         arguments = [*code.consts, *shared.operands.first, *extra, *shared.operands.first_once, *residuals, *self.dx]
-        totals = {i: Total(leaf) for i, leaf in enumerate(given(gradients.first))}
-        found = run_in_slots(code.backward, arguments, writes=totals)
-        new = Gradients(first=found[:own], shared=add(given(gradients.shared), found[own:]))
-        return state.updated(State(gradients=new))
+        return add_first_gradients(shared, arguments, state)
+
+
+def first_gradients(state: State) -> State:
+    """The part of the state that a gradient of `first` adds to: of its own and of the shared parameters."""
+    gradients = given(state.gradients)
+    return State(gradients=Gradients(first=gradients.first, shared=gradients.shared))
+
+
+def add_first_gradients(shared: SharedCode, arguments: Leaves, state: State) -> State:
+    """Run the backward of `first` with these arguments, its results added to the accumulators in place."""
+    gradients = given(state.gradients)
+    own, common = given(gradients.first), given(gradients.shared)
+    totals = {i: Total(leaf) for i, leaf in enumerate([*own, *common])}
+    found = run_in_slots(shared.first.backward, arguments, writes=totals)
+    return state.updated(State(gradients=Gradients(first=found[: len(own)], shared=found[len(own) :])))
 
 
 @dataclass(frozen=True)

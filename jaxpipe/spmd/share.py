@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs import Total, run_in_slots
 from ..program.records import Backward, Forward, Share
 from ..stage.code import StageCode, run
 from .block import Block
+from .outer import add_first_gradients, first_gradients
 from .pools import add, add_at, read, write
 from .shared_code import SharedCode
 from .state import Gradients, State, given
@@ -87,19 +87,13 @@ class RunFirstGradient(Block):
 
     def writes(self, state: State) -> State:
         """The gradients of its own and of the shared parameters."""
-        gradients = given(state.gradients)
-        return State(gradients=Gradients(first=gradients.first, shared=gradients.shared))
+        return first_gradients(state)
 
     def run(self, state: State) -> State:
         """Run it and accumulate."""
         shared, row = self.shared, self.row
-        gradients = given(state.gradients)
-        totals = [*given(gradients.first), *given(gradients.shared)]
         dx = [jnp.where(row.is_source != 0, leaf, jnp.zeros_like(leaf)) for leaf in read(given(state.first), row.y)]
-        arguments = [*_of_first(shared, row, state, waits=self.waits), *dx]
-        found = run_in_slots(shared.first.backward, arguments, writes={i: Total(leaf) for i, leaf in enumerate(totals)})
-        own = len(given(gradients.first))
-        return state.updated(State(gradients=Gradients(first=found[:own], shared=found[own:])))
+        return add_first_gradients(shared, [*_of_first(shared, row, state, waits=self.waits), *dx], state)
 
 
 def _of_first(shared: SharedCode, row: Share[Scalar], state: State, *, waits: bool) -> Leaves:
