@@ -70,7 +70,8 @@ def test_layers_that_are_recomputed_do_not_wait_for_the_host() -> None:
 @pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv")])
 def test_what_has_slack_runs_beside_compute(name: str) -> None:
     """From trip to trip of the steady state too, and no transfer is chosen there."""
-    found = report(name, microbatches=16)
+    # ZB-V comes to its steady state late: with 16 microbatches its longest loop is still of the ramps.
+    found = report(name, microbatches=32 if name == "zbv" else 16)
     late, with_slack = found["late_transfers"]
     assert late > with_slack / 2
     beside, permutes = found["permutes_with_slack_beside_compute"]
