@@ -27,7 +27,7 @@ def random_costs(rng, stages):
     )
 
 
-@pytest.mark.parametrize("seed", [*range(5), *map(slow, range(5, 25))])
+@pytest.mark.parametrize("seed", [*range(3), *map(slow, range(3, 25))])
 def test_never_invalid_and_never_over_the_cap(seed):
     rng = random.Random(seed)
     devices, chunks, microbatches = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 9)
@@ -43,7 +43,7 @@ def test_optimal_at_equal_costs_with_1f1bs_memory(devices, chunks):
         assert jp.simulate(schedule).makespan == 3 * chunks * microbatches + devices - 1
 
 
-@pytest.mark.parametrize(("devices", "microbatches"), [(2, 2), (3, 6), slow(3, 9), slow(4, 12)])
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 3), slow(3, 6), slow(3, 9), slow(4, 12)])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_h2", "zb_1p", "interleaved_1f1b", "interleaved_zb", "zbv", "v_half", "v_min"])
 def test_never_longer_than_a_named_schedule_with_its_memory(name, devices, microbatches):
     costs = jp.Costs(forward=10, input_grad=13, weight_grad=9)

@@ -21,7 +21,6 @@ QUICK = (
     ("zb_1p", 3, 4, 1, None),
     ("zb_1p", 3, 4, 1, 4),
     ("zb_1p", 3, 6, 1, 2),
-    ("auto", 3, 4, 2, 2),
     ("auto", 4, 5, 1, 2),
     ("zbv", 2, 2, 2, None),
     ("interleaved_zb", 2, 4, 2, None),

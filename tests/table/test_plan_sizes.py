@@ -125,7 +125,7 @@ def test_passes_print(name, devices, microbatches, chunks):
     check_golden(f"passes_{name}_{devices}x{microbatches}.txt", f"{assign_ticks(program.schedule)}\n\n{ticks}\n\n{program}\n")
 
 
-@pytest.mark.parametrize("name", ["1f1b_overlap", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"])
+@pytest.mark.parametrize("name", ["1f1b_overlap", "interleaved_1f1b", slow("zb_h1"), slow("zbv"), slow("dualpipev")])
 def test_transfers_beside_compute_cost_neither_slots_nor_code_with_more_microbatches(name):
     """With "speed": what is in flight has no slot yet, and makespans are the table's."""
     sizes = []
