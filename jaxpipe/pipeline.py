@@ -39,15 +39,15 @@ from .model.arguments import (
     with_shares,
 )
 from .model.by_path import path_faults
-from .model.drawn import place_drawn
 from .model.functions import Functions, Loss
-from .model.mesh import automatic, explicit_context, jit_on_mesh, on_mesh
+from .model.mesh import automatic, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
 from .model.param_layout import OUTER, check_canonical, with_outer
 from .model.partition import Partition, axes_of, frozen_filter, is_plan
 from .model.placed import Chunks, home_faults
+from .model.placer import Placer
 from .model.read import read_model
-from .model.spread import Cuts, cut_off, cut_shardings
+from .model.spread import Cuts
 from .same_code import SameCode, jit_same, key_of
 from .simulation.costs import Costs
 from .simulation.timeline import Timeline
@@ -196,7 +196,7 @@ class Pipeline:
         )
         self.layout = model.layout
         self._compared = False  # with the other processes, where there are some
-        self._jit_layouts: dict[Any, Callable[[PyTree], PyTree]] = {}
+        self._placer = Placer(mesh=self.mesh, axis=axis, layout=self.layout, partition=self.partition, cuts=self._cuts)
         step, forwards = self._jitted(self._step), self._jitted(self._forwards)
         self._jit_step = without_gradient(step, _NO_GRADIENT.format("value_and_grad"))
         self._jit_evaluate = without_gradient(self._jitted(self._evaluate), _NO_GRADIENT.format("evaluate"))
@@ -228,19 +228,7 @@ class Pipeline:
             PipelineError: parameters that do not fit, are placed already, or no arrays; every fault is listed.
         """
         check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
-        full = dict(params)
-        faults = self._cuts.faults(full)
-        if faults:
-            raise PipelineError.listing("these parameters cannot be cut over the devices", faults)
-        like = jax.eval_shape(self._arranged, full)
-        faults = self.partition.dtype_faults(like)
-        if faults:
-            raise PipelineError.listing("these parameters do not fit the pipeline", faults)
-        to = self.partition.shardings(self.mesh, like)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(full)):
-            return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
-        drawn = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(full))
-        return self._compiled(self._arranged_where_drawn if drawn else self._arranged, full, to)(full)
+        return self._placer.place(dict(params))
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> dict[str, PyTree]:
         """Placed parameters, or gradients, back in the canonical layout.
@@ -248,11 +236,7 @@ class Pipeline:
         With `spread`, leaves stay spread over the mesh (stages over the pipe axis where they divide), so that no device needs room for the
         whole model; otherwise they are where any computation finds them.
         """
-        tree = self._placed_tree(placed)
-        if not spread:
-            return self._compiled(self._rearranged, tree, None)(tree)
-        to = self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed)
-        return self._compiled(self._rearranged, tree, to)(tree)
+        return self._placer.canonical(placed, spread=spread)
 
     def init(self, optimizer: Any, params: dict[str, PyTree]) -> PyTree:
         """`optimizer.init(params)`, with every array where a training step leaves it: moments beside their parameters, counts on the mesh.
@@ -266,7 +250,7 @@ class Pipeline:
         Example:
             opt_state = pipe.init(optimizer, params)
         """
-        placed = self.trained(self._placed_tree(params))
+        placed = self.trained(self._placer.checked(params))
         faults = path_faults(optimizer, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), placed))
         if faults:
             raise PipelineError.listing("this optimizer needs the model's own view", faults)
@@ -298,21 +282,11 @@ class Pipeline:
         A stage that takes `state` by keyword returns (x, new state); the next microbatch finds what the one before left, in the order
         of the table.  State has no gradient; over data shards it is averaged at the end of a step (integers: the greatest).
         """
-        faults = self.layout.faults(state)
-        if faults:
-            raise PipelineError.listing("this state does not fit the pipeline", faults)
-        like = jax.eval_shape(self.layout.place_stages, state)
-        to = NamedSharding(self.mesh, PartitionSpec(self.axis))
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to), like)
-        return self._compiled(self.layout.place_stages, state, jax.tree.map(lambda _: to, like))(state)
+        return self._placer.place_state(state)
 
     def canonical_state(self, placed: Chunks | tuple[()]) -> PyTree:
         """The stages' own state back in the canonical layout."""
-        faults = home_faults(placed, self.layout.home, "state", "place_state")
-        if faults:
-            raise PipelineError("\n".join(faults), tuple(faults))
-        return self._compiled(self.layout.canonical_stages, placed, None)(placed)
+        return self._placer.canonical_state(placed)
 
     # Steps
 
@@ -495,52 +469,6 @@ class Pipeline:
         given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
         return self._call(lambda params, batch, _rng, _state: jitted.lower(params, batch, **given), params, batch, rng, state)
-
-    def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {**self._padded_outer(tree), "stages": self.layout.place_stages(tree["stages"], self.partition.sharing)}
-
-    def _arranged_where_drawn(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        """The same, of arrays that the program around it makes."""
-        if explicit_context(self.mesh):
-            return self._arranged(tree)
-        stages = place_drawn(self.layout, self.mesh, self.axis, tree["stages"], self.partition.sharing)
-        return {**self._padded_outer(tree), "stages": stages}
-
-    def _padded_outer(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
-
-    def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {**{key: cut_off(value) for key, value in tree.items()}, "stages": self.layout.canonical_stages(tree["stages"])}
-
-    def _placed_tree(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """The tree; PipelineError where it is not placed for this pipeline's schedule."""
-        if not isinstance(placed, Mapping) or "stages" not in placed:
-            raise PipelineError('`canonical` takes parameters, or gradients, as the pipeline returns them: a dict with "stages"')
-        faults = home_faults(placed["stages"], self.layout.home, "these parameters", "place")
-        if faults:
-            raise PipelineError("\n".join(faults), tuple(faults))
-        return dict(placed)
-
-    def _compiled(self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree) -> Callable[[PyTree], PyTree]:
-        """The jitted function that rearranges such a tree, made once; results lie at `to`, or anywhere where it is None."""
-        leaves, form = jax.tree.flatten(to)
-        key = (arrange.__name__, jax.tree.structure(tree), form, tuple(leaves), explicit_context(self.mesh))
-        if key not in self._jit_layouts:
-            self._jit_layouts[key] = jit_on_mesh(self.mesh, arrange, to)
-        return self._jit_layouts[key]
-
-    def _canonical_shardings(self, like: dict[str, PyTree], placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Stages over the pipe axis where they divide; over other axes everything as it was, where stages are alike."""
-        to = self.partition.shardings(self.mesh, placed)
-        found: dict[str, PyTree] = {key: cut_shardings(to[key]) for key in like if key != "stages"}
-
-        def over_pipe(leaf: Any, *was: Any) -> NamedSharding:
-            divides = bool(leaf.shape) and leaf.shape[0] % self.schedule.num_devices == 0
-            rest = was[0].spec[1:] if was else ()
-            return NamedSharding(self.mesh, PartitionSpec(self.axis if divides else None, *rest))
-
-        alike = () if self.layout.unlike else (to["stages"][0],)
-        return {**found, "stages": jax.tree.map(over_pipe, like["stages"], *alike)}
 
     @cached_property
     def _plan(self) -> Any:
