@@ -22,7 +22,7 @@ from jaxpipe.program.segments import Presence
 from jaxpipe.program.verify import faults
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
@@ -110,7 +110,9 @@ def agrees(name: str, devices: int, *, vocabulary: int = 11, microbatches: int =
 
 
 QUICK = [("1f1b", 2, "all"), ("zbv", 2, "other mark")]
-ALL = [("gpipe", 2, "plain"), *((name, devices, "all") for name in jp.schedules.names() for devices in (1, 2, 4, 8))]
+ALL = [(name, devices, "all") for name in jp.schedules.names() for devices in (1, 2, 4, 8)]
+# Every schedule once, the numbers of devices in turn.
+LARGER = [("gpipe", 2, "plain"), *((name, (2, 4, 8, 4)[i % 4], "all") for i, name in enumerate(jp.schedules.names()))]
 
 
 def _defined(name: str, devices: int) -> bool:
@@ -122,7 +124,14 @@ def _defined(name: str, devices: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("name", "devices", "head"), [*QUICK, *(slow(*case) for case in ALL if _defined(*case[:2]))])
+@pytest.mark.parametrize(
+    ("name", "devices", "head"),
+    [
+        *QUICK,
+        *(slow(*c) for c in LARGER if c not in QUICK and _defined(*c[:2])),
+        *(exhaustive(*c) for c in ALL if c not in (*QUICK, *LARGER) and _defined(*c[:2])),
+    ],
+)
 def test_a_step_agrees_with_plain_jax(name, devices, head):
     _, params, grads = agrees(name, devices, head=head)
     if devices > 1:
