@@ -149,7 +149,7 @@ def _between_meetings(requirements: Requirements) -> list[list[Span]]:
     if steady is None:
         return []
     whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
-    return [[span for span in whole if span.start < span.stop], _cut_at_meetings(marks, 0, stop)]
+    return [[span for span in whole if span.start < span.stop], _few_pieces(_cut_at_meetings(marks, 0, stop))]
 
 
 def _cut_at_meetings(marks: IntArray, start: int, stop: int) -> list[Span]:
@@ -159,10 +159,17 @@ def _cut_at_meetings(marks: IntArray, start: int, stop: int) -> list[Span]:
     longest = _equal_intervals(marks, start, stop)
     if longest is not None:
         return [*_cut_at_meetings(marks, start, longest.start), longest, *_cut_at_meetings(marks, longest.stop, stop)]
-    pieces = _pieces(marks[start:stop])
-    if not marks[start:stop].any() or len(pieces) > LIMITS.most_pieces:
-        return [Span(start, stop, 1)]
-    return [Span(start, stop, stop - start, runs=pieces)]
+    return [Span(start, stop, stop - start, runs=_pieces(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
+
+
+def _few_pieces(spans: list[Span]) -> list[Span]:
+    """The spans; of those that come once, the ones with the most pieces share one code instead, where all have too many."""
+    left, uncut = LIMITS.most_pieces, set()
+    for span in sorted((span for span in spans if span.runs and span.period == span.stop - span.start), key=lambda span: len(span.runs)):
+        left -= len(span.runs)
+        if left < 0:
+            uncut.add(span)
+    return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
 
 
 def _equal_intervals(marks: IntArray, start: int, stop: int) -> Span | None:
@@ -256,7 +263,7 @@ class _Chooser:
 
     def _neighbours(self, spans: list[Span]) -> list[list[Span]]:
         found = []
-        periods = sorted({1, 2, 3, 4, 6} | {s.period for s in spans})
+        periods = sorted({1, 2, 3, 4, 6} | {s.period for s in spans if s.period <= LIMITS.longest_period})
         for i, (left, right) in enumerate(pairwise(spans)):
             for period in periods:
                 if period <= right.stop - left.start:
