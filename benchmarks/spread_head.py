@@ -1,7 +1,7 @@
 """Head and embedding spread over the pipeline against those of one device each: memory of GPU programs, and the simulated step.
 
     JAX_PLATFORMS=cpu python -m benchmarks.spread_head -o benchmarks/results/spread_head.txt
-    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 -o benchmarks/results/spread_head_64.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 --schedules 1f1b -o benchmarks/results/spread_head_64.txt
 
 Steps of models of published shapes are compiled for H100s that are only described (nothing is run, no GPU is needed), and their memory
 is read.  The simulated step takes floating point operations as its costs.
@@ -27,6 +27,7 @@ from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.compiled import GpuProgram, compile_and_read, most_waits
+from jaxpipe.lowering.plan import Prefer, plan_of
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -59,12 +60,13 @@ class Case:
     devices: int
     microbatches: int
     tokens: int
+    block: int
 
     @property
     def shape(self) -> Shape:
         """Of the model, with microbatches of one row; at least a layer a device, and as many on each."""
         shape = MODELS[self.model]
-        return dataclasses.replace(shape, time=self.tokens, layers=-(-shape.layers // self.devices) * self.devices)
+        return dataclasses.replace(shape, time=self.tokens, block=self.block, layers=-(-shape.layers // self.devices) * self.devices)
 
     @property
     def spread(self) -> bool:
@@ -86,6 +88,12 @@ class Case:
         share = 3 * logits / (layer * self.shape.layers / stages) if head else 0.0
         forward = [1.0] * (stages - 1) + [1.0 if self.spread else 1.0 + share]
         return jp.Costs(forward=forward, input_grad=1.0, weight_grad=1.0, last=share / self.devices, first=0.0, first_grad=0.0)
+
+    @property
+    def bytes_of_ends(self) -> float:
+        """Parameters in bfloat16 and gradients in float32 of embedding and head, on one device."""
+        tables = {Ends.NOTHING: 2.0, Ends.BOTH: 2 / self.devices, Ends.TIED: 1 / self.devices}
+        return tables.get(self.ends, 1 + 1 / self.devices) * self.shape.vocab * self.shape.width * (2 + 4)
 
     def makespan(self, *, head: bool = True) -> float:
         """The simulated step."""
@@ -145,16 +153,18 @@ def _operations(shape: Shape) -> tuple[float, float]:
 
 
 COLUMNS = (
-    *("model", "schedule", "head", "parameters", "gradients", "temp", "total"),
-    *("step", "step without head", "more", "waits", "CPU s"),
+    *("model", "schedule", "head", "parameters", "gradients", "ends", "temp", "total"),
+    *("step", "step without head", "more", "asked", "waits", "CPU s"),
 )
 NOTES = (
     "parameters, gradients, temp, total: GiB of one device (of the program, so of the device with most; parameters in bfloat16,",
     "gradients in float32, every layer keeps its input alone).  Without optimizer state: Adam's moments are twice the gradients.",
     "step: simulated, in forwards of a stage, with floating point operations as costs and free transfers; head: F and B of the logits.",
     "step without head: of the same schedule, of a model that ends with the last layer.  more: step over that.",
-    "waits: how often a device's host waits in a step at most.  one table: of a model whose embedding is its head.",
-    "Models have at least a layer a device and as many on each: of Llama 3 8B 64 layers on 64 devices, of 70B 128.",
+    "asked: predicates around what all devices do together, a step.  waits: how often a device's host waits in a step at most (loops over",
+    "queries keep blocks out of CUDA graphs, with or without a spread head).  one table: of a model whose embedding is its head.",
+    "ends: of the parameters and gradients, those of embedding and head.  Models have at least a layer a device and as many on each: of",
+    "Llama 3 8B 64 layers on 64 devices, of 70B 128, of Gemma 2B 64.",
 )
 
 
@@ -162,16 +172,19 @@ def line(case: Case) -> tuple[str, ...]:
     """A line of the table."""
     begin = time.process_time()
     program, rows = case.program(), case.table().rows
+    ends, plan = case.bytes_of_ends, plan_of(case.table(), Prefer.SPEED)
+    asked = sum(segment.num_meeting_predicates for segment in plan.segments)
     memory, waits = program.memory, most_waits(program.predicates, max(map(len, rows)))
     step, bare = case.makespan(), case.makespan(head=False)
     return (
         case.model,
         case.schedule,
         case.ends.value,
-        *(f"{number / GIB:.2f}" for number in (memory.arguments, memory.outputs, memory.temp, memory.total)),
+        *(f"{number / GIB:.2f}" for number in (memory.arguments, memory.outputs, ends, memory.temp, memory.total)),
         f"{step:.1f}",
         f"{bare:.1f}",
         f"{step / bare - 1:+.1%}",
+        f"{asked}",
         f"{waits:.0f}",
         f"{time.process_time() - begin:.0f}",
     )
@@ -184,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", type=int, default=8, metavar="P")
     parser.add_argument("--microbatches", type=int, default=32, metavar="M")
     parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a microbatch")
+    parser.add_argument("--block", type=int, default=512, metavar="B", help="queries whose scores are there at a time; 0 for all (512)")
+    parser.add_argument("--ends", nargs="+", default=[e.name for e in Ends], choices=[e.name for e in Ends], metavar="WHAT")
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
@@ -192,14 +207,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for model in args.models:
         for schedule in args.schedules:
-            for ends in Ends:
-                case = Case(model, schedule, ends, args.devices, args.microbatches, args.tokens)
+            for ends in (Ends[name] for name in args.ends):
+                case = Case(model, schedule, ends, args.devices, args.microbatches, args.tokens, args.block)
                 if ends is Ends.WHOLE_BACKWARDS and case.table() == dataclasses.replace(case, ends=Ends.HEAD).table():
                     continue
                 rows.append(line(case))
                 jax.clear_caches()
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     sizes = f"{args.devices} described H100s, M = {args.microbatches}, {args.tokens} tokens a microbatch"
+    sizes += f", attention scores of {args.block} queries at a time" if args.block else ", attention scores whole"
     title = f"Head and embedding of one device each, and spread: {sizes}"
     Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
 

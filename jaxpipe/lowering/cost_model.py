@@ -34,7 +34,7 @@ def program_price(makespan: float, segments: Sequence[Segment], num_devices: int
     predicates = sum(prices.block_predicate * segment.num_predicates + prices.arm * segment.num_arms for segment in segments)
     predicates += prices.meeting * sum(segment.num_meeting_predicates for segment in segments)
     return (makespan + traffic + predicates) * (
-        1 + sum(prices.block * segment.size + prices.permute * segment.permutes for segment in segments)
+        1 + sum(prices.block * segment.stage_size + prices.permute * segment.permutes for segment in segments)
     )
 
 

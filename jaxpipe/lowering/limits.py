@@ -91,6 +91,7 @@ class SearchLimits(NamedTuple):
     longest_period: int = 12  # ticks in a trip: the lcm of the 2, 3, 4 and 6 cells of a steady state's turn
     longest_cycle: int = 512  # ticks that may repeat without being the same code: interleaved tables come back after P V microbatches
     starts: int = 4  # first guesses that are improved on
+    most_pieces: int = 24  # into which ticks are cut that come once, so that what all devices do together has no predicate
     most_work: int = 400_000  # ticks simulated: tables without any rhythm would take minutes (`benchmarks.table_speed`)
     saves_enough: float = 0.01  # two exchanges become one where no larger share of all transfers is made for nothing by that
     most_exchanges: int = 12  # exchanges among which a tick chooses

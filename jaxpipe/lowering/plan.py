@@ -57,7 +57,7 @@ def choose_candidate(
     """Assign ticks in several ways, find the segments of each, and take the cheapest of those that keep the table's makespan.
 
     All keep the order of every row: first the fewest ticks and kinds that take turns; where neither keeps the makespan, balanced
-    ticks.  Where nothing keeps the makespan, the shortest is taken.  `costs` are in seconds for "speed".
+    ticks.  Where nothing keeps the makespan, the cheapest is taken, as little code as its time is worth.  `costs` are in seconds for "speed".
     """
     prices = prices_for(schedule, prefer, costs, overheads)
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
@@ -68,8 +68,8 @@ def choose_candidate(
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
         if min(each.makespan for each in found) <= enough:
             break
-    worst = max(enough, min(each.makespan for each in found))
-    return min((each for each in found if each.makespan <= worst), key=lambda each: each.price)
+    keeping = [each for each in found if each.makespan <= enough]
+    return min(keeping or found, key=lambda each: each.price)
 
 
 def _more_and_more(schedule: Schedule) -> Iterator[Sequence[Ticks]]:

@@ -55,13 +55,19 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     kept = kept_ticks(requirements.codes)
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
     chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], prices)
-    starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks))), *_between_meetings(short)]
+    meetings = _between_meetings(short)
+    starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
         starts += _steady_starts(starts[0], starts[1])
-    best = chooser.best([*starts, *([span._replace(gated=True) for span in start] for start in starts)])
+    best = chooser.best(_both_ways([*starts, *meetings]), besides=_both_ways(meetings[-1:]))
     whole = np.append(kept, len(requirements))
     spans = [span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best]
     return segments_of(spans, requirements, beside=prices.beside)
+
+
+def _both_ways(starts: Sequence[list[Span]]) -> list[list[Span]]:
+    """Each as it is, and with ticks that choose among exchanges."""
+    return [*starts, *([span._replace(gated=True) for span in start] for start in starts)]
 
 
 def segments_of(spans: Sequence[Span], requirements: Requirements, *, beside: bool = True) -> tuple[Segment, ...]:
@@ -130,35 +136,62 @@ def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
 
 
 def _between_meetings(requirements: Requirements) -> list[list[Span]]:
-    """The stretch in which all devices meet at equal intervals, its ticks between meetings sharing code; and what is before and after it.
+    """Spans in which no meeting of all devices has a predicate: around the longest stretch of equal intervals, and everywhere.
 
-    There no meeting has a predicate.
+    Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those come at equal intervals into trips,
+    else, where they are few, into pieces that are run once.
     """
     met = [frozenset(block for block in kind.blocks if block.is_share) for kind in requirements.kinds]
     numbers = {blocks: number for number, blocks in enumerate(dict.fromkeys([frozenset[Block](), *met]))}
     marks = np.array([numbers[blocks] for blocks in met])[requirements.codes]  # 0 where nobody meets
-    stop, found = len(marks), []
-    for period in range(2, LIMITS.longest_period + 1):
-        begin, length = _longest_true(marks[period:] == marks[:-period]) if period < stop else (0, 0)
-        first = np.flatnonzero(marks[begin : begin + period])
-        repeats = (length + period - int(first[0])) // period if len(first) else 0
-        if repeats < 2:
-            continue
-        start = begin + int(first[0])
-        trip = marks[start : start + period]
-        # A run ends at a meeting and after it.
-        ends = [j for j in range(1, period) if trip[j] or trip[j - 1]]
-        runs = tuple(np.diff([0, *ends, period]).tolist())
-        spans = [Span(0, start, 1), Span(start, start + repeats * period, period, runs=runs), Span(start + repeats * period, stop, 1)]
-        found.append([span for span in spans if span.start < span.stop])
-    # The shortest period in which it is as long as in any: its multiples are the same again.
-    longest = max((_steady(spans) for spans in found), default=0)
-    return [next(spans for spans in found if _steady(spans) > longest - LIMITS.longest_period)] if found else []
+    stop = len(marks)
+    steady = _equal_intervals(marks, 0, stop)
+    if steady is None:
+        return []
+    whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
+    return [[span for span in whole if span.start < span.stop], _few_pieces(_cut_at_meetings(marks, 0, stop))]
 
 
-def _steady(spans: list[Span]) -> int:
-    """How long the stretch between meetings is."""
-    return sum(span.stop - span.start for span in spans if span.runs)
+def _cut_at_meetings(marks: IntArray, start: int, stop: int) -> list[Span]:
+    """The longest stretch of equal intervals first, then the same on both sides of it; the rest is cut into pieces that are run once."""
+    if start >= stop:
+        return []
+    longest = _equal_intervals(marks, start, stop)
+    if longest is not None:
+        return [*_cut_at_meetings(marks, start, longest.start), longest, *_cut_at_meetings(marks, longest.stop, stop)]
+    return [Span(start, stop, stop - start, runs=_pieces(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
+
+
+def _few_pieces(spans: list[Span]) -> list[Span]:
+    """The spans; of those that come once, the ones with the most pieces share one code instead, where all have too many."""
+    left, uncut = LIMITS.most_pieces, set()
+    for span in sorted((span for span in spans if span.runs and span.period == span.stop - span.start), key=lambda span: len(span.runs)):
+        left -= len(span.runs)
+        if left < 0:
+            uncut.add(span)
+    return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
+
+
+def _equal_intervals(marks: IntArray, start: int, stop: int) -> Span | None:
+    """The longest stretch that begins at a meeting and repeats, of two trips or more, with the shortest period; None where there is none."""
+    best: Span | None = None
+    for period in range(2, min(LIMITS.longest_period, (stop - start) // 2) + 1):
+        mine = marks[start:stop]
+        for begin, length in _runs_of_true(mine[period:] == mine[:-period]):
+            first = np.flatnonzero(mine[begin : begin + period])
+            if not len(first):
+                continue
+            at = begin + int(first[0])
+            repeats = (begin + length + period - at) // period
+            if repeats >= 2 and (best is None or repeats * period >= best.stop - best.start + period):
+                best = Span(start + at, start + at + repeats * period, period, runs=_pieces(mine[at : at + period]))
+    return best
+
+
+def _pieces(marks: IntArray) -> tuple[int, ...]:
+    """Lengths of the pieces of a trip: a piece ends at a meeting and after it."""
+    ends = [j for j in range(1, len(marks)) if marks[j] or marks[j - 1]]
+    return tuple(np.diff([0, *ends, len(marks)]).tolist())
 
 
 def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[Span]]:
@@ -189,9 +222,10 @@ class _Chooser:
         self._built: dict[Span, tuple[Segment, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
 
-    def best(self, starts: Sequence[list[Span]]) -> list[Span]:
-        """Improve the most promising starts."""
+    def best(self, starts: Sequence[list[Span]], *, besides: Sequence[list[Span]] = ()) -> list[Span]:
+        """Improve the most promising starts, and the best one of those `besides`, whose score says little before they are improved."""
         promising = sorted(map(list, dict.fromkeys(map(tuple, starts))), key=self.score)[: LIMITS.starts]
+        promising += sorted(besides, key=self.score)[:1]
         return min((self.improve(start) for start in promising), key=self.score)
 
     def score(self, spans: Sequence[Span]) -> float:
@@ -229,7 +263,7 @@ class _Chooser:
 
     def _neighbours(self, spans: list[Span]) -> list[list[Span]]:
         found = []
-        periods = sorted({1, 2, 3, 4, 6} | {s.period for s in spans})
+        periods = sorted({1, 2, 3, 4, 6} | {s.period for s in spans if s.period <= LIMITS.longest_period})
         for i, (left, right) in enumerate(pairwise(spans)):
             for period in periods:
                 if period <= right.stop - left.start:
@@ -295,9 +329,10 @@ def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span
 
 def _longest_true(flags: BoolArray) -> tuple[int, int]:
     """Start and length of the longest run of True."""
+    return max(_runs_of_true(flags), key=lambda run: run[1], default=(0, 0))
+
+
+def _runs_of_true(flags: BoolArray) -> list[tuple[int, int]]:
+    """Start and length of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
-    starts, stops = edges[::2], edges[1::2]
-    if not len(starts):
-        return 0, 0
-    longest = int(np.argmax(stops - starts))
-    return int(starts[longest]), int(stops[longest] - starts[longest])
+    return list(zip(edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist(), strict=True))

@@ -186,6 +186,12 @@ class Segment:
         return sum(len(self.templates[j].blocks) for j, _ in self.emitted)
 
     @property
+    def stage_size(self) -> int:
+        """Those of them that are worth counting: an E or a G is a lookup and a sum."""
+        light = (Kind.E, Kind.G)
+        return sum(use.block.kind not in light for j, _ in self.emitted for use in self.templates[j].blocks)
+
+    @property
     def permutes(self) -> int:
         """Permutes that are compiled for it."""
         return sum(len(self.templates[j].permutes) for j, _ in self.emitted)
