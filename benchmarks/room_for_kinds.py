@@ -13,23 +13,28 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.model.forms import Sharing
 
-EXAMPLES = {
-    "encoder_decoder": ("1f1b", 4, 8, {}),
-    "multi_token_prediction": ("1f1b", 2, 4, {"stage_loss": True}),
-    "vision_language": ("zb_h1", 4, 8, {}),
-}
+COLUMNS, ROWS = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
+ATTENTION, FEED = {"q": COLUMNS, "k": COLUMNS, "v": COLUMNS, "out": ROWS}, {"up": COLUMNS, "down": ROWS}
+TENSOR = {"stages": {"e": {"attention": ATTENTION, "feed": FEED}, "d": {"attention": ATTENTION, "cross": ATTENTION, "feed": FEED}}}
+# Of each row: example, schedule, devices of the pipe axis, microbatches, devices of the tensor axis, options.
+EXAMPLES: tuple[tuple[str, str, int, int, int, dict[str, Any]], ...] = (
+    ("encoder_decoder", "1f1b", 4, 8, 1, {}),
+    ("encoder_decoder", "1f1b", 4, 8, 2, {"specs": TENSOR}),
+    ("multi_token_prediction", "1f1b", 2, 4, 1, {"stage_loss": True}),
+    ("vision_language", "zb_h1", 4, 8, 1, {}),
+)
 
 
-def held(name: str, *, shares: bool) -> dict[str, int]:
+def held(name: str, schedule: str, devices: int, microbatches: int, tensor: int, options: Any, *, shares: bool) -> dict[str, int]:
     """Bytes of one device: of stages, and of the whole training step by XLA's count."""
     example = importlib.import_module(name)
-    schedule, devices, microbatches, options = EXAMPLES[name]
     table = jp.schedules.build(schedule, devices=devices, microbatches=microbatches)
-    mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((devices, tensor), ("pipe", "tensor"), devices=jax.devices()[: devices * tensor])
     pipe = jp.Pipeline(layers=example.LAYERS, layout=example.LAYOUT, schedule=table, mesh=mesh, **options)
     if not shares:
         pipe.partition.__dict__["sharing"] = Sharing(lambda *_: None)
@@ -50,14 +55,15 @@ def held(name: str, *, shares: bool) -> dict[str, int]:
 def main() -> None:
     """Print the table."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8)
     print("| example | parameters of stages | with gradients and Adam | the step's arguments | its temporary memory |")
     print("|---|---|---|---|---|")
-    for name in EXAMPLES:
-        before, after = held(name, shares=False), held(name, shares=True)
+    for example in EXAMPLES:
+        before, after = held(*example, shares=False), held(*example, shares=True)
         cells = [f"{before['stages']:,} -> {after['stages']:,}", f"{4 * before['stages']:,} -> {4 * after['stages']:,}"]
         cells += [f"{before[key]:,} -> {after[key]:,}" for key in ("arguments", "temporary")]
-        print(f"| `{name}.py` | {' | '.join(cells)} |")
+        name, *_, tensor, _ = example
+        print(f"| `{name}.py`{f', tensor axis of {tensor}' if tensor > 1 else ''} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -52,6 +53,16 @@ class Entry:
         return math.prod(part.count for part in self.parts)
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of parts of each dim that is split."""
+        return tuple(part.count for part in self.parts)
+
+    @property
+    def length(self) -> int:
+        """Numbers in each part."""
+        return math.prod(self.shape) // self.local_share
+
+    @property
     def spec(self) -> PartitionSpec:
         """How the partitioner splits the value."""
         return self._spec(0)
@@ -76,6 +87,17 @@ class Entry:
     def unpack(self, kept: Any) -> Any:
         """The value."""
         return self._join(kept, 0)
+
+    def ravel(self, kept: Any) -> Any:
+        """[parts, ...] [all the rest, row by row] of an entry: a device's part of it is one row of numbers, that of others may follow."""
+        return (jnp.moveaxis(kept, 0, len(self.parts)) if self.by_row else kept).reshape(*self.counts, self.length)
+
+    def unravel(self, raveled: Any) -> Any:
+        """The entry."""
+        if not self.by_row:
+            return raveled.reshape(self.kept)
+        rows = raveled.reshape(*self.counts, self.shape[0], self.length // max(1, self.shape[0]))
+        return jnp.moveaxis(rows, len(self.parts), 0).reshape(self.kept)
 
     def pack_row(self, value: Any) -> Any:
         """A row [*shape[1:]] as it is kept."""

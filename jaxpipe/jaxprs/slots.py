@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,21 +51,27 @@ class Slot(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row without taking it out."""
+    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row without taking it out.
+
+    The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of it is a piece of that device's numbers.
+    """
 
     pool: Any
     start: int
-    shape: tuple[int, ...]
+    entry: Entry
 
     def load(self) -> Any:
         """The whole value."""
-        return lax.slice(self.pool, (self.start,), (self.start + math.prod(self.shape),)).reshape(self.shape)
+        own = lax.slice_in_dim(self.pool, self.start, self.start + self.entry.length, axis=-1)
+        return self.entry.unpack(self.entry.unravel(own))
 
     def load_row(self, row: Any) -> Any:
         """`[row]` of the value."""
-        kept = self.shape[1:]
-        size = math.prod(kept)
-        return lax.dynamic_slice(self.pool, (jnp.int32(self.start) + row * size,), (size,)).reshape(kept)
+        if any(part.dim == 0 for part in self.entry.parts):
+            return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
+        size = self.entry.length // self.entry.shape[0]
+        own = lax.dynamic_slice_in_dim(self.pool, jnp.int32(self.start) + row * size, size, axis=-1)
+        return self.entry.unpack_row(own.reshape(self.entry.kept[1:]))
 
 
 class Total(NamedTuple):
@@ -91,28 +96,33 @@ class Total(NamedTuple):
 
 
 class TotalPiece(NamedTuple):
-    """An accumulator that is a piece of a long array: what is stored is added there, in place."""
+    """An accumulator that is a piece of a long array (see `Piece`): what is stored is added there, in place."""
 
     pool: Any
     start: int
-    shape: tuple[int, ...]
+    entry: Entry
 
     def store(self, value: Any) -> Any:
         """The array with a whole value added."""
-        return self._add(self.start, jnp.asarray(value).reshape(-1))
+        return self._add(self.start, self.entry.ravel(self.entry.pack(jnp.asarray(value))))
 
     def store_row(self, row: Any, value: Any) -> Any:
         """The array with `[row]` of the piece added to."""
-        return self._add(jnp.int32(self.start) + row * value.size, value.reshape(-1))
+        if any(part.dim == 0 for part in self.entry.parts):
+            whole = jnp.zeros(self.entry.shape, value.dtype)
+            return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
+        size = self.entry.length // self.entry.shape[0]
+        own = self.entry.pack_row(value).reshape(*self.entry.counts, size)
+        return self._add(jnp.int32(self.start) + row * size, own)
 
     def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
         """The array with the updates of a scatter-add into zeros added where they belong in the piece."""
-        piece = Total(Piece(self.pool, self.start, self.shape).load()).scatter(eqn, indices, updates)
-        return lax.dynamic_update_slice(self.pool, piece.reshape(-1), (self.start,))
+        piece = Total(Piece(self.pool, self.start, self.entry).load()).scatter(eqn, indices, updates)
+        return lax.dynamic_update_slice_in_dim(self.pool, self.entry.ravel(self.entry.pack(piece)), self.start, axis=-1)
 
     def _add(self, start: Any, value: Any) -> Any:
-        old = lax.dynamic_slice(self.pool, (start,), value.shape)
-        return lax.dynamic_update_slice(self.pool, old + value.astype(self.pool.dtype), (start,))
+        old = lax.dynamic_slice_in_dim(self.pool, start, value.shape[-1], axis=-1)
+        return lax.dynamic_update_slice_in_dim(self.pool, old + value.astype(self.pool.dtype), start, axis=-1)
 
 
 Target: TypeAlias = "Slot | Total | TotalPiece"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from ..arrays import PyTree
+from ..jaxprs import Entry, Part
+
+Axes: TypeAlias = "tuple[tuple[tuple[str, ...], int], ...]"
 
 
 @dataclass(frozen=True)
@@ -29,33 +33,68 @@ class TreeForm:
         paths = tuple(keystr(path, simple=True, separator="/") for path, _ in leaves)
         return cls(jax.tree.structure(params), paths, tuple(tuple(np.shape(leaf)) for _, leaf in leaves))
 
-    def sizes(self, paths: Iterable[str]) -> dict[str, int]:
-        """Elements of those of these leaves that the stage has."""
-        wanted = frozenset(paths)
-        return {path: math.prod(shape) for path, shape in zip(self.paths, self.shapes, strict=True) if path in wanted}
+    def shape_of(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by path."""
+        return dict(zip(self.paths, self.shapes, strict=True))
+
+
+class Lie(NamedTuple):
+    """How a leaf may lie in a buffer: beside others of its group, cut into the parts that the partitioner makes of it."""
+
+    group: Hashable
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes of each dim that is split, and how many parts they make: alike in all leaves of a buffer."""
+        return tuple((part.axes, part.count) for part in self.parts)
 
 
 class Buffer(NamedTuple):
-    """Leaves that lie in one array, one after the other: as long as the device needs that has most of them."""
+    """Leaves that lie in one array, one after the other: as long as the device needs that has most of them.
+
+    The array is [parts, ..., size], with a dim for each that the partitioner splits: each of its devices has its part of every leaf.
+    """
 
     name: str
-    size: int
+    size: int  # of each part
     paths: tuple[str, ...]
-    group: Hashable  # of all of them: see `Sharing`
+    lies: tuple[Lie, ...]  # by path; of one group and the same axes: see `Sharing`
+    pinned: bool = False  # there are axes that the partitioner may split over
+
+    @property
+    def group(self) -> Hashable:
+        """What the leaves have in common."""
+        return self.lies[0].group
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the partitioner splits the array."""
+        return PartitionSpec(*(axes for axes, _ in self.lies[0].axes), None)
 
     def starts(self, form: TreeForm) -> dict[str, int]:
         """Where each leaf of a stage begins; matrices, whose sizes are round, before vectors, so that they lie at round addresses."""
-        sizes = form.sizes(self.paths)
+        sizes = {path: entry.length for path, entry in self.entries(form).items()}
         order = sorted(sizes, key=lambda path: (-sizes[path], path))
         return dict(zip(order, np.cumsum([0, *(sizes[path] for path in order)]).tolist(), strict=False))
+
+    def entries(self, form: TreeForm, *, pinned: bool = False) -> dict[str, Entry]:
+        """How each of a stage's leaves is raveled; `pinned`: in a program that says to the partitioner how it splits them."""
+        shapes = form.shape_of()
+        return {
+            path: Entry(shapes[path], lie.parts, pinned and self.pinned)
+            for path, lie in zip(self.paths, self.lies, strict=True)
+            if path in shapes
+        }
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which leaves may lie in one buffer: those of one group (and dtype); None is a leaf that stays by itself."""
+    """Which leaves may lie in one buffer: those of one group, split over the same axes (and dtype); None is a leaf that stays by itself."""
 
-    group: Callable[[str, jax.ShapeDtypeStruct], Hashable | None]
+    lie: Callable[[str, jax.ShapeDtypeStruct], Lie | None]
     multiple: int = 1  # of which a buffer's length is, as an axis splits it
+    pinned: bool = False  # there are axes that the partitioner may split over
 
     def buffers(self, forms: Sequence[TreeForm], dtypes: Mapping[str, Any]) -> tuple[Buffer, ...]:
         """The buffers of stages that share a chunk, where these are smaller than an array for each leaf.
@@ -66,34 +105,48 @@ class Sharing:
         for form in forms:
             for path, shape in zip(form.paths, form.shapes, strict=True):
                 shapes.setdefault(path, []).append(shape)
-        groups: dict[Any, list[str]] = {}
+        groups: dict[Any, dict[str, Lie]] = {}
         for path, found in shapes.items():
-            group = self.group(path, jax.ShapeDtypeStruct(found[0], dtypes[path]))
-            if group is not None and (len(found) < len(forms) or len(set(found)) > 1):
-                groups.setdefault((dtypes[path], group), []).append(path)
+            lie = self._lie(path, found, dtypes[path])
+            if lie is not None and (len(found) < len(forms) or len(set(found)) > 1):
+                groups.setdefault((dtypes[path], lie.group, lie.axes), {})[path] = lie
         name = "buffer"
         while any(path.startswith(name) for path in shapes):
             name += "_"
         return tuple(
-            Buffer(f"{name} {number}", size, tuple(sorted(paths)), key[1])
-            for number, (key, paths) in enumerate(sorted(groups.items(), key=lambda item: min(item[1])))
-            if (size := self._size(forms, paths)) < sum(max(map(math.prod, shapes[path])) for path in paths)
+            buffer._replace(size=size)
+            for number, lies in enumerate(sorted(groups.values(), key=min))
+            for buffer in [Buffer(f"{name} {number}", 0, tuple(sorted(lies)), tuple(lies[path] for path in sorted(lies)), self.pinned)]
+            if (size := self._size(forms, buffer)) < self._apart(buffer, shapes)
         )
 
-    def _size(self, forms: Sequence[TreeForm], paths: Sequence[str]) -> int:
-        most = max(sum(form.sizes(paths).values()) for form in forms)
+    def _lie(self, path: str, shapes: Iterable[tuple[int, ...]], dtype: Any) -> Lie | None:
+        """How the leaf lies, where it does so in every shape that stages give it."""
+        lies = {self.lie(path, jax.ShapeDtypeStruct(shape, dtype)) for shape in shapes}
+        return lies.pop() if len(lies) == 1 else None
+
+    def _size(self, forms: Sequence[TreeForm], buffer: Buffer) -> int:
+        most = max(sum(entry.length for entry in buffer.entries(form).values()) for form in forms)
         return math.ceil(most / self.multiple) * self.multiple
+
+    def _apart(self, buffer: Buffer, shapes: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
+        """Numbers of each part in arrays of their own."""
+        return sum(max(Entry(shape, lie.parts).length for shape in shapes[p]) for p, lie in zip(buffer.paths, buffer.lies, strict=True))
 
     def faults(self, buffer: Buffer, forms: Sequence[TreeForm | None], dtype: Any) -> list[str]:
         """Why a buffer made with another sharing cannot be used with this one."""
-        shapes = {p: s for form in forms if form is not None for p, s in zip(form.paths, form.shapes, strict=True)}
-        odd = [path for path in buffer.paths if self.group(path, jax.ShapeDtypeStruct(shapes[path], dtype)) != buffer.group]
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        for form in forms:
+            for path, shape in () if form is None else zip(form.paths, form.shapes, strict=True):
+                shapes.setdefault(path, []).append(shape)
+        odd = [path for path, lie in zip(buffer.paths, buffer.lies, strict=True) if self._lie(path, shapes[path], dtype) != lie]
         again = "bring them over with the pipeline that placed them as `old`: new.place(old.canonical(...))"
         if odd:
             others = [path for path in buffer.paths if path != odd[0]]
-            return [
-                f"{odd[0]!r} lies in one array with {others[0]!r}, but frozen= or the mesh axes of this pipeline keep it apart; {again}"
-            ]
+            beside = f"beside {others[0]!r}" if others else "as it is not split here"
+            return [f"{odd[0]!r} lies in one array {beside}, but frozen=, specs= or the mesh axes of this pipeline keep it apart; {again}"]
+        if buffer.pinned != self.pinned:
+            return [f"{buffer.name!r} is of a pipeline whose mesh had other axes; {again}"]
         if buffer.size % self.multiple:
             return [f"{buffer.name!r} of {buffer.size} numbers does not divide over the {self.multiple} devices of fsdp; {again}"]
         return []

@@ -41,13 +41,17 @@ class Packed:
         names, forms, buffers = aux
         return cls(dict(zip(names, children, strict=True)), forms, buffers)
 
-    def places(self, form: TreeForm) -> Places:
-        """Where each leaf of a stage lies among these leaves, in the order of their paths."""
+    def places(self, form: TreeForm, *, pinned: bool = False) -> Places:
+        """Where each leaf of a stage lies among these leaves, in the order of their paths (`pinned`: see `Buffer.entries`)."""
         at = {name: i for i, name in enumerate(sorted(self.leaves))}
         flat = unlike_paths([form for form in self.forms if form is not None])
-        found = {path: Place(at[b.name], (), flat=True, start=start) for b in self.buffers for path, start in b.starts(form).items()}
+        found: dict[str, Place] = {}
+        for buffer in self.buffers:
+            starts = buffer.starts(form)
+            for path, entry in buffer.entries(form, pinned=pinned).items():
+                found[path] = Place(at[buffer.name], entry.shape, True, starts[path], entry.parts, entry.pinned)
         return tuple(
-            found[path]._replace(shape=shape) if path in found else Place(at[path], shape, path in flat)
+            found[path] if path in found else Place(at[path], shape, path in flat)
             for path, shape in zip(form.paths, form.shapes, strict=True)
         )
 
@@ -62,10 +66,10 @@ class Packed:
         assert form is not None
         return jax.tree.unflatten(form.tree, self.take(form, jax.tree.map(lambda leaf: leaf[device], self.leaves)))
 
-    def take(self, form: TreeForm, own: dict[str, Any]) -> list[Any]:
+    def take(self, form: TreeForm, own: dict[str, Any], *, pinned: bool = False) -> list[Any]:
         """A stage's leaves out of one device's; None where there is none."""
         leaves = [own[name] for name in sorted(own)]
-        return [None if leaves[place.at] is None else place.take(leaves[place.at]) for place in self.places(form)]
+        return [None if leaves[place.at] is None else place.take(leaves[place.at]) for place in self.places(form, pinned=pinned)]
 
 
 def pack(stages: Sequence[PyTree | None], sharing: Sharing | None = None) -> Packed:
@@ -84,17 +88,17 @@ def pack_like(stages: Sequence[PyTree | None], like: Packed) -> Packed:
 def _packed(stages: Sequence[PyTree | None], forms: tuple[TreeForm | None, ...], buffers: tuple[Buffer, ...]) -> Packed:
     flat = unlike_paths([form for form in forms if form is not None])
     apart: dict[str, list[Any]] = {}
-    rows: dict[str, list[list[Any]]] = {buffer.name: [[] for _ in stages] for buffer in buffers}
+    rows: dict[str, list[Any]] = {buffer.name: [None] * len(stages) for buffer in buffers}
     for device, (stage, form) in enumerate(zip(stages, forms, strict=True)):
         if form is None:
             continue
         own = dict(zip(form.paths, form.tree.flatten_up_to(stage), strict=True))
         for buffer in buffers:
-            rows[buffer.name][device] = [own.pop(path) for path in buffer.starts(form)]
+            rows[buffer.name][device] = buffer_row(buffer, form, {path: own.pop(path) for path in buffer.starts(form)})
         for path, leaf in own.items():
             apart.setdefault(path, [None] * len(stages))[device] = leaf if leaf is None or path not in flat else jnp.ravel(leaf)
     found = {path: _stack(leaves) for path, leaves in apart.items()}
-    return Packed(found | {buffer.name: _joined(rows[buffer.name], buffer.size) for buffer in buffers}, forms, buffers)
+    return Packed(found | {buffer.name: _stack(rows[buffer.name]) for buffer in buffers}, forms, buffers)
 
 
 def _dtypes(forms: Sequence[TreeForm | None], stages: Sequence[PyTree | None]) -> dict[str, Any]:
@@ -123,16 +127,11 @@ def _stack(leaves: Sequence[Any]) -> Any:
     return jnp.stack([jnp.pad(leaf, (0, shape[0] - leaf.shape[0])) if leaf.shape != shape else leaf for leaf in full])
 
 
-def _joined(rows: Sequence[Sequence[Any]], size: int) -> Any:
-    """Leaves by device, one after the other."""
-    have = [leaf for row in rows for leaf in row if leaf is not None]
+def buffer_row(buffer: Buffer, form: TreeForm, own: dict[str, Any], *, pinned: bool = False) -> Any:
+    """One device's leaves by path, raveled, one after the other; None where they are, or where it has none."""
+    entries = buffer.entries(form, pinned=pinned)
+    have = [(entries[path], jnp.asarray(own[path])) for path in buffer.starts(form) if own[path] is not None]
     if not have:
         return None
-    dtype = jnp.asarray(have[0]).dtype
-    return jnp.stack([joined_row(row, size, dtype) for row in rows])
-
-
-def joined_row(row: Sequence[Any], size: int, dtype: Any) -> Any:
-    """Leaves of one device, raveled, one after the other, in an array of `size`."""
-    flat = jnp.concatenate([jnp.zeros(0, dtype), *map(jnp.ravel, row)])
-    return jnp.pad(flat, (0, size - len(flat)))
+    row = jnp.concatenate([entry.ravel(entry.pack(leaf)) for entry, leaf in have], axis=-1)
+    return jnp.pad(row, [*((0, 0) for _ in row.shape[1:]), (0, buffer.size - row.shape[-1])])

@@ -151,7 +151,7 @@ class ParamLayout:
             return None
         device = self.placement.devices_of[stage][0]
         form = chunks[self.owned[device].index(stage)].forms[device]
-        return chunks[chunk].places(form)
+        return chunks[chunk].places(form, pinned=True)
 
     def faults(self, stages: PyTree) -> list[str]:
         """What is wrong with the canonical parameters, or state, of the stages."""

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .forms import Sharing
+from ..jaxprs import Part
+from .forms import Lie, Sharing
 from .mesh import trimmed
 from .packed import Packed
 from .placed import Chunks
@@ -37,6 +38,7 @@ class LeafPlan:
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
     frozen: bool = False  # no gradient, no accumulator
     cut: tuple[str, int] | None = None  # (pipe axis, dim) of a share that a spread function works on: never gathered
+    pinned: bool = False  # the partitioner shall not split what `auto` does not say
 
     def spec(self, axis: str) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the second step would be compiled again."""
@@ -98,7 +100,7 @@ class LeafPlan:
 
     def constrain(self, leaf: Any) -> Any:
         """Tell the partitioner how a buffer of the parameter's shape is split."""
-        if all(a is None for a in self.auto):
+        if all(a is None for a in self.auto) and not self.pinned:
             return leaf
         return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
 
@@ -143,7 +145,7 @@ class Partition:
 
     def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
         """Plans by path: a spec holds for the parameter that it names and for all below it; what no spec names is whole."""
-        given = {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(spec, is_leaf=_is_spec)}
+        given = _by_path(spec)
         stages = tree if isinstance(tree, Chunks) else None
         chunks = (tree,) if stages is None else stages
         found = []
@@ -161,38 +163,47 @@ class Partition:
         return found[0] if stages is None else stages.like(found)
 
     def _leaves(self, key: str, tree: PyTree, given: Mapping[str, Any], faults: list[str]) -> PyTree:
-        groups = {buffer.name: buffer.group for buffer in tree.buffers} if isinstance(tree, Packed) else {}
+        buffers = {buffer.name: buffer for buffer in tree.buffers} if isinstance(tree, Packed) else {}
 
         def leaf_plan(path: Any, leaf: Any) -> LeafPlan:
-            if _path(path) in groups:
-                plan = self._leaf(key, key, leaf, None, faults, None)
-                return replace(plan, frozen=groups[_path(path)] is _Group.FROZEN)
+            buffer = buffers.get(_path(path))
+            if buffer is not None:
+                plan = self._leaf(key, key, leaf, buffer.spec, faults, None)
+                return replace(plan, frozen=buffer.group is _Group.FROZEN, pinned=buffer.pinned)
             name = self._name(key, _path(path))
-            own = next((spec for prefix, spec in given.items() if _holds(prefix, name)), None)
-            if own is not None and self.layered and key == "stages" and isinstance(own, PartitionSpec):
-                own = PartitionSpec(None, *own)  # the layers of a stage are stacked
-            cut = self.cuts.dim(key, path)
+            own, cut = self._spec_of(key, name, given), self.cuts.dim(key, path)
             return self._leaf(key, f"{key}/{name}" if name else key, leaf, own, faults, cut)
 
         return jax.tree_util.tree_map_with_path(leaf_plan, tree)
 
+    def _spec_of(self, key: str, name: str, given: Mapping[str, Any]) -> Any:
+        """The spec that holds for a parameter, of a stage's own dims."""
+        own = next((spec for prefix, spec in given.items() if _holds(prefix, name)), None)
+        if self.layered and key == "stages" and isinstance(own, PartitionSpec):
+            return PartitionSpec(None, *own)  # the layers of a stage are stacked
+        return own
+
     @cached_property
     def sharing(self) -> Sharing:
-        """Which parameters of unlike stages may share a buffer: frozen ones with each other, and trained ones.
+        """Which parameters of unlike stages may share a buffer: frozen ones with each other, and trained ones, split over the same axes."""
+        given = _by_path((self.specs or {}).get("stages"))
 
-        None where an axis is left to the partitioner.  It splits arrays along their dims, which a buffer does not have; and what it
-        splits and a buffer holds, it would have to exchange inside a block.
-        """
+        def lie(path: str, leaf: jax.ShapeDtypeStruct) -> Lie | None:
+            name = self._name("stages", path)
+            spec = self._spec_of("stages", name, given)
+            if self._spec_faults(name, leaf.shape, spec):
+                return None  # told where the parameter is read by itself
+            parts = tuple(
+                Part(dim, _names(entry), count)
+                for dim, entry in enumerate(() if spec is None else spec)
+                if (count := math.prod(self.mesh[axis] for axis in _names(entry))) > 1
+            )
+            if self._is_frozen(f"stages/{name}", leaf.shape, leaf.dtype):
+                return Lie(_Group.FROZEN, parts)
+            return Lie(_Group.TRAINED, parts) if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+
         left = any(size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes))
-
-        def group(path: str, leaf: jax.ShapeDtypeStruct) -> _Group | None:
-            if left:
-                return None
-            if self._is_frozen(f"stages/{self._name('stages', path)}", leaf.shape, leaf.dtype):
-                return _Group.FROZEN
-            return _Group.TRAINED if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
-
-        return Sharing(group, 1 if self.fsdp is None else self.mesh[self.fsdp])
+        return Sharing(lie, 1 if self.fsdp is None else self.mesh[self.fsdp], left)
 
     def _name(self, key: str, name: str) -> str:
         """A parameter's path as the user knows it: a stage's stacks of a letter, "t/0/w" and "t/1/w", are one parameter, "t/w"."""
@@ -278,6 +289,11 @@ def _paths(chunk: PyTree) -> list[str]:
     names = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
     inside = {buffer.name: buffer.paths for buffer in chunk.buffers} if isinstance(chunk, Packed) else {}
     return [path for name in names for path in inside.get(name, (name,))]
+
+
+def _by_path(specs: PyTree) -> dict[str, Any]:
+    """Specs by the paths at which they are given."""
+    return {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)}
 
 
 def _is_spec(value: Any) -> bool:

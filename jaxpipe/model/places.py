@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple, TypeAlias
 
 from jax import lax
+
+from ..jaxprs import Entry, Part, Piece
 
 
 class Place(NamedTuple):
@@ -15,20 +16,24 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     flat: bool
     start: int = 0
+    parts: tuple[Part, ...] = ()  # that the partitioner makes of the leaf: `start` counts in each of them
+    pinned: bool = False
 
     @property
-    def size(self) -> int:
-        """Elements of the leaf."""
-        return math.prod(self.shape)
+    def entry(self) -> Entry:
+        """How the leaf is raveled."""
+        return Entry(self.shape, self.parts, self.pinned)
 
     def take(self, leaf: Any) -> Any:
         """The leaf out of the shared buffer's."""
-        return lax.slice(leaf, (self.start,), (self.start + self.size,)).reshape(self.shape) if self.flat else leaf
+        return Piece(leaf, self.start, self.entry).load() if self.flat else leaf
 
     def put(self, leaf: Any, value: Any) -> Any:
         """The shared buffer's leaf with this value in its place."""
         value = value.astype(leaf.dtype)
-        return lax.dynamic_update_slice(leaf, value.reshape(-1), (self.start,)) if self.flat else value
+        if not self.flat:
+            return value
+        return lax.dynamic_update_slice_in_dim(leaf, self.entry.ravel(self.entry.pack(value)), self.start, axis=-1)
 
 
 Places: TypeAlias = "tuple[Place, ...]"

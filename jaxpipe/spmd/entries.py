@@ -94,7 +94,7 @@ def _param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[Partitio
     own = _split_as(job.plans["stages"][chunk])
     places = job.layout.places(stage, owned, chunk)
     if places is not None:
-        own = [_WHOLE if place.flat else own[place.at] for place in places]
+        own = [place.entry.spec if place.flat else own[place.at] for place in places]
     return [*own, *_split_as(job.plans["shared"])]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -74,8 +73,8 @@ class Packing:
         return [self._empty(group, slots + 1) for group in self.groups] if slots else []
 
     def _empty(self, group: Sequence[int], slots: int) -> Any:
-        counts = _counts(self.entries[group[0]])
-        shape = (slots, *counts, sum(_size(self.entries[i]) for i in group))
+        counts = self.entries[group[0]].counts
+        shape = (slots, *counts, sum(self.entries[i].length for i in group))
         dtype = self.dtypes[group[0]]
         if not _moves(dtype):
             return zeros(shape, dtype)
@@ -86,11 +85,7 @@ class Packing:
         return [self._pack(group, [leaves[i] for i in group]) for group in self.groups]
 
     def _pack(self, group: Sequence[int], leaves: Sequence[Any]) -> Any:
-        flat = []
-        for i, leaf in zip(group, leaves, strict=True):
-            entry, counts = self.entries[i], _counts(self.entries[i])
-            leaf = jnp.moveaxis(leaf, 0, len(counts)) if entry.by_row else leaf
-            flat.append(leaf.reshape(*counts, _size(entry)))
+        flat = [self.entries[i].ravel(leaf) for i, leaf in zip(group, leaves, strict=True)]
         entry = self.entries[group[0]]
         packed = jnp.concatenate(flat, axis=-1)
         pinned = any(self.entries[i].pinned for i in group)
@@ -102,22 +97,10 @@ class Packing:
         for group, array in zip(self.groups, packed, strict=True):
             at = 0
             for i in group:
-                entry, counts = self.entries[i], _counts(self.entries[i])
-                leaf = lax.slice_in_dim(array, at, at + _size(entry), axis=-1)
-                if entry.by_row:
-                    leaf = jnp.moveaxis(leaf.reshape(*counts, entry.shape[0], _size(entry) // max(1, entry.shape[0])), len(counts), 0)
-                found[i] = leaf.reshape(entry.kept)
-                at += _size(entry)
+                entry = self.entries[i]
+                found[i] = entry.unravel(lax.slice_in_dim(array, at, at + entry.length, axis=-1))
+                at += entry.length
         return [found[i] for i in range(len(found))]
-
-
-def _counts(entry: Entry) -> tuple[int, ...]:
-    return tuple(part.count for part in entry.parts)
-
-
-def _size(entry: Entry) -> int:
-    """Numbers in each part."""
-    return math.prod(entry.kept) // math.prod(_counts(entry))
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,14 @@ class StageOperand:
         """
         if self.places is None:
             return [*self.leaves, *self.shared]
-        own = [Piece(self.leaves[p.at], p.start, p.shape) if p.flat else self.leaves[p.at] for p in self.places]
+        own = [Piece(self.leaves[p.at], p.start, p.entry) if p.flat else self.leaves[p.at] for p in self.places]
         return [*own, *self.shared]
 
     def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
         """Where the stage's own gradients are added, among the accumulators of its chunk."""
         if self.gradient_places is None:
             return [Total(leaf) for leaf in chunk]
-        return [TotalPiece(chunk[p.at], p.start, p.shape) if p.flat else Total(chunk[p.at]) for p in self.gradient_places]
+        return [TotalPiece(chunk[p.at], p.start, p.entry) if p.flat else Total(chunk[p.at]) for p in self.gradient_places]
 
     def with_totals(self, chunk: Leaves, new: Leaves) -> Leaves:
         """The chunk's accumulators with the new totals of the stage's own parameters."""

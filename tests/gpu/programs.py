@@ -112,9 +112,11 @@ def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
     return pipe.lower(pipe.place(canonical), batch).compile()
 
 
-def compile_two_kinds(schedule: jp.Schedule, layout: str) -> tuple[Any, int]:
-    """The compiled GPU step of narrow and wide layers, which share a buffer, and the buffer's length."""
-    mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
+def compile_two_kinds(schedule: jp.Schedule, layout: str, *, tensor: int = 1) -> tuple[Any, int]:
+    """The compiled GPU step of narrow and wide layers, which share a buffer, and the numbers of it that a device has."""
+    mesh = gpu_mesh((schedule.num_devices, tensor), ("pipe", "tensor"))
+    columns, rows = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
+    specs = {"stages": {"n": {"w": columns}, "w": {"w1": columns, "b": rows, "w2": rows}}}
 
     def narrow(params: dict[str, Any], x: Any) -> Any:
         return x + jnp.tanh(x @ params["w"].astype(x.dtype))
@@ -122,7 +124,8 @@ def compile_two_kinds(schedule: jp.Schedule, layout: str) -> tuple[Any, int]:
     def wide(params: dict[str, Any], x: Any) -> Any:
         return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
 
-    pipe = jp.Pipeline(layers={"E": first, "n": narrow, "w": wide, "L": last}, layout=layout, schedule=schedule, mesh=mesh)
+    layers = {"E": first, "n": narrow, "w": wide, "L": last}
+    pipe = jp.Pipeline(layers=layers, layout=layout, schedule=schedule, mesh=mesh, specs=specs if tensor > 1 else None)
     canonical = shapes(1, layers=layout.count("w"))
     own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
     canonical["stages"] = {"w": own, "n": {"w": jax.ShapeDtypeStruct((layout.count("n"), WIDTH, WIDTH), jnp.float32)}}
@@ -130,7 +133,7 @@ def compile_two_kinds(schedule: jp.Schedule, layout: str) -> tuple[Any, int]:
     batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
     params = pipe.place(canonical)
     (buffer,) = jax.tree.leaves(params["stages"])
-    return pipe.lower(params, batch).compile(), buffer.shape[1]
+    return pipe.lower(params, batch).compile(), math.prod(buffer.sharding.shard_shape(buffer.shape))
 
 
 class Op(NamedTuple):

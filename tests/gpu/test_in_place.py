@@ -77,17 +77,22 @@ def test_no_buffer_is_copied_where_stages_have_different_layers(name: str) -> No
     assert not set(results) & set(buffers(schedule))
 
 
-@pytest.mark.parametrize("name", ["1f1b", slow("zb_h1")])
-def test_a_buffer_of_two_kinds_of_layer_is_read_and_added_to_in_place(name: str) -> None:
-    """Two narrow layers, or two wide ones: neither the buffer nor a stack in it is copied, and its accumulator is added to in place."""
-    compiled, size = compile_two_kinds(build(name), "Ennn|nnn|ww|wwL")
+@pytest.mark.parametrize(("name", "tensor"), [("1f1b", 1), slow("zb_h1", 1), slow("1f1b", 2)])
+def test_a_buffer_of_two_kinds_of_layer_is_read_and_added_to_in_place(name: str, tensor: int) -> None:
+    """Two narrow layers, or two wide ones: neither the buffer nor a stack in it is copied, and its accumulator is added to in place.
+
+    With a tensor axis the same holds of a device's part, and no parameter is gathered.
+    """
+    compiled, size = compile_two_kinds(build(name), "Ennn|nnn|ww|wwL", tensor=tensor)
     text = compiled.as_text()
-    stacks = [(2, WIDTH, HIDDEN), (3, WIDTH, WIDTH)]
+    stacks = [(2, WIDTH, HIDDEN // tensor), (3, WIDTH, WIDTH // tensor)]
     copies = ("copy", "copy-start", "slice", "dynamic-slice")
     moved = [op for op in operations(text) if op.opcode in copies and "/while/" in op.line]
     assert [op.line[:200] for op in moved if math.prod(op.shape) in {size, *map(math.prod, stacks)}] == []
-    rewritten = [op for op in operations(text) if op.opcode == "dynamic-update-slice" and op.shape == (size,)]
+    rewritten = [op for op in operations(text) if op.opcode == "dynamic-update-slice" and math.prod(op.shape) == size]
     assert rewritten
+    exchanged = [op for op in operations(text) if op.opcode.startswith(("all-gather", "all-to-all"))]
+    assert [op.line[:200] for op in exchanged if math.prod(op.shape) in {WIDTH * WIDTH, WIDTH * HIDDEN}] == []
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zbv"), slow("interleaved_1f1b")])

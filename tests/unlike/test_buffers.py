@@ -93,8 +93,8 @@ def test_one_kind_stays_as_it_is():
     assert sorted(chunk.leaves) == ["n/0/scale", "n/0/w", "n/1/scale", "n/1/w"]
 
 
-def test_frozen_fsdp_and_tensor_axes():
-    """Frozen parameters share a buffer of their own; fsdp splits buffers; with an axis for the partitioner there are none."""
+def test_frozen_parameters_and_fsdp():
+    """Frozen parameters share a buffer of their own, and fsdp splits buffers."""
     mesh = mesh_of(3, data=2)
     spec = jax.sharding.PartitionSpec
     pipe = pipeline(mesh=mesh, data_axes=("data",), fsdp="data", frozen=("stages/w/base", "stages/n/scale"))
@@ -109,13 +109,28 @@ def test_frozen_fsdp_and_tensor_axes():
     assert found["w"].pop("base") is None
     assert found["n"].pop("scale") is None
     assert worst(found, {"n": {"w": wanted["n"]["w"]}, "w": {k: wanted["w"][k] for k in ("up", "down", "norm")}}) <= FLOAT64
-    split = pipeline(mesh=mesh, specs={"stages": {"w": {"up": spec(None, "data")}}})
-    (apart,) = split.place(canonical())["stages"]
-    assert not apart.buffers
-    assert apart.leaves["w/0/up"].sharding.spec == spec("pipe", None, None, "data")
     # A buffer is for the pipeline that made it.
-    with pytest.raises(jp.PipelineError, match=r"frozen= or the mesh axes of this pipeline keep it apart.*new.place\(old.canonical"):
-        split.value_and_grad(pipeline().place(canonical()), tokens())
+    with pytest.raises(
+        jp.PipelineError, match=r"frozen=, specs= or the mesh axes of this pipeline keep it.*new.place\(old.canonical"
+    ):
+        pipeline(mesh=mesh, data_axes=("data",), fsdp="data").value_and_grad(placed, twice)
+
+
+def test_a_buffer_keeps_the_parts_that_the_partitioner_makes():
+    """Along any dim, of a matrix or of a vector: a device has its part of each parameter, and what is whole is whole in a buffer too."""
+    spec = jax.sharding.PartitionSpec
+    split = {"w": {"up": spec(None, "tensor"), "down": spec("tensor"), "norm": spec("tensor")}, "n": {"w": spec("tensor")}}
+    pipe = pipeline(mesh=mesh_of(3, tensor=2), specs={"stages": split})
+    placed = pipe.place(canonical())
+    (chunk,) = placed["stages"]
+    # In halves: "ww" has 2 (24 + 24 + 6) / 2, "nw" 16 / 2 + 54 / 2; whole: "nnn" 3 scales, "ww" 2 bases, "nw" 4 + 16.
+    found = {name: (leaf.shape, leaf.sharding.spec) for name, leaf in chunk.leaves.items()}
+    assert found == {"buffer 0": ((3, 32), spec("pipe")), "buffer 1": ((3, 2, 54), spec("pipe", "tensor"))}
+    assert worst(pipe.canonical(placed)["stages"], canonical()["stages"]) == 0  # numbers are moved, not computed
+    grads = check_step(pipe)
+    assert {leaf.sharding.spec for leaf in grads["stages"][0].leaves.values()} == {spec("pipe"), spec("pipe", "tensor")}
+    with pytest.raises(jp.PipelineError, match=r"keep it apart.*new.place\(old.canonical"):
+        pipe.value_and_grad(pipeline().place(canonical()), tokens())
 
 
 def test_a_function_for_each_stage_shares_too():
