@@ -19,7 +19,7 @@ from benchmarks.emulated import run_group
 from benchmarks.emulated_worker import Case, Group
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
+from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.planner.layer_cost import Remat, stage_costs
 
@@ -65,7 +65,7 @@ def predicted(case: Case, unit: float) -> float:
     layout = jp.parse_layout(case.layout, devices=case.devices)
     costs = stage_costs(layout, layer_costs(unit), remat=Remat.NONE, transfer=0.0)
     lowered = plan_of(case.build())
-    return program_makespan(cost_matrix(lowered.ticks, costs), lowered.segments)
+    return program_makespan(cost_parts(lowered.ticks, costs), lowered.segments)
 
 
 COLUMNS = ("pipeline", "schedule", "V", "layout", "predicted s", "wall s", "predicted / wall", "against the plan")

@@ -16,7 +16,7 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from benchmarks.stage_costs import Sizes, StageCosts, measure
-from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
+from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import Plan, plan_of
 from jaxpipe.schedules.registry import describe as describe_schedule
 
@@ -28,7 +28,7 @@ def ratio(plan: Plan, stage_costs: StageCosts) -> float:
     """Program over table, at these costs."""
     schedule = plan.ticks.schedule
     costs = stage_costs.of(schedule.num_stages)
-    return program_makespan(cost_matrix(plan.ticks, costs), plan.segments) / float(jp.simulate(schedule, costs).makespan)
+    return program_makespan(cost_parts(plan.ticks, costs), plan.segments) / float(jp.simulate(schedule, costs).makespan)
 
 
 def tables(devices: Sequence[int], microbatches: Sequence[int]) -> Iterator[jp.Schedule]:

@@ -36,7 +36,7 @@ def random_segments(rng, ticks):
     stop = ticks.num_ticks
     marks = sorted({0, stop, *(rng.randint(0, stop) for _ in range(rng.randint(0, 2)))})
     spans = [Span(a, b, min(b - a, rng.randint(1, 5)), rng.random() < 0.5) for a, b in pairwise(marks)]
-    return segments_of(spans, collect(ticks))
+    return segments_of(spans, collect(ticks), beside=rng.random() < 0.5)
 
 
 def exchanges(segments):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Exchange, Permute, Segment
+from ..program.segments import BlockUse, Part, Permute, Point, Segment, parts_in_order
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
-from ..table.kinds import TOGETHER
+from ..table.kinds import RUNS_FORWARD, TOGETHER, Kind
 from .assign_ticks import Ticks
 from .limits import Prices
 from .requirements import Edge, Requirements
 
-# (delay, partners of each device, how long the permutes of each device last)
-_Meetings: TypeAlias = "list[tuple[int, NDArray[np.intp], NDArray[np.float64]]]"
+# Partners of each device, and how long the permutes of each device last.
+_Meeting: TypeAlias = "tuple[NDArray[np.intp], NDArray[np.float64]]"
 
 
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
@@ -25,6 +25,21 @@ def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]
     table = ticks.schedule.encoded
     found = np.zeros((ticks.num_ticks, table.num_devices))
     np.add.at(found, (ticks.when, table.device), action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
+    return found
+
+
+def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
+    """`[tick, part, device]`: the same by the parts of a tick (`Part`), in the order in which it has them."""
+    table = ticks.schedule.encoded
+    order = parts_in_order(ticks.forward_first)
+    found = np.zeros((ticks.num_ticks, len(order), table.num_devices))
+    place = np.array([order.index(Part.of(kind)) for kind in Kind])[table.kind]
+    ahead, back = (np.zeros((ticks.num_ticks, table.num_devices), bool) for _ in range(2))
+    for mine, kinds in ((ahead, RUNS_FORWARD), (back, (Kind.B,))):
+        runs = table.of_kinds(kinds)
+        mine[ticks.when[runs], table.device[runs]] = True
+    place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
+    np.add.at(found, (ticks.when, place, table.device), action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
     return found
 
 
@@ -41,9 +56,10 @@ def program_price(makespan: float, segments: Sequence[Segment], num_devices: int
 def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:
     """Simulate the program: a device runs its ticks in order; where it awaits a transfer it waits until all partners have issued it.
 
-    `costs[tick, device]` are durations; the result has their unit.  Each permute that a device takes part in lasts `transfer`.
+    `costs[tick, device]` or `[tick, part, device]` are durations; the result has their unit.  Each permute that a device takes part in
+    lasts `transfer`.  Without parts, what is awaited within a tick is awaited before it.
     """
-    time = np.zeros(costs.shape[1])
+    time = np.zeros(costs.shape[-1])
     for segment in segments:
         time = advance(time, costs, segment, transfer=transfer)
     return float(time.max(initial=0.0))
@@ -51,7 +67,7 @@ def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *,
 
 def priced_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], prices: Prices) -> float:
     """The makespan in which permutes and predicates last as long as their prices say."""
-    time = np.zeros(costs.shape[1])
+    time = np.zeros(costs.shape[-1])
     for segment in segments:
         time = advance(time, asking(costs, segment, prices), segment, transfer=prices.transfer)
     return float(time.max(initial=0.0))
@@ -62,61 +78,127 @@ def asking(costs: NDArray[np.float64], segment: Segment, prices: Prices) -> NDAr
     if not (prices.asked or prices.taken or prices.gate):
         return costs
     found = costs.copy()
+    parts = found[:, None] if costs.ndim == 2 else found
     for j, template in enumerate(segment.templates):
         ticks = slice(segment.start + j, segment.stop, segment.period)
         inside = max((use.num_nested for use in template.blocks), default=0)
         guarded = prices.taken if template.num_predicates else 0.0
-        found[ticks] += prices.asked * template.num_predicates + prices.gate * (len(template.exchanges) > 1)
-        found[ticks] += np.where(costs[ticks] > 0, guarded + prices.asked * inside, 0.0)
+        parts[ticks] += np.where(parts[ticks] > 0, guarded + prices.asked * inside, 0.0)
+        parts[ticks, 0] += prices.asked * template.num_predicates + prices.gate * (len(template.exchanges) > 1)
     return found
 
 
 def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segment, *, transfer: float = 0.0) -> NDArray[np.float64]:
     """Device times after a segment, from device times before it."""
-    num_devices = costs.shape[1]
-    meetings = [[_meetings(e, num_devices, transfer) for e in p.exchanges] for p in segment.templates]
-    rows = costs[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_devices)
-    together = [any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates]
-    same = _equal_ahead(np.concatenate([rows, segment.chosen[..., None]], axis=2))
-    # Beside the devices' times, when each transfer that the trip leaves to the next is over.
-    delays = [delay for delay, *_ in meetings[-1][0] if delay] if segment.in_flight else []
-    times = np.stack([time, *([np.full(num_devices, -np.inf)] * len(delays))])
+    parts = costs[:, None] if costs.ndim == 2 else costs
+    _, num_parts, num_devices = parts.shape
+    rows = parts[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_parts, num_devices)
+    code = _Code.of(segment, num_parts, num_devices, transfer)
+    same = _equal_ahead(np.concatenate([rows.reshape(*rows.shape[:2], -1), segment.chosen[..., None]], axis=2))
     trip, growth = 0, None
+    flies = bool(segment.in_flight)
     while trip < segment.repeats:
-        before = times
-        made = [options[c] for options, c in zip(meetings, segment.chosen[trip].tolist(), strict=True)]
-        times = _one_trip(times, rows[trip], made, together, delays)
+        before = time
+        time = code.trip(time, rows[trip], segment.chosen[trip].tolist(), is_first=trip == 0)
         # Trips of equal costs that moved every device by the same time will go on doing so.
-        moved = times - before
+        moved = time - before
         settled = growth is not None and np.array_equal(moved, growth) and np.ptp(growth) == 0
-        growth = moved if trip or not delays else None
+        growth = moved if trip or not flies else None
         trip += 1
         if settled and trip < segment.repeats and (ahead := int(same[trip - 1])):
-            times = times + moved * ahead
+            time = time + moved * ahead
             trip, growth = trip + ahead, None
-    done: NDArray[np.float64] = times.max(axis=0)
-    return done
+    return code.land(time)
 
 
-def _one_trip(
-    times: NDArray[np.float64], rows: NDArray[np.float64], meetings: Sequence[_Meetings], together: Sequence[bool], delays: Sequence[int]
-) -> NDArray[np.float64]:
-    """Device times after one trip, then when each transfer in flight is over.
+class _Issue(NamedTuple):
+    """Permutes that are issued together, and awaited together."""
 
-    `together`: the ticks that no device begins before the others; `delays`: of the transfers in flight from trip to trip.
-    """
-    time, *flying = times
-    awaited: dict[int, list[NDArray[np.float64]]] = {}
-    for delay, done in zip(delays, flying, strict=True):
-        awaited.setdefault(delay - 1, []).append(done)
-    for j, meets in enumerate(meetings):
-        time = (time.max() if together[j] else time) + rows[j]
-        for delay, met, lasts in meets:
-            awaited.setdefault(j + delay, []).append(time[met].max(axis=1) + lasts)
-        for done in awaited.pop(j, ()):
-            time = np.maximum(time, done)
-    last = len(meetings) - 1
-    return np.stack([time, *(done for delay in delays for done in awaited[last + delay])])
+    number: int
+    from_before: bool
+    meeting: _Meeting
+
+
+class _Step(NamedTuple):
+    """What a trip does at a point, then the parts of a tick that it runs from there on."""
+
+    issues: tuple[_Issue, ...]
+    awaits: tuple[int, ...]  # numbers of issues
+    tick: int
+    parts: slice  # of that tick
+    chosen: tuple[_Meeting, ...]  # exchanges to choose among, when these parts are over
+
+
+class _Code(NamedTuple):
+    """One trip as steps."""
+
+    steps: tuple[_Step, ...]
+    together: tuple[bool, ...]  # the ticks that no device begins before the others
+
+    @classmethod
+    def of(cls, segment: Segment, num_parts: int, num_devices: int, transfer: float) -> _Code:
+        """The steps of a segment's trips."""
+        groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
+        for transit in segment.transits:
+            begin = Point(0, 0) if transit.from_before else _point(segment, transit.issued, num_parts)
+            ends = (begin, _point(segment, transit.written, num_parts), transit.from_before)
+            groups.setdefault(ends, []).append(transit.permute)
+        issues = [
+            (ends, _Issue(n, ends[2], _meeting(permutes, num_devices, transfer))) for n, (ends, permutes) in enumerate(groups.items())
+        ]
+        steps: list[_Step] = []
+        for j, template in enumerate(segment.templates):
+            exchanges = template.exchanges if len(template.exchanges) > 1 else ()
+            options = tuple(_meeting(exchange, num_devices, transfer) for exchange in exchanges)
+            busy = {p.block for ends, _ in issues for p in ends[:2] if p.tick == j}
+            marks = sorted({0, *busy, num_parts})
+            for start, stop in zip(marks, [*marks[1:], num_parts], strict=True):
+                at = Point(j, start)
+                here = tuple(issue for ends, issue in issues if ends[0] == at)
+                awaits = tuple(issue.number for ends, issue in issues if ends[1] == at)
+                if start < stop or here or awaits:
+                    steps.append(_Step(here, awaits, j, slice(start, stop), options if stop == num_parts and start < stop else ()))
+        return cls(tuple(steps), tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates))
+
+    def trip(self, time: NDArray[np.float64], rows: NDArray[np.float64], chosen: Sequence[int], *, is_first: bool) -> NDArray[np.float64]:
+        """Device times after it; nothing is in flight before the first."""
+        done: dict[int, NDArray[np.float64]] = {}
+        for step in self.steps:
+            for number, from_before, (met, lasts) in step.issues:
+                if not (is_first and from_before):
+                    done[number] = time[met].max(axis=1) + lasts
+            for number in step.awaits:
+                if number in done:
+                    time = np.maximum(time, done.pop(number))
+            start, stop, _ = step.parts.indices(rows.shape[1])
+            if start == 0 and self.together[step.tick]:
+                time = np.full_like(time, time.max())
+            if start < stop:
+                time = time + rows[step.tick, step.parts].sum(axis=0)
+            if step.chosen:
+                met, lasts = step.chosen[chosen[step.tick]]
+                time = time[met].max(axis=1) + lasts
+        return time
+
+    def land(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Device times when what the last trip left in flight is over."""
+        flying = [time[met].max(axis=1) + lasts for step in self.steps for _, from_before, (met, lasts) in step.issues if from_before]
+        latest: NDArray[np.float64] = np.max([time, *flying], axis=0)
+        return latest
+
+
+def _point(segment: Segment, point: Point, num_parts: int) -> Point:
+    """The same by parts instead of by blocks."""
+    blocks = segment.templates[point.tick].blocks
+    if point.block >= len(blocks):
+        return Point(point.tick, num_parts)
+    order = parts_in_order(_forward_first(blocks))
+    return Point(point.tick, order.index(Part.of(blocks[point.block].block.kind)) if num_parts > 1 else 0)
+
+
+def _forward_first(blocks: Sequence[BlockUse]) -> bool:
+    """Whether a tick has its forwards before its backwards."""
+    return blocks[0].block.runs_forward
 
 
 def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -127,16 +209,12 @@ def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:
     return last[np.searchsorted(last, trips)] - trips
 
 
-def _meetings(exchange: Exchange, num_devices: int, transfer: float) -> _Meetings:
-    """One entry for each delay that an exchange's permutes have."""
-    found = []
-    for delay in sorted({p.delay for p in exchange}):
-        permutes = [p for p in exchange if p.delay == delay]
-        lasts = np.zeros(num_devices)
-        for permute in permutes:
-            lasts[sorted({d for pair in permute.pairs for d in pair})] += transfer
-        found.append((delay, _partners(permutes, num_devices), lasts))
-    return found
+def _meeting(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Meeting:
+    """Who meets whom at permutes that are awaited together."""
+    lasts = np.zeros(num_devices)
+    for permute in permutes:
+        lasts[sorted({d for pair in permute.pairs for d in pair})] += transfer
+    return _partners(permutes, num_devices), lasts
 
 
 def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]:
@@ -150,8 +228,11 @@ def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]
     return np.array([m + [d] * (width - len(m)) for d, m in enumerate(met)], dtype=np.intp)
 
 
-def least_makespan(requirements: Requirements, costs: NDArray[np.float64]) -> float:
-    """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed."""
+def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, beside: bool = False) -> float:
+    """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed.
+
+    With `beside` its source may go on.
+    """
     time = np.zeros(requirements.num_devices)
     due: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
     transfers = [_by_slack(kind.slack) for kind in requirements.kinds]
@@ -162,7 +243,7 @@ def least_makespan(requirements: Requirements, costs: NDArray[np.float64]) -> fl
         for room, ends in transfers[code]:
             due.setdefault(tick + room, []).append((ends, time[ends].max(axis=0)))
         for ends, met in due.pop(tick, ()):
-            for end in ends:
+            for end in ends[beside:]:
                 np.maximum.at(time, end, met)
     return float(time.max(initial=0.0))
 

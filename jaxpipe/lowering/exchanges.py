@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Block, BlockUse, Payload, Permute, Presence, TickTemplate
+from ..program.segments import Block, BlockUse, Part, Payload, Permute, Presence, TickTemplate, parts_in_order
 from ..table.encoded import IntArray
 from .limits import LIMITS
 from .requirements import Edge, Requirements
@@ -41,19 +41,26 @@ def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, g
             Presence.of(last, active),
             Presence.of(local, active),
         )
-        # Backward blocks go first, so that the forward of the same tick may write what they free; in fused ticks last.
-        for block, (active, first, last, local) in sorted(
-            total.items(), key=lambda item: (item[0].runs_forward is not requirements.forward_first, item[0])
-        )
+        for block, (active, first, last, local) in sorted(total.items(), key=lambda item: _place(item[0], requirements))
     )
+    paired = any(requirements.kinds[code].paired for code in present)
     needs = [frozenset(requirements.kinds[code].slack) for code in present]
     complete = sum(int(times[code]) for code, need in zip(present, needs, strict=True) if len(need) == len(delays))
     if not gated or 2 * complete >= len(codes):
-        return TickTemplate(uses, (permutes_of(delays),)), np.zeros(len(codes), np.int64)
+        return TickTemplate(uses, (permutes_of(delays),), paired), np.zeros(len(codes), np.int64)
     exchanges, made = exchanges_of(needs, times[present])
     choice = np.zeros(len(times), np.int64)
     choice[present] = made
-    return TickTemplate(uses, tuple(permutes_of(dict.fromkeys(edges, 0)) for edges in exchanges)), choice[codes]
+    return TickTemplate(uses, tuple(permutes_of(dict.fromkeys(edges, 0)) for edges in exchanges), paired), choice[codes]
+
+
+def _place(block: Block, requirements: Requirements) -> tuple[int, Block]:
+    """Where a block stands in its tick.
+
+    Backward blocks go first, so that the forward of the same tick may write what they free, and of them those that need no transfer, so
+    that transfers run beside them; in fused ticks all backward blocks are last.
+    """
+    return parts_in_order(requirements.forward_first).index(Part.of(block.kind)), block
 
 
 def exchanges_of(needs: Sequence[frozenset[Edge]], times: IntArray) -> tuple[list[frozenset[Edge]], IntArray]:

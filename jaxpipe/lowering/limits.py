@@ -27,6 +27,20 @@ class Prices(NamedTuple):
     block_predicate: float = 0.0  # time of a block's predicate, where it takes none of the time of a tick
     beside: bool = False  # transfers run beside compute: trips leave some to the next, and the steady state may have code of its own
 
+    def makespan_first(self) -> Prices:
+        """Prices by which nothing is worth a longer makespan; of programs with the same, that which chooses least among exchanges."""
+        little = 1e-3
+        return Prices(
+            transfer=0.0,
+            traffic=little * self.traffic,
+            block=little * self.block,
+            permute=little * self.permute,
+            arm=little * (self.gate + self.arm),
+            block_predicate=little * (self.asked + self.block_predicate),
+            meeting=little * self.meeting,
+            beside=self.beside,
+        )
+
     def in_unit(self, unit: float) -> Prices:
         """The same prices where a stage's forward takes `unit`."""
         times = ("transfer", "traffic", "asked", "taken", "gate", "arm", "block_predicate", "meeting")

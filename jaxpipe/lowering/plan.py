@@ -19,7 +19,7 @@ from ..table.schedule import Schedule
 from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, modulo_ticks
 from .balanced_ticks import balanced_ticks
-from .cost_model import cost_matrix, least_makespan, priced_makespan, program_makespan, program_price
+from .cost_model import cost_matrix, cost_parts, least_makespan, priced_makespan, program_makespan, program_price
 from .limits import LIMITS, LITTLE_CODE, ON_GPUS, Overheads, Prices
 from .offload import Offload
 from .requirements import collect
@@ -63,11 +63,15 @@ def choose_candidate(
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
     found: list[Candidate] = []
     for candidates in _more_and_more(schedule):
-        bounds = [least_makespan(collect(ticks), cost_matrix(ticks, costs)) for ticks in candidates]
+        bounds = [least_makespan(collect(ticks), cost_matrix(ticks, costs), beside=prices.beside) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
         if min(each.makespan for each in found) <= enough:
             break
+    else:
+        # With "speed" most ticks make the same permutes, where that costs little; where it does not, some choose among exchanges.
+        lost = [ticks for ticks, bound in zip(candidates, bounds, strict=True) if prices.beside and bound <= enough]
+        found += [_candidate(ticks, prices, costs, search=prices.makespan_first()) for ticks in lost]
     keeping = [each for each in found if each.makespan <= enough]
     return min(keeping or found, key=lambda each: each.price)
 
@@ -83,12 +87,13 @@ def _alone(costs: Costs | None) -> Costs:
     return Costs() if costs is None else replace(costs, transfer=0)
 
 
-def _candidate(ticks: Ticks, prices: Prices, costs: Costs | None) -> Candidate:
-    segments = find_segments(ticks, costs=costs, prices=prices)
-    matrix = cost_matrix(ticks, costs)
-    makespan = program_makespan(matrix, segments)
-    priced = priced_makespan(matrix, segments, prices)
-    return Candidate(ticks, segments, makespan, program_price(priced, segments, matrix.shape[1], prices))
+def _candidate(ticks: Ticks, prices: Prices, costs: Costs | None, *, search: Prices | None = None) -> Candidate:
+    """The candidate with the segments that are best by the prices, or by those of a search of its own."""
+    segments = find_segments(ticks, costs=costs, prices=search or prices)
+    parts = cost_parts(ticks, costs)
+    makespan = program_makespan(parts, segments)
+    priced = priced_makespan(parts, segments, prices)
+    return Candidate(ticks, segments, makespan, program_price(priced, segments, parts.shape[-1], prices))
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Plan:
     @cached_property
     def makespan(self) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(cost_matrix(self.ticks), self.segments)
+        return program_makespan(cost_parts(self.ticks), self.segments)
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:

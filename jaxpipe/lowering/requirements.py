@@ -39,6 +39,7 @@ class TickRequirements:
 
     blocks: dict[Block, Count]
     slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
+    paired: bool = False  # some device runs a forward and a whole backward
 
     @property
     def together(self) -> bool:
@@ -128,6 +129,7 @@ def _tick_requirements(line: NDArray[np.int32]) -> TickRequirements:
     """Read one line of `collect`: [device, half, field]."""
     blocks: dict[Block, Count] = {}
     slack: dict[Edge, int] = {}
+    paired = bool(((line[:, 0, 0] >= 0) & (line[:, 1, 0] == Kind.B)).any())
     for device, halves in enumerate(line.tolist()):
         for kind, chunk, kept, first, last, local, target, room in halves:
             if kind < 0:
@@ -138,4 +140,4 @@ def _tick_requirements(line: NDArray[np.int32]) -> TickRequirements:
             if target >= 0:
                 payload = Payload.ACTIVATION if kind == Kind.F else Payload.COTANGENT
                 slack[Edge(payload, device, target)] = room
-    return TickRequirements(blocks, slack)
+    return TickRequirements(blocks, slack, paired)

@@ -15,7 +15,7 @@ from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import advance, asking, cost_matrix, priced_makespan, program_price
+from .cost_model import advance, asking, cost_parts, priced_makespan, program_price
 from .exchanges import template_of
 from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
@@ -45,16 +45,16 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     if ticks.period > 1:
         spans = [Span(0, len(requirements), ticks.period, gated) for gated in (False, True)]
         both = [segments_of([span], requirements, beside=prices.beside) for span in spans]
-        matrix = cost_matrix(ticks, costs)
+        parts = cost_parts(ticks, costs)
 
         def price(segments: tuple[Segment, ...]) -> float:
-            makespan = priced_makespan(matrix, segments, prices)
+            makespan = priced_makespan(parts, segments, prices)
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
     kept = kept_ticks(requirements.codes)
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
-    chooser = _Chooser(short, cost_matrix(ticks, costs)[kept], prices)
+    chooser = _Chooser(short, cost_parts(ticks, costs)[kept], prices)
     meetings = _between_meetings(short)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
@@ -71,7 +71,7 @@ def _both_ways(starts: Sequence[list[Span]]) -> list[list[Span]]:
 
 
 def segments_of(spans: Sequence[Span], requirements: Requirements, *, beside: bool = True) -> tuple[Segment, ...]:
-    """The segments of spans that follow each other; `beside`: trips leave transfers with slack to the next (`Segment.in_flight`)."""
+    """The segments of spans that follow each other; `beside`: transfers run beside blocks (`Segment.beside`)."""
     return tuple(segment for span in spans for segment in _segments(span, requirements, beside=beside))
 
 
@@ -232,12 +232,12 @@ class _Chooser:
         key = tuple(spans)
         if key not in self._scores:
             segments = [segment for span in spans for segment in self._segments_of(span)]
-            self._scores[key] = program_price(self._makespan(spans), segments, self._costs.shape[1], self._prices)
+            self._scores[key] = program_price(self._makespan(spans), segments, self._costs.shape[-1], self._prices)
         return self._scores[key]
 
     def _makespan(self, spans: Sequence[Span]) -> float:
         """The program's makespan; a span's effect on a pattern of device times is simulated once."""
-        time = np.zeros(self._costs.shape[1])
+        time = np.zeros(self._costs.shape[-1])
         for span in spans:
             start = time.min()
             key = (span, (time - start).tobytes())
@@ -304,7 +304,7 @@ def _segment(span: Span, requirements: Requirements, *, beside: bool) -> Segment
         choices[:, mine] = choice.reshape(-1, length)
         templates += [template] * length
     chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
-    return Segment(span.start, len(ticks), tuple(templates), chosen, span.runs)
+    return Segment(span.start, len(ticks), tuple(templates), chosen, span.runs, beside=beside and not span.runs)
 
 
 def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:

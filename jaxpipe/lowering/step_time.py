@@ -9,7 +9,7 @@ import numpy as np
 from ..schedules.registry import build
 from ..simulation.costs import Cost, Costs
 from ..table.schedule import Schedule
-from .cost_model import cost_matrix, priced_makespan
+from .cost_model import cost_parts, priced_makespan
 from .limits import Overheads
 from .plan import Plan, Prefer, plan_of
 
@@ -51,7 +51,7 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> S
 
 
 def _makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
-    return priced_makespan(cost_matrix(plan.ticks, costs), plan.segments, overheads.prices(1.0))
+    return priced_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads.prices(1.0))
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:

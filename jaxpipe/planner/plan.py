@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
-from ..lowering.cost_model import cost_matrix, program_makespan
+from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.plan import plan_of
 from ..schedules import build
 from ..schedules.registry import describe
@@ -236,7 +236,7 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
     question = candidate.question
     lowered = plan_of(candidate.schedule)
-    seconds = program_makespan(cost_matrix(lowered.ticks, candidate.costs), lowered.segments, transfer=question.transfer)
+    seconds = program_makespan(cost_parts(lowered.ticks, candidate.costs), lowered.segments, transfer=question.transfer)
     placement = candidate.schedule.placement
     found = _Lowered(candidate, seconds, memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat))
     if traced is None:

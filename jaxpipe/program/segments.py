@@ -35,6 +35,26 @@ class Presence(enum.Enum):
         return cls.ALWAYS if hits == total else cls.SOMETIMES
 
 
+class Part(enum.IntEnum):
+    """Blocks of a tick by what they do with transfers."""
+
+    APART = 0  # neither needs nor makes what is transferred
+    BACKWARD = 1  # needs a cotangent and makes one
+    FORWARD = 2  # needs an activation and makes one
+
+    @classmethod
+    def of(cls, kind: Kind) -> Part:
+        """That of a kind."""
+        if kind in RUNS_FORWARD:
+            return cls.FORWARD
+        return cls.APART if kind is Kind.W else cls.BACKWARD
+
+
+def parts_in_order(forward_first: bool) -> tuple[Part, ...]:
+    """The order in which a tick has its blocks."""
+    return tuple(reversed(Part)) if forward_first else tuple(Part)
+
+
 class Block(NamedTuple):
     """One piece of compute code in a tick: an action kind on one chunk of the device."""
 
@@ -66,6 +86,12 @@ class BlockUse:
     last: Presence  # the stage is the model's last: run `last` and its gradient
     local: Presence  # the result is consumed on this very device: write it to its slot instead of sending it
 
+    def touches(self, payload: Payload) -> bool:
+        """Whether it may read what such a transfer has brought, or write to the pool where that arrives."""
+        if Part.of(self.block.kind) is PART_OF[payload] or self.block.is_share:
+            return True
+        return payload is Payload.COTANGENT and self.block.runs_forward and self.last is not Presence.NEVER
+
     @property
     def num_nested(self) -> int:
         """How many predicates are asked inside of it."""
@@ -85,13 +111,17 @@ class Permute:
 
     payload: Payload
     pairs: tuple[tuple[int, int], ...]
-    delay: int = 0  # issued at the end of its tick, awaited this many ticks later: compute runs in between (see `Segment.in_flight`)
+    delay: int = (
+        0  # made in its tick, needed no sooner than this many ticks after the next: compute may run in between (`Segment.transits`)
+    )
 
     def __str__(self) -> str:
         late = f" +{self.delay}" if self.delay else ""
         return f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:" + " ".join(f"{s}>{t}" for s, t in self.pairs) + late
 
 
+# Which blocks make and need a payload.
+PART_OF = {Payload.ACTIVATION: Part.FORWARD, Payload.COTANGENT: Part.BACKWARD}
 # The permutes that a tick makes at its end.
 Exchange: TypeAlias = tuple[Permute, ...]
 
@@ -105,6 +135,19 @@ class TickTemplate:
 
     blocks: tuple[BlockUse, ...]
     exchanges: tuple[Exchange, ...]
+    paired: bool = False  # some device runs a forward and a whole backward, maybe as one, so before them all must have arrived
+
+    def after_makers(self, payload: Payload) -> int:
+        """After how many of its blocks there is what it sends."""
+        makers = [i for i, use in enumerate(self.blocks) if Part.of(use.block.kind) is PART_OF[payload]]
+        return max(makers, default=-1) + 1
+
+    def before_readers(self, payload: Payload) -> int:
+        """Before which of its blocks what arrived must be in its slot: the first that may read it, or write anything to that pool."""
+        if self.paired:
+            return 0
+        touching = [i for i, use in enumerate(self.blocks) if use.touches(payload)]
+        return min(touching, default=len(self.blocks))
 
     @property
     def permutes(self) -> tuple[Permute, ...]:
@@ -147,6 +190,25 @@ def room_of(period: int, j: int) -> int:
     return period - 1 - j if j < period - 1 else period
 
 
+class Point(NamedTuple):
+    """A moment of a trip: in its tick of that number, before the block of that number, or after all of them."""
+
+    tick: int
+    block: int
+
+
+class Transit(NamedTuple):
+    """One permute of a trip, from where its code issues it to where what it brings is written to its slot."""
+
+    lane: int
+    permute: Permute
+    tick: int  # of the trip that has it in its records
+    issued: Point
+    written: Point
+    due: int  # the tick of the trip at whose end its slot is taken; it may be written later, when nothing else has touched the pool
+    from_before: bool  # the records are those of the trip before
+
+
 @dataclass(frozen=True)
 class Segment:
     """Ticks `start .. start + repeats * period`, emitted once: a scan of `repeats` trips over the templates of one period."""
@@ -157,6 +219,8 @@ class Segment:
     choices: tuple[int, ...] = ()  # per tick, the exchange that it makes; empty where every template has just one
     # Lengths of runs of equal templates, each emitted once, as a scan within the trip; their permutes have no delay.  Empty: all are 1.
     runs: tuple[int, ...] = ()
+    # Transfers run beside blocks: issued after the blocks that make them, written to their slots before the first that may need them.
+    beside: bool = False
 
     @property
     def period(self) -> int:
@@ -223,16 +287,47 @@ class Segment:
         pairs = [[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.templates]
         return sum(int(np.take(counts, self.chosen[:, j]).sum()) for j, counts in enumerate(pairs))
 
-    @property
-    def in_flight(self) -> tuple[tuple[int, Permute], ...]:
-        """What a trip leaves to the next: permutes of its last tick that are awaited later, each with its lane.
+    @cached_property
+    def transits(self) -> tuple[Transit, ...]:
+        """Every permute that all trips make; not those among which ticks choose, which are over when their tick is."""
+        return tuple(
+            self._beside(lane, permute, j) if self.beside else self._at_ends(lane, permute, j)
+            for j, template in enumerate(self.templates)
+            if len(template.exchanges) == 1
+            for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True)
+        )
 
-        The next trip issues them first of all.  After the last trip they are made at once.
-        """
-        last = self.templates[-1]
-        if len(last.exchanges) > 1:
-            return ()
-        return tuple((lane, permute) for lane, permute in zip(last.lanes_of(0), last.exchanges[0], strict=True) if permute.delay)
+    @property
+    def in_flight(self) -> tuple[Transit, ...]:
+        """What a trip leaves to the next, which issues it first of all.  After the last trip it is made at once."""
+        return tuple(transit for transit in self.transits if transit.from_before)
+
+    def _end(self, j: int) -> Point:
+        """When the blocks of a tick of a trip are over."""
+        return Point(j, len(self.templates[j].blocks))
+
+    def _at_ends(self, lane: int, permute: Permute, j: int) -> Transit:
+        """Issued and written when ticks are over."""
+        if permute.delay and j == self.period - 1:
+            return Transit(lane, permute, j, Point(0, 0), self._end(permute.delay - 1), permute.delay - 1, True)
+        return Transit(lane, permute, j, self._end(j), self._end(j + permute.delay), j + permute.delay, False)
+
+    def _beside(self, lane: int, permute: Permute, j: int) -> Transit:
+        """Issued when it is made, or where the next trip has more to run beside it, there; and written when it is needed."""
+        payload, last = permute.payload, self.period - 1
+        if j == last and self.repeats > 1:
+            written = self._needed(permute.delay, payload)
+            if written > Point(0, 0):
+                return Transit(lane, permute, j, Point(0, 0), written, permute.delay - 1, True)
+        issued = Point(j, self.templates[j].after_makers(payload))
+        return Transit(lane, permute, j, issued, self._needed(j + permute.delay + 1, payload), min(j + permute.delay, last), False)
+
+    def _needed(self, j: int, payload: Payload) -> Point:
+        """When what is due by a tick of a trip is needed, within the trip; right after the tick before where its first block needs it."""
+        if j >= self.period:
+            return self._end(self.period - 1)
+        block = self.templates[j].before_readers(payload)
+        return Point(j, block) if block or not j else self._end(j - 1)
 
     def arrives(self, tick: int, permute: Permute) -> int:
         """The tick at whose end what a permute of this tick brings is written: within the segment."""

@@ -17,7 +17,7 @@ from ..arrays import Leaves, Scalar
 from ..program.code_rules import half_of
 from ..program.ir import Program
 from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, map_fields, pairs_of
-from ..program.segments import BlockUse, Payload, Presence, Segment
+from ..program.segments import BlockUse, Payload, Point, Presence, Segment, Transit
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
@@ -52,10 +52,11 @@ class _Code:
     segment: Segment
     kinds: list[list[tuple[int, ...]]]
     keeps: list[list[bool]]
+    before: TickRecord[Scalar] | None  # the last tick of the trip before
 
 
-# By tick of the trip, what arrives at its end: (payload, may a slot keep what it has, the record, what was sent).
-_Awaited: TypeAlias = dict[int, list[tuple[Payload, bool, Arrival[Scalar], Leaves]]]
+# What permutes that are issued have brought, and is not yet in its slots.
+_Brought: TypeAlias = dict[Transit, Leaves]
 
 
 def _numbers(row: TickRecord[Scalar]) -> Any:
@@ -105,67 +106,75 @@ class TickEmitter:
 
         `before`: the last tick of the trip before, whose transfers in flight are issued first of all; None where there are none.
         """
-        code = _Code(segment, self._kinds_at(segment), self._keeps_at(segment))
-        awaited: _Awaited = {}
-        for lane, permute in segment.in_flight if before is not None else ():
-            with jax.named_scope(scope_of(permute)):
-                brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
-                awaited.setdefault(permute.delay - 1, []).append((permute.payload, True, given(before).arrivals[lane], brought))
+        code = _Code(segment, self._kinds_at(segment), self._keeps_at(segment), before)
+        brought: _Brought = {}
         for j, stop in segment.emitted:
             if stop - j == 1:
-                state = self._tick(code, j, rows[j], state, awaited)
+                state = self._tick(code, j, rows, state, brought)
                 continue
 
             def one(state: State, numbers: Any, j: int = j) -> tuple[State, None]:
                 column = iter(range(numbers.shape[0]))
                 row = map_fields(lambda _: numbers[next(column)], rows[j])
-                return self._tick(code, j, row, state, {}), None
+                return self._tick(code, j, [*rows[:j], row, *rows[j + 1 :]], state, {}), None
 
             state = lax.scan(one, state, jnp.stack([_numbers(row) for row in rows[j:stop]]))[0]
-        assert not awaited, "a transfer is awaited after its trip"
+        assert not brought, "a transfer is awaited after its trip"
         return state
 
-    def _tick(self, code: _Code, j: int, row: TickRecord[Scalar], state: State, awaited: _Awaited) -> State:
-        """One tick; what it sends and awaits later is noted in `awaited`."""
-        segment, template, kinds = code.segment, code.segment.templates[j], code.kinds[j]
+    def _tick(self, code: _Code, j: int, rows: list[TickRecord[Scalar]], state: State, brought: _Brought) -> State:
+        """One tick; what is under way in it is noted in `brought`."""
+        segment, template, kinds, row = code.segment, code.segment.templates[j], code.kinds[j], rows[j]
         moves = Luggage(Moving.at(self.program, segment.sharing(j)), self._packing, row)
         way, state = moves.begin(state)
+        state = self._transfers(code, Point(j, 0), rows, state, brought)
         fuses = self.clock is None and all(len(those) == 1 for those in kinds)
         pairs = self._pairs_at(segment, j) if fuses else []
+        assert not pairs or template.paired, "a pair that its template does not know of"
         for pair in pairs:
             with jax.named_scope(str(pair)):
                 both = [kinds[template.blocks.index(use)][0] for use in (pair.ahead, pair.back)]
                 state = self._pair(pair, both, row, state)
             way, state = moves.store(way, state)
-        for use, those in zip(template.blocks, kinds, strict=True):
+        for place, (use, those) in enumerate(zip(template.blocks, kinds, strict=True)):
+            state = self._transfers(code, Point(j, place), rows, state, brought) if place else state
             left = _left(use, pairs)
             for kind in those if left is not Presence.NEVER else ():
                 with jax.named_scope(self._scope(use, kind)):
                     state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
             way, state = moves.store(way, state)
         state = moves.end(way, state)
-        chooses = len(template.exchanges) > 1
-        if chooses:
+        if len(template.exchanges) > 1:
             with jax.named_scope(EXCHANGE):
                 state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
-        for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True):
-            if chooses or (j == segment.period - 1 and permute.delay):
-                continue  # it is made already, or the next trip issues it
-            with jax.named_scope(scope_of(permute)):
-                brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
-            awaited.setdefault(j + permute.delay, []).append((permute.payload, code.keeps[j][lane], row.arrivals[lane], brought))
+        return self._transfers(code, Point(j, len(template.blocks)), rows, state, brought) if template.blocks else state
+
+    def _transfers(self, code: _Code, at: Point, rows: list[TickRecord[Scalar]], state: State, brought: _Brought) -> State:
+        """The permutes that are issued at a point of the trip, and what is written there of those under way, those due first before."""
+        under_way = [t for t in code.segment.transits if code.before is not None or not t.from_before]
+        for transit in under_way:
+            if self._issued(code.segment, transit) == at:
+                with jax.named_scope(scope_of(transit.permute)):
+                    brought[transit], state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
         # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
         # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
-        for payload, keep, arrival, leaves in awaited.pop(j, ()):
-            state = self._arrive(payload, arrival, leaves, state, keep=keep)
+        for transit in sorted((t for t in brought if t.written == at), key=lambda t: t.due):
+            row = given(code.before) if transit.from_before else rows[transit.tick]
+            keep = transit.from_before or code.keeps[transit.tick][transit.lane]
+            state = self._arrive(transit.permute.payload, row.arrivals[transit.lane], brought.pop(transit), state, keep=keep)
         return state
+
+    def _issued(self, segment: Segment, transit: Transit) -> Point:
+        """Where a permute is issued: where it would hold up the blocks of its tick, when they are over."""
+        issued = transit.issued
+        return Point(issued.tick, len(segment.templates[issued.tick].blocks)) if self.blocking and issued.block else issued
 
     def land(self, segment: Segment, last: TickRecord[Scalar], state: State) -> State:
         """What is in flight after the last trip; `last`: its last tick."""
-        for lane, permute in segment.in_flight:
+        for transit in segment.in_flight:
             with jax.named_scope(EXCHANGE):
-                brought, state = permuted(permute, self.axis, state, blocking=self.blocking)
-            state = self._arrive(permute.payload, last.arrivals[lane], brought, state, keep=True)
+                brought, state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
+            state = self._arrive(transit.permute.payload, last.arrivals[transit.lane], brought, state, keep=True)
         return state
 
     def _arrive(self, payload: Payload, arrival: Arrival[Scalar], leaves: Leaves, state: State, *, keep: bool) -> State:

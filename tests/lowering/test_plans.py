@@ -55,9 +55,8 @@ def test_what_is_in_flight_between_trips_gives_the_same_numbers(name):
     """The plans of GPUs, on other devices."""
     schedule = jp.schedules.build(name, devices=4, microbatches=12)
     plan = Plan.of(schedule, Prefer.SPEED)
-    late, with_slack = plan.late_transfers
-    assert late > with_slack // 2 or name == "dualpipev", "DualPipe's steady state has no slack"
-    assert any(segment.in_flight for segment in plan.segments) or name in ("zb_h1", "dualpipev")
+    assert any(segment.in_flight for segment in plan.segments) or name == "dualpipev", "DualPipe's steady state has no slack"
+    assert any(t.written.tick > t.due for segment in plan.segments for t in segment.transits) or name not in ("zb_h1", "zbv")
     follows(schedule, plan)
 
 

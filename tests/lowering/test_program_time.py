@@ -31,6 +31,8 @@ def by_definition(costs, segments, transfer):
     starts = np.cumsum([0, *(s.period * s.repeats for s in segments)]).tolist()
     assert [s.start for s in segments] == starts[:-1]
     devices = range(costs.shape[1])
+    # What the last tick of a trip leaves to the next is issued when the trip is over.
+    leaves = {t for s in segments for t in range(s.start + s.period - 1, s.stop, s.period)}
 
     @cache
     def computed(device, t):
@@ -39,13 +41,26 @@ def by_definition(costs, segments, transfer):
     @cache
     def left(device, t):
         """When a device goes on to its next tick."""
+        times = [over(device, t)]
+        for issued in range(t + 1):
+            flying = [p for p in ticks[issued] if issued in leaves and p.delay and min(issued + p.delay, ends[issued]) == t]
+            for delay in {p.delay for p in flying}:
+                times.append(ended(device, [p for p in flying if p.delay == delay], lambda d, i=issued: (left if i < t else over)(d, i)))
+        return max(times)
+
+    @cache
+    def over(device, t):
+        """The same but for what is in flight from an earlier trip, or to the next."""
         times = [computed(device, t)]
         for issued in range(t + 1):
-            for delay in {p.delay for p in ticks[issued] if min(issued + p.delay, ends[issued]) == t}:
-                mine = [p for p in ticks[issued] if p.delay == delay]
-                met = {d for p in mine for pair in p.pairs if device in pair for d in pair} | {device}
-                times.append(max(computed(d, issued) for d in met) + transfer * _count(mine, device))
+            here = [p for p in ticks[issued] if not (issued in leaves and p.delay) and min(issued + p.delay, ends[issued]) == t]
+            for delay in {p.delay for p in here}:
+                times.append(ended(device, [p for p in here if p.delay == delay], lambda d, i=issued: computed(d, i)))
         return max(times)
+
+    def ended(device, permutes, begun):
+        met = {d for p in permutes for pair in p.pairs if device in pair for d in pair} | {device}
+        return max(begun(d) for d in met) + transfer * _count(permutes, device)
 
     for t in range(len(ticks)):  # keep the recursion shallow
         for d in devices:

@@ -15,7 +15,7 @@ from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.segments import Span, find_segments, segments_of
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.faults import Rule
-from jaxpipe.program.segments import Block, Payload, Presence
+from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import faults, verify
 from jaxpipe.table.action import Kind
 from tests.passes import exchanges, inputs, places
@@ -223,3 +223,20 @@ def test_a_missing_tick_is_found():
     last = program.segments[-1]
     (fault,) = faults(replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1))))
     assert fault.rule is Rule.SEGMENTS
+
+
+@pytest.mark.parametrize("payload", Payload)
+def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
+    """Beside blocks it is written before the first that may need it, and no later."""
+    ticks = assign_ticks(jp.schedules.build("zb_h1", devices=4, microbatches=8))
+    segments = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True)
+    program = assign_slots(ticks, segments)
+    assert any(t.permute.payload is payload and t.from_before for t in segments[0].transits)
+    assert not faults(program)
+    right = TickTemplate.before_readers
+    late = {Payload.ACTIVATION: 3, Payload.COTANGENT: 2}  # after F, after I
+    monkeypatch.setattr(TickTemplate, "before_readers", lambda self, of: late[of] if of is payload else right(self, of))
+    broken = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True))
+    found = faults(broken)
+    assert {fault.rule for fault in found} == {Rule.EXCHANGE}
+    assert "is touched before what arrives" in str(found[0])
