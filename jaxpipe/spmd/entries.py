@@ -113,8 +113,11 @@ def _output_specs(job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups
     return [sharding.spec if isinstance(sharding, NamedSharding) else _WHOLE for sharding in found]
 
 
-def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group) -> Any:
-    """A piece of a device's program compiled by itself for the mesh: it takes a list for each group and returns one."""
+def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group, donated: Sequence[int] = ()) -> Any:
+    """A piece of a device's program compiled by itself for the mesh: it takes a list for each group and returns one.
+
+    Groups that are `donated` lie where the outputs do that are made of them, as pools and accumulators do in the step.
+    """
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     manual = {job.axis, *job.data_axes}
     mapped = jax.shard_map(function, mesh=mesh, in_specs=_WHOLE, out_specs=_WHOLE, axis_names=manual, check_vma=False)
@@ -122,7 +125,7 @@ def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *group
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
 
-    lowered = jax.jit(mapped).lower(*([shape(*each) for each in group] for group in groups))
+    lowered = jax.jit(mapped, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
     return lowered.compile(compiler_options=options_for(mesh))
 
 

@@ -75,14 +75,14 @@ def _entry_bytes(buffer: SharedBuffer) -> int:
 
 
 def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
-    """Copies of what has another shape in its pool, so that no block works on it in place: a forward's and a backward's side by side."""
+    """Copies of what has another shape in its pool, so that no block works on it in place; those of one block are there at a time."""
 
     def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
         return sum(nbytes(aval) for aval, place in zip(avals, buffer.of_kind(avals), strict=True) if place.flat)
 
     kept = [copies(buffers.residual_input, k.residual_input) + copies(buffers.residual_weight, k.residual_weight) for k in code.kinds]
     left = [copies(buffers.stash, kind.stash) if splits else 0 for kind in code.kinds]
-    return max(kept) + max(one + other for one, other in zip(kept, left, strict=True))
+    return max(one + other for one, other in zip(kept, left, strict=True))
 
 
 def local_bytes(leaf: Any) -> int:

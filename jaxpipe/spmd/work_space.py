@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
+from ..model.partition import leaf_plans
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -32,8 +33,8 @@ class _Block:
     specs: tuple[PartitionSpec | None, ...]
     reads: tuple[tuple[int, Entry], ...] = ()
     writes: tuple[tuple[int, Entry], ...] = ()
-    totals: int = 0  # of the first outputs, as the parameters are split
-    parameters: tuple[PartitionSpec, ...] = ()
+    parameters: tuple[PartitionSpec, ...] = ()  # of the outputs that are added to accumulators, as the parameters are split
+    totals_at: int = 0  # the first of those outputs
 
 
 def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
@@ -75,7 +76,10 @@ def _temp(job: Job, mesh: Mesh, blocks: Sequence[_Block]) -> int:
             return run_in_slots(codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes)
         return [leaf for outs in run_both_in_slots(codes[0], codes[1]) for leaf in outs]
 
-    memory = compiled_alone(job, mesh, run, *(group for part in parts for group in part.groups)).memory_analysis()
+    # Pools and accumulators are changed in place: were they outputs of their own, these would be room for the block's arrays.
+    donated = [3 * k + group for k in range(count) for group in (1, 2)]
+    groups = [group for part in parts for group in part.groups]
+    memory = compiled_alone(job, mesh, run, *groups, donated=donated).memory_analysis()
     return int(getattr(memory, "temp_size_in_bytes", 0))
 
 
@@ -96,12 +100,13 @@ def _part(job: Job, block: _Block) -> _Part:
         for i, (aval, spec) in enumerate(zip(invars, block.specs, strict=True))
     ]
     pools: Group = [(entry.pool(1, outvars[i].dtype), entry.pool_spec) for i, entry in block.writes]
-    wide = [jax.ShapeDtypeStruct(aval.shape, accumulator_dtype(aval.dtype, job.accumulate)) for aval in outvars[: block.totals]]
+    added = range(block.totals_at, block.totals_at + len(block.parameters))
+    wide = [jax.ShapeDtypeStruct(outvars[i].shape, accumulator_dtype(outvars[i].dtype, job.accumulate)) for i in added]
     totals: Group = list(zip(wide, block.parameters, strict=True))
 
     def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
-        writes: dict[int, Target] = {i: Total(leaf) for i, leaf in enumerate(totals)}
+        writes: dict[int, Target] = {i: Total(leaf) for i, leaf in zip(added, totals, strict=True)}
         writes |= {i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)}
         return InSlots(block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes)
 
@@ -137,9 +142,9 @@ def _stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, _Block]:
     blocks = (
         _Block("F", code.forward, start, writes=written(code.num_outputs, kept)),
         _Block("R", code.recompute, start, writes=written(0, kept)),
-        _Block("B", code.backward, late, read, totals=code.num_trained, parameters=trained),
+        _Block("B", code.backward, late, read, parameters=trained),
         _Block("I", code.input_grad, late, read, written(sum(code.x_wanted), entries.stash)),
-        _Block("W", code.weight_grad, every, (*read, *stash), totals=code.num_trained, parameters=trained),
+        _Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
     )
     return {block.name: block for block in blocks}
 
@@ -151,10 +156,17 @@ def _outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[_Block]:
         start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]
         return (*start, *(None if split else _WHOLE for _ in range(len(jaxpr.invars) - len(start))))
 
+    def trained(key: str) -> tuple[PartitionSpec, ...]:
+        plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
+        return tuple(spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen)
+
     first, last = code.first, code.last
     found = [_Block("first", first.forward, specs("first", len(first.consts), first.forward))]
     if first.num_trained:
-        found.append(_Block("first gradient", first.backward, specs("first", len(first.consts), first.backward)))
+        start = specs("first", len(first.consts), first.backward)
+        found.append(_Block("first gradient", first.backward, start, parameters=trained("first")))
     if last is not None:
-        found.append(_Block("last", last.train, specs("last", len(last.consts), last.train)))
+        # The loss and what comes with it are before the gradients.
+        start, before = specs("last", len(last.consts), last.train), 1 + len(last.aux_avals)
+        found.append(_Block("last", last.train, start, parameters=trained("last"), totals_at=before))
     return found
