@@ -1,7 +1,8 @@
 """Head and embedding spread over the pipeline against those of one device each: memory of GPU programs, and the simulated step.
 
     JAX_PLATFORMS=cpu python -m benchmarks.spread_head -o benchmarks/results/spread_head.txt
-    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 --schedules 1f1b -o benchmarks/results/spread_head_64.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 --schedules 1f1b --ends NOTHING HEAD BOTH TIED
+                             -o benchmarks/results/spread_head_64.txt
 
 Steps of models of published shapes are compiled for H100s that are only described (nothing is run, no GPU is needed), and their memory
 is read.  The simulated step takes floating point operations as its costs.

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--remat", type=Remat, default=Remat.NONE, choices=Remat, help="what backwards compute again (none)")
     p.add_argument("--attention", type=Attention, default=Attention.PLAIN, choices=Attention, help="how it is computed (plain)")
     p.add_argument("--loss-tokens", type=int, default=0, help="tokens of a row whose logits are there at a time (0: all)")
-    p.add_argument("--spread-head", action="store_true", help="the head on all devices of the pipeline at once, 1/pipe of its columns each")
+    p.add_argument("--spread-head", action="store_true", help="the head on all devices of the pipeline, a part each; a tied table too")
     p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"), help="of the compute (bfloat16)")
     p.add_argument("--tokens", type=Path, help="an .npy of tokens, documents one after the other (the standard library's bytes)")
     p.add_argument("--end", type=int, default=2, help="the token that ends a document of --tokens (2, as in Llama 2)")
@@ -69,17 +69,16 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     """The model, and the pipeline that runs it."""
     sizes = weights.sizes_of(args.load) if args.load else PUBLISHED[args.model]
     model = Llama(sizes, jnp.dtype(args.dtype), args.remat, args.attention, args.loss_tokens, "tensor", args.sequence)
-    specs, last = model.specs(), model.last
+    specs, first, last = model.specs(), model.first, model.last
     if args.spread_head:
-        if sizes.tied or sizes.vocab % args.pipe:
-            raise SystemExit(f"--spread-head wants a head of its own, whose {sizes.vocab} columns divide by {args.pipe}; leave it out")
-        specs["last"], last = model.spread_specs(), jp.spread(model.spread_last, dims={"norm": None, "head": {"kernel": 1}})
+        specs, last = model.spread_specs(), jp.spread(model.spread_last, dims={"norm": None, "head": {"kernel": 1}})
+        first = jp.spread(model.spread_first) if sizes.tied else first  # one table: where it is cut, it is for both
     schedule = jp.schedules.build(args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks)
     layout = args.layout or jp.balanced_layout(
         f"Et*{sizes.layers}L", sizes.flops(args.context), devices=args.pipe, chunks=schedule.num_stages // args.pipe
     )
     pipe = jp.Pipeline(
-        layers={"E": model.first, "t": model.layer, "L": last},
+        layers={"E": first, "t": model.layer, "L": last},
         layout=layout,
         schedule=schedule,
         mesh=mesh,

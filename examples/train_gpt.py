@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=int, default=64, help="tokens a row (64)")
     p.add_argument("--vocab", type=int, default=1024, help="tokens in the vocabulary, at least 128 (1024)")
     p.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="the head is the token embedding")
-    p.add_argument("--spread-head", action="store_true", help="the head on all devices at once, 1/P of the vocabulary each")
+    p.add_argument("--spread-head", action="store_true", help="the head on all devices, 1/P of the vocabulary each; a tied table too")
     p.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), help="type of the compute (float32; float64 with --verify)")
     p.add_argument("--batch", type=int, default=16, help="rows a step, over all replicas (16)")
     p.add_argument("--steps", type=int, help="steps in all (1500; 20 with --verify)")
@@ -106,11 +106,12 @@ def build(args: argparse.Namespace) -> tuple[GPT, jp.Pipeline]:
         tied=args.tied,
         dtype=jnp.dtype(args.dtype),
     )
-    if args.spread_head and args.tied:
-        raise SystemExit("--spread-head needs a head of its own: the embedding that --tied shares with it is not spread; leave --tied out")
     mesh = devices.mesh(devices.find(args.pipe * args.data), pipe=args.pipe, data=args.data)
-    last = jp.spread(model.spread_last, dims={"ln": None, "head": {"kernel": 1}}) if args.spread_head else model.last
-    pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, axis="pipe", first=model.first, last=last, data_axes=("data",))
+    first, last = model.first, model.last
+    if args.spread_head:
+        last = jp.spread(model.spread_last, dims={"ln": None, "head": {"kernel": 1}})
+        first = jp.spread(model.spread_first, dims=None) if args.tied else first  # one table: where it is cut, it is for both
+    pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, axis="pipe", first=first, last=last, data_axes=("data",))
     return model, pipe
 
 

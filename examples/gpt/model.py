@@ -132,9 +132,16 @@ class GPT:
         logits = self.head(params, x, shared)
         return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["targets"]).mean()
 
-    def spread_last(self, params: Tree, x: jax.Array, microbatch: Tree, *, ctx: jp.Context) -> jax.Array:
-        """The same on all devices of the pipeline at once, each with some columns of the head (`jaxpipe.spread`)."""
+    def spread_first(self, params: Tree, microbatch: Tree, *, ctx: jp.Context, shared: Tree) -> jax.Array:
+        """`first` of a tied model on all devices of the pipeline at once, each with some rows of the table (`jaxpipe.spread`)."""
+        found = jp.VocabEmbedding()({}, microbatch, ctx=ctx, shared=shared["wte"])
+        return (found + params["wpe"][: found.shape[-2]]).astype(self.dtype)
+
+    def spread_last(self, params: Tree, x: jax.Array, microbatch: Tree, *, ctx: jp.Context, shared: Tree = None) -> jax.Array:
+        """`last` in the same way: each device has some columns of the head, or some rows of the tied table."""
         hidden = norm(self.dtype).apply({"params": params["ln"]}, x)
+        if self.tied:
+            return jp.VocabHead()({}, hidden, microbatch, ctx=ctx, shared=shared["wte"].astype(self.dtype))
         columns = params["head"]["kernel"].astype(self.dtype)
         return jp.VocabHead()(columns.T, hidden, microbatch, ctx=ctx._replace(sizes=ctx.sizes["head"]["kernel"]))
 

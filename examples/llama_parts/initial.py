@@ -13,7 +13,7 @@ import numpy as np
 import jaxpipe as jp
 
 from .model import Llama, Tree
-from .placed import joined, leaves
+from .placed import Leaf, joined, leaves
 
 
 def canonical(model: Llama, key: jax.Array) -> Tree:
@@ -30,8 +30,16 @@ def placed(model: Llama, pipe: jp.Pipeline, key: jax.Array) -> Tree:
     """The same, placed, and made where it belongs: no device ever holds more than its part."""
     wanted = leaves(model, pipe)
     to = [leaf.shape.sharding for leaf in wanted]
-    draw = jax.jit(lambda key: [_drawn(model, key, leaf.name, leaf.shape, leaf.layers) for leaf in wanted], out_shardings=to)
+    draw = jax.jit(lambda key: [_placed(model, key, leaf) for leaf in wanted], out_shardings=to)
     return jax.tree.unflatten(jax.tree.structure(pipe.place(model.shapes())), draw(key))
+
+
+def _placed(model: Llama, key: jax.Array, leaf: Leaf) -> jax.Array:
+    """One parameter, with zeros where it is longer than the canonical one."""
+    if leaf.layers is not None:
+        return _drawn(model, key, leaf.name, leaf.shape, leaf.layers)
+    found = _drawn(model, key, leaf.name, jax.ShapeDtypeStruct(leaf.size, leaf.shape.dtype), None)
+    return jnp.pad(found, [(0, there - own) for there, own in zip(leaf.shape.shape, leaf.size, strict=True)])
 
 
 def _drawn(model: Llama, key: jax.Array, name: str, shape: jax.ShapeDtypeStruct, layers: Any) -> jax.Array:

@@ -97,8 +97,10 @@ class Llama:
         return {"first": table, "stages": {"t": layer}, "last": {"head": columns}}
 
     def spread_specs(self) -> Tree:
-        """Of `last` where the pipe axis cuts the head's columns: the tensor axis has its rows, and sums logits."""
-        return {"head": {"kernel": PartitionSpec(self.tensor, None)}}
+        """The same where the pipe axis cuts the vocabulary of head or tied table: the tensor axis has the width, and sums logits."""
+        if self.sizes.tied:
+            return self.specs() | {"shared": {"table": PartitionSpec(None, self.tensor)}}
+        return self.specs() | {"last": {"head": {"kernel": PartitionSpec(self.tensor, None)}}}
 
     # What the pipeline calls
 
@@ -119,13 +121,20 @@ class Llama:
         kernel = self._table(params, shared).T if self.sizes.tied else params["head"]["kernel"].astype(self.dtype)
         return self._summed(partial(_cross_entropy, kernel), u, microbatch)
 
-    def spread_last(self, params: Tree, x: jax.Array, microbatch: Tree, *, ctx: jp.Context) -> tuple[jax.Array, jax.Array]:
-        """The same on all devices of the pipeline at once, each with some columns of the head (`jaxpipe.spread`)."""
-        table, own = params["head"]["kernel"].astype(self.dtype).T, ctx._replace(sizes=ctx.sizes["head"]["kernel"])
+    def spread_first(self, params: Tree, microbatch: Tree, *, ctx: jp.Context, shared: Tree) -> jax.Array:
+        """`first` of a tied model on all devices of the pipeline at once, each with some rows of the table (`jaxpipe.spread`)."""
+        return self._between(jp.VocabEmbedding()({}, microbatch, ctx=ctx, shared=self._table(params, shared)))
+
+    def spread_last(
+        self, params: Tree, x: jax.Array, microbatch: Tree, *, ctx: jp.Context, shared: Tree = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """`last` in the same way: each device has some columns of the head, or some rows of the tied table."""
+        size = ctx.shared_sizes["table"] if self.sizes.tied else ctx.sizes["head"]["kernel"]
+        table = self._table(params, shared) if self.sizes.tied else params["head"]["kernel"].astype(self.dtype).T
 
         def cross_entropy(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             u, targets, weights = parts
-            losses, _ = jp.VocabHead().token_losses(table, u, {"targets": targets}, ctx=own)
+            losses, _ = jp.VocabHead().token_losses(table, u, {"targets": targets}, ctx=ctx._replace(sizes=size))
             return jnp.sum(weights * losses)
 
         return self._summed(cross_entropy, self._whole(self._norm(params["norm"], x)), microbatch)

@@ -20,6 +20,7 @@ class Leaf(NamedTuple):
 
     name: str  # of the canonical one, "stages/t/mlp/up/kernel"
     shape: jax.ShapeDtypeStruct  # with its sharding; [P, rows, ...] where it is of layers
+    size: tuple[int, ...]  # of one layer, without the zeros after a dim that the pipeline cuts and that does not divide
     layers: Array | None  # int [P, rows], -1 for a row that stands for no layer; None where it is of no layer
 
 
@@ -45,15 +46,16 @@ def leaves(model: Llama, pipe: jp.Pipeline) -> list[Leaf]:
     everywhere = NamedSharding(pipe.mesh, PartitionSpec())
     found = jax.jit(lambda tree: tree, out_shardings=everywhere)(pipe.place(given))
     pairs = zip(jax.tree.leaves(pipe.place(model.shapes())), jax.tree.leaves(found), strict=True)
-    return [_leaf(names, count, shape, np.asarray(number).astype(int)) for shape, number in pairs]
+    sizes = [shape.shape for _, shape in paths]
+    return [_leaf(names, sizes, count, shape, np.asarray(number).astype(int)) for shape, number in pairs]
 
 
-def _leaf(names: list[str], count: int, shape: jax.ShapeDtypeStruct, number: Array) -> Leaf:
-    name = names[(number.max() - 1) // count]
-    if not name.startswith("stages/"):
-        return Leaf(name, shape, None)
+def _leaf(names: list[str], sizes: list[tuple[int, ...]], count: int, shape: jax.ShapeDtypeStruct, number: Array) -> Leaf:
+    at = (number.max() - 1) // count
+    if not names[at].startswith("stages/"):
+        return Leaf(names[at], shape, sizes[at], None)
     own = number[(slice(None), slice(None), *(0 for _ in shape.shape[2:]))]
-    return Leaf(name, shape, np.where(own > 0, (own - 1) % count, -1))
+    return Leaf(names[at], shape, sizes[at][1:], np.where(own > 0, (own - 1) % count, -1))
 
 
 def joined(path: Any) -> str:

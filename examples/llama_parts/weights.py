@@ -63,7 +63,10 @@ def load(folder: Path, pipe: jp.Pipeline, model: Llama) -> Tree:
 
             def part(index: tuple[slice, ...]) -> Array:
                 if leaf.layers is None:
-                    return one(None, index).astype(leaf.shape.dtype)
+                    bounds = [k.indices(n)[:2] for k, n in zip(index, leaf.shape.shape, strict=True)]
+                    own = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.size, strict=True))
+                    after = [(0, b - a - (k.stop - k.start)) for (a, b), k in zip(bounds, own, strict=True)]
+                    return np.pad(one(None, own), after).astype(leaf.shape.dtype)
                 rows = leaf.layers[index[:2]]
                 found = {layer: one(layer, index[2:]) for layer in rows.ravel().tolist() if layer >= 0}
                 nothing = np.zeros([len(range(*k.indices(n))) for k, n in zip(index[2:], leaf.shape.shape[2:], strict=True)])
@@ -92,9 +95,9 @@ def save(folder: Path, pipe: jp.Pipeline, model: Llama, params: Tree, *, dtype: 
     gathered = jax.jit(partial(_gathered, dtype), out_shardings=NamedSharding(pipe.mesh, PartitionSpec()))
     held: dict[str, Array] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for k, (name, _, path, layer) in enumerate(plan):
+    for k, (name, shape, path, layer) in enumerate(plan):
         value = np.asarray(gathered(*where[path, layer]))  # a collective: all processes take part, one writes
-        held[name] = np.ascontiguousarray(value.T if path.endswith("kernel") else value)
+        held[name] = np.ascontiguousarray((value.T if path.endswith("kernel") else value)[tuple(slice(n) for n in shape)])
         if k + 1 == len(plan) or files[plan[k + 1][0]] != files[name]:
             if writes:
                 save_file(held, folder / files[name], metadata={"format": "pt"})

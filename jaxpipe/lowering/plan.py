@@ -57,7 +57,8 @@ def choose_candidate(
     """Assign ticks in several ways, find the segments of each, and take the cheapest of those that keep the table's makespan.
 
     All keep the order of every row: first the fewest ticks and kinds that take turns; where neither keeps the makespan, balanced
-    ticks.  Where nothing keeps the makespan, the cheapest is taken, as little code as its time is worth.  `costs` are in seconds for "speed".
+    ticks.  Where nothing keeps the makespan, the cheapest is taken: a little longer where that is far less code.  `costs` are in
+    seconds for "speed".
     """
     prices = prices_for(schedule, prefer, costs, overheads)
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan

@@ -173,7 +173,7 @@ def _few_pieces(spans: list[Span]) -> list[Span]:
 
 
 def _equal_intervals(marks: IntArray, start: int, stop: int) -> Span | None:
-    """The longest stretch that begins at a meeting and repeats, of two trips or more, with the shortest period; None where there is none."""
+    """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips."""
     best: Span | None = None
     for period in range(2, min(LIMITS.longest_period, (stop - start) // 2) + 1):
         mine = marks[start:stop]

@@ -83,6 +83,7 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(whole, tmp_path):
     [
         slow("--dtype float64"),
         exhaustive("--dtype float64 --schedule gpipe --data 2 --tied --layers 4"),
+        slow("--dtype float64 --tied --spread-head --vocab 255"),
         slow("--dtype float32 --schedule interleaved_1f1b --chunks 2 --layers 4"),
     ],
 )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import jaxpipe as jp
 from jaxpipe import Loss, PipelineError
 from jaxpipe.eager import EagerExecutor
-from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.segments import Presence
@@ -305,6 +305,19 @@ def test_between_meetings_ticks_share_their_code_and_meetings_have_no_predicate(
     assert steady.num_meeting_predicates == 0
     assert len(steady.emitted) == 2, "L, and one code for the ticks between"
     assert steady.sharing(1).tolist() == [t for t in range(steady.start, steady.stop) if (t - steady.start) % steady.period]
+
+
+@pytest.mark.parametrize(("name", "devices", "most"), [("1f1b", 4, 0), ("zb_h1", 4, 0), ("gpipe", 8, 0), ("1f1b", 8, 13), ("zb_h1", 8, 6)])
+def test_meetings_in_ramps_have_no_predicate_where_few_pieces_of_code_do(name, devices, most):
+    """L, E and G of a step: of its 3 M meetings `most` ticks and kinds are left that share code, whatever M is."""
+    for microbatches in (4 * devices, 8 * devices):
+        schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+        costs = jp.Costs(last=0.2, first=0, first_grad=0)
+        plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs), Prefer.SPEED)
+        assert sum(segment.num_meeting_predicates for segment in plan.segments) <= most
+        assert faults(plan.program()) == ()
+        once = [segment for segment in plan.segments if segment.repeats == 1]
+        assert sum(len(segment.emitted) for segment in once) <= 24
 
 
 def test_ticks_that_share_code_have_one_template_and_await_nothing():
