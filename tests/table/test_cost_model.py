@@ -31,7 +31,8 @@ def simulated(costs, segments, transfer, forward_first=False):
 
         together = {}  # permutes that are issued together and awaited together
         for t in segment.transits:
-            together.setdefault((place(t.issued), place(t.written), t.from_before), []).append(t.permute)
+            issued = (0, 0) if t.from_before else place(t.issued)
+            together.setdefault((issued, place(t.written), t.from_before), []).append(t.permute)
         for tick in range(segment.start, segment.stop):
             trip, j = divmod(tick - segment.start, segment.period)
             for part in range(len(order) + 1):
