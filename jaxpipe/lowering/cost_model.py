@@ -94,12 +94,14 @@ def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segm
     _, num_parts, num_devices = parts.shape
     rows = parts[segment.start : segment.stop].reshape(segment.repeats, segment.period, num_parts, num_devices)
     code = _Code.of(segment, num_parts, num_devices, transfer)
+    work = [rows[:, step.tick, step.parts].sum(axis=1) if step.runs else None for step in code.steps]
     same = _equal_ahead(np.concatenate([rows.reshape(*rows.shape[:2], -1), segment.chosen[..., None]], axis=2))
     trip, growth = 0, None
     flies = bool(segment.in_flight)
     while trip < segment.repeats:
         before = time
-        time = code.trip(time, rows[trip], segment.chosen[trip].tolist(), is_first=trip == 0)
+        durations = [None if each is None else each[trip] for each in work]
+        time = code.trip(time, durations, segment.chosen[trip].tolist(), is_first=trip == 0)
         # Trips of equal costs that moved every device by the same time will go on doing so.
         moved = time - before
         settled = growth is not None and np.array_equal(moved, growth) and np.ptp(growth) == 0
@@ -127,6 +129,11 @@ class _Step(NamedTuple):
     tick: int
     parts: slice  # of that tick
     chosen: tuple[_Meeting, ...]  # exchanges to choose among, when these parts are over
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs anything."""
+        return bool(self.parts.stop > self.parts.start)
 
 
 class _Code(NamedTuple):
@@ -160,21 +167,22 @@ class _Code(NamedTuple):
                     steps.append(_Step(here, awaits, j, slice(start, stop), options if stop == num_parts and start < stop else ()))
         return cls(tuple(steps), tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates))
 
-    def trip(self, time: NDArray[np.float64], rows: NDArray[np.float64], chosen: Sequence[int], *, is_first: bool) -> NDArray[np.float64]:
-        """Device times after it; nothing is in flight before the first."""
+    def trip(
+        self, time: NDArray[np.float64], work: Sequence[NDArray[np.float64] | None], chosen: Sequence[int], *, is_first: bool
+    ) -> NDArray[np.float64]:
+        """Device times after it; `work`: how long devices run in each step.  Nothing is in flight before the first trip."""
         done: dict[int, NDArray[np.float64]] = {}
-        for step in self.steps:
+        for step, lasting in zip(self.steps, work, strict=True):
             for number, from_before, (met, lasts) in step.issues:
                 if not (is_first and from_before):
                     done[number] = time[met].max(axis=1) + lasts
             for number in step.awaits:
                 if number in done:
                     time = np.maximum(time, done.pop(number))
-            start, stop, _ = step.parts.indices(rows.shape[1])
-            if start == 0 and self.together[step.tick]:
+            if step.parts.start == 0 and self.together[step.tick]:
                 time = np.full_like(time, time.max())
-            if start < stop:
-                time = time + rows[step.tick, step.parts].sum(axis=0)
+            if lasting is not None:
+                time = time + lasting
             if step.chosen:
                 met, lasts = step.chosen[chosen[step.tick]]
                 time = time[met].max(axis=1) + lasts
