@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 import jaxpipe as jp
 from benchmarks.hold import counts, hold
+from jaxpipe.planner.layer_cost import Remat, stage_costs
 from jaxpipe.table.action import Kind, parts
 
 MARK = "result "
@@ -45,6 +46,12 @@ class Case:
     def build(self) -> jp.Schedule:
         """Its table."""
         return jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches, chunks=self.chunks)
+
+    def stage_costs(self, unit: float) -> jp.Costs:
+        """The holds of its stages, in seconds."""
+        layers = {c: jp.LayerCost(forward=unit * f, input_grad=unit * i, weight_grad=unit * w) for c, f, i, w in self.units}
+        layout = jp.parse_layout(self.layout, devices=self.devices, letters="".join(layers))
+        return stage_costs(layout, layers, remat=Remat.NONE, transfer=0.0)
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,8 @@ def layered(case: Case, schedule: jp.Schedule, mesh: Mesh, unit: float, *, split
     letters = jp.parse_layout(case.layout, devices=case.devices, letters="".join(own)).layers
     stages = {letter: {"w": np.ones((letters.count(letter), 1), np.float32)} for letter in own if letter not in "EL"}
     one = {"w": np.ones(1, np.float32)}
-    pipe = jp.Pipeline(layers=layers, layout=case.layout, schedule=schedule, mesh=mesh, prefer=case.prefer)
+    costs = case.stage_costs(unit or 0.01)
+    pipe = jp.Pipeline(layers=layers, layout=case.layout, schedule=schedule, mesh=mesh, prefer=case.prefer, costs=costs)
     return pipe, pipe.place({"first": one, "stages": stages, "last": one})
 
 

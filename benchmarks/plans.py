@@ -63,7 +63,7 @@ def compared(model: Planned, devices: int, microbatches: int, choices: Sequence[
     whole = NamedSharding(mesh, PartitionSpec())
     rows: Any = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), model.batch(microbatches))
     for name, chunks, remat in choices:
-        options: dict[str, Any] = {"schedules": (name,), "chunks": (chunks,), "remat": (remat,), "traced": traced, "most": 1}
+        options: dict[str, Any] = {"schedules": (name,), "chunks": (chunks,), "remat": (remat,), "traced": traced, "most": 1, "mesh": mesh}
         plan = jp.plan(model.letters, costs, devices=devices, microbatches=microbatches, **options).best
         pipe = plan.pipeline(model.layers, mesh=mesh)
         found = pipe.lower(pipe.place(model.parameters), rows).compile().memory_analysis()

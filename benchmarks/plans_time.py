@@ -2,9 +2,10 @@
 
     python -m benchmarks.plans_time -o benchmarks/results/plans_time.txt
 
-The model is unbalanced: a cheap embedding, layers, and a head with its loss that costs as much as a few layers.  One process a device, over
-gloo, so that a transfer is awaited by its two ends.  All cases of a row run in turns of one job; medians.  "predicted" is the time of the
-lowered program for the same times of layers, before anything is run.
+The model is unbalanced: a cheap embedding, layers, and a head with its loss that costs as much as a few layers.  Devices are virtual ones
+of one process, where every transfer waits for all of them, or (`--processes P`) each has a process of its own, over gloo, where a
+transfer is awaited by its two ends.  Each contender's steps run one after the other in one job; medians.  "predicted" is what `jp.plan`
+says: the time of the lowered program for the same times of layers and such devices, before anything is run; transfers take no time in it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ from benchmarks.emulated import run_group
 from benchmarks.emulated_worker import Case, Group
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import plan_of
-from jaxpipe.planner.layer_cost import Remat, stage_costs
+from jaxpipe.planner.running import RunsOn
 
 UNITS = (("E", 0.2, 0.0, 0.2), ("t", 1.0, 1.0, 1.0), ("L", 2.5, 2.5, 2.5))
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
@@ -44,7 +43,7 @@ def even(layers: int, stages: int) -> str:
 
 
 def contenders(
-    layers: int, devices: int, microbatches: int, unit: float, schedules: Sequence[str] = SCHEDULES
+    layers: int, devices: int, microbatches: int, unit: float, runs_on: RunsOn, schedules: Sequence[str] = SCHEDULES
 ) -> list[tuple[str, Case, float]]:
     """Name, case, and predicted seconds."""
     letters = "E" + "t" * layers + "L"
@@ -54,18 +53,16 @@ def contenders(
         ("by count, 1f1b", "1f1b", 1, by_count(letters, devices)),
     ]
     options = {"devices": devices, "microbatches": microbatches, "schedules": schedules, "chunks": (1, 2), "remat": (None,), "most": 2}
-    plans = jp.plan(letters, layer_costs(unit), **options)
+    plans = jp.plan(letters, layer_costs(unit), mesh=runs_on, **options)
     found += [(f"plan {i + 1}", p.schedule.name, p.schedule.num_chunks, p.layout) for i, p in enumerate(plans)]
     cases = [(name, Case(table, devices, chunks, microbatches, layout=layout, units=UNITS)) for name, table, chunks, layout in found]
-    return [(name, case, predicted(case, unit)) for name, case in cases]
+    return [(name, case, predicted(case, unit, runs_on)) for name, case in cases]
 
 
-def predicted(case: Case, unit: float) -> float:
-    """Seconds of the lowered program."""
-    layout = jp.parse_layout(case.layout, devices=case.devices)
-    costs = stage_costs(layout, layer_costs(unit), remat=Remat.NONE, transfer=0.0)
-    lowered = plan_of(case.build())
-    return program_makespan(cost_parts(lowered.ticks, costs), lowered.segments)
+def predicted(case: Case, unit: float, runs_on: RunsOn) -> float:
+    """Seconds of the program that is run, as `plan` has them of its own."""
+    costs = case.stage_costs(unit)
+    return runs_on.seconds(runs_on.lowered(case.build(), costs), costs)
 
 
 COLUMNS = ("pipeline", "schedule", "V", "layout", "predicted s", "wall s", "predicted / wall", "against the plan")
@@ -78,15 +75,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--microbatches", type=int, default=12, metavar="M")
     parser.add_argument("--unit", type=float, default=0.01, metavar="SECONDS", help="how long F of a layer holds its device")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME", help="that the plan chooses among")
-    parser.add_argument("--processes", type=int, metavar="N", help="default: one a device")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="1, or one a device")
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
     if args.layers % (2 * args.devices):
         parser.error(f"--layers must be a multiple of {2 * args.devices}, so that they can be cut evenly")
-    every = contenders(args.layers, args.devices, args.microbatches, args.unit, args.schedules)
-    group = Group(0, args.processes or args.devices, 0, args.unit, args.repeats, tuple(case for _, case, _ in every))
+    if args.processes not in (1, args.devices):
+        parser.error(f"--processes must be 1 or {args.devices}")
+    runs_on = RunsOn.ONE_CPU_PROCESS if args.processes == 1 else RunsOn.CPU_PROCESSES
+    every = contenders(args.layers, args.devices, args.microbatches, args.unit, runs_on, args.schedules)
+    group = Group(0, args.processes, 0, args.unit, args.repeats, tuple(case for _, case, _ in every))
     walls = []
     for result in run_group(group):
         walls.append(result["step"])
@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         (name, c.schedule, str(c.chunks), c.layout, f"{time:.3f}", f"{wall:.3f}", f"{time / wall:.3f}", f"{wall / planned:.3f}")
         for (name, c, time), wall in zip(every, walls, strict=True)
     ]
-    title = f"{args.layers} layers, P = {args.devices}, M = {args.microbatches}: planned against hand-made, medians of {args.repeats}"
+    where = f"P = {args.devices} ({runs_on.value})"
+    title = f"{args.layers} layers, {where}, M = {args.microbatches}: planned against hand-made, medians of {args.repeats}"
     times = ", ".join(f"{c}: F {f:g}, I {i:g}, W {w:g}" for c, f, i, w in UNITS)
     notes = (
         f"{times} times {args.unit * 1e3:g} ms.",

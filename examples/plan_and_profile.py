@@ -63,7 +63,7 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
     traced = jp.traced_memory(FUNCTIONS, params, microbatch, mesh=mesh)
     options: dict[str, Any] = {"schedules": ("1f1b", "interleaved_1f1b"), "chunks": (1, 2), "remat": (None,), "most": 2, "traced": traced}
-    plans = jp.plan(f"Et*{LAYERS},L", costs, devices=DEVICES, microbatches=MICROBATCHES, **options)
+    plans = jp.plan(f"Et*{LAYERS},L", costs, devices=DEVICES, microbatches=MICROBATCHES, mesh=mesh, **options)
     print(plans)
     print(plans.best.why)
 

@@ -117,7 +117,7 @@ def stage_costs(layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat,
         times["backward"].append(total(inner, "backward_seconds") + gradient + again * run)
         times["recompute"].append(run)
     forward, input_grad, weight_grad, backward, recompute = (tuple(times[name]) for name in fields_of)
-    more: dict[str, Any] = {"recompute": recompute} if remat is Remat.STAGES else {}
+    more: dict[str, Any] = {"unit": "seconds"} | ({"recompute": recompute} if remat is Remat.STAGES else {})
     return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward, transfer=transfer, **more)
 
 

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
-from ..lowering.cost_model import cost_parts, program_makespan
-from ..lowering.plan import plan_of
 from ..schedules import build
 from ..schedules.registry import describe
 from ..simulation.costs import Costs
 from ..simulation.lower_bound import lower_bound
 from ..simulation.simulate import simulate
+from ..table.certificate import Certificate, Objective, Proof
 from ..table.schedule import Schedule
 from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
@@ -46,12 +45,14 @@ def plan(
     most: int = 8,
     progress: Callable[[int, int], None] | None = None,
     traced: Callable[[PipelinePlan], Mapping[str, int]] | None = None,
+    mesh: Any = None,
 ) -> Plans:
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and remat, with what each device holds.
 
     Layers are split over stages so that the slowest stage is as fast as possible (exact dynamic programming), then moved one by one where
-    the simulated step gets shorter.  The candidates of the shortest simulated steps are lowered: seconds are those of the lowered program
-    for these costs, and memory is that of its pools, accumulators, parameters and optimizer state.
+    the simulated step gets shorter.  The candidates of the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh:
+    seconds are those of the lowered program for these costs, and memory is that of its pools, accumulators, parameters and optimizer
+    state.
 
     Args:
         layers: a layer a letter, such as "E" + "t" * 80 + "L"; "E" is `first`, "L" is `last`.
@@ -70,6 +71,8 @@ def plan(
         progress: is told (how many candidates are done, of how many).
         traced: the memory of a step by what it is for, and its "total", of the traced model (`traced_memory` makes it); it takes the place
             of the sums of layers' sizes for every plan that is lowered.
+        mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.  Among virtual CPU devices of one process,
+            every transfer waits for all of them.
 
     Returns:
         Plans, a sequence with `.rejected`: what was left out, and why.
@@ -84,7 +87,7 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    asked = questions(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat)
+    asked = questions(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat, mesh)
     candidates, rejected = _candidates(asked, progress)
     candidates.sort(key=lambda c: c.seconds)
     candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
@@ -205,11 +208,10 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
     enough = chunks * question.devices
     if question.memory is None:
         return None, enough
-    trial = build(
-        "1f1b" if chunks == 1 else "interleaved_1f1b", devices=question.devices, microbatches=question.microbatches, chunks=chunks
-    )
-    held = memory_of(layout, trial.placement, question.costs, plan_of(trial), remat=remat)
-    slots = plan_of(trial).program().slots
+    trial = _built(question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout)
+    lowered = question.runs_on.lowered(trial.schedule, trial.costs)
+    held = memory_of(layout, trial.schedule.placement, question.costs, lowered, remat=remat)
+    slots = lowered.program().slots
     each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
     room = question.memory - (held.total - held.residuals - held.boundaries)
     fits = int(room / each) if each else 2 * enough
@@ -226,8 +228,12 @@ def _refined(candidate: _Candidate) -> _Candidate:
 
     layout = improved(candidate.layout, makespan, tries=_MOVES)
     costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
-    same = candidate._replace(layout=layout, costs=costs, seconds=makespan(layout))
-    if layout == candidate.layout or candidate.recomputing:
+    if layout == candidate.layout:
+        return candidate
+    # What is certified of the table is so for the costs that it was made for.
+    table = replace(candidate.schedule, certificate=None)
+    same = candidate._replace(layout=layout, costs=costs, schedule=table, seconds=makespan(layout))
+    if candidate.recomputing:
         return same
     return min(same, _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout), key=lambda c: c.seconds)
 
@@ -235,8 +241,8 @@ def _refined(candidate: _Candidate) -> _Candidate:
 def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
     question = candidate.question
-    lowered = plan_of(candidate.schedule)
-    seconds = program_makespan(cost_parts(lowered.ticks, candidate.costs), lowered.segments, transfer=question.transfer)
+    lowered = question.runs_on.lowered(candidate.schedule, candidate.costs)
+    seconds = question.runs_on.seconds(lowered, candidate.costs)
     placement = candidate.schedule.placement
     found = _Lowered(candidate, seconds, memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat))
     if traced is None:
@@ -292,15 +298,19 @@ def _result(lowered: _Lowered) -> PipelinePlan:
     timeline = simulate(c.schedule, c.costs)
     cap = max(*timeline.peak_activations, c.schedule.num_chunks)
     bound = lower_bound(c.costs, placement=c.schedule.placement, microbatches=question.microbatches, max_activations=cap)
+    proof, own = Proof.RELAXATION, c.schedule.certificate
+    if own is not None and own.objective is Objective.MAKESPAN and own.bound > bound:
+        bound, proof = own.bound, own.proof
+    certificate = Certificate(Objective.MAKESPAN, lowered.seconds, bound, proof, cap)
     times = c.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
     slow = max(range(len(whole)), key=lambda s: whole[s])
-    gap = f"; at most {lowered.seconds / bound - 1:.1%} above the optimum for its layout and memory" if bound else ""
+    gap = f"; at most {certificate.gap:.1%} above the optimum for its layout and memory" if bound else ""
     why = (
         f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms a microbatch, "
         f"the mean is {sum(whole) / len(whole) * 1e3:.3g} ms{gap}"
     )
-    return replace(_plan(lowered), lower_bound=bound, why=why)
+    return replace(_plan(lowered), lower_bound=bound, why=why, certificate=certificate)
 
 
 def _plan(lowered: _Lowered) -> PipelinePlan:
@@ -318,4 +328,5 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         costs=c.costs,
         parts=lowered.memory,
         traced=lowered.traced,
+        prefer=c.question.runs_on.prefer,
     )

@@ -10,6 +10,7 @@ from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
 from ..table.limits import is_number, is_whole
 from .layer_cost import LayerCost, Remat
+from .running import RunsOn
 
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _REMATS = tuple(kind.value for kind in Remat)
@@ -29,6 +30,7 @@ class Question:
     schedules: tuple[str, ...]
     chunks: tuple[int, ...]
     remat: tuple[Remat, ...]
+    runs_on: RunsOn = RunsOn.GPUS
     one_of_many: bool = False  # other numbers of microbatches are asked for too
 
     @classmethod
@@ -43,6 +45,7 @@ class Question:
         schedules: Sequence[str],
         chunks: Sequence[int],
         remat: Sequence[str | None],
+        mesh: Any = None,
     ) -> Question:
         """PlanError that lists everything that is wrong."""
         counts = {"devices": devices, "microbatches": microbatches, **{f"chunks[{i}]": n for i, n in enumerate(chunks)}}
@@ -53,6 +56,8 @@ class Question:
             faults.append(f"transfer must be seconds, 0 or more, not {quoted(transfer)}")
         if memory is not None and not (is_number(memory) and memory > 0):
             faults.append(f"memory must be bytes that a device has, or None, not {quoted(memory)}")
+        if not (mesh is None or isinstance(mesh, RunsOn) or hasattr(mesh, "devices")):
+            faults.append(f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}")
         faults += [
             f"costs[{quoted(c)}] must be a jaxpipe.LayerCost, not {quoted(v)}" for c, v in costs.items() if not isinstance(v, LayerCost)
         ]
@@ -74,7 +79,8 @@ class Question:
         if faults:
             raise PlanError.listing("there is no plan for this", faults)
         kinds = tuple(dict.fromkeys(Remat(r) for r in remat))
-        return cls(letters, costs, devices, microbatches, memory, transfer, tuple(names), tuple(dict.fromkeys(chunks)), kinds)
+        stages = tuple(dict.fromkeys(chunks))
+        return cls(letters, costs, devices, microbatches, memory, transfer, tuple(names), stages, kinds, RunsOn.of(mesh))
 
 
 def questions(

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, overload
 
+from ..lowering.plan import Prefer
 from ..simulation.costs import Costs
 from ..simulation.simulate import simulate
 from ..simulation.timeline import Timeline
+from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory
 
@@ -30,6 +32,8 @@ class PipelinePlan:
         costs: of its stages, in seconds.
         parts: what a device's memory is for, from the sizes of its layers.
         traced: the same of a step of the traced model, without the optimizer's state (`plan(traced=)`).
+        prefer: what its program is lowered for, as `Pipeline` takes it.
+        certificate: how far from the lower bound its seconds are, and where the bound comes from.
     """
 
     layout: str
@@ -43,6 +47,8 @@ class PipelinePlan:
     costs: Costs = field(default_factory=Costs, compare=False)
     parts: Memory | None = field(default=None, compare=False)
     traced: Mapping[str, int] | None = field(default=None, compare=False)
+    prefer: Prefer = field(default=Prefer.SPEED, compare=False)
+    certificate: Certificate | None = field(default=None, compare=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -50,10 +56,14 @@ class PipelinePlan:
         return simulate(self.schedule, self.costs)
 
     def pipeline(self, layers: Mapping[str, Any], *, mesh: Any, **options: Any) -> Any:
-        """The `jaxpipe.Pipeline` that runs it: `layers` is a function for each letter; options are those of `Pipeline`."""
+        """The `jaxpipe.Pipeline` that runs it: `layers` is a function for each letter; options are those of `Pipeline`.
+
+        Its program is the one that was planned, chosen by the same costs.
+        """
         # By name: plans are made where JAX is not installed.
         made = import_module("jaxpipe.pipeline").Pipeline
-        return made(layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, remat=self.remat, **options)
+        chosen = {"remat": self.remat, "prefer": self.prefer, "costs": self.costs} | options
+        return made(layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **chosen)
 
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -66,7 +76,10 @@ class PipelinePlan:
             "seconds": self.seconds,
             "memory": list(self.memory),
             "memory_parts": None if self.parts is None else vars(self.parts) | {"total": self.parts.total},
+            "prefer": self.prefer.value,
             "lower_bound": self.lower_bound,
+            "gap": self.certificate and self.certificate.gap,
+            "certificate": self.certificate and str(self.certificate),
             "why": self.why,
         }
 
@@ -109,7 +122,7 @@ class Plans(Sequence[PipelinePlan]):
         return iter(self.found)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """One line a plan: choices, layout, seconds, against the best, bubble, memory, gap to the bound."""
+        """One line a plan: choices, layout, seconds, against the best, bubble, memory, the lower bound, and how far above it."""
         return [
             (
                 p.words,
@@ -118,7 +131,8 @@ class Plans(Sequence[PipelinePlan]):
                 f"{p.seconds / self.best.seconds:.3f}" if self.best.seconds else "-",
                 f"{p.timeline.bubble:.1%}",
                 gib(max(p.memory)),
-                f"{p.seconds / p.lower_bound - 1:.1%}" if p.lower_bound else "-",
+                f"{p.lower_bound:.4g}",
+                f"{p.certificate.gap:.1%}" if p.certificate and p.lower_bound else "-",
             )
             for p in self.found
         ]
@@ -129,7 +143,7 @@ class Plans(Sequence[PipelinePlan]):
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-COLUMNS = ("plan", "layout", "seconds", "vs best", "bubble", "memory", "above bound")
+COLUMNS = ("plan", "layout", "seconds", "vs best", "bubble", "memory", "bound", "above bound")
 
 
 def gib(size: float) -> str:

@@ -59,6 +59,17 @@ def test_the_snippet_runs_as_it_stands(tmp_path):
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
+def test_the_walk_from_measure_to_a_profiled_step_runs_after_it(tmp_path):
+    program, walk = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    pasted = tmp_path / "pasted.py"
+    pasted.write_text(program.replace("range(20)", "range(1)") + walk)
+    done = subprocess.run([sys.executable, str(pasted)], capture_output=True, text=True, timeout=300, env=quick(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^plan +layout +seconds", done.stdout, re.MULTILINE)
+    assert re.search(r"^the step took .* than the .* planned", done.stdout, re.MULTILINE)
+
+
 def test_the_line_that_installs_names_extras_that_there_are():
     (extra,) = re.findall(r'pip install -e "\.\[(\w+)\]"', README)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
+from jaxpipe.lowering.plan import Prefer
 from jaxpipe.planner.layer_cost import Remat
 from jaxpipe.planner.layers import balanced
+from jaxpipe.planner.running import RunsOn, awaited_at_once
+from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate
 
 T = jp.LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
 HEAD = jp.LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
@@ -141,6 +146,37 @@ def test_some_devices_recompute_where_that_is_enough():
     assert some.remat is None, "the table says it"
 
 
+def test_programs_are_those_of_the_mesh():
+    """By hand: 2 devices, 1F1B in lock-step where everybody waits for every transfer, else as the table has it."""
+    layer = jp.LayerCost(forward=1, input_grad=1, weight_grad=1)
+    given = {"devices": 2, "microbatches": 4, "schedules": ("1f1b",), "chunks": (1,), "remat": (None,)}
+    found = {where: jp.plan("tt", {"t": layer}, **given, mesh=where).best for where in RunsOn}
+    assert {where: plan.prefer for where, plan in found.items()} == {
+        RunsOn.GPUS: Prefer.SPEED,
+        RunsOn.CPU_PROCESSES: Prefer.MEMORY,
+        RunsOn.ONE_CPU_PROCESS: Prefer.MEMORY,
+    }
+    # (M + P - 1) (F + B) with unit F, and B = 2.
+    table = found[RunsOn.CPU_PROCESSES].timeline.makespan
+    assert table == 15
+    # Predicates take some microseconds each.
+    assert table < found[RunsOn.GPUS].seconds < table + 1e-3
+    assert found[RunsOn.CPU_PROCESSES].seconds == table
+    virtual = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu", process_index=0)] * 2))
+    assert RunsOn.of(virtual) is RunsOn.ONE_CPU_PROCESS
+    assert RunsOn.of(None) is RunsOn.GPUS
+
+
+def test_whoever_comes_to_a_transfer_waits():
+    """Two ticks of three devices: 0 and 1 exchange after the first; 2 is slow."""
+    costs = np.array([[1.0, 2.0, 3.0], [5.0, 1.0, 1.0]])
+    exchange = (Permute(Payload.ACTIVATION, ((0, 1),)),)
+    ticks = tuple(TickTemplate((), (those,)) for those in (exchange, ()))
+    segments = (Segment(0, 1, ticks),)
+    assert awaited_at_once(costs, segments, 0.25, by_all=False) == 2 + 0.25 + 5
+    assert awaited_at_once(costs, segments, 0.25, by_all=True) == 3 + 0.25 + 5
+
+
 def test_auto_uses_the_memory_that_there_is():
     found = jp.plan(MODEL, COSTS, devices=2, microbatches=6, chunks=(1,), schedules=("auto",), remat=(None,), memory=9.5e9)
     assert max(found.best.memory) <= 9.5e9
@@ -159,6 +195,7 @@ def test_auto_uses_the_memory_that_there_is():
         ({"remat": ("some",)}, "remat holds 'some'"),
         ({"layers": "Et|tL"}, "already holds '|'"),
         ({"schedules": ("zbv",), "chunks": (1,)}, "no schedule can be built"),
+        ({"mesh": "cpu"}, "mesh must be a jax.sharding.Mesh"),
     ],
 )
 def test_faults_are_named(change, message):
@@ -180,6 +217,7 @@ def test_the_command_prints_a_table_json_and_a_picture(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("plan")
     assert "best:" in out
+    assert "bound" in out.splitlines()[0].split()
     assert "estimates" in out
     assert "<svg" in picture.read_text()
     costs = {name: {"forward": c.forward, "input_grad": c.input_grad, "weight_grad": c.weight_grad} for name, c in COSTS.items()}
@@ -190,6 +228,8 @@ def test_the_command_prints_a_table_json_and_a_picture(tmp_path, capsys):
     (best,) = facts["plans"]
     assert best["schedule"] == "1f1b"
     assert best["seconds"] > best["lower_bound"] > 0
+    assert best["gap"] == pytest.approx(best["seconds"] / best["lower_bound"] - 1)
+    assert best["certificate"].endswith("relaxations, for any schedule)")
 
 
 @pytest.mark.parametrize(

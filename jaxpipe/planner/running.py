@@ -1,0 +1,86 @@
+"""Where a plan will run, and what follows for its program and for how long a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..lowering.cost_model import cost_matrix, cost_parts, priced_makespan
+from ..lowering.limits import ON_GPUS
+from ..lowering.plan import Plan, Prefer, plan_of
+from ..program.segments import Exchange, Segment
+from ..simulation.costs import Costs
+from ..table.schedule import Schedule
+
+
+class RunsOn(Enum):
+    """Devices, as far as a plan has to know them."""
+
+    GPUS = "NVIDIA GPUs"
+    CPU_PROCESSES = "CPU devices of one process each"
+    ONE_CPU_PROCESS = "virtual CPU devices of one process"
+
+    @classmethod
+    def of(cls, mesh: Any) -> RunsOn:
+        """Of a `jax.sharding.Mesh`; NVIDIA GPUs where it is None."""
+        if mesh is None or isinstance(mesh, cls):
+            return mesh or cls.GPUS
+        devices = list(mesh.devices.flat)
+        if {device.platform for device in devices} <= {"gpu", "cuda"}:
+            return cls.GPUS
+        return cls.CPU_PROCESSES if len({device.process_index for device in devices}) == len(devices) else cls.ONE_CPU_PROCESS
+
+    @property
+    def prefer(self) -> Prefer:
+        """What `Pipeline` prefers there by default."""
+        return Prefer.SPEED if self is RunsOn.GPUS else Prefer.MEMORY
+
+    def lowered(self, schedule: Schedule, costs: Costs) -> Plan:
+        """The plan of the program that `Pipeline(prefer=, costs=)` makes."""
+        return plan_of(schedule, self.prefer, costs=costs)
+
+    def seconds(self, plan: Plan, costs: Costs) -> float:
+        """Of a step: the program simulated for these costs, with a hop's seconds for each transfer that a device takes part in.
+
+        On GPUs predicates take time too (`Overheads`), and transfers run beside compute.  On CPU devices a transfer is awaited where it is
+        issued: by its two ends, or among virtual devices of one process by all.
+        """
+        hop = float(np.max(costs.transfer))
+        if self is RunsOn.GPUS:
+            return priced_makespan(cost_parts(plan.ticks, costs), plan.segments, replace(ON_GPUS, hop=hop).prices(1.0))
+        by_all = self is RunsOn.ONE_CPU_PROCESS
+        return awaited_at_once(cost_matrix(plan.ticks, costs), plan.segments, hop, by_all=by_all)
+
+
+def awaited_at_once(costs: NDArray[np.float64], segments: Sequence[Segment], hop: float, *, by_all: bool) -> float:
+    """The makespan where whoever issues a transfer waits until its partners have, or all devices: XLA:CPU blocks in a permute.
+
+    The emitter sees to it that no block of a device runs meanwhile (`spmd.exchange.permuted`).
+    """
+    time = np.zeros(costs.shape[1])
+    for segment in segments:
+        for tick in range(segment.start, segment.stop):
+            time = time + costs[tick]
+            exchange = segment.exchange(tick)
+            if exchange and by_all:
+                time = np.full_like(time, time.max() + len(exchange) * hop)
+            elif exchange:
+                time = _met(time, exchange, hop)
+    return float(time.max(initial=0.0))
+
+
+def _met(time: NDArray[np.float64], exchange: Exchange, hop: float) -> NDArray[np.float64]:
+    """Device times when each has met those that it exchanges something with."""
+    met = time.copy()
+    for permute in exchange:
+        ends = np.array(permute.pairs).T
+        for mine, other in (ends, ends[::-1]):
+            np.maximum.at(met, mine, time[other])
+    for permute in exchange:
+        met[sorted({d for pair in permute.pairs for d in pair})] += hop
+    return met
