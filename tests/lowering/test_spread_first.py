@@ -13,7 +13,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import PipelineError
 from jaxpipe.eager import EagerExecutor
-from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.verify import faults
@@ -188,6 +188,21 @@ def test_a_token_that_is_no_word_gives_no_number():
     for wrong in (3, -1):
         batch["tokens"][1, 0] = wrong
         assert np.isnan(pipe.evaluate(params, batch))
+
+
+@pytest.mark.parametrize("name", ["1f1b", *(slow(name) for name in jp.schedules.names() if name != "1f1b")])
+def test_what_waits_for_meetings_takes_few_slots(name):
+    """Against the same table without meetings, so that a split of its backwards does not count."""
+    plain = jp.schedules.build(name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural)
+    costs = jp.Costs(last=0.2, first=0, first_grad=0)
+    spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
+    mine, bare = (plan_of(table, Prefer.SPEED).program().slots for table in (spread, jp.remove_spread(spread)))
+    assert mine.last == 1
+    assert mine.first <= 2
+    assert mine.x - bare.x <= 2
+    assert mine.cotangent - bare.cotangent <= 1
+    assert mine.residual_input - bare.residual_input <= (name == "1f1b_overlap")
+    assert (mine.residual_weight, mine.stash) == (bare.residual_weight, bare.stash)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,15 @@ def test_what_all_devices_do_together(table, tied):
     agrees(table, small_gpt(2, tied=tied), gpt_batch(4), microbatches=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_named_schedule_with_both_ends_on_all_devices(name):
+    """Every other schedule ties the embedding to the head."""
+    table = jp.spread_first(jp.spread_last(jp.schedules.build(name, devices=2, microbatches=4)))
+    result = agrees(table.to_csv(), small_gpt(table.num_stages, tied=NAMES.index(name) % 2 == 0), gpt_batch(8), microbatches=4)
+    assert result.peak_activations == jp.simulate(table).peak_activations
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("gelu_tanh", [True, False])
 def test_split_backward(tied, gelu_tanh):

@@ -110,9 +110,7 @@ def test_frozen_parameters_and_fsdp():
     assert found["n"].pop("scale") is None
     assert worst(found, {"n": {"w": wanted["n"]["w"]}, "w": {k: wanted["w"][k] for k in ("up", "down", "norm")}}) <= FLOAT64
     # A buffer is for the pipeline that made it.
-    with pytest.raises(
-        jp.PipelineError, match=r"frozen=, specs= or the mesh axes of this pipeline keep it.*new.place\(old.canonical"
-    ):
+    with pytest.raises(jp.PipelineError, match=r"frozen=, specs= or the mesh axes of this pipeline keep it.*new.place\(old.canonical"):
         pipeline(mesh=mesh, data_axes=("data",), fsdp="data").value_and_grad(placed, twice)
 
 
