@@ -16,17 +16,22 @@ import optax
 import jaxpipe as jp
 from gpt.devices import find
 
-DEVICES, MICROBATCHES, ROWS, WIDTH, RANK, STEPS = 4, 8, 64, 64, 4, 20
+DEVICES, LAYERS, MICROBATCHES, ROWS, WIDTH, RANK, STEPS = 4, 6, 8, 64, 64, 4, 20
 
 
 def first(params: Any, microbatch: Any) -> Any:
     return microbatch["x"] @ params["embed"]
 
 
-def stage(params: Any, x: Any) -> Any:
+def layer(params: Any, x: Any) -> Any:
     """A layer whose weight is `base`, with a scale for each column where it has 8 bits, plus a @ b."""
     weight = params["base"] if "scale" not in params else params["base"].astype(x.dtype) * params["scale"]
     return x + jnp.tanh(x @ weight + (x @ params["a"]) @ params["b"])
+
+
+def stage(params: Any, x: Any) -> Any:
+    """Layers one by one: of weights of 8 bits, those of one layer are in float32 at a time."""
+    return jax.lax.scan(lambda x, own: (layer(own, x), None), x, params)[0]
 
 
 def last(params: Any, x: Any, microbatch: Any) -> Any:
@@ -35,8 +40,8 @@ def last(params: Any, x: Any, microbatch: Any) -> Any:
 
 def quantised(base: Any) -> dict[str, Any]:
     """Eight bits, and a scale for each column: absmax quantisation (Dettmers et al. 2022, section 2)."""
-    scale = np.abs(base).max(axis=1, keepdims=True) / 127
-    return {"base": np.round(base / scale).astype(np.int8), "scale": scale[:, 0].astype(np.float32)}
+    scale = np.abs(base).max(axis=-2, keepdims=True) / 127
+    return {"base": np.round(base / scale).astype(np.int8), "scale": scale[..., 0, :].astype(np.float32)}
 
 
 def plain_loss(trained: Any, fixed: Any, rows: Any) -> Any:
@@ -88,8 +93,8 @@ def main() -> None:
         return (rng.standard_normal(shape) / np.sqrt(shape[-2])).astype(np.float32)
 
     outer = {"first": {"embed": draw(8, WIDTH)}, "last": {"head": draw(WIDTH, 2)}}
-    base = draw(DEVICES, WIDTH, WIDTH)
-    lora = {"a": draw(DEVICES, WIDTH, RANK), "b": np.zeros((DEVICES, RANK, WIDTH), np.float32)}
+    base = draw(DEVICES, LAYERS, WIDTH, WIDTH)
+    lora = {"a": draw(DEVICES, LAYERS, WIDTH, RANK), "b": np.zeros((DEVICES, LAYERS, RANK, WIDTH), np.float32)}
     rows = {"x": draw(ROWS, 8), "y": draw(ROWS, 2)}
     frozen = ("first", "last", "base", "scale")  # regular expressions of paths; a function of path and shape will do too
 
@@ -108,6 +113,7 @@ def main() -> None:
             trained = optax.apply_updates(trained, updates)
     assert thin[1][1] < whole[1][1] / 5
     assert small[1][0] < thin[1][0] / 2
+    assert small[1][2] < thin[1][2] - (thin[1][0] - small[1][0]) / 2, "the step does not keep weights in float32"
     assert thin[1][2] < whole[1][2]
     print("the losses of plain JAX in every step")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,9 +15,10 @@ from .arrays import PyTree
 from .errors import PipelineError
 from .jaxprs import drop_dead, flatten
 from .model.apart import apart, together
-from .model.forms import unlike_paths
+from .model.forms import Sharing, TreeForm, unlike_paths
 from .model.mesh import explicit_context
 from .model.packed import Packed
+from .model.packed_state import pack_state, state_sharing, unpack_state
 from .model.param_layout import OUTER
 from .pipeline import Pipeline
 
@@ -40,7 +42,7 @@ class PerLayer(NamedTuple):
     update: Callable[..., tuple[PyTree, PyTree]]
 
 
-def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool = False) -> PerLayer:
+def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None = None) -> PerLayer:
     """The optimizer on the model's own view: each array that it sees is one layer's, as in the model without a pipeline.
 
     Placed leaves are stacks [P, ...] of stages, so a rule that looks at rank, shape or the norm of an array would take a vector of
@@ -55,36 +57,56 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool = False)
     Args:
         pipe: the pipeline.
         optimizer: any optax transformation whose rule for an array needs that array alone.
-        layer_axis: leaves of stages are [S, layers, ...], as `jaxpipe.flax` makes them: a rule acts on each layer.  Where the
-            pipeline is given by `layers=`, it does so anyway.
+        layer_axis: leaves of stages are [S, layers, ...]: a rule acts on each layer.  None is True for stages that `jaxpipe.flax` made,
+            which are so, and else False; where the pipeline is given by `layers=`, a rule acts on each layer anyway.
 
     Raises:
         PipelineError: the update of a parameter depends on the gradient of another; or unlike stages have parameters of one path but of
             different shapes.
     """
     checked: set[Any] = set()
+    layer_axis = pipe.layout.stacks if layer_axis is None else layer_axis
 
-    def view(key: str, tree: PyTree) -> list[_Stack]:
-        return _stacks(pipe, tree, layer_axis=layer_axis) if key == "stages" else [_Stack({key: tree}, 0)]
+    def view(key: str, tree: PyTree) -> dict[str, _Stack]:
+        return _stacks(pipe, tree, layer_axis=layer_axis) if key == "stages" else {"": _Stack({key: tree}, 0)}
+
+    def kept(chunk: PyTree, states: dict[str, PyTree]) -> PyTree:
+        """The states of a chunk: each device's own, where the others are of other kinds."""
+        if not isinstance(chunk, Packed):
+            return tuple(states.values())
+        known = {form: _own_states(pipe, chunk, form, optimizer, layer_axis=layer_axis) for form in chunk.forms if form is not None}
+        own = [None if form is None else known[form] for form in chunk.forms]
+        found = pack_state(pipe.mesh, pipe.axis, states, own, _state_sharing(pipe, chunk))
+        return tuple(states.values()) if found is None else found
+
+    def taken(states: PyTree, stacks: Mapping[str, _Stack]) -> dict[str, PyTree]:
+        """The inverse."""
+        if not isinstance(states, Packed):
+            return dict(zip(stacks, states, strict=True))
+        likes = {name: jax.eval_shape(partial(stack.apply, optimizer.init), stack.tree) for name, stack in stacks.items()}
+        return unpack_state(pipe.mesh, pipe.axis, states, likes)
 
     def init(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        def start(key: str, tree: PyTree) -> tuple[PyTree, ...]:
-            return tuple(stack.apply(optimizer.init, stack.tree) for stack in view(key, apart(pipe.mesh, pipe.axis, tree)))
+        def start(key: str, tree: PyTree) -> PyTree:
+            stacks = view(key, apart(pipe.mesh, pipe.axis, tree))
+            return kept(tree, {name: stack.apply(optimizer.init, stack.tree) for name, stack in stacks.items()})
 
         found: dict[str, PyTree] = {key: start(key, params[key]) for key in OUTER if key in params}
         return {**found, "stages": params["stages"].map(lambda chunk: start("stages", chunk))}
 
     def update(grads: Mapping[str, PyTree], state: Mapping[str, PyTree], params: Any = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        def one(key: str, chunk: PyTree, states: PyTree, own: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+        def one(key: str, chunk: PyTree, states: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
             like, chunk, own = chunk, apart(pipe.mesh, pipe.axis, chunk), apart(pipe.mesh, pipe.axis, own)
             stacks = view(key, chunk)
-            weights = [None] * len(stacks) if own is None else [stack.tree for stack in view(key, own)]
-            updates, after = [], []
-            for stack, before, weight in zip(stacks, states, weights, strict=True):
-                found, new = stack.apply(lambda g, s, p: _update(optimizer, g, s, p, extra, checked), stack.tree, before, weight)
-                updates.append(found)
-                after.append(new)
-            return together(pipe.mesh, pipe.axis, _joined(key, chunk, updates, layered=pipe.layout.layers is not None), like), tuple(after)
+            weights = dict.fromkeys(stacks) if own is None else {name: stack.tree for name, stack in view(key, own).items()}
+            before = taken(states, stacks)
+            updates, after = {}, {}
+            for name, stack in stacks.items():
+                updates[name], after[name] = stack.apply(
+                    lambda g, s, p: _update(optimizer, g, s, p, extra, checked), stack.tree, before[name], weights[name]
+                )
+            joined = _joined(key, chunk, updates, layered=pipe.layout.layers is not None)
+            return together(pipe.mesh, pipe.axis, joined, like), kept(like, after)
 
         both = {key: one(key, grads[key], state[key], None if params is None else params[key]) for key in OUTER if key in grads}
         chunks = [
@@ -96,6 +118,29 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool = False)
         return updates, {key: found[1] for key, found in both.items()} | {"stages": like(_spread(pipe, s) for _, s in chunks)}
 
     return PerLayer(init, update)
+
+
+def _own_states(pipe: Pipeline, chunk: Packed, form: TreeForm, optimizer: Optimizer, *, layer_axis: bool) -> dict[str, PyTree]:
+    """The states (shapes) of those layers that one device has, by stack."""
+    lies = zip(form.paths, form.shapes, chunk.of_form(form), strict=True)
+    own = {path: None if leaf is None else jax.ShapeDtypeStruct((1, *shape), leaf.dtype) for path, shape, leaf in lies}
+    stacks = _stacks(pipe, Packed(own, (form,)), layer_axis=layer_axis)
+    states = {name: jax.eval_shape(partial(stack.apply, optimizer.init), stack.tree) for name, stack in stacks.items()}
+    found: dict[str, PyTree] = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states)
+    return found
+
+
+def _state_sharing(pipe: Pipeline, chunk: Packed) -> Sharing:
+    """Which leaves of such states may lie in one buffer: what follows a parameter, as it is split."""
+    layered = pipe.layout.layers is not None
+    known = {path: shape for form in chunk.forms if form is not None for path, shape in zip(form.paths, form.shapes, strict=True)}
+    ends = {path: (_group(path, layered=layered), "/".join(["", "stages", *_names(path, layered=layered)])) for path in known}
+
+    def parameter_of(path: str, shape: tuple[int, ...]) -> str | None:
+        below = {p: end for p, (group, end) in ends.items() if not group or path.startswith(f"{group}/")}
+        return next((p for p, end in below.items() if f"/{path}".endswith(end) and known[p] == shape), None)
+
+    return state_sharing(pipe.partition.sharing, parameter_of)
 
 
 class _Stack(NamedTuple):
@@ -111,13 +156,13 @@ class _Stack(NamedTuple):
         return function(*arguments)
 
 
-def _stacks(pipe: Pipeline, chunk: PyTree, *, layer_axis: bool) -> list[_Stack]:
-    """A chunk's leaves, those together that stack as many layers."""
+def _stacks(pipe: Pipeline, chunk: PyTree, *, layer_axis: bool) -> dict[str, _Stack]:
+    """A chunk's leaves, those together that stack as many layers, by the name of the stack."""
     if not isinstance(chunk, Packed):
         faults = _layer_faults(chunk) if layer_axis else []
         if faults:
             raise PipelineError.listing("layer_axis=True wants leaves of stages [S, layers, ...]", faults)
-        return [_Stack({"stages": chunk}, 2 if layer_axis else 1)]
+        return {"": _Stack({"stages": chunk}, 2 if layer_axis else 1)}
     odd = sorted(unlike_paths([form for form in chunk.forms if form is not None]))
     if odd:
         raise PipelineError.listing(
@@ -128,7 +173,8 @@ def _stacks(pipe: Pipeline, chunk: PyTree, *, layer_axis: bool) -> list[_Stack]:
     groups: dict[str, dict[str, Any]] = {}
     for path, leaf in chunk.leaves.items():
         groups.setdefault(_group(path, layered=layered), {})[path] = leaf
-    return [_Stack({"stages": _nested(groups[name], layered=layered)}, 2 if layered or layer_axis else 1) for name in sorted(groups)]
+    axes = 2 if layered or layer_axis else 1
+    return {name: _Stack({"stages": _nested(groups[name], layered=layered)}, axes) for name in sorted(groups)}
 
 
 def _layer_faults(chunk: PyTree) -> list[str]:
@@ -162,14 +208,13 @@ def _nested(leaves: Mapping[str, Any], *, layered: bool) -> dict[str, Any]:
     return found
 
 
-def _joined(key: str, like: PyTree, updates: list[PyTree], *, layered: bool) -> PyTree:
+def _joined(key: str, like: PyTree, updates: Mapping[str, PyTree], *, layered: bool) -> PyTree:
     """The inverse of `_stacks`."""
     if not isinstance(like, Packed):
-        return updates[0][key]
-    groups = dict(zip(sorted({_group(path, layered=layered) for path in like.leaves}), updates, strict=True))
+        return updates[""][key]
 
     def leaf(path: str) -> Any:
-        node = groups[_group(path, layered=layered)][key]
+        node = updates[_group(path, layered=layered)][key]
         for name in _names(path, layered=layered):
             node = node[name]
         return node
@@ -197,12 +242,15 @@ def _spread(pipe: Pipeline, state: PyTree) -> PyTree:
     """The state of a chunk's stages stays with them; left to itself XLA brings constants in it to every device."""
     if explicit_context(pipe.mesh):
         return state
+    buffers = {buffer.name: buffer for buffer in state.buffers} if isinstance(state, Packed) else {}
 
-    def constrain(leaf: Any) -> Any:
+    def constrain(path: Any, leaf: Any) -> Any:
+        buffer = buffers.get(jax.tree_util.keystr(path, simple=True))
         spec = PartitionSpec(pipe.axis, *(PartitionSpec.UNCONSTRAINED,) * (leaf.ndim - 1))
+        spec = spec if buffer is None else pipe.partition.buffer_spec(buffer, leaf.shape)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(pipe.mesh, spec))
 
-    return jax.tree.map(constrain, state)
+    return jax.tree_util.tree_map_with_path(constrain, state)
 
 
 def _update(optimizer: Optimizer, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any], checked: set[Any]) -> Any:

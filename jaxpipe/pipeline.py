@@ -255,7 +255,8 @@ class Pipeline:
         if faults:
             raise PipelineError.listing("this optimizer needs the model's own view", faults)
         state = jax.eval_shape(optimizer.init, placed)
-        to = state_shardings(state, placed, self.trained(self.partition.shardings(self.mesh, params), like=params))
+        beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
+        to = state_shardings(self.mesh, state, placed, beside, buffer_spec=self.partition.buffer_spec)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
             return jax.tree.map(lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), state, to)
         return jit_on_mesh(self.mesh, optimizer.init, to)(placed)
@@ -329,6 +330,7 @@ class Pipeline:
 
     def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`); fewer where `evaluate` cuts fewer."""
+        self._check_last("`losses`")
         return self._call(self._jit_evaluate, params, batch, rng, state)["losses"]
 
     def outputs(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> PyTree:

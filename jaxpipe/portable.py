@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from .arrays import PyTree
 from .errors import CheckpointError
 from .model.mesh import explicit_context, jit_on_mesh, trimmed
+from .model.packed import Packed
 from .model.param_layout import OUTER
 from .model.placed import Chunks, home_faults
 from .model.spread import is_padded
@@ -75,7 +76,7 @@ class PortableState:
             found = {key: node[key] for key in node if key != "stages" and jax.tree.leaves(node[key])}
             found = jax.tree_util.tree_map_with_path(lambda p, leaf: self._spread(leaf, rules[(*path, *p)]), found)
             found = jax.tree.map(self._without_padding, found, is_leaf=is_padded)
-            return {**found, "stages": self._merged(path, node["stages"], rules, _whole(state, path))}
+            return {**found, "stages": self._merged(path, node["stages"], rules, _whole(state, path, node))}
 
         return dict(jax.tree_util.tree_map_with_path(outside, dict(state), is_leaf=is_params))
 
@@ -93,7 +94,7 @@ class PortableState:
             }
             if not jax.tree.leaves(node["stages"]):
                 return {**whole, "stages": node["stages"]}
-            return {**whole, "stages": self._divided(path, found["stages"], node["stages"], rules, _whole(like, path))}
+            return {**whole, "stages": self._divided(path, found["stages"], node["stages"], rules, _whole(like, path, node))}
 
         nodes, tree = jax.tree_util.tree_flatten_with_path(dict(like), is_leaf=is_params)
         values = jax.tree.leaves(dict(canonical), is_leaf=is_params)
@@ -124,9 +125,10 @@ class PortableState:
                     continue
             if self.pipe is not None and not self._unlike and len({jax.tree.structure(chunk) for chunk in node["stages"]}) > 1:
                 faults.append(f"{_text(path)}: chunks of stages have unlike structures; a mask must treat every stage the same")
+            by_layer = _has_own_forms(state, node)
             for p, leaf in jax.tree_util.tree_leaves_with_path(node):
                 stage = self._parameter(p)[0] == "stages"
-                own = path == (jax.tree_util.DictKey(OWN_STATE),)
+                own = path == (jax.tree_util.DictKey(OWN_STATE),) or (by_layer and stage)
                 rule = Rule(0, True, ()) if own else self._rule(leaf, known.get(self._parameter(p)), stage=stage)
                 rules[(*path, *p)] = rule or Rule(0, False, ())
                 if rule is None:
@@ -362,10 +364,18 @@ def _padded(like: Any, value: Any) -> Any:
     return replace(like, array=jax.device_put(jnp.pad(value, widths), sharding))
 
 
-def _whole(state: Mapping[str, PyTree], path: Path) -> PyTree:
-    """The shapes of all leaves that stages have: the parameters', or those of the stages' own state."""
-    own = path == (jax.tree_util.DictKey(OWN_STATE),)
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state[OWN_STATE if own else "params"]["stages"])
+def _whole(state: Mapping[str, PyTree], path: Path, node: Mapping[str, PyTree]) -> PyTree:
+    """The shapes of all leaves that stages have: the parameters', or those of the stages' own state, or of an optimizer's."""
+    own = path == (jax.tree_util.DictKey(OWN_STATE),) or _has_own_forms(state, node)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), node["stages"] if own else state["params"]["stages"])
+
+
+def _has_own_forms(state: Mapping[str, PyTree], node: Mapping[str, PyTree]) -> bool:
+    """Whether stages of unlike forms hold other trees than parameters: the state of an optimizer that has one for each layer."""
+    if not isinstance(node["stages"], Chunks) or not isinstance(state["params"]["stages"], Chunks):
+        return False
+    chunks = zip(node["stages"], state["params"]["stages"], strict=False)
+    return any(isinstance(one, Packed) and isinstance(other, Packed) and one.forms != other.forms for one, other in chunks)
 
 
 def _filled(tree: PyTree, whole: PyTree) -> PyTree:

@@ -198,5 +198,6 @@ def scanned(
         x, state = jax.lax.scan(group, x, rows)
         return (x, state) if stateful else x
 
+    stage.stacks_layers = True  # type: ignore[attr-defined]  # what `Pipeline` reads: leaves are [S, layers, ...]
     more = {"ctx"} if random else set()
     return with_keywords(stage, ("params", "x"), wants | more | ({"state"} if stateful else set()), "stage")

@@ -265,7 +265,7 @@ class _Reader:
             at = self.at
             self.at += 1
             if char == "(" and len(opened_at) == MAX_NESTING:
-                self.fault(at, f"this '(' opens the {MAX_NESTING + 1}th group inside another; write fewer parentheses")
+                self.fault(at, f"this '(' opens group {MAX_NESTING + 1} inside another; write fewer parentheses")
                 self.at, self.stopped = len(self.text), True
                 return ""
             if char == "(":

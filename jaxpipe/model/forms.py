@@ -68,6 +68,11 @@ class Buffer(NamedTuple):
         return self.lies[0].group
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of parts of each dim that is split."""
+        return tuple(count for _, count in self.lies[0].axes)
+
+    @property
     def spec(self) -> PartitionSpec:
         """How the partitioner splits the array."""
         return PartitionSpec(*(axes for axes, _ in self.lies[0].axes), None)

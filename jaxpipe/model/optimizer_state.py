@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
 
 from ..arrays import PyTree
+from .forms import Buffer
 from .mesh import trimmed
+from .packed import Packed
 
 
-def state_shardings(state: PyTree, params: Mapping[str, PyTree], shardings: Mapping[str, PyTree]) -> PyTree:
+def state_shardings(
+    mesh: Mesh,
+    state: PyTree,
+    params: Mapping[str, PyTree],
+    shardings: Mapping[str, PyTree],
+    *,
+    buffer_spec: Callable[[Buffer, tuple[int, ...]], PartitionSpec],
+) -> PyTree:
     """A sharding for each leaf of an optimizer's state (shapes), given placed parameters (shapes) and where they lie.
 
     A leaf follows the parameter whose path ends its own where it has its shape; else, under "stages", it follows the devices' axis
-    where it has one (a moment that is factored, a count of each stage).
+    where it has one (a moment that is factored, a count of each stage).  A buffer of unlike stages lies as `buffer_spec` says.
     """
     leaves = zip(jax.tree_util.tree_leaves_with_path(dict(params)), jax.tree.leaves(dict(shardings)), strict=True)
     known: dict[tuple[str, ...], tuple[tuple[int, ...], NamedSharding]] = {_names(path): (leaf.shape, to) for (path, leaf), to in leaves}
-    one = next(to for _, to in known.values())
-    mesh = one.mesh
     stages = [(shape[0], to.spec[0]) for (key, *_), (shape, to) in known.items() if key == "stages"]
 
     def lies(path: Any, leaf: Any) -> NamedSharding:
@@ -36,7 +44,16 @@ def state_shardings(state: PyTree, params: Mapping[str, PyTree], shardings: Mapp
         first = stages[0][1] if "stages" in names and stages and leaf.shape[:1] == stages[0][:1] else None
         return NamedSharding(mesh, trimmed(first))
 
-    return jax.tree_util.tree_map_with_path(lies, state)
+    def of_node(path: Any, node: Any) -> PyTree:
+        if not isinstance(node, Packed):
+            return lies(path, node)
+        found = {name: lies((*path, DictKey(name)), leaf) for name, leaf in node.leaves.items() if leaf is not None}
+        for buffer in node.buffers:
+            if buffer.name in found:
+                found[buffer.name] = NamedSharding(mesh, buffer_spec(buffer, node.leaves[buffer.name].shape))
+        return Packed({name: found.get(name) for name in node.leaves}, node.forms, node.buffers)
+
+    return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=lambda node: isinstance(node, Packed))
 
 
 def _names(path: Any) -> tuple[str, ...]:

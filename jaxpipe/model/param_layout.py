@@ -39,6 +39,7 @@ class ParamLayout:
     placement: Placement
     unlike: bool = False  # stages have trees of their own: canonical is a list of S trees, placed a `Packed` a chunk
     layers: LayerMap | None = None  # stages are made of layers: canonical is a dict of stacks by letter
+    stacks: bool = False  # the function says that its leaves are [S, layers, ...], as those of `jaxpipe.flax` are
 
     @cached_property
     def owned(self) -> tuple[tuple[int, ...], ...]:

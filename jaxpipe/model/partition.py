@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import Part
-from .forms import Lie, Sharing
+from .forms import Buffer, Lie, Sharing
 from .mesh import trimmed
 from .packed import Packed
 from .placed import Chunks
@@ -267,6 +267,10 @@ class Partition:
             if shape[dim] % size:
                 faults.append(f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which has {size} devices")
         return faults
+
+    def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
+        """How a buffer [P, ...] lies, of parameters or of an optimizer's state."""
+        return self._leaf("stages", "stages", jax.ShapeDtypeStruct(shape, jnp.float32), buffer.spec, [], None).spec(self.axis)
 
     def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Shardings of placed parameters."""

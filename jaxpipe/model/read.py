@@ -54,7 +54,8 @@ def _by_stages(placement: Placement, stage: Any, *, first: Call | None, last: Ca
     if stage is None:
         raise PipelineError("give Pipeline a stage function, a list of them, or layers= and layout=")
     if callable(stage) or not isinstance(stage, Sequence) or isinstance(stage, str):
-        return Model((Function.of(stage, "stage"),) * count, *ends, ParamLayout(placement), {})
+        layout = ParamLayout(placement, stacks=getattr(stage, "stacks_layers", False))
+        return Model((Function.of(stage, "stage"),) * count, *ends, layout, {})
     if len(stage) != count:
         raise PipelineError(f"stage is a list of {len(stage)} functions, but the schedule has {count} stages; give one for each")
     # A function that several stages have is one kind of stage where their parameters have one form too.

@@ -155,3 +155,13 @@ def test_what_is_trained_must_be_floating() -> None:
     pipe_of("1f1b", frozen=lambda path, leaf: seen.add((path, leaf.shape)) or leaf.dtype == jnp.int8).place(weights())
     assert ("stages/base", (WIDTH, WIDTH)) in seen
     assert ("last/head", (WIDTH, 2)) in seen
+
+
+def test_nothing_that_is_trained() -> None:
+    """As where one tries what a frozen model gives: no gradient, and optimizer state without moments."""
+    pipe = pipe_of("1f1b", frozen=["."])
+    params = pipe.place(weights())
+    loss, grads = pipe.value_and_grad(params, batch())
+    assert abs(float(loss) - float(plain(weights(), batch()))) <= FLOAT64 * float(loss)
+    assert jax.tree.leaves(grads) == []
+    assert [leaf.shape for leaf in jax.tree.leaves(pipe.init(optax.adam(0.1), params))] == [()]

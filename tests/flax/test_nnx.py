@@ -7,14 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+import jaxpipe as jp
 from jaxpipe.errors import PipelineError
 from jaxpipe.flax import End, from_nnx
 from tests.axes.model import worst_error
 from tests.flax.models import LAYERS, ROWS, VOCAB, WIDTH, Block, Net, batch_norm, cross_entropy, rows
 from tests.flax.walk import Key, through
+from tests.parity.engines import mesh_of
 from tests.tolerance import FLOAT64, relative
 
 
@@ -58,6 +61,10 @@ def test_leaves_of_stages_are_stage_then_block() -> None:
     assert set(model.params["last"]) == {"out", "head"}
     assert model.state == {}
     assert set(model.functions) == {"stage", "first", "last"}
+    # So `per_layer` acts on each block, also where it is not told.
+    pipe = jp.Pipeline(**model.functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=2), mesh=mesh_of(2), remat="full")
+    state = jax.eval_shape(jp.per_layer(pipe, optax.adam(0.1)).init, jax.eval_shape(pipe.place, model.params))
+    assert jax.tree.leaves(state["stages"])[0].shape == (2, 3)  # Adam's counts
 
 
 def test_to_nnx_writes_parameters_back() -> None:

@@ -113,7 +113,7 @@ def test_nesting_is_repeated_innermost_first(text):
         ("t*9999999999", 1, {0: "100,000"}),
         ("((t*999)*999)*999", 1, {0: "100,000", 1: "100,000"}),
         ("t*99999,t*99999,tx", 1, {8: "100,000", 17: "'x'"}),
-        ("E" + "(" * 101 + "t", 1, {101: "opens the 101th group inside another"}),
+        ("E" + "(" * 101 + "t", 1, {101: "opens group 101 inside another"}),
         ("t*-3", 1, {1: "needs a number after it", 2: "'-' is not a layer", 3: "the number 3"}),
         ("t*٣", 1, {1: "needs a number after it", 2: "is not a layer"}),
         (

@@ -106,7 +106,7 @@ def test_a_sparse_table_is_one_fault_and_not_a_hundred_thousand():
 LAYOUTS = {
     "gigabytes of repeats": (lambda: parse_layout("t*999999" * 2000, devices=1), "the layout has 2000 faults"),
     "repeats that are just too many together": (lambda: parse_layout("t*60000,t*60000", devices=1), "more than 100,000"),
-    "100,000 brackets": (lambda: parse_layout("(" * 100_000, devices=1), "opens the 101th group"),
+    "100,000 brackets": (lambda: parse_layout("(" * 100_000, devices=1), "opens group 101 inside"),
     "10,000 closed brackets": (lambda: parse_layout(")" * 10_000, devices=1), "the layout has 10000 faults"),
     "more text than a model takes": (lambda: parse_layout("t" * 100_001, devices=1), "the layout has 100,001 characters"),
     "5,000 faults": (lambda: parse_layout("x" * 5_000, devices=1), "... and 4,902 more"),

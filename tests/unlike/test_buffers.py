@@ -153,24 +153,42 @@ def test_a_function_for_each_stage_shares_too():
 
 
 @pytest.mark.slow
-def test_rules_for_one_parameter_see_it_by_itself():
-    """Under `per_layer` norms, ranks and paths are each layer's; without it a mask by path is refused, as both lie in one array."""
+def test_rules_for_one_parameter_see_it_by_itself(tmp_path):
+    """Under `per_layer` norms, ranks and paths are each layer's; without it a mask by path is refused, as both lie in one array.
+
+    A device keeps the state of its own layers, and another layout goes on with it.
+    """
     pipe, alone = pipeline(), pipeline("EnnnnwwwL", "gpipe", 1)
 
     def decayed(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: "scale" not in str(path[-1]), tree)
 
     rule = optax.chain(optax.scale_by_trust_ratio(), optax.add_decayed_weights(0.1, mask=decayed))
-    found = []
+    found, runs = [], []
     for each in (pipe, alone):
         params = each.place(canonical())
         assert any(chunk.buffers for chunk in params["stages"]) is (each is pipe)
         optimizer = jp.per_layer(each, optax.chain(rule, optax.adam(0.1)))
-        state = each.init(optimizer, params)
-        updates, _ = jax.jit(optimizer.update)(params, state, params)  # any numbers of the gradients' form
+        update, state = jax.jit(optimizer.update), each.init(optimizer, params)
+        for _ in range(2):
+            updates, state = update(params, state, params)  # any numbers of the gradients' form
+        assert update._cache_size() == 1 or each is alone  # of a mesh of one device JAX writes shardings otherwise
         assert jax.tree.structure(updates) == jax.tree.structure(params)
         found.append(each.canonical(updates))
+        runs.append((each, update, {"params": params, "optimizer": state}))
     assert worst(*jax.device_get(found)) <= FLOAT64
+    # Two moments of each parameter of "ww", and a count of each layer of "nnn".
+    assert {leaf.shape for leaf in jax.tree.leaves(runs[0][2]["optimizer"]["stages"])} == {(3, 2 * 2 * WIDE), (3, 3)}
+    wanted = alone.canonical(runs[1][1](params, state, params)[0])
+    for one, _, saved in runs:
+        for other, update, mine in runs:
+            folder = tmp_path / f"{one.schedule.num_devices} {other.schedule.num_devices}"
+            with Checkpoints(folder, one) as checkpoints:
+                checkpoints.save(1, saved)
+            with Checkpoints(folder, other) as checkpoints:
+                _, resumed = checkpoints.restore(mine)
+            again = update(resumed["params"], resumed["optimizer"], resumed["params"])[0]
+            assert worst(*jax.device_get((other.canonical(again), wanted))) <= FLOAT64
     with pytest.raises(jp.PipelineError, match=r"treats 'n/0/scale' and 'n/0/w' differently by their paths.*jaxpipe.per_layer"):
         pipe.init(optax.chain(optax.adam(0.1), rule), pipe.place(canonical()))
 
