@@ -13,7 +13,7 @@ from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
 from ..table.kinds import RUNS_FORWARD, TOGETHER, Kind
 from .assign_ticks import Ticks
-from .limits import Prices
+from .limits import LIMITS, Prices
 from .requirements import Edge, Requirements
 
 # Partners of each device, and how long the permutes of each device last.
@@ -48,9 +48,9 @@ def program_price(makespan: float, segments: Sequence[Segment], num_devices: int
     traffic = prices.traffic * sum(segment.num_sends for segment in segments) / num_devices
     predicates = sum(prices.block_predicate * segment.num_predicates + prices.arm * segment.num_arms for segment in segments)
     predicates += prices.meeting * sum(segment.num_meeting_predicates for segment in segments)
-    return (makespan + traffic + predicates) * (
-        1 + sum(prices.block * segment.stage_size + prices.permute * segment.permutes for segment in segments)
-    )
+    blocks = sum(segment.stage_size for segment in segments)
+    blocks += LIMITS.times_many * max(0, blocks - LIMITS.many_blocks)
+    return (makespan + traffic + predicates) * (1 + prices.block * blocks + prices.permute * sum(segment.permutes for segment in segments))
 
 
 def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:

@@ -58,6 +58,13 @@ def test_code_for_speed_stops_growing(name, chunks, devices):
 
 
 @pytest.mark.slow
+def test_short_stages_are_not_worth_much_code():
+    """Where a transfer takes twice as long as a forward, all code that saves one would be worth its size."""
+    costs = jp.Costs(forward=5e-5, input_grad=5.5e-5, weight_grad=4.5e-5, unit="seconds, estimated")
+    assert size_of(emitted("zbv", 2, 8, 32, prefer=Prefer.SPEED, costs=costs)) <= 48
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [8, exhaustive(32)])
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES)
 def test_code_grows_no_faster_than_chunks_and_slower_than_devices(name, chunks, microbatches):
