@@ -121,12 +121,15 @@ class Plan:
         """Of the transfers that the table gives a tick or more, those that the program awaits later than it issues them; and all."""
         requirements, late, all_of_them = collect(self.ticks), 0, 0
         for segment in self.segments:
+            awaited = {j: [t for t in segment.transits if t.tick == j and t.is_late] for j in range(segment.period)}
             for tick in range(segment.start, segment.stop):
-                delays = {(p.payload, *pair): segment.arrives(tick, p) - tick for p in segment.exchange(tick) for pair in p.pairs}
+                trip, j = divmod(tick - segment.start, segment.period)
+                lands = trip == segment.repeats - 1  # what is in flight then is awaited at once
+                later = {(t.permute.payload, *pair) for t in awaited[j] if not (lands and t.from_before) for pair in t.permute.pairs}
                 slack = requirements.kinds[requirements.codes[tick]].slack
                 having = [edge for edge, room in slack.items() if room]
                 all_of_them += len(having)
-                late += sum(delays[edge.payload, edge.source, edge.target] > 0 for edge in having)
+                late += sum((edge.payload, edge.source, edge.target) in later for edge in having)
         return late, all_of_them
 
     def program(self, liveness: Liveness | None = None) -> Program:

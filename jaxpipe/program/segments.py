@@ -208,6 +208,11 @@ class Transit(NamedTuple):
     due: int  # the tick of the trip at whose end its slot is taken; it may be written later, when nothing else has touched the pool
     from_before: bool  # the records are those of the trip before
 
+    @property
+    def is_late(self) -> bool:
+        """Whether it is awaited in a later tick than the one that makes it."""
+        return self.from_before or self.written.tick > self.tick
+
 
 @dataclass(frozen=True)
 class Segment:

@@ -10,18 +10,18 @@ from jax import lax
 
 from ..arrays import Leaves, Scalar
 from ..program.records import Arrival, TickRecord
-from ..program.segments import Payload, Permute, TickTemplate
+from ..program.segments import Payload, Permute, TickTemplate, Transit
 from .operands import SharedBuffers
 from .shared_buffers import SharedBuffer
 from .state import State, given
 
-# The scopes of transfers in a profile and in a compiled program: all, and those that the table gives slack.
+# The scopes of transfers in a profile and in a compiled program: all, and those that are awaited in a later tick.
 EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
 
 
-def scope_of(permute: Permute) -> str:
+def scope_of(transit: Transit) -> str:
     """The scope of a permute."""
-    return WITH_SLACK if permute.delay else EXCHANGE
+    return WITH_SLACK if transit.is_late else EXCHANGE
 
 
 def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tuple[Leaves, State]:

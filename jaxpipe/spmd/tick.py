@@ -154,7 +154,7 @@ class TickEmitter:
         under_way = [t for t in code.segment.transits if code.before is not None or not t.from_before]
         for transit in under_way:
             if self._issued(code.segment, transit) == at:
-                with jax.named_scope(scope_of(transit.permute)):
+                with jax.named_scope(scope_of(transit)):
                     brought[transit], state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
         # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
         # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.

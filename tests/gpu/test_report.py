@@ -67,15 +67,15 @@ def test_layers_that_are_recomputed_do_not_wait_for_the_host() -> None:
     assert report("1f1b", remat="full")["host_waits"] == 0
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv")])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv"), slow("v_half")])
 def test_what_has_slack_runs_beside_compute(name: str) -> None:
-    """From trip to trip of the steady state too, and no transfer is chosen there."""
+    """From trip to trip of the steady state too, and no transfer is chosen."""
     # ZB-V comes to its steady state late: with 16 microbatches its longest loop is still of the ramps.
     found = report(name, microbatches=32 if name == "zbv" else 16)
     late, with_slack = found["late_transfers"]
-    assert late > with_slack / 2
+    assert late > 0.9 * with_slack
     beside, permutes = found["permutes_with_slack_beside_compute"]
-    # Of ZB-V's, XLA puts some dones right after their starts.
-    assert beside > permutes / 2 if name == "zbv" else beside == permutes > 0
+    assert beside == permutes > 0
+    assert found["host_waits"] == 0
     beside, permutes = found["permutes_beside_compute"]
     assert beside > permutes / 2
