@@ -133,3 +133,17 @@ def test_parameters_drawn_under_jit_are_drawn_where_they_lie():
     own = 4 * int(np.prod(shape)) // 8
     assert memory.output_size_in_bytes == pytest.approx(own, rel=0.01)
     assert memory.temp_size_in_bytes <= 4 * own  # bits and what becomes of them; drawn whole they would be 16 times a part
+
+
+def test_the_gradient_of_last_is_an_array_before_it_is_added_up():
+    """A head's logits and its gradient lie beside each other: the accumulator is in use, so that it is no room for either."""
+    vocab = 2048
+
+    def head(params, x, microbatch):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params) - microbatch["y"]))
+
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), last=head)
+    shapes = {"stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32), "last": jax.ShapeDtypeStruct((WIDTH, vocab), jnp.float32)}
+    rows = {"x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32), "y": jax.ShapeDtypeStruct((2 * ROWS, 1), jnp.float32)}
+    assert pipe.predict_memory(pipe.place(shapes), rows)["work"] >= 4 * vocab * (ROWS + WIDTH)
