@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,8 @@ def exchanges_of(needs: Sequence[frozenset[Edge]], times: IntArray) -> tuple[lis
     """
     edges = sorted(frozenset[Edge]().union(*needs))
     distinct = sorted(set(needs), key=lambda need: (len(need), sorted(need)))
-    cluster = np.array([distinct.index(need) for need in needs])
+    place = {need: i for i, need in enumerate(distinct)}
+    cluster = np.array([place[need] for need in needs])
     count: NDArray[np.float64] = np.bincount(cluster, weights=times).astype(np.float64)
     number = {edge: i for i, edge in enumerate(edges)}
     members = np.zeros((len(distinct), len(edges)))  # 1 where a set has an edge: of float, so that sizes of unions are matrix products
@@ -82,19 +84,30 @@ def exchanges_of(needs: Sequence[frozenset[Edge]], times: IntArray) -> tuple[lis
     enough = LIMITS.saves_enough * float(count @ sizes)
     more = _additional(count[:, None], count, sizes[:, None], sizes, members @ members.T)
     np.fill_diagonal(more, np.inf)
+    held = np.packbits(members.astype(bool), axis=1)
+    # Of each set, the first of those with which it would be cheapest to be one, so that not all pairs are compared again each time.
+    nearest, least = more.argmin(axis=1), more.min(axis=1)
     for left in range(len(count), 1, -1):
-        a, b = divmod(int(more.argmin()), len(count))
-        if left <= LIMITS.most_exchanges and more[a, b] > enough:
+        a = int(least.argmin())
+        b = int(nearest[a])
+        if left <= LIMITS.most_exchanges and least[a] > enough:
             break
         cluster[cluster == b] = a
-        members[a] = np.maximum(members[a], members[b])
-        sizes[a] = members[a].sum()
+        held[a] |= held[b]
+        sizes[a] = np.bitwise_count(held[a]).sum()
         count[a] += count[b]
         count[b], more[b], more[:, b] = 0, np.inf, np.inf
-        alike = _additional(count[a], count, sizes[a], sizes, members @ members[a])
-        more[a] = more[:, a] = np.where(np.isfinite(more[a]), alike, np.inf)
+        common = np.bitwise_count(held & held[a]).sum(axis=1, dtype=np.float64)
+        alike = np.where(np.isfinite(more[a]), _additional(count[a], count, sizes[a], sizes, common), np.inf)
+        more[a] = more[:, a] = alike
+        closer = (alike < least) | ((alike == least) & (a < nearest))
+        lost = np.flatnonzero(((nearest == a) | (nearest == b)) & np.isfinite(least) & ~(alike < least))
+        least[closer], nearest[closer] = alike[closer], a
+        again = np.union1d(lost, [a, b])
+        nearest[again], least[again] = more[again].argmin(axis=1), more[again].min(axis=1)
     used, made = np.unique(cluster, return_inverse=True)
-    return [frozenset(edge for edge, held in zip(edges, members[a], strict=True) if held) for a in used], made
+    sets = np.unpackbits(held[used], axis=1, count=len(edges)).astype(bool)
+    return [frozenset(edge for edge, here in zip(edges, row, strict=True) if here) for row in sets.tolist()], made
 
 
 def _additional(
@@ -114,13 +127,23 @@ def permutes_of(delays: Mapping[Edge, int]) -> tuple[Permute, ...]:
 
     Wrap-around edges of a ring point against their payload's direction, so they come out as a permute of their own.
     """
-    groups: dict[tuple[Payload, int, bool], list[list[tuple[int, int]]]] = {}
+    groups: dict[tuple[Payload, int, bool], list[_Colour]] = {}
     for (payload, source, target), delay in sorted(delays.items()):
         colours = groups.setdefault((payload, delay, source > target), [])
         for colour in colours:
-            if all(source != s and target != t for s, t in colour):
-                colour.append((source, target))
+            if source not in colour.sources and target not in colour.targets:
                 break
         else:
-            colours.append([(source, target)])
-    return tuple(Permute(payload, tuple(c), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)
+            colours.append(colour := _Colour([], set(), set()))
+        colour.pairs.append((source, target))
+        colour.sources.add(source)
+        colour.targets.add(target)
+    return tuple(Permute(payload, tuple(c.pairs), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)
+
+
+class _Colour(NamedTuple):
+    """The pairs of one permute, and which devices they have at each end."""
+
+    pairs: list[tuple[int, int]]
+    sources: set[int]
+    targets: set[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,13 @@ class Requirements:
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    @cached_property
+    def signatures(self) -> IntArray:
+        """Per tick, a number that ticks of equal signatures share."""
+        numbers: dict[object, int] = {}
+        found = np.array([numbers.setdefault(kind.signature, len(numbers)) for kind in self.kinds], np.int64)
+        return found[self.codes]
 
 
 def consumers(table: Encoded) -> IntArray:
