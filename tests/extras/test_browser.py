@@ -41,6 +41,7 @@ seen.idle = hover(seen.run.find(([text]) => text.startsWith("1F0"))[1] - 3, seen
 seen.outside = hover(0, 0)[0];
 seen.path = [critical(), (byId("path").click(), critical()), (byId("path").click(), critical())];
 seen.zoom = [press("full"), press("1.25"), press("0.8"), press("fit")];
+seen.widths = [plan.getBoundingClientRect().width, plan.width.baseVal.value];
 seen.themes = [paper(), (byId("theme").click(), paper()), (byId("theme").click(), paper()), (byId("theme").click(), paper())];
 const probe = document.createElement("pre");
 probe.id = "probe";
@@ -109,6 +110,8 @@ def test_the_buttons_zoom_and_show_the_critical_path_and_the_theme(seen):
     assert full == back == pytest.approx(found["width"], abs=0.5)
     assert larger == pytest.approx(1.25 * full, abs=0.5)
     assert fit == pytest.approx(found["frame"], abs=0.5)
+    plan, own = found["widths"]
+    assert plan == pytest.approx(own * fit / full, abs=0.5), "the plan keeps the run's scale"
     hidden, shown, again = found["path"]
     assert hidden == again == ["none"]
     assert "none" not in shown
