@@ -18,7 +18,7 @@ from .simulation.timeline import Timeline
 from .spmd.entries import auto_axes
 from .spmd.executor import SpmdExecutor
 from .stage.job import Job
-from .table.kinds import Kind
+from .table.kinds import TOGETHER, Kind
 from .table.run_order import Transfers
 from .table.schedule import Schedule
 
@@ -90,6 +90,11 @@ def _timeline(schedule: Schedule, events: list[tuple[float, int, int, int, int, 
         raise PipelineError(
             f"the run has no times of {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs them otherwise"
         )
+    # What all devices do together begins when the last of them has come to it: until then the others wait in its collective.
+    for meeting in set(table.meetings.values()):
+        members = list(meeting.members)
+        starts[members] = starts[members].max()
+        ends[members] = np.maximum(ends[members], starts[members])
     zero = float(starts.min())
     for i in table.pairs.tolist():
         starts[i] = starts[i + 1] = min(starts[i], starts[i + 1])
@@ -100,12 +105,13 @@ def _timeline(schedule: Schedule, events: list[tuple[float, int, int, int, int, 
 
 
 def _costs(schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str) -> Costs:
-    """The median time of each stage's actions in the run; transfers are in the gaps."""
+    """The median time of each stage's actions in the run, of shares of each device's; transfers are in the gaps."""
     table = schedule.encoded
-    names = {Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward", Kind.R: "recompute"}
+    shares = {Kind.L: "last", Kind.E: "first", Kind.G: "first_grad"}
+    names = shares | {Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward", Kind.R: "recompute"}
     found: dict[str, Any] = {}
     for kind, name in names.items():
         numbers = [np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist() for s in range(table.num_stages)]
-        if all(numbers):
-            found[name] = tuple(statistics.median(ends[i] - starts[i] for i in mine) for mine in numbers)
+        if all(numbers) or (kind in TOGETHER and any(numbers)):
+            found[name] = tuple(statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers)
     return Costs(**found, unit=unit)

@@ -94,18 +94,20 @@ def _earliest(schedule: Schedule, turn: Sequence[int], period: int) -> Ticks:
     needs = needs_of(schedule)
     when = [-1] * (table.num_actions + 1)  # the last entry is "nothing needed"
     free = [0] * table.num_devices
-    device, last_half = table.device.tolist(), table.last_half.tolist()
+    device, last_half, meetings = table.device.tolist(), table.last_half.tolist(), table.meetings
     for i in order:
         d = device[i]
-        if i in table.meetings:
-            members = table.meetings[i].members
+        if i in meetings:
+            members = meetings[i].members
             if i == members[0]:
                 tick = max(free)
                 tick += max((turn[j] - tick) % period for j in members)
                 for j, e in zip(members, range(table.num_devices), strict=True):
                     when[j], free[e] = tick, tick + 1
             continue
-        tick = max(free[d], when[needs[i]] + 1)
+        tick, ready = free[d], when[needs[i]] + 1
+        if ready > tick:
+            tick = ready
         if last_half[i] != i:  # the forward of a pair: its backward, next in the row, may have to wait longer
             free[d] = tick
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -23,24 +24,26 @@ _Meeting: TypeAlias = "tuple[NDArray[np.intp], NDArray[np.float64]]"
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
     """`[tick, device]` durations; F, I and W take 1 and B takes 2 where no costs are given."""
     table = ticks.schedule.encoded
-    found = np.zeros((ticks.num_ticks, table.num_devices))
-    np.add.at(found, (ticks.when, table.device), action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
-    return found
+    shape = (ticks.num_ticks, table.num_devices)
+    durations = action_durations(table, (costs or Costs()).for_stages(table.num_stages))
+    cell = np.ravel_multi_index((ticks.when, table.device), shape)
+    return np.asarray(np.bincount(cell, durations, shape[0] * shape[1]), np.float64).reshape(shape)
 
 
 def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
     """`[tick, part, device]`: the same by the parts of a tick (`Part`), in the order in which it has them."""
     table = ticks.schedule.encoded
     order = parts_in_order(ticks.forward_first)
-    found = np.zeros((ticks.num_ticks, len(order), table.num_devices))
+    shape = (ticks.num_ticks, len(order), table.num_devices)
     place = np.array([order.index(Part.of(kind)) for kind in Kind])[table.kind]
     ahead, back = (np.zeros((ticks.num_ticks, table.num_devices), bool) for _ in range(2))
     for mine, kinds in ((ahead, RUNS_FORWARD), (back, (Kind.B,))):
         runs = table.of_kinds(kinds)
         mine[ticks.when[runs], table.device[runs]] = True
     place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
-    np.add.at(found, (ticks.when, place, table.device), action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
-    return found
+    durations = action_durations(table, (costs or Costs()).for_stages(table.num_stages))
+    cell = np.ravel_multi_index((ticks.when, place, table.device), shape)
+    return np.asarray(np.bincount(cell, durations, math.prod(shape)), np.float64).reshape(shape)
 
 
 def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, prices: Prices) -> float:
@@ -96,20 +99,22 @@ def advance(time: NDArray[np.float64], costs: NDArray[np.float64], segment: Segm
     code = _Code.of(segment, num_parts, num_devices, transfer)
     work = [rows[:, step.tick, step.parts].sum(axis=1) if step.runs else None for step in code.steps]
     same = _equal_ahead(np.concatenate([rows.reshape(*rows.shape[:2], -1), segment.chosen[..., None]], axis=2))
-    trip, growth = 0, None
     flies = bool(segment.in_flight)
+    trip, begun = 0, 0  # the next trip, and the first after those that were skipped
+    before = earlier = time
     while trip < segment.repeats:
-        before = time
+        earlier, before = before, time
         durations = [None if each is None else each[trip] for each in work]
         time = code.trip(time, durations, segment.chosen[trip].tolist(), is_first=trip == 0)
-        # Trips of equal costs that moved every device by the same time will go on doing so.
-        moved = time - before
-        settled = growth is not None and np.array_equal(moved, growth) and np.ptp(growth) == 0
-        growth = moved if trip or not flies else None
         trip += 1
-        if settled and trip < segment.repeats and (ahead := int(same[trip - 1])):
+        # Trips of equal costs that moved every device by the same time will go on doing so; the first of all begins with nothing in flight.
+        seen = trip - begun - (flies and begun == 0)
+        if seen < 2 or trip == segment.repeats or not (ahead := int(same[trip - 1])):
+            continue
+        moved, growth = time - before, before - earlier
+        if np.ptp(growth) == 0 and np.array_equal(moved, growth):
             time = time + moved * ahead
-            trip, growth = trip + ahead, None
+            trip, begun = trip + ahead, trip + ahead
     return code.land(time)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..program.segments import Block, BlockUse, Part, Payload, Permute, Presence, TickTemplate, parts_in_order
-from ..table.encoded import IntArray
+from ..table.encoded import BoolArray, IntArray
 from .limits import LIMITS
-from .requirements import Edge, Requirements
+from .requirements import NO_TRANSFER, Edge, Requirements
 
 
 def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, gated: bool = False) -> tuple[TickTemplate, IntArray]:
@@ -22,16 +23,14 @@ def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, g
     """
     codes = requirements.codes[group]
     times = np.bincount(codes)
-    present = np.flatnonzero(times).tolist()
-    total: dict[Block, list[int]] = {}
-    delays: dict[Edge, int] = {}
-    for code in present:
-        for block, count in requirements.kinds[code].blocks.items():
-            sums = total.setdefault(block, [0] * len(count))
-            for i, number in enumerate(count):
-                sums[i] += number * int(times[code])
-        for edge, slack in requirements.kinds[code].slack.items():
-            delays[edge] = min(delays.get(edge, room), slack)
+    present = np.flatnonzero(times)
+    often = times[present]
+    total = np.tensordot(often, requirements.counts[present], 1).tolist()
+    slack = requirements.slack[present]
+    least = np.minimum(slack.min(axis=0, initial=NO_TRANSFER), room)
+    needed = slack < NO_TRANSFER
+    here = np.flatnonzero(needed.any(axis=0))
+    edges = [requirements.edges[i] for i in here.tolist()]
     everyone = requirements.num_devices * len(codes)
     uses = tuple(
         BlockUse(
@@ -41,17 +40,21 @@ def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, g
             Presence.of(last, active),
             Presence.of(local, active),
         )
-        for block, (active, first, last, local) in sorted(total.items(), key=lambda item: _place(item[0], requirements))
+        for block, (active, first, last, local) in sorted(
+            zip(requirements.blocks, total, strict=True), key=lambda item: _place(item[0], requirements)
+        )
+        if active
     )
-    paired = any(requirements.kinds[code].paired for code in present)
-    needs = [frozenset(requirements.kinds[code].slack) for code in present]
-    complete = sum(int(times[code]) for code, need in zip(present, needs, strict=True) if len(need) == len(delays))
-    if not gated or 2 * complete >= len(codes):
+    paired = any(requirements.kinds[code].paired for code in present.tolist())
+    needed = needed[:, here]
+    if not gated or 2 * int(often[needed.all(axis=1)].sum()) >= len(codes):
+        delays = dict(zip(edges, least[here].tolist(), strict=True))
         return TickTemplate(uses, (permutes_of(delays),), paired), np.zeros(len(codes), np.int64)
-    exchanges, made = exchanges_of(needs, times[present])
+    exchanges, made = exchanges_of(needed, often)
     choice = np.zeros(len(times), np.int64)
     choice[present] = made
-    return TickTemplate(uses, tuple(permutes_of(dict.fromkeys(edges, 0)) for edges in exchanges), paired), choice[codes]
+    sets = [[edges[i] for i in np.flatnonzero(row).tolist()] for row in exchanges]
+    return TickTemplate(uses, tuple(permutes_of(dict.fromkeys(each, 0)) for each in sets), paired), choice[codes]
 
 
 def _place(block: Block, requirements: Requirements) -> tuple[int, Block]:
@@ -63,38 +66,48 @@ def _place(block: Block, requirements: Requirements) -> tuple[int, Block]:
     return parts_in_order(requirements.forward_first).index(Part.of(block.kind)), block
 
 
-def exchanges_of(needs: Sequence[frozenset[Edge]], times: IntArray) -> tuple[list[frozenset[Edge]], IntArray]:
+def exchanges_of(needs: BoolArray, times: IntArray) -> tuple[BoolArray, IntArray]:
     """A few sets of transfers, each the union of some of the needs, such that little is transferred for nothing.
 
-    `times[i]` is how often `needs[i]` occurs; the second value is the number of the set that serves it.  Two sets become one, those first
-    for which that transfers the least more, until there are few enough of them and one less would transfer too much more
-    (agglomerative clustering).
+    `needs[i, edge]` marks the transfers of a need, and `times[i]` is how often it occurs; the result is `[set, edge]`, and the number of
+    the set that serves each need.  Two sets become one, those first for which that transfers the least more, until there are few enough
+    of them and one less would transfer too much more (agglomerative clustering).
     """
-    edges = sorted(frozenset[Edge]().union(*needs))
-    distinct = sorted(set(needs), key=lambda need: (len(need), sorted(need)))
-    cluster = np.array([distinct.index(need) for need in needs])
+    packed = np.packbits(needs, axis=1)
+    # Small sets first, and of equal size those with the first edges.
+    keys = [(size, row.tobytes()) for size, row in zip(needs.sum(axis=1).tolist(), ~packed, strict=True)]
+    place = {key: i for i, key in enumerate(sorted(set(keys)))}
+    cluster = np.array([place[key] for key in keys])
     count: NDArray[np.float64] = np.bincount(cluster, weights=times).astype(np.float64)
-    number = {edge: i for i, edge in enumerate(edges)}
-    members = np.zeros((len(distinct), len(edges)))  # 1 where a set has an edge: of float, so that sizes of unions are matrix products
-    for row, need in zip(members, distinct, strict=True):
-        row[[number[edge] for edge in need]] = 1
+    distinct = np.unique(cluster, return_index=True)[1]
+    held = packed[distinct]
+    members = needs[distinct].astype(np.float64)  # of float, so that sizes of unions are matrix products
     sizes = members.sum(axis=1)
     enough = LIMITS.saves_enough * float(count @ sizes)
     more = _additional(count[:, None], count, sizes[:, None], sizes, members @ members.T)
     np.fill_diagonal(more, np.inf)
+    # Of each set, the first of those with which it would be cheapest to be one, so that not all pairs are compared again each time.
+    nearest, least = more.argmin(axis=1), more.min(axis=1)
     for left in range(len(count), 1, -1):
-        a, b = divmod(int(more.argmin()), len(count))
-        if left <= LIMITS.most_exchanges and more[a, b] > enough:
+        a = int(least.argmin())
+        b = int(nearest[a])
+        if left <= LIMITS.most_exchanges and least[a] > enough:
             break
         cluster[cluster == b] = a
-        members[a] = np.maximum(members[a], members[b])
-        sizes[a] = members[a].sum()
+        held[a] |= held[b]
+        sizes[a] = np.bitwise_count(held[a]).sum()
         count[a] += count[b]
         count[b], more[b], more[:, b] = 0, np.inf, np.inf
-        alike = _additional(count[a], count, sizes[a], sizes, members @ members[a])
-        more[a] = more[:, a] = np.where(np.isfinite(more[a]), alike, np.inf)
+        common = np.bitwise_count(held & held[a]).sum(axis=1, dtype=np.float64)
+        alike = np.where(np.isfinite(more[a]), _additional(count[a], count, sizes[a], sizes, common), np.inf)
+        more[a] = more[:, a] = alike
+        closer = (alike < least) | ((alike == least) & (a < nearest))
+        lost = np.flatnonzero(((nearest == a) | (nearest == b)) & np.isfinite(least) & ~(alike < least))
+        least[closer], nearest[closer] = alike[closer], a
+        again = np.union1d(lost, [a, b])
+        nearest[again], least[again] = more[again].argmin(axis=1), more[again].min(axis=1)
     used, made = np.unique(cluster, return_inverse=True)
-    return [frozenset(edge for edge, held in zip(edges, members[a], strict=True) if held) for a in used], made
+    return np.unpackbits(held[used], axis=1, count=needs.shape[1]).astype(bool), made
 
 
 def _additional(
@@ -114,13 +127,23 @@ def permutes_of(delays: Mapping[Edge, int]) -> tuple[Permute, ...]:
 
     Wrap-around edges of a ring point against their payload's direction, so they come out as a permute of their own.
     """
-    groups: dict[tuple[Payload, int, bool], list[list[tuple[int, int]]]] = {}
+    groups: dict[tuple[Payload, int, bool], list[_Colour]] = {}
     for (payload, source, target), delay in sorted(delays.items()):
         colours = groups.setdefault((payload, delay, source > target), [])
         for colour in colours:
-            if all(source != s and target != t for s, t in colour):
-                colour.append((source, target))
+            if source not in colour.sources and target not in colour.targets:
                 break
         else:
-            colours.append([(source, target)])
-    return tuple(Permute(payload, tuple(c), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)
+            colours.append(colour := _Colour([], set(), set()))
+        colour.pairs.append((source, target))
+        colour.sources.add(source)
+        colour.targets.add(target)
+    return tuple(Permute(payload, tuple(c.pairs), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)
+
+
+class _Colour(NamedTuple):
+    """The pairs of one permute, and which devices they have at each end."""
+
+    pairs: list[tuple[int, int]]
+    sources: set[int]
+    targets: set[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ from ..table.encoded import BoolArray, Encoded, IntArray
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks
+
+NO_TRANSFER = np.iinfo(np.int32).max  # in `Requirements.slack`
 
 
 class Edge(NamedTuple):
@@ -67,6 +69,42 @@ class Requirements:
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    @cached_property
+    def signatures(self) -> IntArray:
+        """Per tick, a number that ticks of equal signatures share."""
+        numbers: dict[object, int] = {}
+        found = np.array([numbers.setdefault(kind.signature, len(numbers)) for kind in self.kinds], np.int64)
+        return found[self.codes]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks that occur."""
+        return tuple(dict.fromkeys(block for kind in self.kinds for block in kind.blocks))
+
+    @cached_property
+    def counts(self) -> IntArray:
+        """`[kind, block]` is the `Count` of `blocks[block]` in `kinds[kind]`."""
+        number = {block: i for i, block in enumerate(self.blocks)}
+        found = np.zeros((len(self.kinds), len(number), len(Count._fields)), np.int64)
+        for row, kind in zip(found, self.kinds, strict=True):
+            for block, count in kind.blocks.items():
+                row[number[block]] = count
+        return found
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """The transfers that occur, in order."""
+        return tuple(sorted({edge for kind in self.kinds for edge in kind.slack}))
+
+    @cached_property
+    def slack(self) -> NDArray[np.int32]:
+        """`[kind, edge]` is the slack of `edges[edge]` in `kinds[kind]`; NO_TRANSFER where it does not occur."""
+        number = {edge: i for i, edge in enumerate(self.edges)}
+        found = np.full((len(self.kinds), len(number)), NO_TRANSFER, np.int32)
+        for row, kind in zip(found, self.kinds, strict=True):
+            row[[number[edge] for edge in kind.slack]] = list(kind.slack.values())
+        return found
 
 
 def consumers(table: Encoded) -> IntArray:
@@ -127,17 +165,16 @@ def collect(ticks: Ticks) -> Requirements:
 
 def _tick_requirements(line: NDArray[np.int32]) -> TickRequirements:
     """Read one line of `collect`: [device, half, field]."""
-    blocks: dict[Block, Count] = {}
+    devices, halves = np.nonzero(line[:, :, 0] >= 0)
+    counts: dict[tuple[int, int, int], list[int]] = {}
     slack: dict[Edge, int] = {}
-    paired = bool(((line[:, 0, 0] >= 0) & (line[:, 1, 0] == Kind.B)).any())
-    for device, halves in enumerate(line.tolist()):
-        for kind, chunk, kept, first, last, local, target, room in halves:
-            if kind < 0:
-                continue
-            block = Block(Kind(kind), chunk, bool(kept))
-            old = blocks.get(block, Count(0, 0, 0, 0))
-            blocks[block] = Count(old.active + 1, old.first + first, old.last + last, old.local + local)
-            if target >= 0:
-                payload = Payload.ACTIVATION if kind == Kind.F else Payload.COTANGENT
-                slack[Edge(payload, device, target)] = room
-    return TickRequirements(blocks, slack, paired)
+    for device, (kind, chunk, kept, first, last, local, target, room) in zip(devices.tolist(), line[devices, halves].tolist(), strict=True):
+        sums = counts.setdefault((kind, chunk, kept), [0, 0, 0, 0])
+        sums[0] += 1
+        sums[1] += first
+        sums[2] += last
+        sums[3] += local
+        if target >= 0:
+            slack[Edge(Payload.ACTIVATION if kind == Kind.F else Payload.COTANGENT, device, target)] = room
+    blocks = {Block(Kind(kind), chunk, bool(kept)): Count(*sums) for (kind, chunk, kept), sums in counts.items()}
+    return TickRequirements(blocks, slack, bool(((line[:, 0, 0] >= 0) & (line[:, 1, 0] == Kind.B)).any()))

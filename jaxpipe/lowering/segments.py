@@ -311,9 +311,7 @@ def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span
     """Longest exact repeat first, then the same on both sides of it; what repeats nowhere is one span of period 1."""
     if start >= stop:
         return []
-    numbers: dict[object, int] = {}
-    signature = np.array([numbers.setdefault(kind.signature, len(numbers)) for kind in requirements.kinds])
-    codes = signature[requirements.codes[start:stop]]
+    codes = requirements.signatures[start:stop]
     best: Span | None = None
     for period in range(1, min(LIMITS.longest_period, (stop - start) // 2) + 1):
         begin, length = _longest_true(codes[period:] == codes[:-period])

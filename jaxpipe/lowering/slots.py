@@ -360,21 +360,25 @@ class _Arrivals:
 def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:
     """The lowest free slot for each life, and for each stray moment one that is free then, or -1 where none is."""
     free = list(range(size))
-    live: list[tuple[int, int]] = []
-    slots, spare = [0] * len(begin), [0] * len(strays)
+    spare: list[int] = []
+    slots = [0] * len(begin)
     starts = np.concatenate([begin, strays])
-    stops = np.concatenate([end, strays]).tolist()
+    stops = np.concatenate([end, strays])
     # What begins in a moment is placed before that moment's strays.
-    order = np.lexsort((stops, np.arange(len(starts)) >= len(begin), starts)).tolist()
-    now = starts.tolist()
-    for i in order:
-        while live and live[0][0] < now[i]:
-            heapq.heappush(free, heapq.heappop(live)[1])
-        if i >= len(begin):
-            spare[i - len(begin)] = free[0] if free else -1
-            continue
-        slots[i] = heapq.heappop(free)
-        heapq.heappush(live, (stops[i], slots[i]))
+    order = np.lexsort((stops, np.arange(len(starts)) >= len(begin), starts))
+    ending = np.argsort(end, kind="stable")
+    # How many lives are over when each one begins: a slot is free from the moment after its life's last.
+    over = np.searchsorted(end[ending], starts[order], side="left").tolist()
+    leaving, gone, values = ending.tolist(), 0, len(begin)
+    take, put_back = heapq.heappop, heapq.heappush
+    for i, ended in zip(order.tolist(), over, strict=True):
+        while gone < ended:
+            put_back(free, slots[leaving[gone]])
+            gone += 1
+        if i < values:
+            slots[i] = take(free)
+        else:
+            spare.append(free[0] if free else -1)
     return np.array(slots, np.int64), np.array(spare, np.int64)
 
 

@@ -69,11 +69,14 @@ $devices
 const data = JSON.parse(document.getElementById("data").textContent);
 const frame = document.getElementById("frame"), svg = frame.querySelector("svg"), tip = document.getElementById("tip");
 const show = (value) => String(Math.round(value * 1e6) / 1e6);
+// The run's chart, and the plan's below it where there is one: at one scale.
+const frames = [...document.querySelectorAll(".frame")];
+const charts = frames.map((each) => each.querySelector("svg")), widths = charts.map((chart) => chart.width.baseVal.value);
 let zoom = 1;
 function setZoom(to) {
   const middle = (frame.scrollLeft + frame.clientWidth / 2) / (data.width * zoom);
   zoom = Math.min(Math.max(to, 0.02), 40);
-  svg.style.width = data.width * zoom + "px";
+  charts.forEach((chart, i) => { chart.style.width = widths[i] * zoom + "px"; });
   frame.scrollLeft = middle * data.width * zoom - frame.clientWidth / 2;
 }
 const fit = () => setZoom(frame.clientWidth / data.width);

@@ -10,18 +10,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import io_callback
 
+from ..arrays import Scalar
 from ..program.records import map_fields
 from ..stage.job import Clock
 from .block import Block
+from .share import RunFirstGradient, RunFirstShare, RunShare
 from .stage_block import StageBlock
 from .state import State
 
 
 @dataclass(frozen=True)
 class Clocked(Block):
-    """A block that tells the host when it begins and when it is over; slower for two calls, and else the same."""
+    """A block that tells the host when it begins and when it is over; slower for two calls, and else the same.
 
-    block: StageBlock[Any]
+    `stage` is the number that the table gives the action: of its stage, or of the device where all devices do it together.
+    """
+
+    block: StageBlock[Any] | RunShare | RunFirstShare | RunFirstGradient
+    kind: int
+    stage: Scalar
     clock: Clock
     axis: str
     data_axes: tuple[str, ...]
@@ -32,9 +39,9 @@ class Clocked(Block):
 
     def run(self, state: State) -> State:
         """Run it between two calls of the host."""
-        row, kind = self.block.row, int(self.block.use.block.kind)
+        row = self.block.row
         shard = lax.axis_index(self.data_axes) if self.data_axes else jnp.int32(0)
-        what = (shard, lax.axis_index(self.axis), jnp.int32(kind), row.stage, row.microbatch)
+        what = (shard, lax.axis_index(self.axis), jnp.int32(self.kind), self.stage, row.microbatch)
         zero = io_callback(self.clock, jax.ShapeDtypeStruct((), jnp.int32), jnp.int32(0), *what)
         # All that the block reads is found by its record, which depends on the first call, and the second call depends on what it wrote.
         after = replace(self.block, row=map_fields(lambda number: number + zero, row)).run(state)

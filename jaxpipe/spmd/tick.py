@@ -21,7 +21,7 @@ from ..program.segments import BlockUse, Payload, Point, Presence, Segment, Tran
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
-from .block import Block, run_in_order, run_where
+from .block import run_in_order, run_where
 from .clock import Clocked
 from .exchange import EXCHANGE, arrive, permuted, run_chosen, scope_of, settled
 from .forward import RunForward, RunRecompute
@@ -206,7 +206,7 @@ class TickEmitter:
         if self.clock is None:
             return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, code, state)
         # Under a predicate always: a loop's body begins when all that it reads is there.
-        clocked = Clocked(code, self.clock, self.axis, self.data_axes)
+        clocked = Clocked(code, int(use.block.kind), stage, self.clock, self.axis, self.data_axes)
         return run_in_order(Presence.NEVER if use.active is Presence.NEVER else Presence.SOMETIMES, predicate, clocked, state)
 
     def _pairs_at(self, segment: Segment, j: int) -> list[_Pair]:
@@ -249,12 +249,16 @@ class TickEmitter:
         """What all devices do together: under a predicate, where there is one, that all of them answer alike."""
         (share,) = row.shares
         shared = self.shared
-        block: Block = RunShare(shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking)
+        block: RunShare | RunFirstShare | RunFirstGradient
+        block = RunShare(shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking)
         if use.block.kind is Kind.E:
             block = RunFirstShare(shared, share, waits=self.blocking)
         elif use.block.kind is Kind.G:
             block = RunFirstGradient(shared, share, waits=self.blocking)
-        if use.active is not Presence.ALWAYS:
+        if self.clock is not None:
+            clocked = Clocked(block, int(use.block.kind), lax.axis_index(self.axis), self.clock, self.axis, self.data_axes)
+            state = run_in_order(Presence.SOMETIMES, share.kind == int(use.block.kind), clocked, state)
+        elif use.active is not Presence.ALWAYS:
             state = run_in_order(use.active, share.kind == int(use.block.kind), block, state)
         else:
             state = run_where(use.active, share.kind == int(use.block.kind), block, state)

@@ -87,6 +87,14 @@ def test_flatness(tmp_path):
 
 @pytest.mark.slow
 @needs_gpu_compiler
+def test_many_gpus(tmp_path):
+    text = table_of(tmp_path, "many_gpus", "--cases", "1f1b:1:2:2:2:4")
+    ((_, chunks, _, gpus, *_),) = rows_of(text, "1f1b")
+    assert (chunks, gpus) == ("1", "8")
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
 def test_gpu_programs(tmp_path):
     text = table_of(tmp_path, "gpu_programs", "--schedules", "1f1b", "--grid", "--devices", "2", "--microbatches", "8")
     ((_, axes, remat, predicates, on_host, *_),) = rows_of(text, "1f1b")

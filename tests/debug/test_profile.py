@@ -41,6 +41,50 @@ def test_every_action_has_its_time(name):
     assert "the step took" in str(compared)
 
 
+def spread_model(schedule, mesh, **options):
+    """An embedding and a head that are spread over the pipe axis, and a batch of tokens."""
+    pipe = jp.Pipeline(
+        lambda w, x: x + jnp.tanh(x @ w),
+        schedule=schedule,
+        mesh=mesh,
+        first=jp.VocabEmbedding(),
+        last=jp.VocabHead(),
+        **options,
+    )
+    words = jnp.ones((8, WIDTH)) * 0.01
+    params = {"first": {"w": words}, "stages": jnp.ones((schedule.num_stages, WIDTH, WIDTH)) * 0.01, "last": {"w": words}}
+    rows = np.zeros((4 * M, 3), np.int32)
+    return pipe, pipe.place(params), {"tokens": rows, "targets": rows}
+
+
+def test_what_all_devices_do_together_has_its_times_too():
+    """With data shards: E and L, and G, begin on all devices of a shard at once, after what they read and before what reads them."""
+    mesh = jax.make_mesh((P, 2), ("pipe", "data"), devices=jax.devices()[: 2 * P])
+    schedule = jp.schedules.build("interleaved_1f1b", devices=P, microbatches=M, chunks=2)
+    pipe, params, batch = spread_model(schedule, mesh, data_axes=("data",))
+    ran = pipe.profile(params, batch, repeats=1)
+    table = ran.schedule.encoded
+    meetings = set(table.meetings.values())
+    assert len(meetings) == 3 * M
+    for meeting in meetings:
+        begin, end = {ran.starts[i] for i in meeting.members}, max(ran.ends[i] for i in meeting.members)
+        assert len(begin) == 1
+        assert meeting.source < 0 or begin.pop() >= ran.ends[meeting.source]
+        assert meeting.user < 0 or ran.starts[meeting.user] >= min(ran.ends[i] for i in meeting.members)
+        assert end <= ran.makespan
+    planned = jp.simulate(ran.schedule, ran.costs)
+    assert sum(loss.time for loss in ran.over(planned).losses) == pytest.approx(ran.makespan - planned.makespan)
+
+
+def test_axes_left_to_the_partitioner_are_named():
+    mesh = jax.make_mesh((P, 2), ("pipe", "tensor"), devices=jax.devices()[: 2 * P])
+    schedule = jp.schedules.build("1f1b", devices=P, microbatches=M)
+    pipe = jp.Pipeline(lambda w, x: x @ w, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x), replicated_axes=("tensor",))
+    params = pipe.place({"stages": jnp.ones((P, 4, 4)), "last": {}})
+    with pytest.raises(jp.PipelineError, match="axes \\['tensor'\\] are left to the partitioner"):
+        pipe.profile(params, {"x": np.ones((M, 4))}, repeats=1)
+
+
 def test_a_profile_needs_a_run():
     pipe = build("1f1b")
     with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
