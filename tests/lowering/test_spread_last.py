@@ -322,7 +322,7 @@ def test_between_meetings_ticks_share_their_code_and_meetings_have_no_predicate(
     assert steady.sharing(1).tolist() == [t for t in range(steady.start, steady.stop) if (t - steady.start) % steady.period]
 
 
-@pytest.mark.parametrize(("name", "devices", "most"), [("1f1b", 4, 0), ("zb_h1", 4, 0), ("1f1b", 8, 13), ("zb_h1", 8, 6)])
+@pytest.mark.parametrize(("name", "devices", "most"), [("1f1b", 4, 0), slow("zb_h1", 4, 0), slow("1f1b", 8, 13), slow("zb_h1", 8, 6)])
 def test_meetings_in_ramps_have_no_predicate_where_few_pieces_of_code_do(name, devices, most):
     """L, E and G of a step: of its 3 M meetings `most` ticks and kinds are left that share code, whatever M is."""
     for microbatches in (4 * devices, 8 * devices):
