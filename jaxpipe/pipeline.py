@@ -189,7 +189,7 @@ class Pipeline:
         self.functions = Functions(
             stages=tuple(rematerialised(model.stages, remat)),
             first=model.first,
-            last=ready_made(model.last, loss_of(loss)),
+            last=ready_made(model.last, loss_of(loss), has_metrics=has_metrics),
             loss=loss_of(loss),
             has_metrics=has_metrics,
             stage_loss=stage_loss,

@@ -57,11 +57,11 @@ def with_shares(schedule: Schedule, *, first: bool, last: bool) -> Schedule:
     return schedule
 
 
-def ready_made(last: Function | None, loss: Loss) -> Function | None:
-    """A ready-made head returns what the loss contract asks for."""
+def ready_made(last: Function | None, loss: Loss, *, has_metrics: bool) -> Function | None:
+    """A ready-made head returns what the loss contract asks for, with metrics where those are."""
     if last is None or not isinstance(last.call, VocabHead):
         return last
-    return replace(last, call=last.call.returning(loss))
+    return replace(last, call=last.call.returning(loss, has_metrics=has_metrics))
 
 
 def loss_of(value: Any) -> Loss:

@@ -58,7 +58,8 @@ class VocabHead:
     `microbatch["weights"]`, where there are any, weigh tokens.  Logits are computed in float32 at least.
 
     The loss of a microbatch is the mean over its tokens; with `Loss.SUM_OVER_COUNT` the sum and the count of tokens, so that the step's
-    loss is the mean over all tokens of the batch.
+    loss is the mean over all tokens of the batch.  With `Pipeline(..., has_metrics=True)` the metrics are {"accuracy": the share of tokens
+    whose target has the highest logit}, of a microbatch's weighed tokens and, as all metrics, the mean over microbatches.
 
     Args:
         ignore: targets of this value count for nothing.
@@ -83,6 +84,7 @@ class VocabHead:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss: Loss = Loss.MEAN  # set by the pipeline
+    has_metrics: bool = False  # likewise
 
     def __post_init__(self) -> None:
         faults = []
@@ -94,19 +96,24 @@ class VocabHead:
             raise PipelineError.listing("this head cannot be", faults)
 
     def __call__(self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()) -> Any:
-        """The loss of a microbatch, the same on every device; or (sum, count), see above."""
-        nll, weights = self.token_losses(params, x, microbatch, ctx=ctx, shared=shared)
+        """The loss of a microbatch, the same on every device; or (sum, count), and metrics, see above."""
+        nll, weights, hits = self._tokens(params, x, microbatch, ctx=ctx, shared=shared)
         total, count = jnp.sum(nll * weights), jnp.sum(weights)
-        if self.loss is Loss.SUM_OVER_COUNT:
-            return total, count
-        return total / jnp.where(count == 0, 1, count)
+        over = jnp.where(count == 0, 1, count)
+        out = (total, count) if self.loss is Loss.SUM_OVER_COUNT else total / over
+        return (out, {"accuracy": jnp.sum(jnp.where(hits, weights, 0)) / over}) if self.has_metrics else out
 
-    def returning(self, loss: Loss) -> VocabHead:
-        """The head that returns what a loss contract asks for."""
-        return replace(self, loss=loss)
+    def returning(self, loss: Loss, *, has_metrics: bool) -> VocabHead:
+        """The head that returns what a loss contract asks for, with or without metrics."""
+        return replace(self, loss=loss, has_metrics=has_metrics)
 
     def token_losses(self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()) -> tuple[Any, Any]:
         """(loss of each token, its weight), [...] each and the same on every device: for functions of your own under `jaxpipe.spread`."""
+        nll, weights, _ = self._tokens(params, x, microbatch, ctx=ctx, shared=shared)
+        return nll, weights
+
+    def _tokens(self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree) -> tuple[Any, Any, Any]:
+        """Of each token its loss, its weight, and whether its target has the highest logit."""
         table, size = one_table("VocabHead", params, shared, ctx)
         count, axis = table.shape[0], ctx.axis
         dtype = jnp.promote_types(jnp.result_type(x, table), jnp.float32)
@@ -135,7 +142,7 @@ class VocabHead:
             weights = weights * microbatch["weights"].astype(nll.dtype)
         # A target that is ignored may be any number; any other that is no word is an error of the data, which must not look like a loss.
         nll = jnp.where((target >= 0) & (target < size), nll, jnp.nan)
-        return jnp.where(target != self.ignore, nll, 0), weights
+        return jnp.where(target != self.ignore, nll, 0), weights, picked >= top
 
 
 def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[Any, int]:

@@ -107,3 +107,13 @@ def test_a_checkout_against_itself(tmp_path):
     text = table_of(tmp_path, "two_checkouts", str(ROOT), "--tiny", "--microbatches", "4", "--repeats", "1")
     for name in ("plain", "jaxpipe"):
         assert rows_of(text, name), f"no line for {name}"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler")
+@pytest.mark.exhaustive
+def test_a_head_on_emulated_devices(tmp_path):
+    arguments = ["--schedules", "zb_h1", "--devices", "2", "--microbatches", "4", "--unit", "0.01", "--repeats", "1"]
+    found = rows_of(table_of(tmp_path, "emulated_head", *arguments), "zb_h1")
+    assert len(found) == 3, "without a head, on the last device, spread"
+    for *_, ratio, _, _ in found:
+        assert float(ratio) >= 1, "sleeps only end late, so a step below its makespan has lost one"
