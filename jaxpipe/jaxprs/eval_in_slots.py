@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from .loops import Answer, Loop, run_loops
@@ -146,17 +145,12 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
     carried = list({id(t.pool): pools.now(t.pool) for t in threaded}.values())
     number = {first: k for k, first in enumerate({id(t.pool): None for t in threaded})}
 
-    def read(now: Callable[[Any], Any], row: Any) -> list[Any]:
-        return [
-            x._replace(pool=now(x.pool)).load_row(row) if isinstance(x, _LAZY) else lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
-            for x in scanned
-        ]
-
-    def compute(carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        results = core.jaxpr_as_fun(body)(*fixed, *carry, *values)
-        ys = list(zip(outs, results[carries:], strict=True))
+    def compute(carry: list[Any], values: list[Any], told: Sequence[core.Var]) -> tuple[Answer, list[Any]]:
+        code = core.ClosedJaxpr(body.jaxpr.replace(outvars=[*body.jaxpr.outvars, *told]), body.consts)
+        results = core.jaxpr_as_fun(code)(*fixed, *carry, *values)
+        ys = list(zip(outs, results[carries : carries + len(outs)], strict=True))
         carry = [r.astype(c.dtype) for r, c in zip(results[:carries], carry, strict=True)]
-        return carry, [y for v, y in ys if v in targets], [y for v, y in ys if v not in targets]
+        return (carry, [y for v, y in ys if v in targets], [y for v, y in ys if v not in targets]), results[carries + len(outs) :]
 
     def store(pools: list[Any], row: Any, values: list[Any]) -> list[Any]:
         found = list(pools)
@@ -171,8 +165,9 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
         unroll=eqn.params.get("unroll", 1),
         carry=first,
         pools=carried,
+        scanned=scanned,
         stacked=[out.aval for v, out in zip(outs, body.jaxpr.outvars[carries:], strict=True) if v not in targets],
-        read=read,
+        body=body.jaxpr,
         compute=compute,
         store=store,
     )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 from jax.sharding import get_abstract_mesh
+
+from .slots import Piece, Slot
+from .stagger import Stagger, find_stagger
+
+Answer: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"  # carry, pools, stacks
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,11 @@ class Loop:
     unroll: Any
     carry: list[Any]
     pools: list[Any]
+    scanned: list[Any]  # what a trip reads a row of: slots, pieces, arrays
     stacked: list[Any]  # what a trip makes for a stack: shape and dtype
-    # (carry, pools as they are by now, row) -> what the trip reads
-    read: Callable[[Callable[[Any], Any], Any], list[Any]]
-    # (carry, what was read) -> (carry, rows to store, rows to stack)
-    compute: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any], list[Any]]]
+    body: core.Jaxpr
+    # (carry, what was read, values of the body to tell) -> (carry, rows to store, rows to stack), those values
+    compute: Callable[[list[Any], list[Any], Sequence[core.Var]], tuple[Answer, list[Any]]]
     store: Callable[[list[Any], Any, list[Any]], list[Any]]
 
     def merges_with(self, other: Loop) -> bool:
@@ -33,11 +39,10 @@ class Loop:
         return self.length == other.length and self.unroll == other.unroll
 
 
-Answer: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"  # carry, pools, stacks
-
-
 def run_loops(loops: Sequence[Loop]) -> list[Answer]:
     """Loops of one length as one: in each trip all read, then compute, then store.
+
+    Of two, the first does not begin with its largest arrays before the second is done with its own (`stagger`).
 
     Rows are read, stored and stacked by an index that is scanned: XLA:GPU makes no CUDA graph of a loop whose slices follow its counter.
     Where the partitioner splits values, scan stacks them itself: collectives keep such a loop out of graphs, and XLA reads its own
@@ -45,14 +50,21 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
     """
     length, reverse = loops[0].length, loops[0].reverse
     by_scan = _is_split_further()
+    stagger = _stagger(*loops) if len(loops) == 2 else None
 
     def trip(state: list[Answer], rows: list[Any]) -> tuple[list[Answer], list[list[Any]]]:
         # What one loop reads of a pool that another writes, it reads as that one carries it.
         now = {id(old): new for loop, (_, pools, _) in zip(loops, state, strict=True) for old, new in zip(loop.pools, pools, strict=True)}
-        read = [loop.read(lambda pool: now.get(id(pool), pool), row) for loop, row in zip(loops, rows, strict=True)]
+        read = [[_row_of(x, now, row) for x in loop.scanned] for loop, row in zip(loops, rows, strict=True)]
         if by_scan and len(loops) > 1:
-            state, read = _read_before_writing(state, read)
-        found = [loop.compute(carry, values) for loop, (carry, _, _), values in zip(loops, state, read, strict=True)]
+            state, read = _read_before_writing(loops, state, read)
+        carries = [carry for carry, _, _ in state]
+        if stagger is None:
+            found = [loop.compute(carry, values, ())[0] for loop, carry, values in zip(loops, carries, read, strict=True)]
+        else:
+            ahead, (done,) = loops[1].compute(carries[1], read[1], (stagger.after,))
+            read[0][stagger.value] = _row_of(loops[0].scanned[stagger.value], now, _row_after(rows[0], done))
+            found = [loops[0].compute(carries[0], read[0], ())[0], ahead]
         stored = [loop.store(pools, row, new) for loop, (_, pools, _), row, (_, new, _) in zip(loops, state, rows, found, strict=True)]
         ys = [stack for _, _, stack in found]
         stacks = [[] if by_scan else _with_rows(old, row, new) for (_, _, old), row, new in zip(state, rows, ys, strict=True)]
@@ -73,10 +85,46 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
     ]
 
 
-def _read_before_writing(state: list[Answer], read: list[list[Any]]) -> tuple[list[Answer], list[list[Any]]]:
-    """Tie what was read to the pools: XLA would slice it again for a later use, after another loop's write, and copy the pool for that."""
-    read, pools = lax.optimization_barrier((read, [pools for _, pools, _ in state]))
-    return [(carry, held, stacks) for (carry, _, stacks), held in zip(state, pools, strict=True)], read
+def _read_before_writing(loops: Sequence[Loop], state: list[Answer], read: list[list[Any]]) -> tuple[list[Answer], list[list[Any]]]:
+    """Tie what was read of pools that another loop writes to them: XLA would slice it again after the write, and copy the pool for that.
+
+    Nothing else is tied: a row of parameters is best sliced where it is used, not kept from the beginning of the trip.
+    """
+    tied = [[not late for late in _may_be_late(loop, loops)] for loop in loops]
+    early = [[x for x, ties in zip(values, those, strict=True) if ties] for values, those in zip(read, tied, strict=True)]
+    early, pools = lax.optimization_barrier((early, [pools for _, pools, _ in state]))
+    own = [iter(values) for values in early]
+    read = [
+        [next(held) if ties else x for x, ties in zip(values, those, strict=True)]
+        for values, those, held in zip(read, tied, own, strict=True)
+    ]
+    return [(carry, now, stacks) for (carry, _, stacks), now in zip(state, pools, strict=True)], read
+
+
+def _may_be_late(loop: Loop, loops: Sequence[Loop]) -> list[bool]:
+    """Which of what a loop scans lies in no pool that any of the loops writes."""
+    written = {id(pool) for other in loops for pool in other.pools}
+    return [not (isinstance(x, Slot) and id(x.pool) in written) for x in loop.scanned]
+
+
+def _stagger(back: Loop, ahead: Loop) -> Stagger | None:
+    """What the first of two loops reads late."""
+    start = len(ahead.body.invars) - len(ahead.scanned)
+    carried = ahead.body.invars[start - len(ahead.carry) : start]
+    return find_stagger(ahead.body, back.body, carried=carried, scanned=_may_be_late(back, (back, ahead)))
+
+
+def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
+    """A row of what is scanned; of a slot, in its pool as it is by now."""
+    if isinstance(scanned, Slot):
+        return scanned._replace(pool=now.get(id(scanned.pool), scanned.pool)).load_row(row)
+    return scanned.load_row(row) if isinstance(scanned, Piece) else lax.dynamic_index_in_dim(scanned, row, 0, keepdims=False)
+
+
+def _row_after(row: Any, done: Any) -> Any:
+    """The same row, but XLA cannot know that before `done` is there: no row is negative.  Barriers are gone when XLA orders operations."""
+    element = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
+    return row + jnp.where(row < 0, (element != 0).astype(row.dtype), 0)
 
 
 def _is_split_further() -> bool:
