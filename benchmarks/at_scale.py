@@ -1,6 +1,7 @@
 """Plans for published runs, from their published sizes, beside what was published; and how long the largest tables take.
 
     python -m benchmarks.at_scale -o benchmarks/results/at_scale.txt
+    python -m benchmarks.at_scale --only-tables --tables interleaved_zb:4 zbv:2 -o benchmarks/results/large_tables.txt
 
 Nothing runs on a device.  Sources:
 
