@@ -15,6 +15,7 @@ from .arrays import PyTree
 from .errors import PipelineError
 from .jaxprs import drop_dead, flatten
 from .model.apart import apart, together
+from .model.by_path import is_renamed
 from .model.forms import Sharing, TreeForm, unlike_paths
 from .model.mesh import explicit_context
 from .model.packed import Packed
@@ -87,6 +88,9 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
         return unpack_state(pipe.mesh, pipe.axis, states, likes)
 
     def init(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        if is_renamed(params["stages"]):
+            return {}
+
         def start(key: str, tree: PyTree) -> PyTree:
             stacks = view(key, apart(pipe.mesh, pipe.axis, tree))
             return kept(tree, {name: stack.apply(optimizer.init, stack.tree) for name, stack in stacks.items()})
@@ -95,6 +99,9 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
         return {**found, "stages": params["stages"].map(lambda chunk: start("stages", chunk))}
 
     def update(grads: Mapping[str, PyTree], state: Mapping[str, PyTree], params: Any = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        if is_renamed(grads["stages"]):
+            return dict(grads), state
+
         def one(key: str, chunk: PyTree, states: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
             like, chunk, own = chunk, apart(pipe.mesh, pipe.axis, chunk), apart(pipe.mesh, pipe.axis, own)
             stacks = view(key, chunk)

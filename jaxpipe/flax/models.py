@@ -14,6 +14,8 @@ from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .common import End, is_spec, letters_of, mesh_specs, without_names
 
+_MOST_SHOWN = 4  # shapes in a message
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -102,7 +104,9 @@ def stack_size(leaves: Mapping[str, Any], what: str, instead: str = "") -> int:
     """How many blocks stacked variables hold; PipelineError where they disagree."""
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
-        raise PipelineError(f"{what} must all have a leading axis of blocks, of one length; these have {shapes}{instead}")
+        some = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:_MOST_SHOWN])
+        more = f" and {len(shapes) - _MOST_SHOWN} more" if len(shapes) > _MOST_SHOWN else ""
+        raise PipelineError(f"{what} must all have a leading axis of blocks, of one length; these have {some}{more}{instead}")
     return int(next(iter(shapes.values()))[0])
 
 

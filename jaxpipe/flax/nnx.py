@@ -195,4 +195,8 @@ def _stack_size(part: Part) -> int:
     """How many blocks a stacked module holds; PipelineError where its variables disagree."""
     leaves = jax.tree_util.tree_leaves_with_path((pure(part.params), pure(part.rest)))
     named = {jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf for path, leaf in leaves}
-    return stack_size(named, "a stacked module's variables", ": make it with nnx.vmap, or give a list of modules")
+    return stack_size(
+        named,
+        "a stacked module's variables",
+        ": make it with nnx.vmap, or give a list of modules (of a whole model its blocks, and the rest in first= and last=)",
+    )

@@ -30,6 +30,11 @@ class _Renamed(Packed):
         return cls(dict(zip(names, children, strict=True)), forms, buffers, dict(renamed))
 
 
+def is_renamed(stages: Any) -> bool:
+    """Whether these are the stages that `path_faults` gives an optimizer: a rule that never sees buffers need not act on them."""
+    return any(isinstance(chunk, _Renamed) for chunk in stages)
+
+
 def path_faults(optimizer: Any, params: dict[str, PyTree]) -> list[str]:
     """Parameters (placed, shapes) of one buffer of which the optimizer makes something else by their paths, as a mask may.
 
