@@ -180,7 +180,7 @@ class _Code(NamedTuple):
         for step, lasting in zip(self.steps, work, strict=True):
             for number, from_before, (met, lasts) in step.issues:
                 if not (is_first and from_before):
-                    done[number] = time[met].max(axis=1) + lasts
+                    done[number] = np.maximum.reduce(time[met], axis=0) + lasts
             for number in step.awaits:
                 if number in done:
                     time = np.maximum(time, done.pop(number))
@@ -190,12 +190,12 @@ class _Code(NamedTuple):
                 time = time + lasting
             if step.chosen:
                 met, lasts = step.chosen[chosen[step.tick]]
-                time = time[met].max(axis=1) + lasts
+                time = np.maximum.reduce(time[met], axis=0) + lasts
         return time
 
     def land(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Device times when what the last trip left in flight is over."""
-        flying = [time[met].max(axis=1) + lasts for step in self.steps for _, from_before, (met, lasts) in step.issues if from_before]
+        flying = [np.maximum.reduce(time[met], axis=0) + lasts for step in self.steps for _, from_before, (met, lasts) in step.issues if from_before]
         latest: NDArray[np.float64] = np.max([time, *flying], axis=0)
         return latest
 
@@ -231,14 +231,14 @@ def _meeting(permutes: Sequence[Permute], num_devices: int, transfer: float) -> 
 
 
 def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]:
-    """`[device, k]`: each device and the devices it meets at these permutes, padded with the device itself."""
+    """`[k, device]`: each device and the devices it meets at these permutes, padded with the device itself."""
     met: list[list[int]] = [[d] for d in range(num_devices)]
     for permute in permutes:
         for source, target in permute.pairs:
             met[source].append(target)
             met[target].append(source)
     width = max(len(m) for m in met)
-    return np.array([m + [d] * (width - len(m)) for d, m in enumerate(met)], dtype=np.intp)
+    return np.array([m + [d] * (width - len(m)) for d, m in enumerate(met)], dtype=np.intp).T.copy()
 
 
 def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, beside: bool = False) -> float:
