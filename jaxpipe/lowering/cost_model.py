@@ -178,9 +178,9 @@ class _Code(NamedTuple):
         """Device times after it; `work`: how long devices run in each step.  Nothing is in flight before the first trip."""
         done: dict[int, NDArray[np.float64]] = {}
         for step, lasting in zip(self.steps, work, strict=True):
-            for number, from_before, (met, lasts) in step.issues:
+            for number, from_before, meeting in step.issues:
                 if not (is_first and from_before):
-                    done[number] = np.maximum.reduce(time[met], axis=0) + lasts
+                    done[number] = _over(time, meeting)
             for number in step.awaits:
                 if number in done:
                     time = np.maximum(time, done.pop(number))
@@ -189,15 +189,21 @@ class _Code(NamedTuple):
             if lasting is not None:
                 time = time + lasting
             if step.chosen:
-                met, lasts = step.chosen[chosen[step.tick]]
-                time = np.maximum.reduce(time[met], axis=0) + lasts
+                time = _over(time, step.chosen[chosen[step.tick]])
         return time
 
     def land(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Device times when what the last trip left in flight is over."""
-        flying = [np.maximum.reduce(time[met], axis=0) + lasts for step in self.steps for _, from_before, (met, lasts) in step.issues if from_before]
+        flying = [_over(time, issue.meeting) for step in self.steps for issue in step.issues if issue.from_before]
         latest: NDArray[np.float64] = np.max([time, *flying], axis=0)
         return latest
+
+
+def _over(time: NDArray[np.float64], meeting: _Meeting) -> NDArray[np.float64]:
+    """When each device has met its partners."""
+    partners, lasts = meeting
+    latest: NDArray[np.float64] = np.maximum.reduce(time[partners], axis=0)
+    return latest + lasts
 
 
 def _point(segment: Segment, point: Point, num_parts: int) -> Point:
