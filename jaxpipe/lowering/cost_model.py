@@ -216,8 +216,9 @@ def _point(segment: Segment, point: Point, num_parts: int) -> Point:
 
 
 def _forward_first(blocks: Sequence[BlockUse]) -> bool:
-    """Whether a tick has its forwards before its backwards."""
-    return blocks[0].block.runs_forward
+    """Whether these blocks are in the order that has forwards first; where they are of one part, that which has it first."""
+    first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
+    return first > last or first is Part.FORWARD
 
 
 def _equal_ahead(rows: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from hypothesis import given
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
+from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, least_makespan, program_makespan
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.segments import Span, find_segments, segments_of
@@ -73,6 +74,15 @@ def test_the_makespan_of_a_program(schedule):
         assert least_makespan(facts, matrix, beside=True) <= program_makespan(work, segments) + 1e-9
         if name in KEEP_ORDER:
             assert least >= jp.simulate(schedule, costs).makespan
+
+
+def test_weight_gradients_after_input_gradients_without_a_forward_run_last():
+    """Balanced ticks: F, I, W; a cotangent that is made by the I of such a tick is under way beside its W."""
+    schedule = jp.Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1F1,1I0,1W0,1I1,1W1\n")
+    ticks = balanced_ticks(schedule)
+    costs = cost_parts(ticks, jp.Costs(forward=1, input_grad=2, weight_grad=2))
+    segments = segments_of([Span(0, 4, 4), Span(4, 6, 2), Span(6, 8, 2)], collect(ticks))
+    assert program_makespan(costs, segments, transfer=0.25) == simulated(costs, segments, 0.25, forward_first=True) == 14.0
 
 
 def test_equal_trips_are_simulated_once():
