@@ -251,7 +251,8 @@ def _partners(permutes: Sequence[Permute], num_devices: int) -> NDArray[np.intp]
 def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, beside: bool = False) -> float:
     """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed.
 
-    With `beside` its source may go on.
+    With `beside` its source may go on.  Then it is an estimate: it counts by whole ticks, and a program with several blocks in a tick may
+    issue a transfer, or await one, between them.
     """
     time = np.zeros(requirements.num_devices)
     due: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
