@@ -37,6 +37,8 @@ def simulated(costs, segments, transfer, forward_first=False):
         for tick in range(segment.start, segment.stop):
             trip, j = divmod(tick - segment.start, segment.period)
             for part in range(len(order) + 1):
+                if part == len(order) and len(segment.template(tick).exchanges) > 1:
+                    time = over(time, made_in[tick], transfer)
                 for (issued, written, from_before), permutes in together.items():
                     if issued == (j, part) and (trip or not from_before):
                         under_way.setdefault(written, []).append(over(time, permutes, transfer))
@@ -44,8 +46,6 @@ def simulated(costs, segments, transfer, forward_first=False):
                     time = [max(both) for both in zip(time, done, strict=True)]
                 if part < len(order):
                     time = [t + took for t, took in zip(time, costs[tick, part], strict=True)]
-            if len(segment.template(tick).exchanges) > 1:
-                time = over(time, made_in[tick], transfer)
         in_flight = [over(time, permutes, transfer) for (_, _, from_before), permutes in together.items() if from_before]
         time = [max(times) for times in zip(time, *in_flight, strict=True)]
     return max(time, default=0.0)
