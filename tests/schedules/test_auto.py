@@ -76,6 +76,7 @@ def test_a_given_placement_is_kept():
         auto(2, 5, 1, placement=jp.Placement.bidirectional(devices=2))
 
 
+@pytest.mark.slow
 def test_release_at_the_input_gradient_is_used():
     """Where W needs no activations, a late W holds nothing, and the cap is met with a shorter schedule."""
     at_weight, at_input = (jp.Costs(release=release) for release in (Release.WEIGHT_GRAD, Release.INPUT_GRAD))

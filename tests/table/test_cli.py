@@ -441,7 +441,7 @@ def test_python_m_jaxpipe_exit_status(tmp_path):
 )
 def test_a_closed_pipe_is_no_error(arguments, head):
     # More than the 64 KiB that a pipe holds, so that the write itself fails.
-    command = f"{sys.executable} -m jaxpipe {arguments} -P 8 -M 1000 | head -c 10"
+    command = f"{sys.executable} -m jaxpipe {arguments} -P 8 -M 800 | head -c 10"
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, head, "")
 

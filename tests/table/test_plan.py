@@ -42,6 +42,7 @@ def test_plans_are_sorted_and_hold_what_they_promise(plans):
         assert p.timeline.makespan * (1 - 1e-9) <= p.seconds < 1.2 * p.timeline.makespan
 
 
+@pytest.mark.slow
 def test_the_best_of_one_is_the_best_of_many():
     """The table with the shortest simulated step is not always that of the shortest program."""
     t = jp.LayerCost(forward=6e-3, input_grad=7e-3, weight_grad=6e-3, parameters=4e8)
@@ -130,6 +131,7 @@ def test_numbers_of_microbatches_have_costs_of_their_own():
         jp.plan(MODEL, COSTS, microbatches=(), **given)
 
 
+@pytest.mark.slow
 def test_some_devices_recompute_where_that_is_enough():
     """1F1B holds most on the first device, so that alone computes again: faster than where all do."""
     given = {"devices": 4, "microbatches": 8, "schedules": ("1f1b",), "chunks": (1,)}
@@ -177,6 +179,7 @@ def test_whoever_comes_to_a_transfer_waits():
     assert awaited_at_once(costs, segments, 0.25, by_all=True) == 3 + 0.25 + 5
 
 
+@pytest.mark.slow
 def test_auto_uses_the_memory_that_there_is():
     found = jp.plan(MODEL, COSTS, devices=2, microbatches=6, chunks=(1,), schedules=("auto",), remat=(None,), memory=9.5e9)
     assert max(found.best.memory) <= 9.5e9
