@@ -24,26 +24,27 @@ _Meeting: TypeAlias = "tuple[NDArray[np.intp], NDArray[np.float64]]"
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
     """`[tick, device]` durations; F, I and W take 1 and B takes 2 where no costs are given."""
     table = ticks.schedule.encoded
-    shape = (ticks.num_ticks, table.num_devices)
-    durations = action_durations(table, (costs or Costs()).for_stages(table.num_stages))
-    cell = np.ravel_multi_index((ticks.when, table.device), shape)
-    return np.asarray(np.bincount(cell, durations, shape[0] * shape[1]), np.float64).reshape(shape)
+    return _durations(ticks, costs, (ticks.when, table.device), (ticks.num_ticks, table.num_devices))
 
 
 def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
     """`[tick, part, device]`: the same by the parts of a tick (`Part`), in the order in which it has them."""
     table = ticks.schedule.encoded
     order = parts_in_order(ticks.forward_first)
-    shape = (ticks.num_ticks, len(order), table.num_devices)
     place = np.array([order.index(Part.of(kind)) for kind in Kind])[table.kind]
     ahead, back = (np.zeros((ticks.num_ticks, table.num_devices), bool) for _ in range(2))
     for mine, kinds in ((ahead, RUNS_FORWARD), (back, (Kind.B,))):
         runs = table.of_kinds(kinds)
         mine[ticks.when[runs], table.device[runs]] = True
     place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
+    return _durations(ticks, costs, (ticks.when, place, table.device), (ticks.num_ticks, len(order), table.num_devices))
+
+
+def _durations(ticks: Ticks, costs: Costs | None, cells: tuple[NDArray[np.int64], ...], shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """How long the actions of each cell take together; `cells`: where each action is."""
+    table = ticks.schedule.encoded
     durations = action_durations(table, (costs or Costs()).for_stages(table.num_stages))
-    cell = np.ravel_multi_index((ticks.when, place, table.device), shape)
-    return np.asarray(np.bincount(cell, durations, math.prod(shape)), np.float64).reshape(shape)
+    return np.asarray(np.bincount(np.ravel_multi_index(cells, shape), durations, math.prod(shape)), np.float64).reshape(shape)
 
 
 def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, prices: Prices) -> float:

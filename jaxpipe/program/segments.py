@@ -111,9 +111,8 @@ class Permute:
 
     payload: Payload
     pairs: tuple[tuple[int, int], ...]
-    delay: int = (
-        0  # made in its tick, needed no sooner than this many ticks after the next: compute may run in between (`Segment.transits`)
-    )
+    # Made in its tick, needed no sooner than this many ticks after the next: compute may run in between (`Segment.transits`).
+    delay: int = 0
 
     def __str__(self) -> str:
         late = f" +{self.delay}" if self.delay else ""
