@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import PyTree, array_faults
+from .arrays import PyTree
 from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .fingerprint import compare_first_step
@@ -25,29 +26,27 @@ from .lowering.step_time import StepTime, step_time
 from .model.arguments import (
     accumulate_of,
     as_tuple,
-    batch_faults,
     check_kinds,
     check_mesh,
     costs_of,
-    key_faults,
     loss_of,
     offload_of,
     prefer_of,
     ready_made,
     rematerialised,
-    row_faults,
     with_shares,
 )
 from .model.by_path import path_faults
 from .model.functions import Functions, Loss
 from .model.mesh import automatic, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
-from .model.param_layout import OUTER, check_canonical, with_outer
+from .model.param_layout import check_canonical, with_outer
 from .model.partition import Partition, axes_of, frozen_filter, is_plan
-from .model.placed import Chunks, home_faults
+from .model.placed import Chunks
 from .model.placer import Placer
 from .model.read import read_model
 from .model.spread import Cuts
+from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import SameCode, jit_same, key_of
 from .simulation.costs import Costs
 from .simulation.timeline import Timeline
@@ -587,28 +586,15 @@ class Pipeline:
 
     @property
     def _data_size(self) -> int:
-        size = 1
-        for name in self.data_axes:
-            size *= self.mesh.shape[name]
-        return size
+        return math.prod(self.mesh.shape[name] for name in self.data_axes)
 
     def _check_step(self, params: Mapping[str, PyTree], batch: PyTree, rng: Any, state: Any, *, training: bool = True) -> None:
         """PipelineError, before anything is traced, for parameters that are not placed for this schedule or rows that do not divide."""
-        faults = []
-        wanted = {"stages", *OUTER}
-        if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
-            faults.append(f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}")
-        else:
-            faults += home_faults(params["stages"], self.layout.home, "parameters", "place") or row_faults(
-                params["stages"], self.schedule.num_devices
-            )
-        faults += array_faults(params, "params")
-        faults += batch_faults(batch, self.schedule.num_microbatches if training else 1, data_shards=self._data_size)
-        faults += key_faults(rng)
-        if bool(state) is not self.functions.has_state:
-            takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
-            faults.append(f"a stage {takes}" if self.functions.has_state else "no stage takes `state` by keyword; leave state= out")
-        elif state:
-            faults += home_faults(state, self.layout.home, "state", "place_state")
+        faults = [
+            *param_faults(params, self.layout.home, self.schedule.num_devices),
+            *batch_faults(batch, self.schedule.num_microbatches if training else 1, data_shards=self._data_size),
+            *key_faults(rng),
+            *state_faults(state, self.layout.home, wanted=self.functions.has_state),
+        ]
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)

@@ -8,10 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from ..arrays import PyTree, array_faults
 from ..errors import PipelineError, ScheduleError
 from ..lowering.offload import Offload
 from ..lowering.plan import Prefer
@@ -20,7 +18,6 @@ from ..table.schedule import Schedule
 from ..transforms.spread_first import spread_first
 from ..transforms.spread_last import spread_last
 from .functions import Function, Loss
-from .placed import Chunks
 from .vocabulary import VocabHead
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
@@ -70,20 +67,6 @@ def loss_of(value: Any) -> Loss:
         return value
     known = " or ".join(f"Loss.{member.name}" for member in Loss)
     raise PipelineError(f"loss must be {known}; got {value!r}")
-
-
-def key_faults(rng: Any) -> list[str]:
-    """What is wrong with the step's key."""
-    if rng is None:
-        return []
-    dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (typed and shape == ()) or (dtype == np.uint32 and len(shape) == 1):
-        return []
-    if typed:
-        return [f"rng holds {shape} keys, but a step takes one; give one of them"]
-    what = f"rng={rng}" if isinstance(rng, int) else f"rng is {type(rng).__name__}, and"
-    return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
 
 
 def prefer_of(value: Prefer | str | None, default: Prefer) -> Prefer:
@@ -172,47 +155,3 @@ def check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, 
             )
     if faults:
         raise PipelineError.listing("the mesh does not fit", faults)
-
-
-def row_faults(stages: Chunks, count: int) -> list[str]:
-    """Leaves of placed stages without a row for each of `count` devices."""
-    return [
-        f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the {count} devices (see `place`)"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
-        if np.shape(leaf)[:1] != (count,)
-    ]
-
-
-def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
-    """What is wrong with a batch whose rows are cut into `count` microbatches on each data shard."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
-    faults = array_faults(batch, "batch")
-    scalars = [jax.tree_util.keystr(path) for path, leaf in leaves if not np.shape(leaf)]
-    if faults:
-        return faults
-    if len(scalars) > 3:
-        return [
-            f"{len(scalars)} leaves of the batch are plain numbers, batch{scalars[0]} the first of them: lists are trees to JAX; make "
-            "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
-        ]
-    lengths = {}
-    for path, leaf in leaves:
-        shape = np.shape(leaf)
-        if not shape:
-            faults.append(
-                f"batch{jax.tree_util.keystr(path)} is a scalar; every leaf needs a leading axis of rows "
-                '(what all rows share can be closed over, or stand under "shared")'
-            )
-            continue
-        rows = lengths[f"batch{jax.tree_util.keystr(path)}"] = shape[0]
-        if rows == 0 or rows % (count * data_shards):
-            shards = f" x {data_shards} data shards" if data_shards > 1 else ""
-            near = max(1, round(rows / (count * data_shards))) * count * data_shards
-            faults.append(
-                f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into {count} microbatches{shards}; use {near} rows"
-            )
-    if len(set(lengths.values())) > 1:
-        faults.append("leaves of the batch have different lengths: " + ", ".join(f"{k} has {n} rows" for k, n in lengths.items()))
-    return faults
