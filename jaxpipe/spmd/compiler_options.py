@@ -22,6 +22,9 @@ _GPU: Options = {
     # Several collectives are under way at a time: transfers up and down the model of both payloads, or those of both halves of a pair.
     # With one at a time, a transfer that something waits for keeps all others from running beside compute.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+    # Transfers are not made one.  Where stages lie up and down the devices, activations of one half go the way of the other's cotangents:
+    # as one permute they would be awaited before the first backward, and no longer run beside it.
+    "xla_gpu_collective_permute_combine_threshold_bytes": "0",
 }
 
 
