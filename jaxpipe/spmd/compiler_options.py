@@ -28,17 +28,31 @@ _GPU: Options = {
 }
 
 
-def options_for(mesh: Mesh) -> Options:
-    """The options for the devices of a mesh; none but on NVIDIA GPUs.
+# Where blocks communicate, over axes that are left to the partitioner: a gather of one half of an overlapped pair is not made one with that
+# of the other, which would leave neither a matmul to run beside.
+_APART: Options = {
+    "xla_gpu_all_gather_combine_threshold_bytes": "0",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
+}
+
+
+def options_for(mesh: Mesh, own: Sequence[str]) -> Options:
+    """The options for the devices of a mesh; none but on NVIDIA GPUs.  `own`: the axes over which the partitioner splits nothing.
 
     An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
     """
-    return dict(_GPU) if on_gpus(mesh) else {}
+    if not on_gpus(mesh):
+        return {}
+    return _GPU | _APART if _is_split(mesh, own) else dict(_GPU)
 
 
 def overheads_for(mesh: Mesh, own: Sequence[str]) -> Overheads:
     """What a program takes besides its stages on GPUs, of such a mesh.  `own`: the axes over which no block communicates."""
-    return Overheads(on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own))
+    return Overheads(on_host=_is_split(mesh, own))
+
+
+def _is_split(mesh: Mesh, own: Sequence[str]) -> bool:
+    return any(size > 1 for name, size in mesh.shape.items() if name not in own)
 
 
 def on_gpus(mesh: Mesh) -> bool:
