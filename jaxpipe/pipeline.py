@@ -405,7 +405,8 @@ class Pipeline:
 
         Every block calls the host at its begin and its end, so the step is a little slower than without (tens of microseconds a block).
         The first block begins at 0; of `repeats` runs the median one is returned.  `timeline.over(planned)` compares it with a simulated
-        one.  For backends where the host can be called from a program, and meshes without axes that are left to the partitioner.
+        one.  What devices share along axes that are left to the partitioner begins when the last of them has come to it.  For backends
+        where the host can be called from a program.
 
         Raises:
             PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
