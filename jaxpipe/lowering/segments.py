@@ -15,10 +15,11 @@ from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import advance, asking, cost_parts, priced_makespan, program_price
+from .cost_model import cost_parts, priced_makespan, program_price
 from .exchanges import template_of
 from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
+from .trips import Durations, advance
 
 
 class Span(NamedTuple):
@@ -215,7 +216,7 @@ class _Chooser:
 
     def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices) -> None:
         self._requirements = requirements
-        self._costs = costs
+        self._durations = Durations.from_rows(costs)
         self._prices = prices
         self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
@@ -232,19 +233,19 @@ class _Chooser:
         key = tuple(spans)
         if key not in self._scores:
             segments = [segment for span in spans for segment in self._segments_of(span)]
-            self._scores[key] = program_price(self._makespan(spans), segments, self._costs.shape[-1], self._prices)
+            self._scores[key] = program_price(self._makespan(spans), segments, self._requirements.num_devices, self._prices)
         return self._scores[key]
 
     def _makespan(self, spans: Sequence[Span]) -> float:
         """The program's makespan; a span's effect on a pattern of device times is simulated once."""
-        time = np.zeros(self._costs.shape[-1])
+        time = np.zeros(self._requirements.num_devices)
         for span in spans:
             start = time.min()
             key = (span, (time - start).tobytes())
             if key not in self._times:
                 moved = time - start
                 for segment in self._segments_of(span):
-                    moved = advance(moved, asking(self._costs, segment, self._prices), segment, transfer=self._prices.transfer)
+                    moved = advance(moved, self._durations, segment, transfer=self._prices.transfer, prices=self._prices)
                 self._times[key] = moved
                 self._work += span.stop - span.start
             time = self._times[key] + start
