@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from ..table.kinds import RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
 from .limits import LIMITS, Prices
 from .requirements import Edge, Requirements
-from .trips import Durations, advance
+from .trips import Durations, Passage
 
 
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
@@ -44,14 +45,33 @@ def _durations(ticks: Ticks, costs: Costs | None, cells: tuple[NDArray[np.int64]
     return np.asarray(np.bincount(np.ravel_multi_index(cells, shape), durations, math.prod(shape)), np.float64).reshape(shape)
 
 
+class CodeCounts(NamedTuple):
+    """What a program has besides its makespan; that of segments that follow each other adds up."""
+
+    sends: int = 0  # values sent from one device to another
+    predicates: int = 0  # of blocks, that devices are asked one tick after the other
+    meetings: int = 0  # those of them that are around what all devices do together
+    arms: int = 0  # exchanges among which ticks choose, one tick after the other
+    blocks: int = 0  # of stage code
+    permutes: int = 0
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> CodeCounts:
+        """That of these segments."""
+        each = ((s.num_sends, s.num_predicates, s.num_meeting_predicates, s.num_arms, s.stage_size, s.permutes) for s in segments)
+        return cls(*map(sum, zip(cls(), *each, strict=True)))
+
+    def surcharge(self, num_devices: int, prices: Prices) -> tuple[float, float]:
+        """(time, factor): the price of the program is `(makespan + time) * factor`."""
+        time = prices.traffic * self.sends / num_devices + prices.block_predicate * self.predicates + prices.arm * self.arms
+        blocks = self.blocks + LIMITS.times_many * max(0, self.blocks - LIMITS.many_blocks)
+        return time + prices.meeting * self.meetings, 1 + prices.block * blocks + prices.permute * self.permutes
+
+
 def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, prices: Prices) -> float:
     """A makespan in which waiting has its price (`priced_makespan`), with that of traffic, and of the code to compile."""
-    traffic = prices.traffic * sum(segment.num_sends for segment in segments) / num_devices
-    predicates = sum(prices.block_predicate * segment.num_predicates + prices.arm * segment.num_arms for segment in segments)
-    predicates += prices.meeting * sum(segment.num_meeting_predicates for segment in segments)
-    blocks = sum(segment.stage_size for segment in segments)
-    blocks += LIMITS.times_many * max(0, blocks - LIMITS.many_blocks)
-    return (makespan + traffic + predicates) * (1 + prices.block * blocks + prices.permute * sum(segment.permutes for segment in segments))
+    time, factor = CodeCounts.of(segments).surcharge(num_devices, prices)
+    return (makespan + time) * factor
 
 
 def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:
@@ -63,7 +83,7 @@ def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *,
     durations = Durations.from_rows(costs)
     time = np.zeros(costs.shape[-1])
     for segment in segments:
-        time = advance(time, durations, segment, transfer=transfer)
+        time = Passage.of(segment, durations, transfer=transfer).after(time)
     return float(time.max(initial=0.0))
 
 
@@ -72,7 +92,7 @@ def priced_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], pri
     durations = Durations.from_rows(costs)
     time = np.zeros(costs.shape[-1])
     for segment in segments:
-        time = advance(time, durations, segment, transfer=prices.transfer, prices=prices)
+        time = Passage.of(segment, durations, transfer=prices.transfer, prices=prices).after(time)
     return float(time.max(initial=0.0))
 
 

@@ -14,25 +14,13 @@ from .limits import LIMITS
 from .requirements import NO_TRANSFER, Edge, Requirements
 
 
-def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, gated: bool = False) -> tuple[TickTemplate, IntArray]:
-    """One template that serves every tick in the group: the union of their blocks, and the exchanges that they choose among.
-
-    The second value is each tick's choice.  With `gated`, unless most ticks need all transfers, those that transfer different things have
-    exchanges of their own as far as that pays (`exchanges_of`); else one exchange serves them all.  `room` is the longest delay that
-    the trip has place for (`room_of`): in an exchange that every tick makes, a transfer with slack is awaited up to that much later.
-    """
-    codes = requirements.codes[group]
-    times = np.bincount(codes)
+def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]:
+    """The union of the blocks of every tick in the group, in the order in which code that serves them all has them."""
+    times = np.bincount(requirements.codes[group])
     present = np.flatnonzero(times)
-    often = times[present]
-    total = np.tensordot(often, requirements.counts[present], 1).tolist()
-    slack = requirements.slack[present]
-    least = np.minimum(slack.min(axis=0, initial=NO_TRANSFER), room)
-    needed = slack < NO_TRANSFER
-    here = np.flatnonzero(needed.any(axis=0))
-    edges = [requirements.edges[i] for i in here.tolist()]
-    everyone = requirements.num_devices * len(codes)
-    uses = tuple(
+    total = np.tensordot(times[present], requirements.counts[present], 1).tolist()
+    everyone = requirements.num_devices * len(group)
+    return tuple(
         BlockUse(
             block,
             Presence.of(active, everyone),
@@ -45,10 +33,30 @@ def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, g
         )
         if active
     )
+
+
+def template_of(
+    requirements: Requirements, group: IntArray, uses: tuple[BlockUse, ...], *, room: int = 0, gated: bool = False
+) -> tuple[TickTemplate, IntArray]:
+    """One template that serves every tick in the group: the union of their blocks (`uses_of`), and the exchanges that they choose among.
+
+    The second value is each tick's choice.  With `gated`, unless most ticks need all transfers, those that transfer different things have
+    exchanges of their own as far as that pays (`exchanges_of`); else one exchange serves them all.  `room` is the longest delay that
+    the trip has place for (`room_of`): in an exchange that every tick makes, a transfer with slack is awaited up to that much later.
+    """
+    codes = requirements.codes[group]
+    times = np.bincount(codes)
+    present = np.flatnonzero(times)
+    often = times[present]
+    slack = requirements.slack[present]
+    needed = slack < NO_TRANSFER
+    here = np.flatnonzero(needed.any(axis=0))
+    edges = [requirements.edges[i] for i in here.tolist()]
     paired = any(requirements.kinds[code].paired for code in present.tolist())
     needed = needed[:, here]
     if not gated or 2 * int(often[needed.all(axis=1)].sum()) >= len(codes):
-        delays = dict(zip(edges, least[here].tolist(), strict=True))
+        least = np.minimum(slack[:, here].min(axis=0, initial=NO_TRANSFER), room)
+        delays = dict(zip(edges, least.tolist(), strict=True))
         return TickTemplate(uses, (permutes_of(delays),), paired), np.zeros(len(codes), np.int64)
     exchanges, made = exchanges_of(needed, often)
     choice = np.zeros(len(times), np.int64)

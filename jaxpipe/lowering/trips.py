@@ -52,38 +52,50 @@ def asking(lengths: NDArray[np.float64], template: TickTemplate, prices: Prices)
     return found
 
 
-def advance(
-    time: NDArray[np.float64], durations: Durations, segment: Segment, *, transfer: float = 0.0, prices: Prices | None = None
-) -> NDArray[np.float64]:
-    """Device times after a segment, from device times before it; with prices predicates take time too."""
-    _, num_parts, num_devices = durations.of.shape
-    ticks = durations.of_trips(segment, prices)
-    code = _Code.of(segment, num_parts, num_devices, transfer)
-    rows = [[*ticks[step.tick][0][:, step.parts].sum(axis=1)] if step.runs else None for step in code.steps]
-    which = [ticks[step.tick][1].tolist() for step in code.steps]
-    trips = _equal_rows(np.column_stack([*(of for _, of in ticks), segment.chosen]))
-    chosen, ahead, cycle = segment.chosen.tolist(), _equal_ahead(trips).tolist(), _Cycle.of(trips)
-    flies = bool(segment.in_flight)
-    trip, begun = 0, 0  # the next trip, and the first after those that were skipped
-    before = earlier = time
-    while trip < segment.repeats:
-        if trip == cycle.mark:
-            time, after, cycle = cycle.skip(time, segment.repeats)
-            trip, begun = after, begun if after == trip else after
-            continue
-        earlier, before = before, time
-        lasting = [None if lengths is None else lengths[of[trip]] for lengths, of in zip(rows, which, strict=True)]
-        time = code.trip(time, lasting, chosen[trip], is_first=trip == 0)
-        trip += 1
-        # Trips of equal costs that moved every device by the same time will go on doing so; the first of all begins with nothing in flight.
-        seen = trip - begun - (flies and begun == 0)
-        if seen < 2 or trip == segment.repeats or not (room := min(ahead[trip - 1], cycle.mark - trip)):
-            continue
-        moved, growth = time - before, before - earlier
-        if np.ptp(growth) == 0 and np.array_equal(moved, growth):
-            time = time + moved * room
-            trip, begun = trip + room, trip + room
-    return code.land(time)
+class Passage(NamedTuple):
+    """A segment as it moves device times."""
+
+    code: _Code
+    rows: tuple[tuple[NDArray[np.float64], ...], ...]  # for each step, how long devices run in it; nothing where it runs nothing
+    which: tuple[list[int], ...]  # for each step, which of its rows is that of each trip
+    trips: IntArray  # equal numbers for trips of equal costs and exchanges
+    chosen: list[list[int]]
+    flies: bool  # trips leave something to the next
+
+    @classmethod
+    def of(cls, segment: Segment, durations: Durations, *, transfer: float = 0.0, prices: Prices | None = None) -> Passage:
+        """Where each permute of a device lasts `transfer`; with prices predicates take time too."""
+        _, num_parts, num_devices = durations.of.shape
+        ticks = durations.of_trips(segment, prices)
+        code = _Code.of(segment, num_parts, num_devices, transfer)
+        rows = tuple(tuple(ticks[step.tick][0][:, step.parts].sum(axis=1)) if step.runs else () for step in code.steps)
+        which = [of.tolist() for _, of in ticks]
+        trips = _equal_rows(np.column_stack([*(of for _, of in ticks), segment.chosen]))
+        return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips, segment.chosen.tolist(), bool(segment.in_flight))
+
+    def after(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Device times after the segment, from device times before it."""
+        repeats, ahead, cycle = len(self.trips), _equal_ahead(self.trips).tolist(), _Cycle.of(self.trips)
+        trip, begun = 0, 0  # the next trip, and the first after those that were skipped
+        before = earlier = time
+        while trip < repeats:
+            if trip == cycle.mark:
+                time, after, cycle = cycle.skip(time, repeats)
+                trip, begun = after, begun if after == trip else after
+                continue
+            earlier, before = before, time
+            lasting = [rows[of[trip]] if rows else None for rows, of in zip(self.rows, self.which, strict=True)]
+            time = self.code.trip(time, lasting, self.chosen[trip], is_first=trip == 0)
+            trip += 1
+            # Trips of equal costs that moved all devices by the same time will go on doing so; the first begins with nothing in flight.
+            seen = trip - begun - (self.flies and begun == 0)
+            if seen < 2 or trip == repeats or not (room := min(ahead[trip - 1], cycle.mark - trip)):
+                continue
+            moved, growth = time - before, before - earlier
+            if np.ptp(growth) == 0 and np.array_equal(moved, growth):
+                time = time + moved * room
+                trip, begun = trip + room, trip + room
+        return self.code.land(time)
 
 
 class _Cycle(NamedTuple):
