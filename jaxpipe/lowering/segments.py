@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -221,11 +221,11 @@ class _Chooser:
         self._prices = prices
         self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
-        self._built: dict[Span, tuple[Segment, ...]] = {}
+        self._bare: dict[Span, _Built] = {}
+        self._built: dict[Span, _Built] = {}
         self._passages: dict[Span, tuple[Passage, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
         self._bounds: dict[tuple[Span, ...], float] = {}
-        self._bare: dict[Span, tuple[Segment, ...]] = {}
         sends = np.array([len(kind.slack) for kind in requirements.kinds])
         self._least_sends = int(sends[requirements.codes].sum())
         per_tick = self._durations.of.sum(axis=1)[self._durations.codes]
@@ -246,7 +246,7 @@ class _Chooser:
         if key not in self._scores:
             found = max(self._bounds.get(key, -math.inf), self._least(spans) if below < math.inf else -math.inf)
             if found < below:
-                time, factor = self._surcharge(self._segments_of, spans)
+                time, factor = self._surcharge(self._built_of(span).counts for span in spans)
                 found = (self._makespan(spans, below / factor - time) + time) * factor
             if found >= below:
                 self._bounds[key] = found
@@ -254,14 +254,12 @@ class _Chooser:
             self._scores[key] = found
         return self._scores[key]
 
-    def _surcharge(self, segments_of: Callable[[Span], Sequence[Segment]], spans: Sequence[Span], *, sends: int = 0) -> tuple[float, float]:
-        counts = [CodeCounts.of(segments_of(span)) for span in spans]
-        total = CodeCounts(*map(sum, zip(CodeCounts(sends), *counts, strict=True)))
-        return total.surcharge(self._requirements.num_devices, self._prices)
+    def _surcharge(self, counts: Iterable[CodeCounts]) -> tuple[float, float]:
+        return CodeCounts(*map(sum, zip(*counts, strict=True))).surcharge(self._requirements.num_devices, self._prices)
 
     def _least(self, spans: Sequence[Span]) -> float:
         """What the price of a program with the blocks of these spans is at least, whatever it transfers; with room for rounding."""
-        time, factor = self._surcharge(self._bare_of, spans, sends=self._least_sends)
+        time, factor = self._surcharge([CodeCounts(sends=self._least_sends), *(self._bare_of(span).counts for span in spans)])
         return (float(self._rest[0].max()) + time) * factor * (1 - 1e-9)
 
     def _makespan(self, spans: Sequence[Span], below: float) -> float:
@@ -310,24 +308,35 @@ class _Chooser:
 
     def _passages_of(self, span: Span) -> tuple[Passage, ...]:
         if span not in self._passages:
-            self._passages[span] = tuple(
-                Passage.of(segment, self._durations, transfer=self._prices.transfer, prices=self._prices)
-                for segment in self._segments_of(span)
-            )
+            segments, prices = self._built_of(span).segments, self._prices
+            self._passages[span] = tuple(Passage.of(s, self._durations, transfer=prices.transfer, prices=prices) for s in segments)
         return self._passages[span]
 
-    def _segments_of(self, span: Span) -> tuple[Segment, ...]:
+    def _built_of(self, span: Span) -> _Built:
         if span not in self._built:
             beside, gated = self._prices.beside, span.gated
-            bare = self._bare_of(span)
-            self._built[span] = tuple(_with_transfers(each, self._requirements, beside=beside, gated=gated) for each in bare)
+            bare = self._bare_of(span).segments
+            self._built[span] = _Built.of(_with_transfers(each, self._requirements, beside=beside, gated=gated) for each in bare)
         return self._built[span]
 
-    def _bare_of(self, span: Span) -> tuple[Segment, ...]:
+    def _bare_of(self, span: Span) -> _Built:
         alike = span._replace(gated=False)
         if alike not in self._bare:
-            self._bare[alike] = tuple(_bare(part, self._requirements) for part in _even(alike))
+            self._bare[alike] = _Built.of(_bare(part, self._requirements) for part in _even(alike))
         return self._bare[alike]
+
+
+class _Built(NamedTuple):
+    """The segments of a span, and what counts of them."""
+
+    segments: tuple[Segment, ...]
+    counts: CodeCounts
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> _Built:
+        """With the counts."""
+        each = tuple(segments)
+        return cls(each, CodeCounts.of(each))
 
 
 def _segments(span: Span, requirements: Requirements, *, beside: bool) -> list[Segment]:
