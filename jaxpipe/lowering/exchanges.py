@@ -88,14 +88,15 @@ def exchanges_of(needs: BoolArray, times: IntArray) -> tuple[BoolArray, IntArray
     cluster = np.array([place[key] for key in keys])
     count: NDArray[np.float64] = np.bincount(cluster, weights=times).astype(np.float64)
     distinct = np.unique(cluster, return_index=True)[1]
-    held = packed[distinct]
+    held = _words(packed[distinct])
     members = needs[distinct].astype(np.float64)  # of float, so that sizes of unions are matrix products
     sizes = members.sum(axis=1)
     enough = LIMITS.saves_enough * float(count @ sizes)
     more = _additional(count[:, None], count, sizes[:, None], sizes, members @ members.T)
     np.fill_diagonal(more, np.inf)
     # Of each set, the first of those with which it would be cheapest to be one, so that not all pairs are compared again each time.
-    nearest, least = more.argmin(axis=1), more.min(axis=1)
+    nearest = more.argmin(axis=1)
+    least = more[np.arange(len(count)), nearest]
     for left in range(len(count), 1, -1):
         a = int(least.argmin())
         b = int(nearest[a])
@@ -106,16 +107,22 @@ def exchanges_of(needs: BoolArray, times: IntArray) -> tuple[BoolArray, IntArray
         sizes[a] = np.bitwise_count(held[a]).sum()
         count[a] += count[b]
         count[b], more[b], more[:, b] = 0, np.inf, np.inf
-        common = np.bitwise_count(held & held[a]).sum(axis=1, dtype=np.float64)
+        common = np.bitwise_count(held & held[a]).sum(axis=1).astype(np.float64)
         alike = np.where(np.isfinite(more[a]), _additional(count[a], count, sizes[a], sizes, common), np.inf)
         more[a] = more[:, a] = alike
         closer = (alike < least) | ((alike == least) & (a < nearest))
         lost = np.flatnonzero(((nearest == a) | (nearest == b)) & np.isfinite(least) & ~(alike < least))
         least[closer], nearest[closer] = alike[closer], a
-        again = np.union1d(lost, [a, b])
-        nearest[again], least[again] = more[again].argmin(axis=1), more[again].min(axis=1)
+        again = np.append(lost, (a, b))
+        nearest[again] = more[again].argmin(axis=1)
+        least[again] = more[again, nearest[again]]
     used, made = np.unique(cluster, return_inverse=True)
-    return np.unpackbits(held[used], axis=1, count=needs.shape[1]).astype(bool), made
+    return np.unpackbits(held[used].view(np.uint8), axis=1, count=needs.shape[1]).astype(bool), made
+
+
+def _words(packed: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The same bits in longer words, of which there are fewer to count."""
+    return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8))).view(np.uint64)
 
 
 def _additional(
