@@ -29,11 +29,8 @@ _GPU: Options = {
 
 
 # Where blocks communicate, over axes that are left to the partitioner: a gather of one half of an overlapped pair is not made one with that
-# of the other, which would leave neither a matmul to run beside.
-_APART: Options = {
-    "xla_gpu_all_gather_combine_threshold_bytes": "0",
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
-}
+# of the other, which would leave neither a matmul to run beside.  Scatters are left to XLA: apart, more of a layer is in memory at a time.
+_APART: Options = {"xla_gpu_all_gather_combine_threshold_bytes": "0"}
 
 
 def options_for(mesh: Mesh, own: Sequence[str]) -> Options:
