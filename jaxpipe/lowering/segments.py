@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Block, Segment, TickTemplate, room_of
+from ..program.segments import Block, Loop, Segment, TickTemplate, room_of, ticks_of
 from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
@@ -28,7 +28,7 @@ class Span(NamedTuple):
     stop: int
     period: int
     gated: bool = False  # ticks that transfer different things choose among exchanges (`template_of`)
-    runs: tuple[int, ...] = ()  # ticks of a trip that follow each other and share their code (`Segment.runs`)
+    loops: tuple[Loop, ...] = ()  # ticks of a trip that share their code (`Segment.loops`)
 
 
 def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = LITTLE_CODE) -> tuple[Segment, ...]:
@@ -52,14 +52,15 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
-    kept = kept_ticks(requirements.codes)
+    kept = kept_ticks(requirements.codes, twice=any(kind.together for kind in requirements.kinds))
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
-    chooser = _Chooser(short, cost_parts(ticks, costs)[kept], prices)
     meetings = _between_meetings(short)
+    chooser = _Chooser(short, cost_parts(ticks, costs)[kept], prices, meetings.ticks)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
         starts += _steady_starts(starts[0], starts[1])
-    best = chooser.best(_both_ways([*starts, *meetings]), besides=_both_ways(meetings[-1:]))
+    both = [_both_ways(spans) for spans in meetings[:2]]
+    best = chooser.best(_both_ways(starts), besides=both)
     whole = np.append(kept, len(requirements))
     spans = [span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best]
     return segments_of(spans, requirements, beside=prices.beside)
@@ -75,19 +76,19 @@ def segments_of(spans: Sequence[Span], requirements: Requirements, *, beside: bo
     return tuple(segment for span in spans for segment in _segments(span, requirements, beside=beside))
 
 
-def kept_ticks(codes: IntArray) -> IntArray:
-    """The ticks that are left when all but a few turns of each steady state are taken out.
+def kept_ticks(codes: IntArray, *, twice: bool = False) -> IntArray:
+    """The ticks that are left when all but a few turns of each steady state are taken out; `twice`: two of those that make no trip.
 
     What is taken out are whole turns, and multiples of all common periods, so that ticks keep their place in a period.
     """
     kept = np.arange(len(codes))
-    while (removal := _longest_removal(codes[kept])) is not None:
+    while (removal := _longest_removal(codes[kept], twice=twice)) is not None:
         kept = np.delete(kept, removal)
     return kept
 
 
-def _longest_removal(codes: IntArray) -> slice | None:
-    """Turns in the middle of the longest steady state, so that one turn and a little more are left; None if there are none."""
+def _longest_removal(codes: IntArray, *, twice: bool) -> slice | None:
+    """Turns in the middle of the longest steady state, so that one turn, or two, and a little more are left; None if there are none."""
     best = slice(0, 0)
     for cycle in range(1, min(LIMITS.longest_cycle, len(codes) // 2) + 1):
         if codes[cycle:].size <= best.stop - best.start:
@@ -95,6 +96,7 @@ def _longest_removal(codes: IntArray) -> slice | None:
         begin, length = _longest_true(codes[cycle:] == codes[:-cycle])
         turn = math.lcm(cycle, LIMITS.longest_period)
         room = length + cycle - turn - 2 * LIMITS.longest_period
+        room -= cycle if twice and cycle > LIMITS.longest_period else 0
         count = max(0, room // turn) * turn
         if count > best.stop - best.start:
             margin = (length + cycle - count) // 2
@@ -135,63 +137,93 @@ def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
     return found
 
 
-def _between_meetings(requirements: Requirements) -> list[list[Span]]:
-    """Spans in which no meeting of all devices has a predicate: around the longest stretch of equal intervals, and everywhere.
+class _Meetings(NamedTuple):
+    """Spans in which no meeting of all devices has a predicate, and the ticks of the steady state."""
+
+    steady: list[list[Span]]  # none there, and none cut around it
+    everywhere: list[list[Span]]
+    ticks: range
+
+
+def _between_meetings(requirements: Requirements) -> _Meetings:
+    """Cut at meetings: around the longest stretch of equal intervals, and everywhere.
 
     Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those come at equal intervals into trips,
-    else, where they are few, into pieces that are run once.
+    else, where they are few, into pieces that are run once.  In interleaved tables the intervals themselves come back, after P V actions
+    of each direction: then what is at equal intervals within such a trip is a loop.
     """
     met = [frozenset(block for block in kind.blocks if block.is_share) for kind in requirements.kinds]
     numbers = {blocks: number for number, blocks in enumerate(dict.fromkeys([frozenset[Block](), *met]))}
     marks = np.array([numbers[blocks] for blocks in met])[requirements.codes]  # 0 where nobody meets
-    stop = len(marks)
-    steady = _equal_intervals(marks, 0, stop)
-    if steady is None:
-        return []
-    whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
-    return [[span for span in whole if span.start < span.stop], _few_pieces(_cut_at_meetings(marks, 0, stop))]
+    stop, found = len(marks), _Meetings([], [], range(0))
+    for longest in (LIMITS.longest_period, LIMITS.longest_cycle):
+        steady = _equal_intervals(marks, 0, stop, longest=longest)
+        if steady is not None:
+            whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
+            found.steady.append([span for span in whole if span.start < span.stop])
+            found.everywhere.append(_few_pieces(_cut_at_meetings(marks, 0, stop, longest)))
+            found = found._replace(ticks=range(steady.start, steady.stop))
+    return found
 
 
-def _cut_at_meetings(marks: IntArray, start: int, stop: int) -> list[Span]:
+def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
     """The longest stretch of equal intervals first, then the same on both sides of it; the rest is cut into pieces that are run once."""
     if start >= stop:
         return []
-    longest = _equal_intervals(marks, start, stop)
-    if longest is not None:
-        return [*_cut_at_meetings(marks, start, longest.start), longest, *_cut_at_meetings(marks, longest.stop, stop)]
-    return [Span(start, stop, stop - start, runs=_pieces(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
+    best = _equal_intervals(marks, start, stop, longest=longest)
+    if best is not None:
+        return [*_cut_at_meetings(marks, start, best.start, longest), best, *_cut_at_meetings(marks, best.stop, stop, longest)]
+    return [Span(start, stop, stop - start, loops=_loops(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
 
 
 def _few_pieces(spans: list[Span]) -> list[Span]:
     """The spans; of those that come once, the ones with the most pieces share one code instead, where all have too many."""
     left, uncut = LIMITS.most_pieces, set()
-    for span in sorted((span for span in spans if span.runs and span.period == span.stop - span.start), key=lambda span: len(span.runs)):
-        left -= len(span.runs)
+    for span in sorted((span for span in spans if span.loops and span.period == span.stop - span.start), key=_num_pieces):
+        left -= _num_pieces(span)
         if left < 0:
             uncut.add(span)
     return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
 
 
-def _equal_intervals(marks: IntArray, start: int, stop: int) -> Span | None:
-    """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips."""
+def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = LIMITS.longest_period) -> Span | None:
+    """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips.
+
+    Trips that are longer than `LIMITS.longest_period` begin after their longest interval.
+    """
     best: Span | None = None
-    for period in range(2, min(LIMITS.longest_period, (stop - start) // 2) + 1):
-        mine = marks[start:stop]
+    mine = marks[start:stop]
+    for period in range(2, min(longest, len(mine) // 2) + 1):
         for begin, length in _runs_of_true(mine[period:] == mine[:-period]):
+            if best is not None and length + period < best.stop - best.start + period:
+                continue
             first = np.flatnonzero(mine[begin : begin + period])
             if not len(first):
                 continue
-            at = begin + int(first[0])
+            after = int(np.diff(first, prepend=first[-1] - period).argmax()) if period > LIMITS.longest_period else 0
+            at = begin + int(first[after])
             repeats = (begin + length + period - at) // period
-            if repeats >= 2 and (best is None or repeats * period >= best.stop - best.start + period):
-                best = Span(start + at, start + at + repeats * period, period, runs=_pieces(mine[at : at + period]))
+            if repeats < 2 or (best is not None and repeats * period < best.stop - best.start + period):
+                continue
+            span = Span(start + at, start + at + repeats * period, period, loops=_loops(mine[at : at + period]))
+            if period <= LIMITS.longest_period or _num_pieces(span) <= LIMITS.most_pieces:
+                best = span
     return best
 
 
-def _pieces(marks: IntArray) -> tuple[int, ...]:
-    """Lengths of the pieces of a trip: a piece ends at a meeting and after it."""
-    ends = [j for j in range(1, len(marks)) if marks[j] or marks[j - 1]]
-    return tuple(np.diff([0, *ends, len(marks)]).tolist())
+def _num_pieces(span: Span) -> int:
+    """Templates that a span with loops has code for."""
+    return sum(1 for _ in ticks_of(span.loops))
+
+
+def _loops(marks: IntArray) -> tuple[Loop, ...]:
+    """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces, alike in whether devices meet."""
+    inner = _equal_intervals(marks, 0, len(marks))
+    if inner is not None:
+        turn = Loop((inner.stop - inner.start) // inner.period, inner.loops)
+        return (*_loops(marks[: inner.start]), turn, *_loops(marks[inner.stop :]))
+    ends = (np.flatnonzero(np.diff(marks)) + 1).tolist()
+    return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
 
 
 def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[Span]]:
@@ -213,8 +245,9 @@ def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[S
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices) -> None:
+    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices, steady: range) -> None:
         self._requirements = requirements
+        self._steady = steady
         self._costs = costs
         self._prices = prices
         self._work = 0
@@ -222,18 +255,27 @@ class _Chooser:
         self._built: dict[Span, tuple[Segment, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
 
-    def best(self, starts: Sequence[list[Span]], *, besides: Sequence[list[Span]] = ()) -> list[Span]:
-        """Improve the most promising starts, and the best one of those `besides`, whose score says little before they are improved."""
+    def best(self, starts: Sequence[list[Span]], *, besides: Sequence[Sequence[list[Span]]] = ()) -> list[Span]:
+        """Improve the most promising starts, and the best of each of those `besides`, whose score says little before they are improved."""
         promising = sorted(map(list, dict.fromkeys(map(tuple, starts))), key=self.score)[: LIMITS.starts]
-        promising += sorted(besides, key=self.score)[:1]
+        promising += [min(each, key=self.score) for each in besides if each]
         return min((self.improve(start) for start in promising), key=self.score)
 
     def score(self, spans: Sequence[Span]) -> float:
         key = tuple(spans)
         if key not in self._scores:
             segments = [segment for span in spans for segment in self._segments_of(span)]
-            self._scores[key] = program_price(self._makespan(spans), segments, self._costs.shape[-1], self._prices)
+            makespan = self._makespan(spans) + LIMITS.turns_seen * self._prices.meeting * self._asked_for_ever(segments)
+            self._scores[key] = program_price(makespan, segments, self._costs.shape[-1], self._prices)
         return self._scores[key]
+
+    def _asked_for_ever(self, segments: Sequence[Segment]) -> float:
+        """Predicates around meetings in the steady state, of which the search sees only a few turns."""
+        found = 0.0
+        for segment in segments:
+            common = min(segment.stop, self._steady.stop) - max(segment.start, self._steady.start)
+            found += segment.num_meeting_predicates * max(0, common) / (segment.stop - segment.start)
+        return found
 
     def _makespan(self, spans: Sequence[Span]) -> float:
         """The program's makespan; a span's effect on a pattern of device times is simulated once."""
@@ -270,7 +312,7 @@ class _Chooser:
                     both = Span(left.start, right.stop, period, left.gated or right.gated)
                     found.append([*spans[:i], both, *spans[i + 2 :]])
         for i, span in enumerate(spans):
-            others = [span._replace(period=p, runs=()) for p in periods if p != span.period and p <= span.stop - span.start]
+            others = [span._replace(period=p, loops=()) for p in periods if p != span.period and p <= span.stop - span.start]
             for other in [*others, span._replace(gated=not span.gated)]:
                 found.append([*spans[:i], other, *spans[i + 1 :]])
         return found
@@ -286,8 +328,8 @@ def _segments(span: Span, requirements: Requirements, *, beside: bool) -> list[S
     left_over = (span.stop - span.start) % span.period
     middle = span.stop - left_over
     parts = [(span.start, middle, span.period), (middle, span.stop, left_over)]
-    runs = () if left_over else span.runs
-    return [_segment(Span(*part, gated=span.gated, runs=runs), requirements, beside=beside) for part in parts if part[0] < part[1]]
+    loops = () if left_over else span.loops
+    return [_segment(Span(*part, gated=span.gated, loops=loops), requirements, beside=beside) for part in parts if part[0] < part[1]]
 
 
 def _segment(span: Span, requirements: Requirements, *, beside: bool) -> Segment:
@@ -295,16 +337,16 @@ def _segment(span: Span, requirements: Requirements, *, beside: bool) -> Segment
     ticks = np.arange(span.start, span.stop).reshape(-1, span.period)
     choices = np.zeros_like(ticks)
     follows = beside and len(ticks) > 1
-    templates: list[TickTemplate] = []
-    for length in span.runs or (1,) * span.period:
-        j = len(templates)
-        mine = slice(j, j + length)
-        room = 0 if span.runs else room_of(span.period, j) if follows else span.period - 1 - j
+    templates: dict[int, TickTemplate] = {}
+    for mine in ticks_of(span.loops or (Loop(1),) * span.period):
+        j = mine[0]
+        room = 0 if span.loops else room_of(span.period, j) if follows else span.period - 1 - j
         template, choice = template_of(requirements, ticks[:, mine].ravel(), room=room, gated=span.gated)
-        choices[:, mine] = choice.reshape(-1, length)
-        templates += [template] * length
+        choices[:, mine] = choice.reshape(-1, len(mine))
+        templates |= dict.fromkeys(mine, template)
     chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
-    return Segment(span.start, len(ticks), tuple(templates), chosen, span.runs, beside=beside and not span.runs)
+    ordered = tuple(templates[j] for j in range(span.period))
+    return Segment(span.start, len(ticks), ordered, chosen, span.loops, beside=beside and not span.loops)
 
 
 def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:

@@ -25,6 +25,7 @@ from ..table.encoded import Encoded
 from ..table.kinds import KINDS, TOGETHER, End, Value, makers
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
+from .align_shares import align_shares
 from .split_backward import split_backward
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are split: a split costs code and a stash.
@@ -142,7 +143,8 @@ class _Run:
             if mine.left and mine.left[0] == cell and start == self._start(device):
                 self._run(device, start)
         assert not any(device.left for device in self._devices), "a valid table runs to its end"
-        return self._schedule.with_rows([device.row for device in self._devices])
+        found = self._schedule.with_rows([device.row for device in self._devices])
+        return found if self._placed == {Kind.L} else align_shares(found)
 
     def _start(self, device: int) -> float | None:
         """When a device's next cell can start; None where it lacks something, waits for all devices, or there is none."""
