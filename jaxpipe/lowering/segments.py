@@ -226,6 +226,19 @@ def _loops(marks: IntArray) -> tuple[Loop, ...]:
     return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
 
 
+def _in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
+    """The loops with so many templates that take turns, where one was for all ticks: devices may have long and short ticks in turn."""
+    found: list[Loop] = []
+    for loop in loops:
+        if loop.body:
+            found.append(loop._replace(body=_in_turns(loop.body, turn)))
+            continue
+        turns, rest = divmod(loop.times, turn)
+        found += [Loop(turns, (Loop(1),) * turn)] if turns > 1 else [Loop(1)] * turns * turn
+        found += [Loop(1)] * rest
+    return tuple(found)
+
+
 def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[Span]]:
     """The longest steady state with code of its own, and between it and the ends the fewest spans, or those of the phases.
 
@@ -313,6 +326,7 @@ class _Chooser:
                     found.append([*spans[:i], both, *spans[i + 2 :]])
         for i, span in enumerate(spans):
             others = [span._replace(period=p, loops=()) for p in periods if p != span.period and p <= span.stop - span.start]
+            others += [span._replace(loops=finer) for finer in (_in_turns(span.loops, turn) for turn in (2, 3)) if finer != span.loops]
             for other in [*others, span._replace(gated=not span.gated)]:
                 found.append([*spans[:i], other, *spans[i + 1 :]])
         return found

@@ -89,7 +89,7 @@ def _move(groups: Sequence[_Group], kind: Kind, waiting: list[int]) -> None:
     """Move those of a kind that are in groups without L to the groups before; `waiting` grows by one in all groups on the way."""
     for i, group in enumerate(groups):
         while group.microbatches[kind] and not group.microbatches[Kind.L]:
-            way = _way(groups[:i], kind)
+            way = _way(groups[:i], kind) or _nearest(groups[:i])
             if not way or max(waiting[way[0] : i]) >= _MOST_WAITING[kind] + len(group.work) // 2:
                 break
             for j in range(way[0], i):
@@ -110,6 +110,11 @@ def _way(groups: Sequence[_Group], kind: Kind) -> list[int]:
             if mine < many:
                 return found[::-1]
     return []
+
+
+def _nearest(groups: Sequence[_Group]) -> list[int]:
+    """The last group with L, which then has more of a kind."""
+    return next(([j] for j in reversed(range(len(groups))) if groups[j].microbatches[Kind.L]), [])
 
 
 def _take(to: list[int], source: list[int], *, at_end: bool) -> None:
