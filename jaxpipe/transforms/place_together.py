@@ -30,7 +30,7 @@ from .split_backward import split_backward
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are split: a split costs code and a stash.
 _WORTH_A_SPLIT = 0.01
-# The same for a table of overlapped pairs: its neighbours run alike, and with W apart the program would be up to 15 % longer than the table.
+# The same for a table of overlapped pairs: with W apart neighbours run unlike ticks, and the program is up to 15 % longer than the table.
 _WORTH_A_SPLIT_OF_PAIRS = 0.03
 # So many gradients of the first stage's input may wait for a meeting that is for something else.
 _MOST_WAITING = 1
