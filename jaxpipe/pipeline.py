@@ -38,13 +38,15 @@ from .model.arguments import (
 )
 from .model.by_path import path_faults
 from .model.functions import Functions, Loss
+from .model.leaf_plan import is_plan
 from .model.mesh import automatic, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
 from .model.param_layout import check_canonical, with_outer
-from .model.partition import Partition, axes_of, frozen_filter, is_plan
+from .model.partition import Partition
 from .model.placed import Chunks
 from .model.placer import Placer
 from .model.read import read_model
+from .model.specs import axes_of, frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import SameCode, jit_same, key_of

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import Entry, Part
-from ..model.partition import leaf_plans
+from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode

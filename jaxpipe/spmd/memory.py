@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
-from ..model.partition import LeafPlan, leaf_plans, trained
+from ..model.leaf_plan import LeafPlan, leaf_plans, trained
 from ..program.ir import Program
 from ..program.pools import UNDER_WAY
 from ..program.segments import Payload

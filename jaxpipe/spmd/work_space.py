@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
-from ..model.partition import leaf_plans
+from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
