@@ -59,8 +59,8 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
         starts += _steady_starts(starts[0], starts[1])
-    both = [_both_ways(spans) for spans in meetings[:2]]
-    best = chooser.best(_both_ways(starts), besides=both)
+    besides = [_both_ways(spans) for spans in (meetings.steady, meetings.everywhere)]
+    best = chooser.best(_both_ways(starts), besides=besides)
     whole = np.append(kept, len(requirements))
     spans = [span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best]
     return segments_of(spans, requirements, beside=prices.beside)
