@@ -14,7 +14,7 @@ import numpy as np
 
 from .arrays import Leaves, PyTree, wider
 from .model.functions import Loss, inverse_count
-from .model.partition import LeafPlan, is_plan, leaf_plans
+from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from .program.interpret import interpret
 from .program.liveness import Liveness
 from .program.verify import verify

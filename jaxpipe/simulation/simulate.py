@@ -89,12 +89,13 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
     ends: list[float] = [0] * (total + 1)
     free: list[float] = [0] * table.num_devices
     met = Meetings(table, durations, costs)
+    meets = bool(met.all)
     for i in schedule.run_order(transfers).order:
-        if i in met.all:
+        if meets and i in met.all:
             met.run(i, starts, ends, free)
             continue
         d, j = device[i], need[i]
-        start = met.ready(i, ends, free[d])
+        start = met.ready(i, ends, free[d]) if meets else free[d]
         if j < total:
             ready = ends[j] + latency[i]
             if ready > start:

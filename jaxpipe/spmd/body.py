@@ -14,7 +14,7 @@ from jax import lax
 from ..arrays import Leaves, PyTree, Scalar, wider
 from ..jaxprs import Piece
 from ..model.functions import Loss
-from ..model.partition import gather, leaf_plans
+from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
 from ..model.spread import bare
 from ..program.records import TickRecord, arrays, map_fields

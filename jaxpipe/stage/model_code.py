@@ -17,7 +17,7 @@ from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..lowering.offload import Offload
 from ..model.functions import Context, Functions
-from ..model.partition import LeafPlan, is_plan, leaf_plans
+from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from ..program.ir import Program
 from ..program.liveness import Liveness, longest
 from ..program.verify import verify
