@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..spmd.body import prepare
-from ..spmd.entries import compiled_alone
+from ..spmd.entries import StageEntries, auto_axes, compiled_alone, split_entries
+from ..spmd.work_space import Block, outer_blocks, stage_blocks, whole_entries
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
@@ -22,11 +23,33 @@ from ..stage.model_code import ModelCode, trace_model
 _BLOCKS = ("F", "B", "I", "W")
 
 
-def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Job, ModelCode]:
-    """The step's job, and the model's code on one coordinate of the pipe and data axes."""
+@dataclass(frozen=True)
+class Traced:
+    """A step's job, and the model's code on one coordinate of the pipe and data axes.
+
+    `entries` say for each kind of stage how what it has and keeps is split over the devices of that coordinate.
+    """
+
+    job: Job
+    mesh: Mesh
+    code: ModelCode
+    entries: tuple[StageEntries, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several devices share a stage."""
+        return bool(auto_axes(self.mesh, self.job))
+
+
+def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> Traced:
+    """Trace the step, and ask the partitioner where axes are left to it."""
     jobs: list[Job] = []
     jax.eval_shape(lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch)
-    return jobs[0], _retraced(one_coordinate(pipe), *_local_shapes(pipe, jobs[0], with_outer(params), batch, rng, state))
+    job, mesh = jobs[0], one_coordinate(pipe)
+    told, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
+    code = _retraced(mesh, told, shapes)
+    split = auto_axes(mesh, job)
+    return Traced(job, mesh, code, split_entries(job, mesh, code, shapes[0]) if split else tuple(map(whole_entries, code.kinds)))
 
 
 def _local_shapes(pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Job, tuple[Any, ...]]:
@@ -62,18 +85,14 @@ def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
     return found[0]
 
 
-def jaxprs_of(code: ModelCode) -> dict[str, core.Jaxpr]:
+def blocks_of(step: Traced) -> dict[str, Block]:
     """Every block by name."""
-    found: dict[str, core.Jaxpr] = {}
-    for number, kind in enumerate(code.kinds):
-        pieces = zip(_BLOCKS, (kind.forward, kind.backward, kind.input_grad, kind.weight_grad), strict=True)
-        found |= {f"{name} {number}": jaxpr for name, jaxpr in pieces}
-    found["first"] = code.first.forward
-    if code.first.num_params:
-        found["first gradient"] = code.first.backward
-    if code.last is not None:
-        found["last"] = code.last.train
-    return found
+    found: dict[str, Block] = {}
+    for number, (kind, entries) in enumerate(zip(step.code.kinds, step.entries, strict=True)):
+        pieces = stage_blocks(kind, entries)
+        found |= {f"{name} {number}": pieces[name] for name in _BLOCKS}
+    outer = outer_blocks(step.job, step.code, split=step.is_shared)
+    return found | {block.name: block for block in outer}
 
 
 def one_coordinate(pipe: Pipeline) -> Mesh:
@@ -83,9 +102,16 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     return Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(at))
 
 
-def compile_block(job: Job, mesh: Mesh, jaxpr: core.Jaxpr) -> Any:
-    """A block compiled by itself, split as the partitioner likes."""
-    return compiled_alone(job, mesh, lambda values: run(jaxpr, *values), [(var.aval, PartitionSpec()) for var in jaxpr.invars])
+def compile_block(step: Traced, block: Block) -> Any:
+    """A block compiled by itself, its inputs split as in the step."""
+    avals = [var.aval for var in block.jaxpr.invars]
+
+    def spec(aval: Any, given: PartitionSpec | None) -> PartitionSpec | None:
+        # The partitioner splits no keys.
+        return PartitionSpec() if not step.is_shared or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else given
+
+    inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
+    return compiled_alone(step.job, step.mesh, lambda values: run(block.jaxpr, *values), inputs)
 
 
 def shape_of(leaf: Any) -> Any:

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs.sizes import nbytes
 from ..pipeline import Pipeline
-from ..stage.model_code import ModelCode
+from .blocks import Traced
+from .sizes import output_entries
 
 
 def call_of(compiled: Any, jaxpr: core.Jaxpr) -> Callable[[], Any]:
@@ -49,12 +50,14 @@ def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def hop_seconds(pipe: Pipeline, code: ModelCode, repeats: int) -> float:
+def hop_seconds(pipe: Pipeline, step: Traced, repeats: int) -> float:
     """Of a stage's output to the next device of the pipe axis, less the time of the same call that sends nothing."""
     count = pipe.schedule.num_devices
     if count == 1:
         return 0.0
-    avals = max((kind.y_avals for kind in code.kinds), key=lambda avals: sum(map(nbytes, avals)))
+    number = max(range(len(step.code.kinds)), key=lambda kind: sum(map(nbytes, step.code.kinds[kind].y_avals)))
+    kind, entries = step.code.kinds[number], step.entries[number]
+    specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in output_entries(kind, entries)]
     mesh = Mesh(pipe.mesh.devices, pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names))
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = [(0, 1), (1, 0)]
@@ -63,10 +66,9 @@ def hop_seconds(pipe: Pipeline, code: ModelCode, repeats: int) -> float:
         def body(values: Leaves) -> Leaves:
             return [lax.ppermute(value, pipe.axis, pairs) if sends else value + 0 for value in values]
 
-        spec = PartitionSpec(pipe.axis)
-        mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-        where = jax.sharding.NamedSharding(mesh, spec)
-        values = [jax.device_put(jnp.zeros((count, *aval.shape), aval.dtype), where) for aval in avals]
+        mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
+        zeros = [jnp.zeros((count, *aval.shape), aval.dtype) for aval in kind.y_avals]
+        values = [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(zeros, specs, strict=True)]
         return lambda: jax.block_until_ready(mapped(values))
 
     found = timed({"hop": call(True), "nothing": call(False)}, repeats)

@@ -129,6 +129,11 @@ def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *group
     return lowered.compile(compiler_options=options_for(mesh))
 
 
+def share_of(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> int:
+    """Of how many devices each has an equal share of a value that is split so."""
+    return _entry(mesh, shape, spec).local_share
+
+
 def _entry(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> Entry:
     parts = []
     for dim, entry in enumerate(spec):
