@@ -18,7 +18,7 @@ from .simulation.costs import Costs
 from .simulation.timeline import Timeline
 from .spmd.executor import SpmdExecutor
 from .stage.job import Job
-from .table.kinds import TOGETHER, Kind
+from .table.kinds import SHARES, Kind
 from .table.run_order import Transfers
 from .table.schedule import Schedule
 
@@ -118,11 +118,13 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
 def _costs(schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str) -> Costs:
     """The median time of each stage's actions in the run, of shares of each device's; transfers are in the gaps."""
     table = schedule.encoded
-    shares = {Kind.L: "last", Kind.E: "first", Kind.G: "first_grad"}
+    shares = {Kind.L: "last", Kind.H: "last_weight_grad", Kind.E: "first", Kind.G: "first_grad"}
     names = shares | {Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward", Kind.R: "recompute"}
     found: dict[str, Any] = {}
     for kind, name in names.items():
         numbers = [np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist() for s in range(table.num_stages)]
-        if all(numbers) or (kind in TOGETHER and any(numbers)):
+        if all(numbers) or (kind in SHARES and any(numbers)):
             found[name] = tuple(statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers)
+    if table.defers_last:  # what an L takes with all that it left to its H
+        found["last"] = tuple(soon + late for soon, late in zip(found["last"], found["last_weight_grad"], strict=True))
     return Costs(**found, unit=unit)

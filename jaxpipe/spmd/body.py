@@ -160,6 +160,7 @@ def _initial(
         stash=buffers.stash.empty(slots.stash),
         host=Packing.of(buffers).empty(slots.host),
         first=empty_pool(code.first_avals, slots.first),
+        share=empty_pool(code.share_avals, slots.share) if code.share_avals else None,
     )
 
 

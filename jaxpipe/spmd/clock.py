@@ -15,7 +15,7 @@ from ..arrays import Leaves, Scalar
 from ..program.records import map_fields
 from ..stage.job import Clock
 from .block import Block
-from .share import RunFirstGradient, RunFirstShare, RunShare
+from .share import RunDeferred, RunFirstGradient, RunFirstShare, RunShare
 from .stage_block import StageBlock
 from .state import State
 
@@ -24,10 +24,10 @@ from .state import State
 class Clocked(Block):
     """A block that tells the host when it begins and when it is over; slower for two calls, and else the same.
 
-    `stage` is the number that the table gives the action: of its stage, or of the device where all devices do it together.
+    `stage` is the number that the table gives the action: of its stage, or of the device where that does a share of its own.
     """
 
-    block: StageBlock[Any] | RunShare | RunFirstShare | RunFirstGradient
+    block: StageBlock[Any] | RunShare | RunFirstShare | RunFirstGradient | RunDeferred
     kind: int
     stage: Scalar
     clock: Clock
@@ -40,7 +40,7 @@ class Clocked(Block):
 
     def run(self, state: State) -> State:
         """Run it between two calls of the host."""
-        row = self.block.row
+        row: Any = self.block.row
         shard = lax.axis_index(self.data_axes) if self.data_axes else jnp.int32(0)
         what = (shard, lax.axis_index(self.axis), jnp.int32(self.kind), self.stage, row.microbatch)
         zero = _told(self.clock, jnp.int32(0), *what)

@@ -48,6 +48,7 @@ def predicted_memory(
     names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
     pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
     pools["last"] = slots.last * sum(map(nbytes, code.last_avals))
+    pools["share"] = slots.share * sum(map(nbytes, code.share_avals))
     pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
     residuals = _entry_bytes(buffers.residual_input) + _entry_bytes(buffers.residual_weight) if slots.host else 0
     found = {

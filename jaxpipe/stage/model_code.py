@@ -51,6 +51,11 @@ class ModelCode:
         return self.kinds[self.kind_of[-1]].y_avals if self.program.schedule.encoded.spreads_last else ()
 
     @property
+    def share_avals(self) -> tuple[Any, ...]:
+        """What waits for H: what L leaves for it."""
+        return () if self.last is None or self.last.deferred is None else self.last.deferred.stash
+
+    @property
     def liveness(self) -> Liveness:
         """Until when what is kept is needed by any stage."""
         return longest([code.liveness for code in self.kinds])
@@ -115,7 +120,8 @@ def trace_model(
     last_code = None
     if functions.last is not None:
         last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
-        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
+        defers = job.axis if job.training and job.plan.ticks.schedule.encoded.defers_last else None
+        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses, defers=defers)
         if not functions.last.spread:
             _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     offloads = job.training and any(code.offloads for code in codes)
