@@ -16,7 +16,7 @@ from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import CodeCounts, cost_parts, priced_makespan, program_price
+from .cost_model import CodeCounts, priced_makespan, program_price, tick_durations
 from .exchanges import template_of, uses_of
 from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
@@ -47,16 +47,17 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     if ticks.period > 1:
         spans = [Span(0, len(requirements), ticks.period, gated) for gated in (False, True)]
         both = [segments_of([span], requirements, beside=prices.beside) for span in spans]
-        parts = cost_parts(ticks, costs)
+        durations = tick_durations(ticks, costs)
 
         def price(segments: tuple[Segment, ...]) -> float:
-            makespan = priced_makespan(parts, segments, prices)
+            makespan = priced_makespan(durations, segments, prices)
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
     kept = kept_ticks(requirements.codes)
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
-    chooser = _Chooser(short, cost_parts(ticks, costs)[kept], prices)
+    durations = tick_durations(ticks, costs)
+    chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices)
     meetings = _between_meetings(short)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
@@ -215,9 +216,9 @@ def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[S
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices) -> None:
+    def __init__(self, requirements: Requirements, durations: Durations, prices: Prices) -> None:
         self._requirements = requirements
-        self._durations = Durations.from_rows(costs)
+        self._durations = durations
         self._prices = prices
         self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
@@ -228,8 +229,7 @@ class _Chooser:
         self._bounds: dict[tuple[Span, ...], float] = {}
         sends = np.array([len(kind.slack) for kind in requirements.kinds])
         self._least_sends = int(sends[requirements.codes].sum())
-        per_tick = self._durations.of.sum(axis=1)[self._durations.codes]
-        self._rest = np.concatenate([np.cumsum(per_tick[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
+        self._rest = np.concatenate([np.cumsum(durations.rows()[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
 
     def best(self, starts: Sequence[list[Span]], *, besides: Sequence[list[Span]] = ()) -> list[Span]:
         """Improve the most promising starts, and the best one of those `besides`, whose score says little before they are improved."""
