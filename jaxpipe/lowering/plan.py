@@ -42,6 +42,11 @@ class Candidate(NamedTuple):
     makespan: float  # of the program
     price: float  # the makespan with a little for each transfer and each block of code
 
+    @property
+    def chooses(self) -> bool:
+        """Whether some ticks choose among exchanges."""
+        return any(segment.num_arms for segment in self.segments)
+
 
 def prices_for(schedule: Schedule, prefer: Prefer, costs: Costs | None, overheads: Overheads) -> Prices:
     """Prices in the unit of the costs: for "speed" what predicates and transfers take on a GPU, else little code first of all."""
@@ -74,7 +79,12 @@ def choose_candidate(
         lost = [ticks for ticks, bound in zip(candidates, bounds, strict=True) if prices.beside and bound <= enough]
         found += [_candidate(ticks, prices, costs, search=prices.makespan_first()) for ticks in lost]
     keeping = [each for each in found if each.makespan <= enough]
-    return min(keeping or found, key=lambda each: each.price)
+    best = min(keeping or found, key=lambda each: each.price)
+    if not prices.beside or not best.chooses:
+        return best
+    # The host waits for each choice: ramps are cut into pieces that choose nothing, where that takes no longer.
+    cut = _candidate(best.ticks, prices, costs, search=prices.makespan_first(), cuts=True)
+    return cut if cut.makespan <= max(enough, best.makespan) and cut.price < best.price else best
 
 
 def _more_and_more(schedule: Schedule) -> Iterator[Sequence[Ticks]]:
@@ -88,9 +98,9 @@ def _alone(costs: Costs | None) -> Costs:
     return Costs() if costs is None else replace(costs, transfer=0)
 
 
-def _candidate(ticks: Ticks, prices: Prices, costs: Costs | None, *, search: Prices | None = None) -> Candidate:
+def _candidate(ticks: Ticks, prices: Prices, costs: Costs | None, *, search: Prices | None = None, cuts: bool = False) -> Candidate:
     """The candidate with the segments that are best by the prices, or by those of a search of its own."""
-    segments = find_segments(ticks, costs=costs, prices=search or prices)
+    segments = find_segments(ticks, costs=costs, prices=search or prices, cuts=cuts)
     durations = tick_durations(ticks, costs)
     makespan = program_makespan(durations, segments)
     priced = priced_makespan(durations, segments, prices)

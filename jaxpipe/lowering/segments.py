@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +33,14 @@ class Span(NamedTuple):
     runs: tuple[int, ...] = ()  # ticks of a trip that follow each other and share their code (`Segment.runs`)
 
 
-def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = LITTLE_CODE) -> tuple[Segment, ...]:
+def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = LITTLE_CODE, cuts: bool = False) -> tuple[Segment, ...]:
     """Find the exact repeats (the steady states), then give the ramps between them the least code that costs no time.
 
     A ramp's ticks share code by taking the union of their blocks and transfers.  Additional pairs make devices wait for each
     other, so each choice is priced by simulating the program with it (`program_price`).
     The search sees only a few turns of each steady state, so neither its time nor what it chooses depends on M.
-    Ticks that take turns are one segment, and only whether they choose among exchanges is left to find.
+    Ticks that take turns are one segment, and only whether they choose among exchanges is left to find.  With `cuts` none do:
+    ramps are cut anywhere instead, in a longer search, until the transfers of each piece are few enough to be all made in each tick.
     """
     requirements = collect(ticks)
     if not len(requirements):
@@ -58,14 +59,22 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
     durations = tick_durations(ticks, costs)
     chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices)
+    if cuts:
+        return _of_kept(chooser.cut(_exact_spans(short, 0, len(short))), kept, requirements, beside=prices.beside)
     meetings = _between_meetings(short)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
         starts += _steady_starts(starts[0], starts[1])
     best = chooser.best(_both_ways([*starts, *meetings]), besides=_both_ways(meetings[-1:]))
+    return _of_kept(best, kept, requirements, beside=prices.beside)
+
+
+def _of_kept(spans: Sequence[Span], kept: IntArray, requirements: Requirements, *, beside: bool) -> tuple[Segment, ...]:
+    """The segments of spans of the kept ticks, with those that were taken out."""
     whole = np.append(kept, len(requirements))
-    spans = [span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in best]
-    return segments_of(spans, requirements, beside=prices.beside)
+    return segments_of(
+        [span._replace(start=int(whole[span.start]), stop=int(whole[span.stop])) for span in spans], requirements, beside=beside
+    )
 
 
 def _both_ways(starts: Sequence[list[Span]]) -> list[list[Span]]:
@@ -213,6 +222,18 @@ def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[S
     return found
 
 
+def _cut_elsewhere(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """The spans with one more cut, or with one of the cuts moved a little."""
+    for i, span in enumerate(spans):
+        for before, after in product(sorted({1, 2, span.period}), repeat=2):
+            for mark in range(span.start + before, span.stop - after + 1):
+                yield [*spans[:i], Span(span.start, mark, before), Span(mark, span.stop, after), *spans[i + 1 :]]
+    for i, (left, right) in enumerate(pairwise(spans)):
+        for mark in (left.stop + moved for moved in (-4, -2, -1, 1, 2, 4)):
+            if left.start + left.period <= mark <= right.stop - right.period:
+                yield [*spans[:i], left._replace(stop=mark), right._replace(start=mark), *spans[i + 2 :]]
+
+
 class _Chooser:
     """Scores lists of spans."""
 
@@ -290,6 +311,18 @@ class _Chooser:
                 if self.score(candidate, enough) < enough:
                     spans, better = candidate, True
                     break
+        return spans
+
+    def cut(self, spans: list[Span]) -> list[Span]:
+        """Cut spans in two, move what is between two, or change periods, each time so that the score falls most."""
+        better = len(self._requirements) <= LIMITS.most_cut
+        while better and self._work < LIMITS.most_work:
+            better = False
+            least, best = self.score(spans) - 1e-12, spans
+            for candidate in chain(self._neighbours(spans), _cut_elsewhere(spans)):
+                if not any(span.gated for span in candidate) and (found := self.score(candidate, least)) < least:
+                    least, best, better = found, candidate, True
+            spans = best
         return spans
 
     def _neighbours(self, spans: list[Span]) -> list[list[Span]]:

@@ -21,9 +21,9 @@ pytestmark = [
 ]
 
 
-def report(name: str, microbatches: int = 8, remat: str | None = None) -> dict[str, object]:
-    schedule = jp.schedules.build(name, devices=4, microbatches=microbatches)
-    mesh = gpu_mesh((4,), ("pipe",))
+def report(name: str, microbatches: int = 8, remat: str | None = None, devices: int = 4) -> dict[str, object]:
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    mesh = gpu_mesh((devices,), ("pipe",))
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, remat=remat)
     rows = jax.ShapeDtypeStruct((microbatches * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
@@ -65,6 +65,12 @@ def test_waits_and_overlap() -> None:
 def test_layers_that_are_recomputed_do_not_wait_for_the_host() -> None:
     """The recomputed forward stacks what the backward of its layers reads."""
     assert report("1f1b", remat="full")["host_waits"] == 0
+
+
+@pytest.mark.slow
+def test_the_ramps_of_dualpipev_do_not_wait_for_the_host() -> None:
+    """Six devices are the fewest where it would choose among exchanges, were its ramps not cut into pieces."""
+    assert report("dualpipev", microbatches=12, devices=6)["host_waits"] == 0
 
 
 @pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv"), slow("v_half")])

@@ -75,6 +75,15 @@ def test_code_grows_no_faster_than_chunks_and_slower_than_devices(name, chunks, 
         assert sum(s.size for s in twice.segments) <= 2 * sum(s.size for s in many.segments)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [16, 32])
+@pytest.mark.parametrize("name", [name for name in jp.schedules.names() if name != "no_pipelining"])
+def test_for_speed_no_tick_chooses_among_exchanges(name, microbatches):
+    """A host waits for each choice, since no CUDA graph holds what is chosen."""
+    found = emitted(name, None, 8, microbatches, prefer=Prefer.SPEED)
+    assert sum(segment.num_arms for segment in found.segments) == 0
+
+
 # Where it is more than 1.00: in DualPipe's ramps some devices run an overlapped pair while their neighbours run a single action.
 MOST = {"dualpipe": 1.011, "dualpipev": 1.02}
 
