@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ScheduleError
 from ..table.action import Action, Cell, Kind, Overlap
-from ..table.encoded import IntArray
+from ..table.encoded import BoolArray, IntArray
 from ..table.grid import grid
 from ..table.run_order import Transfers, waits
 from ..table.schedule import Schedule
@@ -20,7 +20,7 @@ from ..table.schedule import Schedule
 class Ticks:
     """`when[i]` is the tick in which action i of `schedule.encoded` runs.
 
-    Within a tick a device does at most one forward and one backward; then what the tick produced is transferred.
+    Within a tick a device does at most one forward and one backward, or a W and then a forward; what it produces is transferred.
     What all devices do together (L) has a tick of its own on every device.
     """
 
@@ -63,7 +63,26 @@ def assign_ticks(schedule: Schedule) -> Ticks:
     This is the longest path through the table's order and data dependencies, so T is the least that any lock-step
     program of this table can have.  Linear in the number of cells.  ScheduleError if the table cannot run.
     """
-    return _earliest(schedule, [0] * schedule.encoded.num_actions, 1)
+    return _earliest(schedule, [0] * schedule.encoded.num_actions, 1, schedule.encoded.last_half)
+
+
+def joins_weights(schedule: Schedule) -> BoolArray:
+    """Per action, whether it is a W with an F right after it in its row, neither of them half of a pair."""
+    table = schedule.encoded
+    alone = np.ones(table.num_actions, bool)
+    alone[table.pairs] = alone[table.pairs + 1] = False
+    weight, forward = (alone & table.of_kinds((kind,)) for kind in (Kind.W, Kind.F))
+    return np.append((weight[:-1] & forward[1:]) & (np.diff(table.device) == 0), [False] * min(1, table.num_actions))
+
+
+def joined_ticks(schedule: Schedule) -> Ticks:
+    """As `assign_ticks`, but a W is in the tick of the F right after it: fewer ticks, and in each of them predicates to ask.
+
+    A W neither awaits nor makes a transfer, so where transfers run beside blocks it runs while its tick's F awaits its input.
+    """
+    table = schedule.encoded
+    ends = np.where(joins_weights(schedule), np.arange(table.num_actions) + 1, table.last_half)
+    return _earliest(schedule, [0] * table.num_actions, 1, ends)
 
 
 def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
@@ -84,17 +103,20 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kinds, turn = np.unique(kind, return_inverse=True)
     # All devices have their turn at what they do together in the same tick.
     turn = np.where(table.together, turn, (turn + shift * table.device) % max(1, len(kinds)))
-    return _earliest(schedule, turn.tolist(), max(1, len(kinds)))
+    return _earliest(schedule, turn.tolist(), max(1, len(kinds)), table.last_half)
 
 
-def _earliest(schedule: Schedule, turn: Sequence[int], period: int) -> Ticks:
-    """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns."""
+def _earliest(schedule: Schedule, turn: Sequence[int], period: int, ends: IntArray) -> Ticks:
+    """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns.
+
+    `ends`: per action the last one of its tick, itself or the next in its row.
+    """
     table = schedule.encoded
     order = run_order(schedule)
     needs = needs_of(schedule)
     when = [-1] * (table.num_actions + 1)  # the last entry is "nothing needed"
     free = [0] * table.num_devices
-    device, last_half, meetings = table.device.tolist(), table.last_half.tolist(), table.meetings
+    device, end, meetings = table.device.tolist(), ends.tolist(), table.meetings
     for i in order:
         d = device[i]
         if i in meetings:
@@ -108,13 +130,13 @@ def _earliest(schedule: Schedule, turn: Sequence[int], period: int) -> Ticks:
         tick, ready = free[d], when[needs[i]] + 1
         if ready > tick:
             tick = ready
-        if last_half[i] != i:  # the forward of a pair: its backward, next in the row, may have to wait longer
+        if end[i] != i:  # what shares its tick, next in the row, may have to wait longer
             free[d] = tick
             continue
         tick += (turn[i] - tick) % period
         when[i] = tick
         free[d] = tick + 1
-    return Ticks(schedule, np.array(when[:-1], np.int64)[table.last_half], period=period)
+    return Ticks(schedule, np.array(when[:-1], np.int64)[ends], period=period)
 
 
 def run_order(schedule: Schedule) -> Sequence[int]:
