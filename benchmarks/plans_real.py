@@ -29,8 +29,9 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from benchmarks.plans_time import by_count, even
+from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.planner.layer_cost import LayerCost, Remat, stage_costs
-from jaxpipe.planner.running import RunsOn
+from jaxpipe.planner.running import program_of, step_seconds
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
 
@@ -78,9 +79,9 @@ def median_walls(steps: Sequence[Callable[[], Any]], repeats: int) -> list[float
 
 def predicted(table: jp.Schedule, layout: str, costs: dict[str, LayerCost], hop: float) -> float:
     """Seconds of a hand-made pipeline, as `plan` has them of its own."""
-    where = RunsOn.ONE_CPU_PROCESS
+    where = Target(RunsOn.ONE_CPU_PROCESS)
     times = stage_costs(jp.parse_layout(layout, devices=table.num_devices), costs, remat=Remat.NONE, transfer=hop)
-    return where.seconds(where.lowered(table, times), times)
+    return step_seconds(where, program_of(where, table, times), times)
 
 
 COLUMNS = ("pipeline", "schedule", "V", "layout", "predicted s", "wall s", "predicted / wall", "against the plan")

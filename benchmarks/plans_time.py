@@ -20,7 +20,8 @@ from benchmarks.emulated import run_group
 from benchmarks.emulated_worker import Case, Group
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.planner.running import RunsOn
+from jaxpipe.lowering.target import RunsOn, Target
+from jaxpipe.planner.running import program_of, step_seconds
 
 UNITS = (("E", 0.2, 0.0, 0.2), ("t", 1.0, 1.0, 1.0), ("L", 2.5, 2.5, 2.5))
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
@@ -62,7 +63,8 @@ def contenders(
 def predicted(case: Case, unit: float, runs_on: RunsOn) -> float:
     """Seconds of the program that is run, as `plan` has them of its own."""
     costs = case.stage_costs(unit)
-    return runs_on.seconds(runs_on.lowered(case.build(), costs), costs)
+    target = Target(runs_on)
+    return step_seconds(target, program_of(target, case.build(), costs), costs)
 
 
 COLUMNS = ("pipeline", "schedule", "V", "layout", "predicted s", "wall s", "predicted / wall", "against the plan")

@@ -3,6 +3,8 @@
     JAX_PLATFORMS=cpu python -m benchmarks.spread_head -o benchmarks/results/spread_head.txt
     JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 --schedules 1f1b --ends NOTHING HEAD BOTH TIED
                              -o benchmarks/results/spread_head_64.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --schedules 1f1b --ends WHOLE_BACKWARDS DEFERRED
+                             -o benchmarks/results/deferred_head.txt
 
 Steps of models of published shapes are compiled for H100s that are only described (nothing is run, no GPU is needed), and their memory
 is read.  The simulated step takes floating point operations as its costs.
@@ -47,6 +49,7 @@ class Ends(enum.Enum):
     NOTHING = "last device"
     HEAD = "spread"
     WHOLE_BACKWARDS = "spread, B whole"
+    DEFERRED = "spread, B whole, H"
     BOTH = "spread, embedding too"
     TIED = "one table, spread"
 
@@ -80,7 +83,9 @@ class Case:
         if not self.spread:
             return plain
         costs = self.costs(plain.num_stages)
-        table = jp.spread_last(plain, costs=costs, split=False if self.ends is Ends.WHOLE_BACKWARDS else None)
+        table = jp.spread_last(plain, costs=costs, split=False if self.ends in (Ends.WHOLE_BACKWARDS, Ends.DEFERRED) else None)
+        if self.ends is Ends.DEFERRED:
+            return jp.defer_last(table, costs=costs)
         return jp.spread_first(table, costs=costs) if self.ends in (Ends.BOTH, Ends.TIED) else table
 
     def costs(self, stages: int, *, head: bool = True) -> jp.Costs:
@@ -164,6 +169,7 @@ NOTES = (
     "step without head: of the same schedule, of a model that ends with the last layer.  more: step over that.",
     "asked: predicates around what all devices do together, a step.  waits: how often a device's host waits in a step at most (loops over",
     "queries keep blocks out of CUDA graphs, with or without a spread head).  one table: of a model whose embedding is its head.",
+    "B whole, H: the weight gradient of a share as an action of its own where a device waits, one microbatch of it left to do at most.",
     "ends: of the parameters and gradients, those of embedding and head.  Models have at least a layer a device and as many on each: of",
     "Llama 3 8B 64 layers on 64 devices, of 70B 128, of Gemma 2B 64.",
 )
@@ -199,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--microbatches", type=int, default=32, metavar="M")
     parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a microbatch")
     parser.add_argument("--block", type=int, default=512, metavar="B", help="queries whose scores are there at a time; 0 for all (512)")
-    parser.add_argument("--ends", nargs="+", default=[e.name for e in Ends], choices=[e.name for e in Ends], metavar="WHAT")
+    parser.add_argument(
+        "--ends", nargs="+", default=[e.name for e in Ends if e is not Ends.DEFERRED], choices=[e.name for e in Ends], metavar="WHAT"
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()

@@ -26,6 +26,7 @@ from .table.run_order import Transfers
 from .table.schedule import Schedule
 from .transforms.add_recompute import add_recompute, remove_recompute
 from .transforms.add_transfers import add_transfers, remove_transfers
+from .transforms.defer_last import defer_last
 from .transforms.merge_backward import merge_backward
 from .transforms.split_backward import split_backward
 from .transforms.spread_first import spread_first
@@ -84,6 +85,7 @@ __all__ = [
     "balanced_layout",
     "check",
     "check_layout",
+    "defer_last",
     "even_layout",
     "find_nonfinite",
     "lower_bound",

@@ -5,6 +5,7 @@ No shard_map, no compilation, no cut of the backward: an oracle for the SPMD exe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 
 from .arrays import Leaves, PyTree, wider
 from .model.functions import Loss, inverse_count
-from .model.partition import LeafPlan, is_plan, leaf_plans
+from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from .program.interpret import interpret
 from .program.liveness import Liveness
 from .program.verify import verify
@@ -141,10 +142,7 @@ class _Shard:
         def call(own: PyTree, shared: PyTree, y: PyTree) -> tuple[Any, Any]:
             if not self.functions.spreads_last:
                 return self.functions.run_last((own, shared), y, extra)
-            # All devices at once: a mapped axis in place of the mesh's, and the mean of their equal losses.
-            shares = self.job.cuts.shares("last", own), self.job.cuts.shares("shared", shared)
-            losses, aux = jax.vmap(lambda *share: self.functions.run_last(share, y, extra), axis_name=self.job.axis)(*shares)
-            return jnp.mean(losses), jax.tree.map(lambda leaf: leaf[0], aux)
+            return self._last_of(self._last_shares(own, shared), y, extra)
 
         loss, vjp, self.aux[microbatch] = jax.vjp(call, self.outer["last"], self.outer["shared"], y, has_aux=True)
         self.losses[microbatch] += loss
@@ -154,6 +152,32 @@ class _Shard:
         self._add("last", own)
         self._add("shared", shared)
         return dy
+
+    def last_input_grad(self, microbatch: int, y: Any) -> tuple[Any, list[Any]]:
+        """The same; what is left for a device's H is the gradient of its share of the parameters."""
+        extra = self._extra(len(self.stages) - 1, microbatch, _OUTER_WANTS)
+        shares = self._last_shares(self.outer["last"], self.outer["shared"])
+        loss, vjp, self.aux[microbatch] = jax.vjp(partial(self._last_of, extra=extra), shares, y, has_aux=True)
+        self.losses[microbatch] += loss
+        grads, dy = vjp(self._seed(loss.dtype))
+        return dy, [jax.tree.map(lambda leaf, d=d: leaf[d], grads) for d in range(self.job.cuts.parts)]
+
+    def last_weight_grad(self, device: int, microbatch: int, stash: Any) -> None:
+        """H: what the device's share is of the whole parameters' gradient."""
+        whole = self.outer["last"], self.outer["shared"]
+        shares, back = jax.vjp(self._last_shares, *whole)
+        own, shared = back(jax.tree.map(lambda leaf, grad: jnp.zeros_like(leaf).at[device].set(grad), shares, stash))
+        self._add("last", own)
+        self._add("shared", shared)
+
+    def _last_shares(self, own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+        """Every device's share of the parameters of a spread `last`."""
+        return self.job.cuts.shares("last", own), self.job.cuts.shares("shared", shared)
+
+    def _last_of(self, shares: tuple[PyTree, PyTree], y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, Any]:
+        """All devices at once: a mapped axis in place of the mesh's, and the mean of their equal losses."""
+        losses, aux = jax.vmap(lambda *share: self.functions.run_last(share, y, extra), axis_name=self.job.axis)(*shares)
+        return jnp.mean(losses), jax.tree.map(lambda leaf: leaf[0], aux)
 
     def backward(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> Any:
         """B."""

@@ -19,10 +19,10 @@ from .differentiable import differentiable_loss, without_gradient
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
-from .lowering.limits import Overheads
 from .lowering.offload import Offload
 from .lowering.plan import Plan, Prefer, forward_plan, plan_of
 from .lowering.step_time import StepTime, step_time
+from .lowering.target import Target
 from .model.arguments import (
     accumulate_of,
     as_tuple,
@@ -38,19 +38,21 @@ from .model.arguments import (
 )
 from .model.by_path import path_faults
 from .model.functions import Functions, Loss
+from .model.leaf_plan import is_plan
 from .model.mesh import automatic, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
 from .model.param_layout import check_canonical, with_outer
-from .model.partition import Partition, axes_of, frozen_filter, is_plan
+from .model.partition import Partition
 from .model.placed import Chunks
 from .model.placer import Placer
 from .model.read import read_model
+from .model.specs import axes_of, frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import SameCode, jit_same, key_of
 from .simulation.costs import Costs
 from .simulation.timeline import Timeline
-from .spmd.compiler_options import on_gpus, options_for, overheads_for
+from .spmd.compiler_options import on_gpus, options_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -164,7 +166,8 @@ class Pipeline:
         self.axis = axis
         self.data_axes = as_tuple(data_axes)
         self.accumulate_dtype = accumulate_of(accumulate_dtype)
-        self.prefer = prefer_of(prefer, Prefer.SPEED if on_gpus(self.mesh) else Prefer.MEMORY)
+        self._target = Target.of(self.mesh, (axis, *self.data_axes))
+        self.prefer = prefer_of(prefer, self._target.prefer)
         self.offload = offload_of(offload)
         self.costs = costs_of(costs, schedule)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
@@ -405,7 +408,8 @@ class Pipeline:
 
         Every block calls the host at its begin and its end, so the step is a little slower than without (tens of microseconds a block).
         The first block begins at 0; of `repeats` runs the median one is returned.  `timeline.over(planned)` compares it with a simulated
-        one.  For backends where the host can be called from a program, and meshes without axes that are left to the partitioner.
+        one.  What devices share along axes that are left to the partitioner begins when the last of them has come to it.  For backends
+        where the host can be called from a program.
 
         Raises:
             PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
@@ -479,14 +483,10 @@ class Pipeline:
         """What a training step takes by its plan; None but on GPUs."""
         if not on_gpus(self.mesh) or self.schedule.forward_only:
             return None
-        return step_time(self._plan, self._overheads, self.costs)
+        return step_time(self._plan, self._target.overheads, self.costs)
 
     def _plan_for(self, prefer: Prefer) -> Plan:
-        return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._overheads)
-
-    @property
-    def _overheads(self) -> Overheads:
-        return overheads_for(self.mesh, (self.axis, *self.data_axes))
+        return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._target.overheads)
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
@@ -541,7 +541,7 @@ class Pipeline:
         job = Job(
             plan=self._plan
             if training
-            else forward_plan(table, self._microbatches_of(batch), prefer=self.prefer, overheads=self._overheads),
+            else forward_plan(table, self._microbatches_of(batch), prefer=self.prefer, overheads=self._target.overheads),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,

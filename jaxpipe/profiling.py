@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,10 +16,9 @@ from .arrays import PyTree
 from .errors import PipelineError, quoted
 from .simulation.costs import Costs
 from .simulation.timeline import Timeline
-from .spmd.entries import auto_axes
 from .spmd.executor import SpmdExecutor
 from .stage.job import Job
-from .table.kinds import TOGETHER, Kind
+from .table.kinds import SHARES, Kind
 from .table.run_order import Transfers
 from .table.schedule import Schedule
 
@@ -38,20 +38,33 @@ def profile(pipe: Any, params: dict[str, PyTree], batch: PyTree, *, rng: Any = N
         jax.block_until_ready(step(params, batch, rng, state))
         # Callbacks may still be on their way when the results are there.
         jax.effects_barrier()
-        runs.append(_timeline(jobs[0].plan.ticks.schedule, list(clock.events), pipe.mesh.devices.flat[0].device_kind))
+        runs.append(timeline_of(jobs[0].plan.ticks.schedule, list(clock.events), pipe.mesh.devices.flat[0].device_kind))
     runs.sort(key=lambda timeline: timeline.makespan)
     return runs[len(runs) // 2]
 
 
+class Event(NamedTuple):
+    """The begin (phase 0) or the end (1) of a block; `partner`: the place of its device among those that share the block."""
+
+    now: float
+    partner: int
+    phase: int
+    shard: int
+    kind: int
+    stage: int
+    microbatch: int
+
+
 @dataclass(frozen=True, eq=False)  # JAX hashes what it calls
 class _Clock:
-    """Writes down (time, 0 or 1, data shard, device, kind, stage, microbatch)."""
+    """Writes down when the begin or end of a block came to pass."""
 
-    events: list[tuple[float, int, int, int, int, int, int]]
+    events: list[Event]
 
-    def __call__(self, phase: Any, shard: Any, device: Any, kind: Any, stage: Any, microbatch: Any, *_: Any) -> Any:
+    def __call__(self, numbers: Any, _wrote: Any) -> Any:
         now = time.perf_counter()
-        self.events.append((now, int(phase), int(shard), int(device), int(kind), int(stage), int(microbatch)))
+        partner, phase, shard, _, kind, stage, microbatch = np.asarray(numbers).tolist()
+        self.events.append(Event(now, partner, phase, shard, kind, stage, microbatch))
         return np.int32(0)
 
 
@@ -68,23 +81,21 @@ class _ClockedExecutor:
         self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job."""
-        if left := auto_axes(self.inner.mesh, job):
-            raise PipelineError(
-                f"profile calls the host from every block, which JAX cannot do while axes {list(left)} are left to the partitioner; "
-                "profile a mesh without them, or look at jax.profiler's trace"
-            )
         self.jobs.append(job)
         return self.inner.run(replace(job, clock=self.clock), params, batch, rng, state)
 
 
-def _timeline(schedule: Schedule, events: list[tuple[float, int, int, int, int, int, int]], device_kind: str) -> Timeline:
+def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
     """Of data shard 0; its first block begins at 0."""
     table = schedule.encoded
-    starts, ends = np.full(table.num_actions, np.nan), np.full(table.num_actions, np.nan)
-    for now, phase, shard, _, kind, stage, microbatch in events:
-        number = int(table.at[kind, stage, microbatch])
-        if shard == 0 and number >= 0:
-            (ends if phase else starts)[number] = now
+    # Of a block that several devices share, along axes that the partitioner has, each tells its own times.
+    times = np.full((2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan)
+    for event in events:
+        number = int(table.at[event.kind, event.stage, event.microbatch])
+        if event.shard == 0 and number >= 0:
+            times[event.phase, event.partner, number] = event.now
+    # It begins when the last of them has come to it: until then the others wait in its collectives.
+    starts, ends = times.max(axis=1)
     missing = [table.text(i) for i in np.flatnonzero((np.isnan(starts) | np.isnan(ends)) & table.is_compute).tolist()]
     if missing:
         raise PipelineError(
@@ -107,11 +118,13 @@ def _timeline(schedule: Schedule, events: list[tuple[float, int, int, int, int, 
 def _costs(schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str) -> Costs:
     """The median time of each stage's actions in the run, of shares of each device's; transfers are in the gaps."""
     table = schedule.encoded
-    shares = {Kind.L: "last", Kind.E: "first", Kind.G: "first_grad"}
+    shares = {Kind.L: "last", Kind.H: "last_weight_grad", Kind.E: "first", Kind.G: "first_grad"}
     names = shares | {Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward", Kind.R: "recompute"}
     found: dict[str, Any] = {}
     for kind, name in names.items():
         numbers = [np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist() for s in range(table.num_stages)]
-        if all(numbers) or (kind in TOGETHER and any(numbers)):
+        if all(numbers) or (kind in SHARES and any(numbers)):
             found[name] = tuple(statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers)
+    if table.defers_last:  # what an L takes with all that it left to its H
+        found["last"] = tuple(soon + late for soon, late in zip(found["last"], found["last_weight_grad"], strict=True))
     return Costs(**found, unit=unit)

@@ -174,6 +174,7 @@ def _memory(code: ModelCode) -> dict[str, Any]:
         "stash": buffers.stash.avals if splits else (),
         "first": code.first_avals,
         "last": code.last_avals,
+        "share": code.share_avals,
         "host": (*buffers.residual_input.avals, *buffers.residual_weight.avals) if program.slots.host else (),
     }
     assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from jaxpipe.table.action import Action, Cell, Kind, Overlap
-from jaxpipe.table.kinds import COMPUTE, TOGETHER
+from jaxpipe.table.kinds import COMPUTE, SHARES
 from jaxpipe.table.placement import Placement
 from jaxpipe.table.schedule import Schedule
 
@@ -58,7 +58,7 @@ def _random_table(rng: random.Random, placement: Placement, microbatches: int, *
     # In a bidirectional placement each microbatch goes one way: the r-th device of every stage.
     way = [rng.randrange(min(map(len, placement.devices_of))) for _ in range(microbatches)]
     rows: list[list[Cell]] = [[] for _ in range(placement.num_devices)]
-    every = [kind for kind in COMPUTE if kind not in TOGETHER and (recompute or kind is not Kind.R)]
+    every = [kind for kind in COMPUTE if kind not in SHARES and (recompute or kind is not Kind.R)]
     kinds = rng.choice((None, *(rng.sample(every, len(every)) for _ in range(3))))  # a taste: breadth first, depth first, late W...
     idle, pair = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.5, 1.0))
     done: set[Action] = set()

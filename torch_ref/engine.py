@@ -16,14 +16,14 @@ from torch import Tensor
 
 from . import tree
 from .batch import Microbatches
-from .cut import Uses, full_backward, input_gradients
+from .cut import PendingWeights, Uses, full_backward, input_gradients
 from .errors import TableError, TorchRefError
 from .gradients import Gradients
 from .kept import Input, Late, Ran, Saved
 from .models.base import Context, StagedModel, SumCount, Value, WithAux
 from .result import Result, to_numpy
 from .stuck import why_stuck
-from .table import SHARES, Action, Cell, Kind, Table
+from .table import TOGETHER, Action, Cell, Kind, Table
 from .weights import Weights
 
 
@@ -53,10 +53,12 @@ class Engine:
             Kind.L: self._last,
             Kind.E: self._first,
             Kind.G: self._first_gradient,
+            Kind.H: self._last_weight_gradient,
         }
         self.at = [0] * table.num_devices  # how far each device is in its row
         self.ends: dict[int, Value] = {}  # by microbatch, the last stage's output that waits for an L
         self.begins: dict[int, tuple[list[Tensor], Uses]] = {}  # what E made, until its G
+        self.left: list[dict[int, PendingWeights | None]] = [{} for _ in table.rows]  # by microbatch, what L leaves each device for its H
 
     def run(self) -> Result:
         """Take turns until every row is done."""
@@ -65,7 +67,7 @@ class Engine:
             before = list(at)
             for device, row in enumerate(self.table.rows):
                 if at[device] < len(row) and not self._waits_for(device, row[at[device]]):
-                    together = row[at[device]] and row[at[device]][0].kind in SHARES
+                    together = row[at[device]] and row[at[device]][0].kind in TOGETHER
                     for one in range(self.table.num_devices) if together else (device,):
                         self._run_cell(one, self.table.rows[one][at[one]])
                         at[one] += 1
@@ -90,7 +92,9 @@ class Engine:
     def _lacks(self, device: int, action: Action) -> list[Action]:
         stage, kind, m = action
         kept = self.kept[device].get((stage, m))
-        if kind in SHARES:
+        if kind is Kind.H:
+            return [] if m in self.left[device] else [Action(device, Kind.L, m)]
+        if kind in TOGETHER:
             absent = [Action(d, kind, m) for d in range(self.table.num_devices) if (Action(d, kind, m),) != self._here(d)]
             return [*self._lacks_together(kind, m), *absent]
         if kind is Kind.F:
@@ -186,6 +190,8 @@ class Engine:
     def _last(self, device: int, action: Action) -> None:
         """`last` and its gradient, once for all shares: this reference cuts no parameter, so it shares no fault of one that does."""
         m = action.microbatch
+        if self.table.defers_last:
+            self.left[device][m] = None
         if device > 0:
             return
         y = self.ends.pop(m)
@@ -194,9 +200,19 @@ class Engine:
         loss, count = self._loss(uses, tree.rebuild(y, leaves), m)
         self.losses[m], self.counts[m] = loss.detach(), None if count is None else count.detach()
         if not self.table.forward_only:
-            dy, named = full_backward([loss], [self._seed(m, loss)], leaves, uses)
-            self.gradients.add(self.last_stage, named)
+            roots, seeds = [loss], [self._seed(m, loss)]
+            if self.table.defers_last:
+                dy, self.left[device][m] = input_gradients(roots, seeds, leaves, uses)
+            else:
+                dy, named = full_backward(roots, seeds, leaves, uses)
+                self.gradients.add(self.last_stage, named)
             self.cotangents[self.last_stage, m] = dy
+
+    def _last_weight_gradient(self, device: int, action: Action) -> None:
+        """The gradient of the parameters of `last`, once for all shares: by the first device."""
+        pending = self.left[device].pop(action.microbatch)
+        if pending is not None:
+            self.gradients.add(self.last_stage, pending.finish())
 
     def _first(self, device: int, action: Action) -> None:
         """`first`, once for all shares: see `_last`."""
@@ -294,6 +310,7 @@ class Engine:
 
     def _result(self) -> Result:
         left = [key for kept in self.kept for key in kept] + [*self.activations, *self.cotangents, *self.ends, *self.begins]
+        left += [m for waiting in self.left for m in waiting]
         assert not left, f"something was never used: {left}"
         losses = np.array([self._total(m) for m in range(len(self.losses))])
         counts = np.array([float(c) for c in self.counts if c is not None]) if self._sums() else None

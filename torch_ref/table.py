@@ -1,6 +1,6 @@
 """Reads a schedule table: a line a device, a cell an action, an empty cell where the device idles.
 
-Nothing is passed over: a cell that is not F, B, I, W, R, L, E, G or an overlapped pair is an error, and so is a table that does not
+Nothing is passed over: a cell that is not F, B, I, W, R, L, E, G, H or an overlapped pair is an error, and so is a table that does not
 hold every forward (and, if it has any backward, every backward) exactly once, on one device.  An L is a device's share of `last`,
 an E of `first`, a G of the gradient of `first`: its first number is the device's, and a table that has any has one for every device
 and microbatch.
@@ -31,10 +31,13 @@ class Kind(enum.Enum):
     L = "L"  # of `last`
     E = "E"  # of `first`
     G = "G"  # of the gradient of `first`
+    H = "H"  # of the gradient of the parameters of `last`, where L leaves it for later
 
 
-# What all devices do at the same time, and of what each of them does its share.
-SHARES = {Kind.L: "`last`", Kind.E: "`first`", Kind.G: "the gradient of `first`"}
+# What all devices do at the same time.
+TOGETHER = (Kind.L, Kind.E, Kind.G)
+# Of what each device does its share.
+SHARES = {Kind.L: "`last`", Kind.E: "`first`", Kind.G: "the gradient of `first`", Kind.H: "the gradient of the parameters of `last`"}
 
 
 class Action(NamedTuple):
@@ -62,7 +65,7 @@ class Place(NamedTuple):
         return f"device {self.device}, position {self.position}"
 
 
-_ACTION = re.compile(r"(\d+)([FBIWRLEG])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWRLEGH])(\d+)")
 _TRANSFER = re.compile(r"\d+(SEND|RECV)_[FB]\d+")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
@@ -97,6 +100,11 @@ class Table:
     def spreads_last(self) -> bool:
         """Whether `last` is spread over the devices, as L."""
         return any(action.kind is Kind.L for _, action in self.actions())
+
+    @cached_property
+    def defers_last(self) -> bool:
+        """Whether L leaves the gradient of the parameters of `last` to H."""
+        return any(action.kind is Kind.H for _, action in self.actions())
 
     @cached_property
     def spreads_first(self) -> bool:
@@ -157,7 +165,7 @@ def _read_action(text: str) -> Action:
         return Action(int(match[1]), Kind(match[2]), int(match[3]))
     if _TRANSFER.fullmatch(text):
         raise TableError(f"{text!r} is a transfer; give the compute-only table, transfers follow from it")
-    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W, R, L, E or G][microbatch], e.g. 2F0")
+    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W, R, L, E, G or H][microbatch], e.g. 2F0")
 
 
 def _faults(table: Table) -> Iterator[str]:
@@ -168,7 +176,8 @@ def _faults(table: Table) -> Iterator[str]:
     for action, found in places.items():
         if len(found) > 1:
             yield f"{action} stands {len(found)} times: " + "; ".join(str(place) for place in found)
-    wanted = [Kind.L] if table.spreads_last else []
+    wanted = [Kind.L] if table.spreads_last or table.defers_last else []
+    wanted += [Kind.H] if table.defers_last else []
     wanted += [Kind.E] if table.spreads_first else []
     wanted += [Kind.G] if table.spreads_first and not table.forward_only else []
     for kind in wanted:
@@ -180,7 +189,7 @@ def _faults(table: Table) -> Iterator[str]:
 
 
 def _share_faults(table: Table, kind: Kind, places: dict[Action, list[Place]]) -> Iterator[str]:
-    """What is wrong with the set of L, E or G."""
+    """What is wrong with the set of L, E, G or H."""
     for microbatch in range(table.num_microbatches):
         for device in range(table.num_devices):
             if Action(device, kind, microbatch) not in places:

@@ -26,7 +26,7 @@ from ..table.text import csv_lines, csv_place, json_place, json_value
 # Columns of a table's grid that are printed around the marked cells.
 MOST_COLUMNS = 60
 # Costs with a flag of their own name.
-_OTHER_COSTS = ("backward", "overlap", "recompute", "activation", "checkpoint", "last", "first", "first_grad")
+_OTHER_COSTS = ("backward", "overlap", "recompute", "activation", "checkpoint", "last", "last_weight_grad", "first", "first_grad")
 MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 
 

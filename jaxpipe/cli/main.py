@@ -166,6 +166,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--overlap", metavar="FB", help="time of an overlapped pair (default: the sum of its halves)")
     costs.add_argument("--recompute", metavar="R", help="time of a recomputation (default: as a forward)")
     costs.add_argument("--last", metavar="L", help="time of what one device does of a spread `last` (default 1)")
+    costs.add_argument("--last-weight-grad", metavar="H", help="of that, the time of the weight gradient that H does (default L / 3)")
     costs.add_argument("--first", metavar="E", help="the same of a spread `first` (default 1)")
     costs.add_argument("--first-grad", metavar="G", help="the same of its gradient (default 1)")
     costs.add_argument("--activation", metavar="A", help="memory of a stage's activations of one microbatch (default 1)")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from .flow import Flow
 from .hlo import Array, Computation, Instruction, Module
 from .walk import Place, walk
 
@@ -50,18 +50,9 @@ class LargeMove:
     place: Place
     origin: str  # op_name of what makes the array, or, where XLA has added that, of the first that reads it
     source: str  # the innermost line of the program for that, "file.py:12 function"
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether the outermost loop around it carries, or reads in each trip, an array of that dtype and so many elements.
-
-        So are pools, accumulators, parameters and what is sent: it is a whole one of them that is made again.  Arrays of a block's own
-        count too where they happen to be as large; sizes of which none is the product of others tell them apart.
-        """
-        loop = self.place.segment
-        return loop is not None and any(
-            (each.dtype, math.prod(each.dims)) == (self.array.dtype, math.prod(self.array.dims)) for each in loop.instruction.results
-        )
+    # The array is one that the outermost loop around it carries, or reads in each trip, or becomes one: a pool, an accumulator, stacked
+    # parameters, what is sent; a whole one of them is made again.  Others are a block's own.
+    is_carried: bool
 
     @property
     def nbytes(self) -> int:
@@ -82,13 +73,15 @@ class LargeMove:
 
 def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
     """Every array of `least` bytes or more that an instruction, or a root of a fusion, moves or fills."""
-    found = []
+    found, flow = [], Flow(module)
     for place in walk(module):
+        loop = place.segment
         for instruction in place.computation.instructions:
-            for move, root in _moves(module, instruction):
+            for move, computation, root in _moves(module, place.computation, instruction):
                 if root.results[0].nbytes >= least:
                     named = _named(place.computation, instruction, root)
-                    found.append(LargeMove(move, root.results[0], instruction, place, named.op_name, module.source(named)))
+                    is_carried = loop is not None and flow.is_of(loop.instruction, computation, root)
+                    found.append(LargeMove(move, root.results[0], instruction, place, named.op_name, module.source(named), is_carried))
     return found
 
 
@@ -107,17 +100,17 @@ def _named(computation: Computation, instruction: Instruction, root: Instruction
     return instruction
 
 
-def _moves(module: Module, instruction: Instruction) -> Iterator[tuple[Move, Instruction]]:
-    """How it makes each array that it makes so, and the instruction, itself or a root of its fusion, that does."""
+def _moves(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[Move, Computation, Instruction]]:
+    """How it makes each array that it makes so, and the instruction, itself or a root of its fusion, that does, with what that is in."""
     if instruction.opcode in _OPCODES:
-        yield _OPCODES[instruction.opcode], instruction
+        yield _OPCODES[instruction.opcode], computation, instruction
     elif instruction.opcode == "fusion":
         (name,) = instruction.called["calls"]
         fused = module.computations[name]
         for root in _roots(fused):
             move = _made_by(fused, root)
             if move is not None:
-                yield move, root
+                yield move, fused, root
 
 
 def _roots(fused: Computation) -> list[Instruction]:

@@ -63,7 +63,7 @@ def assign_ticks(schedule: Schedule) -> Ticks:
     This is the longest path through the table's order and data dependencies, so T is the least that any lock-step
     program of this table can have.  Linear in the number of cells.  ScheduleError if the table cannot run.
     """
-    return _earliest(schedule, [0] * schedule.encoded.num_actions, 1, schedule.encoded.last_half)
+    return _earliest(schedule, np.zeros(schedule.encoded.num_actions, np.int64), 1, schedule.encoded.last_half)
 
 
 def joins_weights(schedule: Schedule) -> BoolArray:
@@ -82,7 +82,7 @@ def joined_ticks(schedule: Schedule) -> Ticks:
     """
     table = schedule.encoded
     ends = np.where(joins_weights(schedule), np.arange(table.num_actions) + 1, table.last_half)
-    return _earliest(schedule, [0] * table.num_actions, 1, ends)
+    return _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
 
 
 def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
@@ -103,40 +103,42 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kinds, turn = np.unique(kind, return_inverse=True)
     # All devices have their turn at what they do together in the same tick.
     turn = np.where(table.together, turn, (turn + shift * table.device) % max(1, len(kinds)))
-    return _earliest(schedule, turn.tolist(), max(1, len(kinds)), table.last_half)
+    return _earliest(schedule, turn, max(1, len(kinds)), table.last_half)
 
 
-def _earliest(schedule: Schedule, turn: Sequence[int], period: int, ends: IntArray) -> Ticks:
+def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -> Ticks:
     """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns.
 
     `ends`: per action the last one of its tick, itself or the next in its row.
     """
-    table = schedule.encoded
-    order = run_order(schedule)
-    needs = needs_of(schedule)
-    when = [-1] * (table.num_actions + 1)  # the last entry is "nothing needed"
-    free = [0] * table.num_devices
-    device, end, meetings = table.device.tolist(), ends.tolist(), table.meetings
-    for i in order:
-        d = device[i]
-        if i in meetings:
-            members = meetings[i].members
-            if i == members[0]:
-                tick = max(free)
-                tick += max((turn[j] - tick) % period for j in members)
-                for j, e in zip(members, range(table.num_devices), strict=True):
-                    when[j], free[e] = tick, tick + 1
-            continue
-        tick, ready = free[d], when[needs[i]] + 1
-        if ready > tick:
-            tick = ready
-        if end[i] != i:  # what shares its tick, next in the row, may have to wait longer
-            free[d] = tick
-            continue
-        tick += (turn[i] - tick) % period
-        when[i] = tick
-        free[d] = tick + 1
-    return Ticks(schedule, np.array(when[:-1], np.int64)[ends], period=period)
+    table, needs = schedule.encoded, needs_of(schedule)
+    run_order(schedule)  # there is one
+    nothing, never = table.num_actions, table.num_actions + 1
+    when = np.full(table.num_actions + 2, table.num_actions * period + 1)  # later than any tick, until it is known
+    when[nothing] = -1
+    last = np.flatnonzero(ends == np.arange(table.num_actions))
+    paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.meetings))
+    # After the last cell of a device there is one that can never run.
+    stops = np.searchsorted(last, table.first[1:])
+    cells, turns, together = np.insert(last, stops, never), np.insert(turn[last], stops, 0), np.insert(met, stops, False)
+    need = np.insert(np.where(met, nothing, needs[last]), stops, never)
+    of_forward = np.insert(np.where(paired, needs[last - 1], nothing), stops, nothing)  # what the forward of a pair needs
+    at = np.searchsorted(last, table.first[:-1]) + np.arange(table.num_devices)  # the next cell of each device
+    left, tick = len(last), 0
+    while left:
+        ready = when[need[at]] < tick
+        if len(table.pairs):
+            ready &= when[of_forward[at]] < tick
+        if period > 1:
+            ready &= turns[at] == tick % period
+        if table.meetings and not (waiting := together[at]).all():
+            ready &= ~waiting
+        running = at[ready]
+        when[cells[running]] = tick
+        at += ready
+        left -= len(running)
+        tick += 1
+    return Ticks(schedule, when[:nothing][ends], period=period)
 
 
 def run_order(schedule: Schedule) -> Sequence[int]:
@@ -149,9 +151,9 @@ def run_order(schedule: Schedule) -> Sequence[int]:
     return found.order
 
 
-def needs_of(schedule: Schedule) -> list[int]:
+def needs_of(schedule: Schedule) -> IntArray:
     """Per action, the last half of the cell on another device that makes its input; the number of actions where none does."""
     table = schedule.encoded
     wait = waits(table, Transfers.ASYNC)
-    needs: list[int] = np.where(wait >= 0, wait, table.num_actions).tolist()
+    needs: IntArray = np.where(wait >= 0, wait, table.num_actions)
     return needs

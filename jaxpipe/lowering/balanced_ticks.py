@@ -51,7 +51,7 @@ class _Table:
         alone = table.last_half == numbers
         cells = [tuple((a + np.flatnonzero(alone[a:b])).tolist()) for a, b in pairwise(table.first)]
         needs: list[tuple[int, ...]] = [() for _ in numbers]
-        for last, need in zip(table.last_half.tolist(), needs_of(schedule), strict=True):
+        for last, need in zip(table.last_half.tolist(), needs_of(schedule).tolist(), strict=True):
             if need < len(needs):
                 needs[last] += (need,)
         lengths = action_durations(table, costs.for_stages(table.num_stages))
@@ -111,7 +111,7 @@ def _tails(schedule: Schedule, lengths: Sequence[float]) -> list[float]:
     table = schedule.encoded
     feeds: list[list[int]] = [[] for _ in lengths]  # the cells of other devices that a cell feeds
     last_half, device = table.last_half.tolist(), table.device.tolist()
-    for i, need in enumerate(needs_of(schedule)):
+    for i, need in enumerate(needs_of(schedule).tolist()):
         if need < len(feeds):
             feeds[need].append(last_half[i])
     tails = [0.0] * len(lengths)

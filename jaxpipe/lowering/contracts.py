@@ -47,7 +47,7 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
     for meeting in dict.fromkeys(table.meetings.values()):
         if len({int(when[i]) for i in meeting.members}) > 1:
             found.append(f"devices do {table.text(meeting.members[0])} and its like in different ticks")
-    for i, need in enumerate(needs_of(schedule)):
+    for i, need in enumerate(needs_of(schedule).tolist()):
         if need < len(when) and when[need] >= when[i]:
             found.append(f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in tick {when[need]}")
     if ticks.num_ticks % ticks.period:

@@ -14,25 +14,13 @@ from .limits import LIMITS
 from .requirements import NO_TRANSFER, Edge, Requirements
 
 
-def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, gated: bool = False) -> tuple[TickTemplate, IntArray]:
-    """One template that serves every tick in the group: the union of their blocks, and the exchanges that they choose among.
-
-    The second value is each tick's choice.  With `gated`, unless most ticks need all transfers, those that transfer different things have
-    exchanges of their own as far as that pays (`exchanges_of`); else one exchange serves them all.  `room` is the longest delay that
-    the trip has place for (`room_of`): in an exchange that every tick makes, a transfer with slack is awaited up to that much later.
-    """
-    codes = requirements.codes[group]
-    times = np.bincount(codes)
+def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]:
+    """The union of the blocks of every tick in the group, in the order in which code that serves them all has them."""
+    times = np.bincount(requirements.codes[group])
     present = np.flatnonzero(times)
-    often = times[present]
-    total = np.tensordot(often, requirements.counts[present], 1).tolist()
-    slack = requirements.slack[present]
-    least = np.minimum(slack.min(axis=0, initial=NO_TRANSFER), room)
-    needed = slack < NO_TRANSFER
-    here = np.flatnonzero(needed.any(axis=0))
-    edges = [requirements.edges[i] for i in here.tolist()]
-    everyone = requirements.num_devices * len(codes)
-    uses = tuple(
+    total = np.tensordot(times[present], requirements.counts[present], 1).tolist()
+    everyone = requirements.num_devices * len(group)
+    return tuple(
         BlockUse(
             block,
             Presence.of(active, everyone),
@@ -45,10 +33,30 @@ def template_of(requirements: Requirements, group: IntArray, *, room: int = 0, g
         )
         if active
     )
+
+
+def template_of(
+    requirements: Requirements, group: IntArray, uses: tuple[BlockUse, ...], *, room: int = 0, gated: bool = False
+) -> tuple[TickTemplate, IntArray]:
+    """One template that serves every tick in the group: the union of their blocks (`uses_of`), and the exchanges that they choose among.
+
+    The second value is each tick's choice.  With `gated`, unless most ticks need all transfers, those that transfer different things have
+    exchanges of their own as far as that pays (`exchanges_of`); else one exchange serves them all.  `room` is the longest delay that
+    the trip has place for (`room_of`): in an exchange that every tick makes, a transfer with slack is awaited up to that much later.
+    """
+    codes = requirements.codes[group]
+    times = np.bincount(codes)
+    present = np.flatnonzero(times)
+    often = times[present]
+    slack = requirements.slack[present]
+    needed = slack < NO_TRANSFER
+    here = np.flatnonzero(needed.any(axis=0))
+    edges = [requirements.edges[i] for i in here.tolist()]
     paired = any(requirements.kinds[code].paired for code in present.tolist())
     needed = needed[:, here]
     if not gated or 2 * int(often[needed.all(axis=1)].sum()) >= len(codes):
-        delays = dict(zip(edges, least[here].tolist(), strict=True))
+        least = np.minimum(slack[:, here].min(axis=0, initial=NO_TRANSFER), room)
+        delays = dict(zip(edges, least.tolist(), strict=True))
         return TickTemplate(uses, (permutes_of(delays),), paired), np.zeros(len(codes), np.int64)
     exchanges, made = exchanges_of(needed, often)
     choice = np.zeros(len(times), np.int64)
@@ -80,14 +88,15 @@ def exchanges_of(needs: BoolArray, times: IntArray) -> tuple[BoolArray, IntArray
     cluster = np.array([place[key] for key in keys])
     count: NDArray[np.float64] = np.bincount(cluster, weights=times).astype(np.float64)
     distinct = np.unique(cluster, return_index=True)[1]
-    held = packed[distinct]
+    held = _words(packed[distinct])
     members = needs[distinct].astype(np.float64)  # of float, so that sizes of unions are matrix products
     sizes = members.sum(axis=1)
     enough = LIMITS.saves_enough * float(count @ sizes)
     more = _additional(count[:, None], count, sizes[:, None], sizes, members @ members.T)
     np.fill_diagonal(more, np.inf)
     # Of each set, the first of those with which it would be cheapest to be one, so that not all pairs are compared again each time.
-    nearest, least = more.argmin(axis=1), more.min(axis=1)
+    nearest = more.argmin(axis=1)
+    least = more[np.arange(len(count)), nearest]
     for left in range(len(count), 1, -1):
         a = int(least.argmin())
         b = int(nearest[a])
@@ -98,16 +107,22 @@ def exchanges_of(needs: BoolArray, times: IntArray) -> tuple[BoolArray, IntArray
         sizes[a] = np.bitwise_count(held[a]).sum()
         count[a] += count[b]
         count[b], more[b], more[:, b] = 0, np.inf, np.inf
-        common = np.bitwise_count(held & held[a]).sum(axis=1, dtype=np.float64)
+        common = np.bitwise_count(held & held[a]).sum(axis=1).astype(np.float64)
         alike = np.where(np.isfinite(more[a]), _additional(count[a], count, sizes[a], sizes, common), np.inf)
         more[a] = more[:, a] = alike
         closer = (alike < least) | ((alike == least) & (a < nearest))
         lost = np.flatnonzero(((nearest == a) | (nearest == b)) & np.isfinite(least) & ~(alike < least))
         least[closer], nearest[closer] = alike[closer], a
-        again = np.union1d(lost, [a, b])
-        nearest[again], least[again] = more[again].argmin(axis=1), more[again].min(axis=1)
+        again = np.append(lost, (a, b))
+        nearest[again] = more[again].argmin(axis=1)
+        least[again] = more[again, nearest[again]]
     used, made = np.unique(cluster, return_inverse=True)
-    return np.unpackbits(held[used], axis=1, count=needs.shape[1]).astype(bool), made
+    return np.unpackbits(held[used].view(np.uint8), axis=1, count=needs.shape[1]).astype(bool), made
+
+
+def _words(packed: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The same bits in longer words, of which there are fewer to count."""
+    return np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8))).view(np.uint64)
 
 
 def _additional(

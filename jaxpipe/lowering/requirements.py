@@ -121,7 +121,7 @@ def chunks_of(schedule: Schedule) -> IntArray:
     chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
     for device, stages in enumerate(schedule.placement.stages_of):
         chunk[device, list(stages)] = np.arange(len(stages))
-    found: IntArray = np.where(table.together, 0, chunk[table.device, table.stage])
+    found: IntArray = np.where(table.shares, 0, chunk[table.device, table.stage])
     return found
 
 
@@ -150,7 +150,7 @@ def collect(ticks: Ticks) -> Requirements:
     target = np.where(local, -1, target)
     slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
     # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines are equal ticks.
-    chain = ~table.of_kinds(RECOMPUTE) & ~table.together  # they hand nothing on to another stage
+    chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
     first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
     fields = np.stack([table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack], 1, dtype=np.int32)
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -15,10 +16,11 @@ from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import advance, asking, cost_parts, priced_makespan, program_price
-from .exchanges import template_of
+from .cost_model import CodeCounts, cost_parts, priced_makespan, program_price
+from .exchanges import template_of, uses_of
 from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
+from .trips import Durations, Passage
 
 
 class Span(NamedTuple):
@@ -236,36 +238,64 @@ class _Chooser:
 
     def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices) -> None:
         self._requirements = requirements
-        self._costs = costs
+        self._durations = Durations.from_rows(costs)
         self._prices = prices
         self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
-        self._built: dict[Span, tuple[Segment, ...]] = {}
+        self._bare: dict[Span, _Built] = {}
+        self._built: dict[Span, _Built] = {}
+        self._passages: dict[Span, tuple[Passage, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
+        self._bounds: dict[tuple[Span, ...], float] = {}
+        sends = np.array([len(kind.slack) for kind in requirements.kinds])
+        self._least_sends = int(sends[requirements.codes].sum())
+        per_tick = self._durations.of.sum(axis=1)[self._durations.codes]
+        self._rest = np.concatenate([np.cumsum(per_tick[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
 
     def best(self, starts: Sequence[list[Span]], *, besides: Sequence[list[Span]] = ()) -> list[Span]:
         """Improve the most promising starts, and the best one of those `besides`, whose score says little before they are improved."""
-        promising = sorted(map(list, dict.fromkeys(map(tuple, starts))), key=self.score)[: LIMITS.starts]
-        promising += sorted(besides, key=self.score)[:1]
-        return min((self.improve(start) for start in promising), key=self.score)
+        promising: list[tuple[float, int, list[Span]]] = []
+        for number, start in enumerate(map(list, dict.fromkeys(map(tuple, starts)))):
+            enough = promising[-1][0] if len(promising) == LIMITS.starts else math.inf
+            promising = sorted([*promising, (self.score(start, enough), number, start)])[: LIMITS.starts]
+        chosen = [start for *_, start in promising] + sorted(besides, key=self.score)[:1]
+        return min((self.improve(start) for start in chosen), key=self.score)
 
-    def score(self, spans: Sequence[Span]) -> float:
+    def score(self, spans: Sequence[Span], below: float = math.inf) -> float:
+        """The price of the program; something from `below` on where it is no less, and that can be told sooner."""
         key = tuple(spans)
         if key not in self._scores:
-            segments = [segment for span in spans for segment in self._segments_of(span)]
-            self._scores[key] = program_price(self._makespan(spans), segments, self._costs.shape[-1], self._prices)
+            found = max(self._bounds.get(key, -math.inf), self._least(spans) if below < math.inf else -math.inf)
+            if found < below:
+                time, factor = self._surcharge(self._built_of(span).counts for span in spans)
+                found = (self._makespan(spans, below / factor - time) + time) * factor
+            if found >= below:
+                self._bounds[key] = found
+                return found
+            self._scores[key] = found
         return self._scores[key]
 
-    def _makespan(self, spans: Sequence[Span]) -> float:
-        """The program's makespan; a span's effect on a pattern of device times is simulated once."""
-        time = np.zeros(self._costs.shape[-1])
+    def _surcharge(self, counts: Iterable[CodeCounts]) -> tuple[float, float]:
+        return CodeCounts(*map(sum, zip(*counts, strict=True))).surcharge(self._requirements.num_devices, self._prices)
+
+    def _least(self, spans: Sequence[Span]) -> float:
+        """What the price of a program with the blocks of these spans is at least, whatever it transfers; with room for rounding."""
+        time, factor = self._surcharge([CodeCounts(sends=self._least_sends), *(self._bare_of(span).counts for span in spans)])
+        return (float(self._rest[0].max()) + time) * factor * (1 - 1e-9)
+
+    def _makespan(self, spans: Sequence[Span], below: float) -> float:
+        """The program's makespan, or a lower bound that is no less than `below`; a span's effect on a pattern of times is found once."""
+        time = np.zeros(self._requirements.num_devices)
         for span in spans:
+            # Every device has the work of the ticks that are left; with room for the rounding of sums in another order.
+            if below < math.inf and (least := float((time + self._rest[span.start]).max()) * (1 - 1e-9)) >= below:
+                return least
             start = time.min()
             key = (span, (time - start).tobytes())
             if key not in self._times:
                 moved = time - start
-                for segment in self._segments_of(span):
-                    moved = advance(moved, asking(self._costs, segment, self._prices), segment, transfer=self._prices.transfer)
+                for passage in self._passages_of(span):
+                    moved = passage.after(moved)
                 self._times[key] = moved
                 self._work += span.stop - span.start
             time = self._times[key] + start
@@ -276,8 +306,9 @@ class _Chooser:
         better = True
         while better and self._work < LIMITS.most_work:
             better = False
+            enough = self.score(spans) - 1e-12
             for candidate in self._neighbours(spans):
-                if self.score(candidate) < self.score(spans) - 1e-12:
+                if self.score(candidate, enough) < enough:
                     spans, better = candidate, True
                     break
         return spans
@@ -306,36 +337,77 @@ class _Chooser:
                 found.append([*spans[:i], other, *spans[i + 1 :]])
         return found
 
-    def _segments_of(self, span: Span) -> tuple[Segment, ...]:
+    def _passages_of(self, span: Span) -> tuple[Passage, ...]:
+        if span not in self._passages:
+            segments, prices = self._built_of(span).segments, self._prices
+            self._passages[span] = tuple(Passage.of(s, self._durations, transfer=prices.transfer, prices=prices) for s in segments)
+        return self._passages[span]
+
+    def _built_of(self, span: Span) -> _Built:
         if span not in self._built:
-            self._built[span] = tuple(_segments(span, self._requirements, beside=self._prices.beside))
+            beside, gated = self._prices.beside, span.gated
+            bare = self._bare_of(span).segments
+            self._built[span] = _Built.of(_with_transfers(each, self._requirements, beside=beside, gated=gated) for each in bare)
         return self._built[span]
+
+    def _bare_of(self, span: Span) -> _Built:
+        alike = span._replace(gated=False)
+        if alike not in self._bare:
+            self._bare[alike] = _Built.of(_bare(part, self._requirements) for part in _even(alike))
+        return self._bare[alike]
+
+
+class _Built(NamedTuple):
+    """The segments of a span, and what counts of them."""
+
+    segments: tuple[Segment, ...]
+    counts: CodeCounts
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> _Built:
+        """With the counts."""
+        each = tuple(segments)
+        return cls(each, CodeCounts.of(each))
 
 
 def _segments(span: Span, requirements: Requirements, *, beside: bool) -> list[Segment]:
     """The segment of a span, and one more for ticks left over at its end."""
+    return [_with_transfers(_bare(part, requirements), requirements, beside=beside, gated=span.gated) for part in _even(span)]
+
+
+def _even(span: Span) -> list[Span]:
+    """The part of a span whose length is a multiple of its period, and what is left over."""
     left_over = (span.stop - span.start) % span.period
+    if not left_over:
+        return [span]
     middle = span.stop - left_over
-    parts = [(span.start, middle, span.period), (middle, span.stop, left_over)]
-    runs = () if left_over else span.runs
-    return [_segment(Span(*part, gated=span.gated, runs=runs), requirements, beside=beside) for part in parts if part[0] < part[1]]
+    parts = [span._replace(stop=middle, runs=()), span._replace(start=middle, period=left_over, runs=())]
+    return [part for part in parts if part.start < part.stop]
 
 
-def _segment(span: Span, requirements: Requirements, *, beside: bool) -> Segment:
-    """The segment of a span whose length is a multiple of its period."""
-    ticks = np.arange(span.start, span.stop).reshape(-1, span.period)
-    choices = np.zeros_like(ticks)
-    follows = beside and len(ticks) > 1
+def _bare(span: Span, requirements: Requirements) -> Segment:
+    """The segment of a span whose length is a multiple of its period, without its transfers."""
+    repeats = (span.stop - span.start) // span.period
+    ticks = np.arange(span.start, span.stop).reshape(repeats, span.period)
     templates: list[TickTemplate] = []
     for length in span.runs or (1,) * span.period:
-        j = len(templates)
-        mine = slice(j, j + length)
-        room = 0 if span.runs else room_of(span.period, j) if follows else span.period - 1 - j
-        template, choice = template_of(requirements, ticks[:, mine].ravel(), room=room, gated=span.gated)
-        choices[:, mine] = choice.reshape(-1, length)
-        templates += [template] * length
+        mine = ticks[:, len(templates) : len(templates) + length]
+        templates += [TickTemplate(uses_of(requirements, mine.ravel()), ((),))] * length
+    return Segment(span.start, repeats, tuple(templates), (), span.runs)
+
+
+def _with_transfers(bare: Segment, requirements: Requirements, *, beside: bool, gated: bool) -> Segment:
+    """The same with its transfers; `gated`: ticks choose among exchanges."""
+    follows = beside and bare.repeats > 1
+    templates: list[TickTemplate] = []
+    choices = np.zeros((bare.repeats, bare.period), np.int64)
+    for start, stop in bare.emitted:
+        room = 0 if bare.runs else room_of(bare.period, start) if follows else bare.period - 1 - start
+        template, choice = template_of(requirements, bare.sharing(start), bare.templates[start].blocks, room=room, gated=gated)
+        choices[:, start:stop] = choice.reshape(-1, stop - start)
+        templates += [template] * (stop - start)
     chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
-    return Segment(span.start, len(ticks), tuple(templates), chosen, span.runs, beside=beside and not span.runs)
+    return replace(bare, templates=tuple(templates), choices=chosen, beside=beside and not bare.runs)
 
 
 def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:

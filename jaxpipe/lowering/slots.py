@@ -103,7 +103,7 @@ class _Writer:
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
         table = self._actions
-        forward, chain = table.of_kinds(RUNS_FORWARD), ~table.of_kinds(RECOMPUTE) & ~table.together
+        forward, chain = table.of_kinds(RUNS_FORWARD), ~table.of_kinds(RECOMPUTE) & ~table.shares
         f, b = self._ticks.forward, self._ticks.backward
         chunk = chunks_of(self._schedule)
         common = ((f.kind, b.kind, table.kind), (f.chunk, b.chunk, chunk), (f.stage, b.stage, table.stage))
@@ -135,6 +135,8 @@ class _Writer:
         wgrad = table.at[Kind.W][table.stage[dgrad], table.microbatch[dgrad]]
         stashed = _moment(self._when[dgrad], self._backward_phase)
         ends = {PoolName.LAST: self._outputs(forward[table.stage[forward] == table.num_stages - 1])} if table.spreads_last else {}
+        if table.defers_last:
+            ends[PoolName.SHARE] = self._share_stashes(np.flatnonzero(table.kind == Kind.H))
         begins = self._residuals(kept[first], f.first, b.first, by_input[first], by_input[first])
         held = {
             PoolName.RESIDUAL_INPUT: self._residuals(maker, f.residual_input, b.residual_input, by_input, by_input),
@@ -247,6 +249,18 @@ class _Writer:
         at = self._together(Kind.L, forward)
         entries = (*self._all(self._ticks.forward.out, tick), *self._all(share.y, at))
         return _Values(self._actions.device[forward], _moment(tick, self._forward_phase), _moment(at, self._backward_phase), entries)
+
+    def _share_stashes(self, late: IntArray) -> _Values:
+        """What L leaves on each device, to the H that read it."""
+        table, (share,) = self._actions, self._ticks.shares
+        at = self._when[table.at[Kind.L, table.stage[late], table.microbatch[late]]]
+        reads = self._all(self._ticks.backward.stash, self._when[late])
+        return _Values(
+            table.device[late],
+            _moment(at, self._backward_phase),
+            _moment(self._when[late], self._backward_phase),
+            (*self._all(share.stash, at), *reads),
+        )
 
     def _input_gradients(self, backward: IntArray) -> _Values:
         """Gradients of the first stage's input, from its backwards to the G that read them."""

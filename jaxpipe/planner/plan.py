@@ -19,8 +19,9 @@ from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
 from .memory import Memory, memory_of, optimizer_bytes
-from .question import Question, questions
+from .question import Axes, Question, questions
 from .result import PipelinePlan, Plans, Rejected, gib
+from .running import program_of, step_seconds
 
 _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 # Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
@@ -46,6 +47,8 @@ def plan(
     progress: Callable[[int, int], None] | None = None,
     traced: Callable[[PipelinePlan], Mapping[str, int]] | None = None,
     mesh: Any = None,
+    axis: str = "pipe",
+    data_axes: Sequence[str] = (),
 ) -> Plans:
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and remat, with what each device holds.
 
@@ -72,14 +75,16 @@ def plan(
         traced: the memory of a step by what it is for, and its "total", of the traced model (`traced_memory` makes it); it takes the place
             of the sums of layers' sizes for every plan that is lowered.
         mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.  Among virtual CPU devices of one process,
-            every transfer waits for all of them.
+            every transfer waits for all of them.  Where it has axes besides those below (tensor parallelism), costs are those of what one
+            device has of a layer (`measure_layers(mesh=)`), and on GPUs the host decides each predicate, since blocks communicate.
+        axis, data_axes: of the mesh, as for `Pipeline`.
 
     Returns:
         Plans, a sequence with `.rejected`: what was left out, and why.
 
     Raises:
         PlanError: a letter, or a number of microbatches, has no cost, there are fewer layers than devices, nothing fits (with the
-            nearest plan), or numbers look as if they were in other units.
+            nearest plan), the mesh has no such axes, or numbers look as if they were in other units.
 
     >>> t = LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
     >>> head = LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
@@ -87,7 +92,8 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    asked = questions(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat, mesh)
+    axes = Axes(axis, (data_axes,) if isinstance(data_axes, str) else tuple(data_axes))
+    asked = questions(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat, mesh, axes)
     candidates, rejected = _candidates(asked, progress)
     candidates.sort(key=lambda c: c.seconds)
     candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
@@ -209,7 +215,7 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
     if question.memory is None:
         return None, enough
     trial = _built(question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout)
-    lowered = question.runs_on.lowered(trial.schedule, trial.costs)
+    lowered = program_of(question.target, trial.schedule, trial.costs)
     held = memory_of(layout, trial.schedule.placement, question.costs, lowered, remat=remat)
     slots = lowered.program().slots
     each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
@@ -241,8 +247,8 @@ def _refined(candidate: _Candidate) -> _Candidate:
 def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
     question = candidate.question
-    lowered = question.runs_on.lowered(candidate.schedule, candidate.costs)
-    seconds = question.runs_on.seconds(lowered, candidate.costs)
+    lowered = program_of(question.target, candidate.schedule, candidate.costs)
+    seconds = step_seconds(question.target, lowered, candidate.costs)
     placement = candidate.schedule.placement
     found = _Lowered(candidate, seconds, memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat))
     if traced is None:
@@ -328,5 +334,7 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         costs=c.costs,
         parts=lowered.memory,
         traced=lowered.traced,
-        prefer=c.question.runs_on.prefer,
+        prefer=c.question.target.prefer,
+        axis=c.question.axes.pipe,
+        data_axes=c.question.axes.data,
     )

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
+from ..lowering.target import RunsOn, Target
 from ..table.limits import is_number, is_whole
 from .layer_cost import LayerCost, Remat
-from .running import RunsOn
 
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _REMATS = tuple(kind.value for kind in Remat)
 _LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
+
+
+class Axes(NamedTuple):
+    """Of the mesh, as `Pipeline` takes them."""
+
+    pipe: str
+    data: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Question:
     schedules: tuple[str, ...]
     chunks: tuple[int, ...]
     remat: tuple[Remat, ...]
-    runs_on: RunsOn = RunsOn.GPUS
+    axes: Axes
+    target: Target
     one_of_many: bool = False  # other numbers of microbatches are asked for too
 
     @classmethod
@@ -45,7 +53,8 @@ class Question:
         schedules: Sequence[str],
         chunks: Sequence[int],
         remat: Sequence[str | None],
-        mesh: Any = None,
+        mesh: Any,
+        axes: Axes,
     ) -> Question:
         """PlanError that lists everything that is wrong."""
         counts = {"devices": devices, "microbatches": microbatches, **{f"chunks[{i}]": n for i, n in enumerate(chunks)}}
@@ -56,8 +65,7 @@ class Question:
             faults.append(f"transfer must be seconds, 0 or more, not {quoted(transfer)}")
         if memory is not None and not (is_number(memory) and memory > 0):
             faults.append(f"memory must be bytes that a device has, or None, not {quoted(memory)}")
-        if not (mesh is None or isinstance(mesh, RunsOn) or hasattr(mesh, "devices")):
-            faults.append(f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}")
+        faults += _mesh_faults(mesh, axes, devices)
         faults += [
             f"costs[{quoted(c)}] must be a jaxpipe.LayerCost, not {quoted(v)}" for c, v in costs.items() if not isinstance(v, LayerCost)
         ]
@@ -80,7 +88,8 @@ class Question:
             raise PlanError.listing("there is no plan for this", faults)
         kinds = tuple(dict.fromkeys(Remat(r) for r in remat))
         stages = tuple(dict.fromkeys(chunks))
-        return cls(letters, costs, devices, microbatches, memory, transfer, tuple(names), stages, kinds, RunsOn.of(mesh))
+        target = _target(mesh, axes)
+        return cls(letters, costs, devices, microbatches, memory, transfer, tuple(names), stages, kinds, axes, target)
 
 
 def questions(
@@ -117,6 +126,29 @@ def questions(
 
 def _is_count(value: object) -> bool:
     return is_whole(value) and value >= 1
+
+
+def _target(mesh: Any, axes: Axes) -> Target:
+    if mesh is None:
+        return Target()
+    if isinstance(mesh, RunsOn):
+        return Target(mesh)
+    return mesh if isinstance(mesh, Target) else Target.of(mesh, (axes.pipe, *axes.data))
+
+
+def _mesh_faults(mesh: Any, axes: Axes, devices: int) -> list[str]:
+    """What a plan's `Pipeline` would refuse too."""
+    if mesh is None or isinstance(mesh, RunsOn | Target):
+        return []
+    if not (hasattr(mesh, "devices") and hasattr(mesh, "shape")):
+        return [f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}"]
+    sizes = dict(mesh.shape)
+    faults = [f"the mesh has no data axis {name!r}; its axes are {sizes}" for name in axes.data if name not in sizes]
+    if axes.pipe not in sizes:
+        faults.append(f"the mesh has no axis {axes.pipe!r}; its axes are {sizes}: write axis= one of them")
+    elif sizes[axes.pipe] != devices:
+        faults.append(f"devices is {devices}, but mesh axis {axes.pipe!r} has {sizes[axes.pipe]}; write devices={sizes[axes.pipe]}")
+    return faults
 
 
 def _unit_faults(costs: Mapping[str, LayerCost], memory: float | None, transfer: float) -> list[str]:

@@ -33,6 +33,7 @@ class PipelinePlan:
         parts: what a device's memory is for, from the sizes of its layers.
         traced: the same of a step of the traced model, without the optimizer's state (`plan(traced=)`).
         prefer: what its program is lowered for, as `Pipeline` takes it.
+        axis, data_axes: those of the mesh that it was planned for, as `Pipeline` takes them.
         certificate: how far from the lower bound its seconds are, and where the bound comes from.
     """
 
@@ -49,6 +50,8 @@ class PipelinePlan:
     traced: Mapping[str, int] | None = field(default=None, compare=False)
     prefer: Prefer = field(default=Prefer.SPEED, compare=False)
     certificate: Certificate | None = field(default=None, compare=False)
+    axis: str = field(default="pipe", compare=False)
+    data_axes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -62,8 +65,8 @@ class PipelinePlan:
         """
         # By name: plans are made where JAX is not installed.
         made = import_module("jaxpipe.pipeline").Pipeline
-        chosen = {"remat": self.remat, "prefer": self.prefer, "costs": self.costs} | options
-        return made(layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **chosen)
+        mine = {"remat": self.remat, "prefer": self.prefer, "costs": self.costs, "axis": self.axis, "data_axes": self.data_axes}
+        return made(layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""

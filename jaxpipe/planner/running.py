@@ -1,60 +1,37 @@
-"""Where a plan will run, and what follows for its program and for how long a step takes."""
+"""What a plan's program is where it will run, and how long a step takes there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..lowering.cost_model import cost_matrix, cost_parts, priced_makespan
-from ..lowering.limits import ON_GPUS
-from ..lowering.plan import Plan, Prefer, plan_of
+from ..lowering.plan import Plan, plan_of
+from ..lowering.target import RunsOn, Target
 from ..program.segments import Exchange, Segment
 from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 
 
-class RunsOn(Enum):
-    """Devices, as far as a plan has to know them."""
+def program_of(target: Target, schedule: Schedule, costs: Costs) -> Plan:
+    """The plan of the program that `Pipeline(prefer=, costs=)` makes."""
+    return plan_of(schedule, target.prefer, costs=costs, overheads=target.overheads)
 
-    GPUS = "NVIDIA GPUs"
-    CPU_PROCESSES = "CPU devices of one process each"
-    ONE_CPU_PROCESS = "virtual CPU devices of one process"
 
-    @classmethod
-    def of(cls, mesh: Any) -> RunsOn:
-        """Of a `jax.sharding.Mesh`; NVIDIA GPUs where it is None."""
-        if mesh is None or isinstance(mesh, cls):
-            return mesh or cls.GPUS
-        devices = list(mesh.devices.flat)
-        if {device.platform for device in devices} <= {"gpu", "cuda"}:
-            return cls.GPUS
-        return cls.CPU_PROCESSES if len({device.process_index for device in devices}) == len(devices) else cls.ONE_CPU_PROCESS
+def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
+    """Of a step: the program simulated for these costs, with a hop's seconds for each transfer that a device takes part in.
 
-    @property
-    def prefer(self) -> Prefer:
-        """What `Pipeline` prefers there by default."""
-        return Prefer.SPEED if self is RunsOn.GPUS else Prefer.MEMORY
-
-    def lowered(self, schedule: Schedule, costs: Costs) -> Plan:
-        """The plan of the program that `Pipeline(prefer=, costs=)` makes."""
-        return plan_of(schedule, self.prefer, costs=costs)
-
-    def seconds(self, plan: Plan, costs: Costs) -> float:
-        """Of a step: the program simulated for these costs, with a hop's seconds for each transfer that a device takes part in.
-
-        On GPUs predicates take time too (`Overheads`), and transfers run beside compute.  On CPU devices a transfer is awaited where it is
-        issued: by its two ends, or among virtual devices of one process by all.
-        """
-        hop = float(np.max(costs.transfer))
-        if self is RunsOn.GPUS:
-            return priced_makespan(cost_parts(plan.ticks, costs), plan.segments, replace(ON_GPUS, hop=hop).prices(1.0))
-        by_all = self is RunsOn.ONE_CPU_PROCESS
-        return awaited_at_once(cost_matrix(plan.ticks, costs), plan.segments, hop, by_all=by_all)
+    On GPUs predicates take time too (`Overheads`), and transfers run beside compute.  On CPU devices a transfer is awaited where it is
+    issued: by its two ends, or among virtual devices of one process by all.
+    """
+    hop = float(np.max(costs.transfer))
+    if target.runs_on is RunsOn.GPUS:
+        return priced_makespan(cost_parts(plan.ticks, costs), plan.segments, replace(target.overheads, hop=hop).prices(1.0))
+    by_all = target.runs_on is RunsOn.ONE_CPU_PROCESS
+    return awaited_at_once(cost_matrix(plan.ticks, costs), plan.segments, hop, by_all=by_all)
 
 
 def awaited_at_once(costs: NDArray[np.float64], segments: Sequence[Segment], hop: float, *, by_all: bool) -> float:

@@ -94,6 +94,12 @@ def _of_shares(program: Program, pool: PoolName, block: Running) -> Iterator[Acc
         count = np.ones(len(k), np.int64)
         slot = slots[at].astype(np.int64)
         yield Accesses(device, slot, at[0], block.place * count, order * count, value, np.full(len(k), order == _READ))
+    if pool is PoolName.SHARE and block.use.block.kind is Kind.L:
+        k, device = np.nonzero(block.runs)
+        at = (block.ticks[k], device)
+        value = device * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
+        count = np.ones(len(k), np.int64)
+        yield Accesses(device, share.stash[at].astype(np.int64), at[0], block.place * count, _WRITE * count, value, np.zeros(len(k), bool))
 
 
 # (pool, slots, order, flag that must be set or None, how far from the block's stage the value's is)
@@ -121,6 +127,9 @@ def _of_forward(program: Program, kind: Kind) -> Iterator[_Touch]:
 def _of_backward(program: Program, kind: Kind) -> Iterator[_Touch]:
     """What a backward does, from the meaning of its record and from what the stage's code reads."""
     b, liveness, weight = program.ticks.backward, program.liveness, kind is Kind.W
+    if kind is Kind.H:
+        yield PoolName.SHARE, b.stash, _READ, None, 0
+        return
     if liveness.x is LastUse.WEIGHT_GRAD or (liveness.x is LastUse.INPUT_GRAD and not weight):
         yield PoolName.X, b.x, _READ, None, 0
     if not weight or liveness.cotangent is LastUse.WEIGHT_GRAD:

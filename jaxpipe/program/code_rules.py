@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import KIND_NAMES, RECOMPUTE, TOGETHER, Kind
+from ..table.kinds import KIND_NAMES, RECOMPUTE, SHARES, TOGETHER, Kind
 from .faults import Fault, Rule
 from .ir import Program
 from .records import NOBODY, Backward, Forward, IntTable
@@ -99,7 +99,8 @@ def _action_faults(program: Program) -> Iterator[Fault]:
             yield Fault(Rule.ACTION, message, int(tick[i]), int(device[i]))
         good = np.flatnonzero(~wrong)
         np.add.at(done, number[good], 1)
-        for i in good[_wrong_chunk(program, device[good], chunk[good], stage[good])].tolist():
+        of_stage = good[~table.shares[number[good]]]
+        for i in of_stage[_wrong_chunk(program, device[of_stage], chunk[of_stage], stage[of_stage])].tolist():
             yield Fault(Rule.ACTION, f"runs stage {stage[i]} as chunk {chunk[i]}", int(tick[i]), int(device[i]))
         for what, flag, wanted in _flags(program, half, number):
             for i in good[(flag[tick, device] != wanted)[good]].tolist():
@@ -146,7 +147,7 @@ def _flags(program: Program, half: Any, number: Any) -> Iterator[tuple[str, IntT
     needed = np.flatnonzero(table.producer >= 0)
     user[table.producer[needed]] = needed
     local = (user >= 0) & (table.device[user] == table.device)
-    chain = ~(table.of_kinds(RECOMPUTE) | table.together)[number]
+    chain = ~(table.of_kinds(RECOMPUTE) | table.shares)[number]
     yield "is_first", half.is_first, chain & (table.stage[number] == 0)
     yield "is_local", half.is_local, local[number]
     if isinstance(half, Forward):
@@ -200,7 +201,7 @@ def _part_faults(use: BlockUse, half: Any, ticks: Any, runs: BoolTable) -> Itera
     parts = [("first", use.first, half.is_first), ("local", use.local, half.is_local)]
     if isinstance(half, Forward):
         parts.append(("last", use.last, half.is_last))
-    if use.block.kind in (Kind.W, *RECOMPUTE):
+    if use.block.kind in (Kind.W, *SHARES, *RECOMPUTE):
         parts = []  # they hand nothing on
     for part, presence, flag in parts:
         asked = flag[ticks] != 0

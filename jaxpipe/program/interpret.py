@@ -28,6 +28,12 @@ class Model(Protocol):
     def last(self, microbatch: int, y: Any) -> Any:
         """The cotangent of the last stage's output (None in an evaluation), by all devices where it is spread; the model keeps the loss."""
 
+    def last_input_grad(self, microbatch: int, y: Any) -> tuple[Any, list[Any]]:
+        """The same of an L that leaves the rest to H, and a stash for the H of each device."""
+
+    def last_weight_grad(self, device: int, microbatch: int, stash: Any) -> None:
+        """H: the model adds the gradient of a device's part of the parameters of `last`."""
+
     def backward(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> Any:
         """B: the cotangent of the stage's input; the model adds the gradient of its parameters."""
 
@@ -107,8 +113,8 @@ def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
 
 def _run_share(use: BlockUse, model: Model, program: Program, devices: list[_Device], tick: int) -> None:
     """L, E, G: all devices take part, each with its share of the parameters; one has what they read and takes what they make."""
-    for number, device in enumerate(devices):
-        (share,) = _record(program, tick, number).shares
+    shares = [_record(program, tick, number).shares[0] for number in range(len(devices))]
+    for share, device in zip(shares, devices, strict=True):
         if share.kind != use.block.kind or not share.is_source:
             continue
         if use.block.kind is Kind.E:
@@ -116,6 +122,11 @@ def _run_share(use: BlockUse, model: Model, program: Program, devices: list[_Dev
         elif use.block.kind is Kind.G:
             _, kept = model.first(share.microbatch)
             model.first_gradient(share.microbatch, kept, device.pools[PoolName.FIRST][share.y])
+        elif PoolName.SHARE in device.pools:
+            y = device.pools[PoolName.LAST][share.y]
+            device.pools[PoolName.COTANGENT][share.out], left = model.last_input_grad(share.microbatch, y)
+            for mine, other, stash in zip(shares, devices, left, strict=True):
+                other.pools[PoolName.SHARE][mine.stash] = stash
         else:
             dy = model.last(share.microbatch, device.pools[PoolName.LAST][share.y])
             if not program.schedule.forward_only:
@@ -133,6 +144,9 @@ def _run_block(use: BlockUse, model: Model, device: _Device, row: TickRecord[int
         if kind is Kind.F and training and bool(half.keeps) is not use.block.keeps:
             return
         _forward(model, device, half, spread=spread) if kind is Kind.F else _recompute(model, device, half)
+        return
+    if kind is Kind.H:
+        model.last_weight_grad(half.stage, half.microbatch, device.pools[PoolName.SHARE][half.stash])
         return
     _weight_grad(model, device, half) if kind is Kind.W else _backward(model, device, half, split=kind is Kind.I, spread=spread)
 

@@ -18,6 +18,7 @@ class PoolName(enum.Enum):
     STASH = "stash"  # what I leaves for W
     FIRST = "first"  # what `first` keeps for its gradient; gradients of the first stage's input that wait for G, where it is spread
     LAST = "last"  # outputs of the last stage that wait for L
+    SHARE = "share"  # what L leaves for H, on every device
     HOST = "host"  # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
 
     @property
@@ -34,6 +35,7 @@ _LETTERS = {
     PoolName.STASH: "s",
     PoolName.FIRST: "f",
     PoolName.LAST: "y",
+    PoolName.SHARE: "l",
     PoolName.HOST: "h",
 }
 # Where a transfer's payload arrives.
@@ -55,6 +57,7 @@ class Slots:
     stash: int
     first: int
     last: int = 0  # of a table without L there is no such pool
+    share: int = 0  # nor this one of a table without H
     host: int = 0  # nor is there this one where nothing waits on the host
 
 

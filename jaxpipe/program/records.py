@@ -39,9 +39,9 @@ class Forward(Generic[A]):
 
 @dataclass(frozen=True)
 class Backward(Generic[A]):
-    """A backward (B, I or W) and the slots that it reads and writes."""
+    """A backward (B, I or W, or H: that of `last`, of which the device is the stage) and the slots that it reads and writes."""
 
-    kind: A  # Kind.B, Kind.I or Kind.W, or NOBODY
+    kind: A  # Kind.B, Kind.I, Kind.W or Kind.H, or NOBODY
     chunk: A  # of the device, or NOBODY where it runs no backward
     stage: A
     microbatch: A
@@ -51,7 +51,7 @@ class Backward(Generic[A]):
     residual_input: A
     residual_weight: A
     cotangent: A  # slot of the gradient of the stage's output
-    stash: A  # slot of what I leaves for W
+    stash: A  # slot of what I leaves for W; of H, of what L leaves for it
     first: A  # slot of the residuals of `first`, or for G of the input gradient of the first stage, which it writes
     out: A  # slot of the cotangent that it writes for the chunk before on this device
 
@@ -65,6 +65,7 @@ class Share(Generic[A]):
     is_source: A  # 1 on the device of the stage at which it stands, which has what all devices read, and takes what they make
     y: A  # there, slot of what they read: for L the last stage's output, for G the gradient of the first stage's input
     out: A  # there, slot of what they make: for L the cotangent of that output, for E the first stage's input
+    stash: A  # on every device, slot of what L leaves for H
 
 
 @dataclass(frozen=True)

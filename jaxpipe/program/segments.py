@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import RUNS_FORWARD, TOGETHER, Kind
+from ..table.kinds import RUNS_FORWARD, SHARES, TOGETHER, Kind
 
 
 class Payload(enum.IntEnum):
@@ -47,7 +47,7 @@ class Part(enum.IntEnum):
         """That of a kind."""
         if kind in RUNS_FORWARD:
             return cls.FORWARD
-        return cls.APART if kind is Kind.W else cls.BACKWARD
+        return cls.APART if kind in (Kind.W, Kind.H) else cls.BACKWARD
 
 
 def parts_in_order(forward_first: bool) -> tuple[Part, ...]:
@@ -71,6 +71,11 @@ class Block(NamedTuple):
     def is_share(self) -> bool:
         """Whether all devices run it together (L), and so reads the tick's `Share` record."""
         return self.kind in TOGETHER
+
+    @property
+    def of_device(self) -> bool:
+        """Whether it runs the code of no stage, but of the device's share of `first` or `last`."""
+        return self.kind in SHARES
 
     def __str__(self) -> str:
         return f"{self.kind.name}.{self.chunk}" + ("" if self.keeps else "-")

@@ -47,7 +47,7 @@ def _cell(table: Encoded, ticks: TickRecord[IntTable], segment: Segment, tick: i
     record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
     template, choice = segment.template(tick), segment.choice(tick)
     parts = [_backward(record.backward, table), _forward(record.forward, table)]
-    parts += [_share(share, device, training=not table.forward_only) for share in record.shares]
+    parts += [_share(share, device, training=not table.forward_only, leaves=table.defers_last) for share in record.shares]
     if template.blocks and template.blocks[0].block.runs_forward:
         parts.reverse()
     for lane, permute in zip(template.lanes_of(choice), template.exchanges[choice], strict=True):
@@ -64,14 +64,17 @@ def _slots(*slots: tuple[PoolName, Any, bool]) -> str:
     return " ".join(f"{pool.letter}{slot}" for pool, slot, used in slots if used)
 
 
-def _share(share: Any, device: int, *, training: bool) -> str:
+def _share(share: Any, device: int, *, training: bool, leaves: bool) -> str:
     if share.kind == NOBODY:
         return ""
     kind = Kind(share.kind)
     read = _slots((PoolName.LAST, share.y, kind is Kind.L), (PoolName.FIRST, share.y, kind is Kind.G))
     written = _slots((PoolName.COTANGENT, share.out, kind is Kind.L and training), (PoolName.X, share.out, kind is Kind.E))
     text = f"{device}{kind.name}{share.microbatch}"
-    return " ".join([text, *([read + (f">{written}" if written else "")] if share.is_source else [])])
+    left = _slots((PoolName.SHARE, share.stash, leaves and kind is Kind.L))
+    here = read if share.is_source else ""
+    made = " ".join(part for part in (written if share.is_source else "", left) if part)
+    return " ".join(part for part in (text, here + (f">{made}" if made else "")) if part)
 
 
 def _forward(f: Any, table: Encoded) -> str:
@@ -93,6 +96,8 @@ def _forward(f: Any, table: Encoded) -> str:
 def _backward(b: Any, table: Encoded) -> str:
     if b.chunk == NOBODY:
         return ""
+    if b.kind == Kind.H:
+        return f"{b.stage}H{b.microbatch} {PoolName.SHARE.letter}{b.stash}"
     weight, split = b.kind == Kind.W, b.kind != Kind.B
     first = bool(b.is_first and not weight)
     read = _slots(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from ..errors import CostError, listed, quoted
@@ -35,7 +35,8 @@ class Costs:
         release: whether activations are freed at the end of W (the default) or of I, where the backward is split.
         recompute: time of R; that of `forward` where it is None.
         last: time of L, a device's share of a spread `last` for one microbatch (1 where it is None); entry d of a sequence is device d's.
-        first: the same of E, of a spread `first`.
+        last_weight_grad: time of H, a third of `last` where it is None; in a table with H, L takes `last` less that.
+        first: the same as `last` of E, of a spread `first`.
         first_grad: the same of G, of its gradient.
         checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where the table has an R for it.
         unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds, estimated ..."; empty where any unit will do.
@@ -61,6 +62,7 @@ class Costs:
     last: Cost | None = None
     first: Cost | None = None
     first_grad: Cost | None = None
+    last_weight_grad: Cost | None = None
     unit: str = ""
 
     def __post_init__(self) -> None:
@@ -124,6 +126,7 @@ class Costs:
             raise CostError("\n".join(wrong))
         every = {name: _spread(value, num_stages) for name, value in self._given()}
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
+        last = every.get("last", (1,) * num_stages)
         return StageCosts(
             forward=every["forward"],
             input_grad=every["input_grad"],
@@ -134,9 +137,10 @@ class Costs:
             activation=every["activation"],
             recompute=every.get("recompute", every["forward"]),
             checkpoint=every["checkpoint"],
-            last=every.get("last", (1,) * num_stages),
+            last=last,
             first=every.get("first", (1,) * num_stages),
             first_grad=every.get("first_grad", (1,) * num_stages),
+            last_weight_grad=every.get("last_weight_grad", tuple(time / 3 for time in last)),
         )
 
 
@@ -156,11 +160,16 @@ class StageCosts:
     last: tuple[float, ...]
     first: tuple[float, ...]
     first_grad: tuple[float, ...]
+    last_weight_grad: tuple[float, ...]
 
     def of(self, kind: Kind) -> tuple[float, ...] | None:
         """The time of each stage's actions of a kind; None where these take none of their own."""
         name = KINDS[kind].cost
         return None if name is None else getattr(self, name)
+
+    def shortened(self) -> StageCosts:
+        """The same where H does its part of L."""
+        return replace(self, last=tuple(max(0, whole - late) for whole, late in zip(self.last, self.last_weight_grad, strict=True)))
 
 
 def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:

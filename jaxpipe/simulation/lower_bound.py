@@ -186,6 +186,7 @@ def cheapest(costs: StageCosts) -> StageCosts:
         last=costs.last,
         first=costs.first,
         first_grad=costs.first_grad,
+        last_weight_grad=costs.last_weight_grad,
     )
 
 

@@ -68,6 +68,7 @@ def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     """Per action, its duration; a pair's is booked on its backward half, and the forward half takes no time."""
     stages = table.num_stages
     none = (0,) * stages
+    costs = costs.shortened() if table.defers_last else costs
     flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
     durations = [flat[k] for k in (table.kind * stages + table.stage).tolist()]
     for i in table.pairs.tolist():
@@ -87,13 +88,14 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
     starts: list[float] = [0] * total
     ends: list[float] = [0] * (total + 1)
     free: list[float] = [0] * table.num_devices
-    met = _Meetings(table, durations, costs)
+    met = Meetings(table, durations, costs)
+    meets = bool(met.all)
     for i in schedule.run_order(transfers).order:
-        if i in met.all:
+        if meets and i in met.all:
             met.run(i, starts, ends, free)
             continue
         d, j = device[i], need[i]
-        start = met.ready(i, ends, free[d])
+        start = met.ready(i, ends, free[d]) if meets else free[d]
         if j < total:
             ready = ends[j] + latency[i]
             if ready > start:
@@ -105,7 +107,7 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
     return _stretch_receives(table, starts, ends, costs) if table.has_transfers else (starts, ends)
 
 
-class _Meetings:
+class Meetings:
     """What all devices do together, in a simulation: all start when the last is free and what they read is everywhere."""
 
     def __init__(self, table: Encoded, durations: Sequence[float], costs: StageCosts) -> None:
@@ -118,15 +120,18 @@ class _Meetings:
 
     def run(self, number: int, starts: list[float], ends: list[float], free: list[float]) -> None:
         """Book all shares at the first of them."""
-        members, stage, source, _ = self.all[number]
+        members = self.all[number].members
         if number != members[0]:
             return
-        begin = max(free)
-        if source >= 0:
-            begin = max(begin, ends[self._last_half[source]] + self._latency[stage])
+        begin = self.begin(number, ends, free)
         end = begin + max(self._durations[i] for i in members)
         for device, i in enumerate(members):
             starts[i], ends[i], free[device] = begin, end, end
+
+    def begin(self, number: int, ends: Sequence[float], free: Sequence[float]) -> float:
+        """When a share starts on all devices, which are free from these times on."""
+        _, stage, source, _ = self.all[number]
+        return max(*free, 0 if source < 0 else ends[self._last_half[source]] + self._latency[stage])
 
     def ready(self, number: int, ends: Sequence[float], free: float) -> float:
         """When an action of a device that is free from then on has what it needs of such a share."""
@@ -162,7 +167,7 @@ def _rendezvous_times(schedule: Schedule, durations: list[float], costs: StageCo
     ends: list[float] = [0] * table.num_actions
     free: list[float] = [0] * table.num_devices
     booked = bytearray(table.num_actions)
-    met = _Meetings(table, durations, costs)
+    met = Meetings(table, durations, costs)
     for i in schedule.run_order(Transfers.RENDEZVOUS).order:
         if booked[i]:
             continue

@@ -14,7 +14,7 @@ from jax import lax
 from ..arrays import Leaves, PyTree, Scalar, wider
 from ..jaxprs import Piece
 from ..model.functions import Loss
-from ..model.partition import gather, leaf_plans
+from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
 from ..model.spread import bare
 from ..program.records import TickRecord, arrays, map_fields
@@ -160,6 +160,7 @@ def _initial(
         stash=buffers.stash.empty(slots.stash),
         host=Packing.of(buffers).empty(slots.host),
         first=empty_pool(code.first_avals, slots.first),
+        share=empty_pool(code.share_avals, slots.share) if code.share_avals else None,
     )
 
 

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import io_callback
+from jax.sharding import AxisType, PartitionSpec
 
-from ..arrays import Scalar
+from ..arrays import Leaves, Scalar
 from ..program.records import map_fields
 from ..stage.job import Clock
 from .block import Block
-from .share import RunFirstGradient, RunFirstShare, RunShare
+from .share import RunDeferred, RunFirstGradient, RunFirstShare, RunShare
 from .stage_block import StageBlock
 from .state import State
 
@@ -23,10 +24,10 @@ from .state import State
 class Clocked(Block):
     """A block that tells the host when it begins and when it is over; slower for two calls, and else the same.
 
-    `stage` is the number that the table gives the action: of its stage, or of the device where all devices do it together.
+    `stage` is the number that the table gives the action: of its stage, or of the device where that does a share of its own.
     """
 
-    block: StageBlock[Any] | RunShare | RunFirstShare | RunFirstGradient
+    block: StageBlock[Any] | RunShare | RunFirstShare | RunFirstGradient | RunDeferred
     kind: int
     stage: Scalar
     clock: Clock
@@ -39,19 +40,41 @@ class Clocked(Block):
 
     def run(self, state: State) -> State:
         """Run it between two calls of the host."""
-        row = self.block.row
+        row: Any = self.block.row
         shard = lax.axis_index(self.data_axes) if self.data_axes else jnp.int32(0)
         what = (shard, lax.axis_index(self.axis), jnp.int32(self.kind), self.stage, row.microbatch)
-        zero = io_callback(self.clock, jax.ShapeDtypeStruct((), jnp.int32), jnp.int32(0), *what)
+        zero = _told(self.clock, jnp.int32(0), *what)
         # All that the block reads is found by its record, which depends on the first call, and the second call depends on what it wrote.
         after = replace(self.block, row=map_fields(lambda number: number + zero, row)).run(state)
-        written = [_corner(leaf) for leaf in jax.tree.leaves(after.like(self.block.writes(state)))]
-        io_callback(self.clock, jax.ShapeDtypeStruct((), jnp.int32), jnp.int32(1), *what, *[w for w in written if w is not None])
+        _told(self.clock, jnp.int32(1), *what, wrote=_touched(jax.tree.leaves(after.like(self.block.writes(state)))))
         return after
 
 
-def _corner(leaf: Any) -> Any:
-    """One number of an array; None where it has none."""
-    if not leaf.size or not jnp.issubdtype(leaf.dtype, jnp.number):
-        return None
-    return leaf[(0,) * leaf.ndim]
+def _told(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
+    """What the host answers each device, which is told besides its place among the axes that are left to the partitioner.
+
+    JAX calls the host where no axis is left to the partitioner, so that here, where nothing is computed, none is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    left = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto)
+
+    def call(*after: Scalar) -> Scalar:
+        partner = lax.axis_index(left) if left else jnp.int32(0)
+        # One array, since each that is handed over takes the host tens of microseconds.
+        zero: Scalar = io_callback(
+            clock, jax.ShapeDtypeStruct((), jnp.int32), jnp.stack([partner, *after[: len(numbers)]]), after[len(numbers) :]
+        )
+        return zero
+
+    given = (*numbers, *(() if wrote is None else (wrote,)))
+    if not left:
+        return call(*given)
+    whole = PartitionSpec()
+    answered: Scalar = jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names={*left}, check_vma=False)(*given)
+    return answered
+
+
+def _touched(leaves: Leaves) -> Scalar:
+    """A number that depends on all of them: the sum of one of each."""
+    corners = [leaf[(0,) * leaf.ndim] for leaf in leaves if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number)]
+    return sum((jnp.real(corner).astype(jnp.float32) for corner in corners), start=jnp.float32(0))

@@ -1,13 +1,12 @@
-"""What a pipeline's program wants of XLA, and what it must reckon with, by backend."""
+"""What a pipeline's program wants of XLA, by backend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from jax.sharding import Mesh
 
-from ..lowering.limits import Overheads
+from ..lowering.target import RunsOn
 
 Options: TypeAlias = dict[str, str | bool]
 
@@ -33,11 +32,6 @@ def options_for(mesh: Mesh) -> Options:
     return dict(_GPU) if on_gpus(mesh) else {}
 
 
-def overheads_for(mesh: Mesh, own: Sequence[str]) -> Overheads:
-    """What a program takes besides its stages on GPUs, of such a mesh.  `own`: the axes over which no block communicates."""
-    return Overheads(on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own))
-
-
 def on_gpus(mesh: Mesh) -> bool:
     """Whether the devices of a mesh are NVIDIA GPUs."""
-    return {device.platform for device in mesh.devices.flat} <= {"gpu", "cuda"}
+    return RunsOn.of(mesh) is RunsOn.GPUS

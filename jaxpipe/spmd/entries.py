@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import Entry, Part
-from ..model.partition import leaf_plans
+from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -127,6 +127,11 @@ def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *group
 
     lowered = jax.jit(mapped, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
     return lowered.compile(compiler_options=options_for(mesh))
+
+
+def share_of(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> int:
+    """Of how many devices each has an equal share of a value that is split so."""
+    return _entry(mesh, shape, spec).local_share
 
 
 def _entry(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> Entry:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
-from ..model.partition import LeafPlan, leaf_plans, trained
+from ..model.leaf_plan import LeafPlan, leaf_plans, trained
 from ..program.ir import Program
 from ..program.pools import UNDER_WAY
 from ..program.segments import Payload
@@ -47,6 +48,7 @@ def predicted_memory(
     names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
     pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
     pools["last"] = slots.last * sum(map(nbytes, code.last_avals))
+    pools["share"] = slots.share * sum(map(nbytes, code.share_avals))
     pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
     residuals = _entry_bytes(buffers.residual_input) + _entry_bytes(buffers.residual_weight) if slots.host else 0
     found = {
@@ -116,21 +118,20 @@ def _whole_bytes(job: Job, mesh: Mesh, leaf: Any, plan: LeafPlan) -> int:
     return int(whole + whole // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
 
 
+def hoisted_bytes(job: Job, mesh: Mesh, consts: int, jaxpr: core.Jaxpr, specs: Iterable[PartitionSpec]) -> int:
+    """Of what is computed from parameters that are split so, once a step."""
+    if not jaxpr.outvars:
+        return 0
+    group = list(zip([v.aval for v in jaxpr.invars], [*(PartitionSpec() for _ in range(consts)), *specs], strict=True))
+    memory = compiled_alone(job, mesh, lambda values: run(jaxpr, *values), group).memory_analysis()
+    return int(getattr(memory, "output_size_in_bytes", 0))
+
+
 def _hoisted(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> int:
     """Of every chunk of a device, and of first and last."""
-
-    def outputs(consts: int, jaxpr: Any, specs: Iterable[PartitionSpec]) -> int:
-        if not jaxpr.outvars:
-            return 0
-        group = list(zip([v.aval for v in jaxpr.invars], [*(PartitionSpec() for _ in range(consts)), *specs], strict=True))
-        memory = compiled_alone(job, mesh, lambda values: run(jaxpr, *values), group).memory_analysis()
-        return int(getattr(memory, "output_size_in_bytes", 0))
-
-    kinds = [
-        outputs(len(kind.consts), kind.hoist, [PartitionSpec()] * kind.num_params if entries is None else entries[number].parameters)
-        for number, kind in enumerate(code.kinds)
-    ]
+    specs = [[PartitionSpec()] * kind.num_params for kind in code.kinds] if entries is None else [each.parameters for each in entries]
+    kinds = [hoisted_bytes(job, mesh, len(kind.consts), kind.hoist, each) for kind, each in zip(code.kinds, specs, strict=True)]
     held = {(v, code.kind_of[s]) for stages in code.program.schedule.placement.stages_of for v, s in enumerate(stages)}
-    outer = outputs(len(code.first.consts), code.first.hoist, outer_specs(job, "first"))
-    outer += 0 if code.last is None else outputs(len(code.last.consts), code.last.hoist, outer_specs(job, "last"))
+    outer = hoisted_bytes(job, mesh, len(code.first.consts), code.first.hoist, outer_specs(job, "first"))
+    outer += 0 if code.last is None else hoisted_bytes(job, mesh, len(code.last.consts), code.last.hoist, outer_specs(job, "last"))
     return sum(kinds[kind] for _, kind in held) + outer

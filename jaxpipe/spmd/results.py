@@ -11,7 +11,7 @@ from jax import lax
 
 from ..arrays import Leaves, PyTree
 from ..model.functions import Loss, inverse_count
-from ..model.partition import leaf_plans, reduce_gradients, trained, with_frozen
+from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.placed import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode

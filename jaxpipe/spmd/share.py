@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
+from ..jaxprs import Target, Total, run_in_slots
 from ..program.records import Backward, Forward, Share
 from ..stage.code import StageCode, run
 from .block import Block
@@ -103,6 +104,38 @@ def _of_first(shared: SharedCode, row: Share[Scalar], state: State, *, waits: bo
     return [*shared.first.consts, *shared.operands.first, *extra, *shared.operands.first_once]
 
 
+def last_gradients(state: State) -> State:
+    """The part of the state that the gradient of `last` adds to: of its own and of the shared parameters."""
+    gradients = given(state.gradients)
+    return State(gradients=Gradients(last=gradients.last, shared=gradients.shared))
+
+
+@dataclass(frozen=True)
+class RunDeferred(Block):
+    """H: the gradient of a device's own part of the parameters of `last`, from what its L left; no other device takes part."""
+
+    shared: SharedCode
+    axis: str
+    row: Backward[Scalar]
+
+    def writes(self, state: State) -> State:
+        """The gradients of its own and of the shared parameters."""
+        return last_gradients(state)
+
+    def run(self, state: State) -> State:
+        """Run it, its results added to the accumulators in place."""
+        shared, code, row, operands = self.shared, given(self.shared.last), self.row, self.shared.operands
+        extra = shared.outer_extra(jnp.full_like(row.microbatch, len(shared.kind_of) - 1), row.microbatch)
+        seed = operands.seed / lax.axis_size(self.axis)
+        stash = read(state.share or [], row.stash)
+        arguments = [*code.consts, *operands.last, *operands.last_once, *extra, seed, *stash]
+        gradients = given(state.gradients)
+        own, common = given(gradients.last), given(gradients.shared)
+        totals: dict[int, Target] = {i: Total(leaf) for i, leaf in enumerate([*own, *common])}
+        found = run_in_slots(given(code.deferred).weights, arguments, writes=totals)
+        return state.updated(State(gradients=Gradients(last=found[: len(own)], shared=found[len(own) :])))
+
+
 @dataclass(frozen=True)
 class RunShare(Block):
     """A device's share of the loss of a microbatch, and of its gradient.
@@ -124,8 +157,10 @@ class RunShare(Block):
         part = State(losses=state.losses, aux=state.aux)
         if not self.shared.training:
             return part
-        gradients = given(state.gradients)
-        return part.updated(State(cotangent=state.cotangent, gradients=Gradients(last=gradients.last, shared=gradients.shared)))
+        part = part.updated(State(cotangent=state.cotangent))
+        if given(self.shared.last).deferred is not None:
+            return part.updated(State(share=state.share))
+        return part.updated(last_gradients(state))
 
     def run(self, state: State) -> State:
         """Run it."""
@@ -139,20 +174,29 @@ class RunShare(Block):
         if not shared.training:
             loss, *aux = run(code.evaluate, *arguments)
             return self._noted(state, source, loss, aux)
-        gradients = given(state.gradients)
         seed = operands.seed / lax.axis_size(self.axis)
-        loss, *rest = run(code.train, *arguments, seed)
+        loss, *rest = run(code.train if code.deferred is None else code.deferred.loss, *arguments, seed)
         aux, rest = rest[: len(code.aux_avals)], rest[len(code.aux_avals) :]
-        own, common = len(given(gradients.last)), len(given(gradients.shared))
-        dlast, dshared, dy = rest[:own], rest[own : own + common], rest[own + common :]
+        if code.deferred is None:
+            state, dy = self._accumulated(rest, state)
+        else:
+            dy, stash = rest[: len(self.code.dy_avals)], rest[len(self.code.dy_avals) :]
+            state = state.updated(State(share=write(given(state.share), row.stash, stash)) if stash else State())
         pool, buffer, avals = given(state.cotangent), shared.buffers.cotangent, self.code.dy_avals
         held = buffer.read(pool, row.out, avals)
         # One reduction of all leaves; only the device of the last stage has room for the result, the others keep what is in the slot.
         whole = lax.psum(dy, self.axis)
         kept = [jnp.where(source, new, old) for new, old in zip(whole, held, strict=True)]
         state = self._noted(state, source, loss, aux)
+        return state.updated(State(cotangent=buffer.write(pool, row.out, avals, kept)))
+
+    def _accumulated(self, found: Leaves, state: State) -> tuple[State, Leaves]:
+        """The gradients of the parameters added, and what comes after them."""
+        gradients = given(state.gradients)
+        own, common = len(given(gradients.last)), len(given(gradients.shared))
+        dlast, dshared, dy = found[:own], found[own : own + common], found[own + common :]
         new = Gradients(last=add(given(gradients.last), dlast), shared=add(given(gradients.shared), dshared))
-        return state.updated(State(cotangent=buffer.write(pool, row.out, avals, kept), gradients=new))
+        return state.updated(State(gradients=new)), dy
 
     def _everywhere(self, leaf: Any, source: Flag) -> Any:
         """The leaf of the device that has it, on all devices."""

@@ -35,6 +35,7 @@ class State:
     stash: Leaves | None = None
     first: Leaves | None = None
     last: Leaves | None = None
+    share: Leaves | None = None
     host: Leaves | None = None  # in the host's memory, packed
     sent_x: Leaves | None = None  # the last output of a stage, for the exchange at the end of the tick
     sent_dx: Leaves | None = None

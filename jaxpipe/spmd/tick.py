@@ -27,7 +27,7 @@ from .exchange import EXCHANGE, arrive, permuted, run_chosen, scope_of, settled
 from .forward import RunForward, RunRecompute
 from .host import Luggage, Moving, Packing
 from .pair import RunPair
-from .share import RunFirstGradient, RunFirstShare, RunShare
+from .share import RunDeferred, RunFirstGradient, RunFirstShare, RunShare
 from .shared_code import SharedCode
 from .state import State, given
 
@@ -196,7 +196,9 @@ class TickEmitter:
             if self._has_recompute and use.block.kind is Kind.F:
                 predicate = jnp.logical_and(predicate, (half.keeps != 0) == use.block.keeps)
             run = RunForward if use.block.kind is Kind.F else RunRecompute
-            code: RunForward | RunRecompute | RunBackward = run(self.shared, use, kind, half)
+            code: RunForward | RunRecompute | RunBackward | RunDeferred = run(self.shared, use, kind, half)
+        elif use.block.of_device:
+            code = RunDeferred(self.shared, self.axis, half)
         else:
             code = RunBackward(self.shared, use, kind, half)
         if alone and use.block.kind in (Kind.F, Kind.B):
@@ -238,7 +240,7 @@ class TickEmitter:
 
     def _scope(self, use: BlockUse, kind: int) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this code, else "F chunk 0"."""
-        if use.block.is_share:
+        if use.block.of_device:
             return use.block.kind.name
         half = half_of(self.program, use.block)
         here = (half.chunk == use.block.chunk) & (half.kind == int(use.block.kind))
@@ -271,7 +273,7 @@ class TickEmitter:
         for j, template in enumerate(segment.templates):
             ticks = segment.sharing(j)
             found.append(
-                [(0,) if use.block.is_share else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist()) for use in template.blocks]
+                [(0,) if use.block.of_device else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist()) for use in template.blocks]
             )
         return found
 

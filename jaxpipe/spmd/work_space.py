@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
-from ..model.partition import leaf_plans
+from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -25,7 +25,7 @@ _WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """A piece of code, how its inputs are split, and which inputs and outputs lie in slots or accumulators."""
 
     name: str
@@ -48,9 +48,9 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
     table = code.program.schedule
     kinds = {kind.name for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if table.encoded.of_kinds((kind,)).any()}
     kinds |= {"R"} if table.encoded.of_kinds(RECOMPUTE).any() else set()
-    runs: list[tuple[_Block, ...]] = [(block,) for block in _outer_blocks(job, code, split=entries is not None)]
+    runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(job, code, split=entries is not None)]
     for number, kind in enumerate(code.kinds):
-        blocks = _stage_blocks(kind, _entries(kind) if entries is None else entries[number])
+        blocks = stage_blocks(kind, whole_entries(kind) if entries is None else entries[number])
         runs += [(block,) for name, block in blocks.items() if name in kinds]
         runs += [(blocks["B"], blocks["F"])] if len(table.encoded.pairs) and "B" in kinds else []
     found: dict[str, int] = {}
@@ -60,12 +60,12 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
     return found
 
 
-def stage_work_space(job: Job, mesh: Mesh, code: StageCode) -> dict[str, int]:
-    """The same for the blocks "F", "B", "I" and "W" of one kind of stage, with no axis left to the partitioner."""
-    return {name: _temp(job, mesh, (block,)) for name, block in _stage_blocks(code, _entries(code)).items() if name != "R"}
+def stage_work_space(job: Job, mesh: Mesh, code: StageCode, entries: StageEntries) -> dict[str, int]:
+    """The same for the blocks "F", "B", "I" and "W" of one kind of stage."""
+    return {name: _temp(job, mesh, (block,)) for name, block in stage_blocks(code, entries).items() if name != "R"}
 
 
-def _temp(job: Job, mesh: Mesh, blocks: Sequence[_Block]) -> int:
+def _temp(job: Job, mesh: Mesh, blocks: Sequence[Block]) -> int:
     """Bytes besides inputs and outputs, of blocks that run as one, and read and write slots of pools as they do in the step."""
     parts = [_part(job, block) for block in blocks]
     count = len(parts)
@@ -91,7 +91,7 @@ class _Part:
     code: Callable[[Leaves, Leaves, Leaves], InSlots]
 
 
-def _part(job: Job, block: _Block) -> _Part:
+def _part(job: Job, block: Block) -> _Part:
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
     lazily = dict(block.reads)
@@ -113,7 +113,7 @@ def _part(job: Job, block: _Block) -> _Part:
     return _Part((inputs, pools, totals), code)
 
 
-def _entries(code: StageCode) -> StageEntries:
+def whole_entries(code: StageCode) -> StageEntries:
     """No axis is left to the partitioner."""
 
     def plain(avals: Sequence[Any]) -> tuple[Entry, ...]:
@@ -123,7 +123,7 @@ def _entries(code: StageCode) -> StageEntries:
     return StageEntries((_WHOLE,) * code.num_params, *map(plain, stored))
 
 
-def _stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, _Block]:
+def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     """The blocks of a kind of stage, by name."""
     before = [*(_WHOLE for _ in code.consts), *entries.parameters, *(entry.spec for entry in entries.x)]
     free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
@@ -140,16 +140,16 @@ def _stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, _Block]:
     trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
     every = (*late, *(entry.spec for entry in entries.stash))
     blocks = (
-        _Block("F", code.forward, start, writes=written(code.num_outputs, kept)),
-        _Block("R", code.recompute, start, writes=written(0, kept)),
-        _Block("B", code.backward, late, read, parameters=trained),
-        _Block("I", code.input_grad, late, read, written(sum(code.x_wanted), entries.stash)),
-        _Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
+        Block("F", code.forward, start, writes=written(code.num_outputs, kept)),
+        Block("R", code.recompute, start, writes=written(0, kept)),
+        Block("B", code.backward, late, read, parameters=trained),
+        Block("I", code.input_grad, late, read, written(sum(code.x_wanted), entries.stash)),
+        Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
     )
     return {block.name: block for block in blocks}
 
 
-def _outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[_Block]:
+def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
     """`first`, its gradient, and `last` with its gradient."""
 
     def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
@@ -161,12 +161,12 @@ def _outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[_Block]:
         return tuple(spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen)
 
     first, last = code.first, code.last
-    found = [_Block("first", first.forward, specs("first", len(first.consts), first.forward))]
+    found = [Block("first", first.forward, specs("first", len(first.consts), first.forward))]
     if first.num_trained:
         start = specs("first", len(first.consts), first.backward)
-        found.append(_Block("first gradient", first.backward, start, parameters=trained("first")))
+        found.append(Block("first gradient", first.backward, start, parameters=trained("first")))
     if last is not None:
         # The loss and what comes with it are before the gradients.
         start, before = specs("last", len(last.consts), last.train), 1 + len(last.aux_avals)
-        found.append(_Block("last", last.train, start, parameters=trained("last"), totals_at=before))
+        found.append(Block("last", last.train, start, parameters=trained("last"), totals_at=before))
     return found

@@ -106,6 +106,18 @@ class ParamUse(NamedTuple):
 
 
 @dataclass(frozen=True)
+class DeferredCode:
+    """`train` of a `last` in two: `loss(params, once, y, extra, seed) -> loss, aux, dy, stash` (L), and what H does with the stash.
+
+    `weights(params, once, extra, seed, stash) -> dparams`.
+    """
+
+    loss: core.Jaxpr
+    weights: core.Jaxpr
+    stash: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class LastCode:
     """The loss of one microbatch with its gradients: `train(params, once, y, extra, seed) -> loss, aux, dparams, dy`.
 
@@ -120,6 +132,7 @@ class LastCode:
     aux_tree: Any
     aux_avals: tuple[Any, ...]
     loss_dtype: Any
+    deferred: DeferredCode | None = None  # where the table has H
 
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:

@@ -15,7 +15,8 @@ from ..model.spread import Cuts
 # Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`, or None where nothing is split).
 Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
-# Is called on the host with (0 at the begin and 1 at the end, data shard, device, kind, stage, microbatch) of a block; returns int32 0.
+# Is called on the host with (place along the axes that are left to the partitioner, 0 at the begin and 1 at the end, data shard, device,
+# kind, stage, microbatch) of a block, in one array, and what the call must wait for; returns int32 0.
 Clock: TypeAlias = Callable[..., Any]
 
 

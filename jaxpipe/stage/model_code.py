@@ -17,7 +17,7 @@ from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..lowering.offload import Offload
 from ..model.functions import Context, Functions
-from ..model.partition import LeafPlan, is_plan, leaf_plans
+from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from ..program.ir import Program
 from ..program.liveness import Liveness, longest
 from ..program.verify import verify
@@ -49,6 +49,11 @@ class ModelCode:
     def last_avals(self) -> tuple[Any, ...]:
         """What waits for a spread `last`: the last stage's output."""
         return self.kinds[self.kind_of[-1]].y_avals if self.program.schedule.encoded.spreads_last else ()
+
+    @property
+    def share_avals(self) -> tuple[Any, ...]:
+        """What waits for H: what L leaves for it."""
+        return () if self.last is None or self.last.deferred is None else self.last.deferred.stash
 
     @property
     def liveness(self) -> Liveness:
@@ -115,7 +120,8 @@ def trace_model(
     last_code = None
     if functions.last is not None:
         last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
-        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
+        defers = job.axis if job.training and job.plan.ticks.schedule.encoded.defers_last else None
+        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses, defers=defers)
         if not functions.last.spread:
             _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     offloads = job.training and any(code.offloads for code in codes)

@@ -113,6 +113,7 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     # Input gradient | weight gradient, by what dx needs.
     start = total + once
     apart = cut_weights(backward, params=inputs.trained, residuals=slice(start, start + len(kept)))
+    assert apart is not None, "any cut fits"
     return _classify(inputs, once, hoist, forward, backward, apart, returns, len(kept), len(dy), joint.consts)
 
 

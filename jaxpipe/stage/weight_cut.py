@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -16,8 +16,8 @@ _HEAVY = frozenset(
 )
 
 
-def cut_weights(backward: core.Jaxpr, *, params: int, residuals: slice) -> Cut:
-    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W.
+def cut_weights(backward: core.Jaxpr, *, params: int, residuals: slice, fits: Callable[[Cut], bool] | None = None) -> Cut | None:
+    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None where no cut `fits`.
 
     Every matmul that the input's gradient needs is in I and every other one in W.  Light equations may stand on either side: of the
     gradient of a norm's scale, a sum over what I has anyway, I leaves the result where that is smaller than what the sum reads.
@@ -29,7 +29,7 @@ def cut_weights(backward: core.Jaxpr, *, params: int, residuals: slice) -> Cut:
         cut(backward, plain, outputs=mask, recompute=None),
         cut(backward, needed_for(backward, _with_light(backward, mask, params)), outputs=mask, recompute=None, early=is_light),
     ]
-    return min(found, key=lambda each: _held(each, backward, residuals))
+    return min(filter(fits, found), key=lambda each: _held(each, backward, residuals), default=None)
 
 
 def _held(made: Cut, backward: core.Jaxpr, residuals: slice) -> int:

@@ -23,6 +23,7 @@ from .kinds import (
     KINDS,
     MESSAGES,
     RECEIVES,
+    SHARES,
     SPREAD_FIRST,
     SPREAD_LAST,
     TOGETHER,
@@ -31,6 +32,7 @@ from .kinds import (
     Value,
     kinds_where,
     makers,
+    readers,
 )
 from .limits import is_whole
 
@@ -158,6 +160,11 @@ class Encoded:
         return self.of_kinds(TOGETHER)
 
     @cached_property
+    def shares(self) -> BoolArray:
+        """Per action, whether its first number is its device's, and not a stage's."""
+        return self.of_kinds(SHARES)
+
+    @cached_property
     def spreads_first(self) -> bool:
         """True where `first` is spread over the devices."""
         return bool(self.of_kinds(SPREAD_FIRST).any())
@@ -166,6 +173,11 @@ class Encoded:
     def spreads_last(self) -> bool:
         """True where `last` is spread over the devices."""
         return bool(self.of_kinds(SPREAD_LAST).any())
+
+    @cached_property
+    def defers_last(self) -> bool:
+        """True where L leaves the gradient of the parameters of `last` to H."""
+        return bool(self.of_kinds(readers(Value.SHARE_STASH)).any())
 
     @cached_property
     def meetings(self) -> dict[int, Meeting]:

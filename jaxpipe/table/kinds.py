@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
     L = 9  # one device's share of `last` spread over all devices; the number before it is the device's, not a stage's
     E = 10  # the same of a spread `first`
     G = 11  # the same of the gradient of a spread `first`
+    H = 12  # one device's share of the gradient of the parameters of a spread `last`, where its L leaves it for later
 
     @property
     def is_compute(self) -> bool:
@@ -53,6 +54,7 @@ class Value(enum.Enum):
     INPUT = "input"  # the stage's own, kept by F for R
     ACTIVATIONS = "activations"  # what a backward reads of its forward
     STASH = "stash"  # what W reads of its I
+    SHARE_STASH = "stash of a share"  # what H reads of its L; of a device, where the others are of a stage
 
 
 class End(NamedTuple):
@@ -114,6 +116,11 @@ class KindSpec:
     def together(self) -> bool:
         """Whether all devices do it at the same time."""
         return self.end is not None
+
+    @property
+    def of_device(self) -> bool:
+        """Whether the number before it is the device's, which does its share, and not a stage's."""
+        return self.together or Value.SHARE_STASH in self.reads
 
     @property
     def came_from(self) -> int:
@@ -189,6 +196,7 @@ KINDS = (
         kind=Kind.L,
         words="last, spread",
         direction=Pass.FORWARD,
+        makes=(Value.SHARE_STASH,),
         end=End(-1, Value.OUTPUT, Value.INPUT_GRAD),
         cost="last",
         light=("#b8326e", "#f0b4cd"),
@@ -211,6 +219,15 @@ KINDS = (
         cost="first_grad",
         light=("#7a6a58", "#d9cfc3"),
         dark=("#86755f", "#d0c5b7"),
+    ),
+    KindSpec(
+        kind=Kind.H,
+        words="weight gradient of last, spread",
+        direction=Pass.BACKWARD,
+        reads=(Value.SHARE_STASH,),
+        cost="last_weight_grad",
+        light=("#6b1f47", "#d690b3"),
+        dark=("#8f3a66", "#d58fb2"),
     ),
 )
 
@@ -262,7 +279,9 @@ RUNS_FORWARD = makers(Value.ACTIVATIONS)
 KEPT = tuple(value for value in Value if readers(value))
 # What all devices do at the same time.
 TOGETHER = kinds_where(lambda spec: spec.together)
-# Those of them that are a spread `first` and its gradient, and those that are a spread `last`.
+# What has the number of its device before it; all but H are done together.
+SHARES = kinds_where(lambda spec: spec.of_device)
+# Those that are a spread `first` and its gradient, and those that are a spread `last`.
 SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)
 SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage != 0)
 # What may be the forward half of an overlapped pair, and its backward half.

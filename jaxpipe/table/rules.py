@@ -124,7 +124,20 @@ def _shares(table: Encoded) -> list[Violation]:
             found.append(
                 _at(table, "completeness", anchors[0], message, anchors[1:]) if anchors else Violation("completeness", message, device)
             )
-    return found + _lone_shares(table)
+    return found + _lone_shares(table) + _late_parts(table)
+
+
+def _late_parts(table: Encoded) -> list[Violation]:
+    """Every L has its H, and every H its L, or no L has any."""
+    found = []
+    later, sooner = readers(Value.SHARE_STASH), makers(Value.SHARE_STASH)
+    there, wanted = ((table.at[list(kinds)] >= 0).any(axis=0) for kinds in (later, sooner))
+    for number, m in np.argwhere(there ^ wanted).tolist() if table.defers_last else ():
+        has, lacks = (sooner, later) if table.at[sooner[0], number, m] >= 0 else (later, sooner)
+        other = int(table.at[has[0], number, m])
+        message = f"{number}{lacks[0].name}{m} is missing: {KINDS[lacks[0]].words}, of the share {table.text(other)}"
+        found.append(_at(table, "completeness", other, message))
+    return found
 
 
 def _lone_shares(table: Encoded) -> list[Violation]:
@@ -147,7 +160,7 @@ def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str
 
 
 def _placement(table: Encoded, placement: Placement) -> list[Violation]:
-    """Every action is on a device that holds its stage (L: on the one that it names), and B, I, W and R where their microbatch's F is."""
+    """Every action is on a device that holds its stage (L, H: on the one that they name), B, I, W and R where their microbatch's F is."""
     found = []
     if placement.num_devices != table.num_devices:
         message = f"the placement is for {placement.num_devices} devices, but the table has {table.num_devices} rows"
@@ -160,18 +173,18 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
     allowed = np.zeros((table.num_stages, table.num_devices), bool)
     for stage, devices in enumerate(placement.devices_of):
         allowed[stage, [d for d in devices if 0 <= d < table.num_devices]] = True
-    shares = np.flatnonzero(table.in_range & table.together)
+    shares = np.flatnonzero(table.in_range & table.shares)
     for i in shares[table.stage[shares] != table.device[shares]].tolist():
         message = f"{table.text(i)} is on device {table.device[i]}, but it is the share of device {table.stage[i]}"
         found.append(_at(table, "placement", i, message))
     # A transfer belongs to what it serves: the rule of transfers.
-    known = np.flatnonzero(table.in_range & table.is_compute & ~table.together)
+    known = np.flatnonzero(table.in_range & table.is_compute & ~table.shares)
     misplaced = known[~allowed[table.stage[known], table.device[known]]]
     for i in misplaced.tolist():
         stage = int(table.stage[i])
         where = " or ".join(map(str, placement.devices_of[stage]))
         found.append(_at(table, "placement", i, f"{table.text(i)} is on device {table.device[i]}, but stage {stage} is on device {where}"))
-    known = np.flatnonzero(table.in_range & table.of_kinds(kinds_where(lambda spec: spec.reads)))
+    known = np.flatnonzero(table.in_range & table.of_kinds(kinds_where(lambda spec: spec.reads)) & ~table.shares)
     forward = table.at[Kind.F, table.stage[known], table.microbatch[known]]
     parted = (forward >= 0) & (table.device[forward] != table.device[known])
     for i, f in zip(known[parted].tolist(), forward[parted].tolist(), strict=True):
@@ -182,7 +195,10 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
 
 
 def _order(table: Encoded) -> list[Violation]:
-    """Per device: F before its R, B or I, R before B or I, I before W, stages in turn; E before F, L between F and B, G after B."""
+    """Per device: F before its R, B or I, R before B or I, I before W, stages in turn; E before F, L between F and B, G after B, H after L.
+
+    What a device needs of others is the rule of deadlock.
+    """
     found = []
     for value in KEPT:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))

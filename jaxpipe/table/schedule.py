@@ -11,7 +11,7 @@ from .action import Action, Cell, Row, parts
 from .certificate import Certificate
 from .encoded import Encoded, encode, require_cells
 from .grid import grid
-from .kinds import TOGETHER
+from .kinds import SHARES
 from .placement import Placement
 from .rules import broken_rules, deadlocks, run_order
 from .run_order import RunOrder, Transfers
@@ -169,7 +169,7 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
             if cell is None:
                 continue
             for half in parts(cell):
-                if half.kind in TOGETHER:  # its number is the device's
+                if half.kind in SHARES:  # its number is the device's
                     continue
                 devices = found.setdefault(half.stage, [])
                 if device not in devices:

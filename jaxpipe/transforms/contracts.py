@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..table.action import Action, parts
 from ..table.contract import Contract
-from ..table.kinds import COMPUTE, KINDS, RECOMPUTE, TOGETHER, TRANSFERS, Kind, Pass
+from ..table.kinds import COMPUTE, KINDS, RECOMPUTE, SHARES, TOGETHER, TRANSFERS, Kind, Pass
 from ..table.schedule import Schedule
 from .add_recompute import add_recompute, remove_recompute
 from .add_transfers import add_transfers, remove_transfers
+from .defer_last import defer_last
 from .forward_only import forward_only
 from .merge_backward import merge_backward
 from .split_backward import split_backward
@@ -61,7 +62,7 @@ def _rows(schedule: Schedule) -> Iterator[list[Action]]:
 def _work(row: list[Action]) -> list[Action]:
     """What is computed, a B as its I and its W."""
     halves = [half for a in row for half in ([a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a])]
-    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in TOGETHER)
+    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in SHARES)
 
 
 def _names(kinds: Collection[Kind]) -> str:
@@ -84,6 +85,7 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("add_recompute", add_recompute, _keeps(_without(*RECOMPUTE, *TRANSFERS))),
     Contract("spread_last", spread_last, _spreads(_keeps(_without(*_BACKWARD, Kind.L), whole=True), Kind.L)),
     Contract("spread_first", spread_first, _spreads(_keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G)),
-    Contract("remove_spread", remove_spread, _keeps(_without(*TOGETHER), holds=_without(*TOGETHER))),
+    Contract("remove_spread", remove_spread, _keeps(_without(*SHARES), holds=_without(*SHARES))),
+    Contract("defer_last", defer_last, _keeps(_without(Kind.H), whole=True)),
     Contract("remove_recompute", remove_recompute, _keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE))),
 )

@@ -22,7 +22,7 @@ from ..simulation.simulate import action_durations, simulate
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
 from ..table.encoded import Encoded
-from ..table.kinds import KINDS, TOGETHER, End, Value, makers
+from ..table.kinds import KINDS, TOGETHER, End, Value, makers, readers
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
 from .split_backward import split_backward
@@ -58,8 +58,9 @@ def place_together(schedule: Schedule, kinds: frozenset[Kind], *, costs: Costs |
 
 
 def without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
-    """The table without these kinds and without idle cells."""
-    rows = [[c for c in row if c is not None and (not isinstance(c, Action) or c.kind not in kinds)] for row in schedule.rows]
+    """The table without these kinds, what only these feed (H, without L), and idle cells."""
+    gone = {*kinds, *(late for kind in kinds if KINDS[kind].together for value in KINDS[kind].makes for late in readers(value))}
+    rows = [[c for c in row if c is not None and (not isinstance(c, Action) or c.kind not in gone)] for row in schedule.rows]
     return schedule.with_rows(rows)
 
 

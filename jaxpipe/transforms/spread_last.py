@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..simulation.costs import Costs
 from ..table.action import Action, Kind
-from ..table.kinds import TOGETHER
+from ..table.kinds import SHARES
 from ..table.schedule import Schedule
 from .place_together import place_together
 
@@ -35,10 +35,10 @@ def spread_last(schedule: Schedule, *, costs: Costs | None = None, split: bool |
 
 
 def remove_spread(schedule: Schedule) -> Schedule:
-    """The table without L, E and G, everything else as it is: `last` and `first` run with the F of their stages.
+    """The table without L, E, G and H, everything else as it is: `last` and `first` run with the F of their stages.
 
     >>> import jaxpipe as jp
     >>> print(remove_spread(jp.Schedule.from_csv("0F0,0L0,0B0")).to_csv(), end="")
     0F0,0B0
     """
-    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind not in TOGETHER] for row in schedule.rows])
+    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind not in SHARES] for row in schedule.rows])

@@ -6,23 +6,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
+from jaxpipe.profiling import Event, timeline_of
+from jaxpipe.table.kinds import Kind
 
 P, M, WIDTH = 2, 4, 64
 
 
-def build(name, **options):
+def build(name, *, tensor=1, **options):
+    """With `tensor` devices that share each stage's matmuls: columns of the first, rows of the second."""
     schedule = jp.schedules.build(name, devices=P, microbatches=M)
-    mesh = jax.make_mesh((P,), ("pipe",), devices=jax.devices()[:P])
+    mesh = jax.make_mesh((P, tensor), ("pipe", "tensor"), devices=jax.devices()[: P * tensor])
+    specs = {"stages": PartitionSpec(None, "tensor")}
     return jp.Pipeline(
-        lambda w, x: x + jnp.tanh(x @ w) @ w.T, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x**2), **options
+        lambda w, x: x + jnp.tanh(x @ w) @ w.T, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x**2), specs=specs, **options
     )
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_every_action_has_its_time(name):
-    pipe = build(name)
+@pytest.mark.parametrize(("name", "tensor"), [("1f1b", 1), ("zb_h1", 1), ("zb_h1", 2)])
+def test_every_action_has_its_time(name, tensor):
+    pipe = build(name, tensor=tensor)
     params = pipe.place({"stages": jnp.ones((P, WIDTH, WIDTH)) * 0.01, "last": {}})
     ran = pipe.profile(params, {"x": np.ones((16, WIDTH))}, repeats=1)
     table = ran.schedule.encoded
@@ -76,13 +81,20 @@ def test_what_all_devices_do_together_has_its_times_too():
     assert sum(loss.time for loss in ran.over(planned).losses) == pytest.approx(ran.makespan - planned.makespan)
 
 
-def test_axes_left_to_the_partitioner_are_named():
-    mesh = jax.make_mesh((P, 2), ("pipe", "tensor"), devices=jax.devices()[: 2 * P])
-    schedule = jp.schedules.build("1f1b", devices=P, microbatches=M)
-    pipe = jp.Pipeline(lambda w, x: x @ w, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x), replicated_axes=("tensor",))
-    params = pipe.place({"stages": jnp.ones((P, 4, 4)), "last": {}})
-    with pytest.raises(jp.PipelineError, match="axes \\['tensor'\\] are left to the partitioner"):
-        pipe.profile(params, {"x": np.ones((M, 4))}, repeats=1)
+def test_what_devices_share_begins_when_the_last_of_them_comes_to_it():
+    schedule = jp.schedules.build("no_pipelining", devices=1, microbatches=1)
+    # Two devices: the first is at the forward after 1 s and waits there for the second, which is at it after 3 s and through it at 4 s.
+    begins, ends = {Kind.F: (1.0, 3.0), Kind.B: (5.0, 4.5)}, {Kind.F: (3.5, 4.0), Kind.B: (7.0, 6.0)}
+    events = [
+        Event(now, partner, phase, 0, int(kind), 0, 0)
+        for phase, times in enumerate((begins, ends))
+        for kind, both in times.items()
+        for partner, now in enumerate(both)
+    ]
+    ran = timeline_of(schedule, events, "two devices")
+    assert (ran.starts, ran.ends) == ((0.0, 2.0), (1.0, 4.0))
+    with pytest.raises(jp.PipelineError, match="no times of 0F0"):
+        timeline_of(schedule, events[1:], "two devices")
 
 
 def test_a_profile_needs_a_run():

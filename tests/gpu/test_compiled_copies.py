@@ -155,3 +155,84 @@ def test_roots_of_fusions_are_told_apart() -> None:
     assert [m.nbytes for m in found] == [4 * 2**20, 4 * 2**20, 2**20, 8 * 2**20]
     assert (found[0].source, found[0].origin) == ("model.py:12 stage", "jit(f)/x")
     assert len(large_moves(parse(FUSIONS), least=2**20 - 1024)) == len(found) + 1
+
+
+# A loop that carries a pool of 8 rows and an accumulator, around a loop that stacks; scores of a block are as large as the pool.
+CARRIED = """HloModule carried, is_scheduled=true
+
+%row (p: bf16[8,512,512], q: bf16[512,4096], i: s32[]) -> bf16[4096,512] {
+  %p = bf16[8,512,512]{2,1,0} parameter(0)
+  %q = bf16[512,4096]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero.0 = s32[] constant(0)
+  %slot = bf16[1,512,512]{2,1,0} dynamic-slice(%p, %i, %zero.0, %zero.0), dynamic_slice_sizes={1,512,512}
+  %scores = bf16[512,4096]{1,0} exponential(%q)
+  ROOT %turned = bf16[4096,512]{0,1} transpose(%scores), dimensions={1,0}
+}
+
+%all_rows (p.1: bf16[8,512,512]) -> bf16[8,512,512] {
+  %p.1 = bf16[8,512,512]{2,1,0} parameter(0)
+  %same = bf16[8,512,512]{2,1,0} bitcast(%p.1)
+  ROOT %turned.1 = bf16[8,512,512]{2,0,1} transpose(%same), dimensions={0,2,1}
+}
+
+%written (p.2: f32[8,512,512], r: f32[1,512,512], i.2: s32[]) -> f32[8,512,512] {
+  %p.2 = f32[8,512,512]{2,1,0} parameter(0)
+  %r = f32[1,512,512]{2,1,0} parameter(1)
+  %i.2 = s32[] parameter(2)
+  ROOT %dus = f32[8,512,512]{2,1,0} dynamic-update-slice(%p.2, %r, %i.2, %i.2, %i.2)
+}
+
+%layer (s: (s32[], f32[8,512,512])) -> (s32[], f32[8,512,512]) {
+  %s = (s32[], f32[8,512,512]{2,1,0}) parameter(0)
+  %i.3 = s32[] get-tuple-element(%s), index=0
+  %stack = f32[8,512,512]{2,1,0} get-tuple-element(%s), index=1
+  %r.3 = f32[1,512,512]{2,1,0} constant({...})
+  %stack.1 = f32[8,512,512]{2,1,0} fusion(%stack, %r.3, %i.3), kind=kLoop, calls=%written
+  ROOT %s.1 = (s32[], f32[8,512,512]{2,1,0}) tuple(%i.3, %stack.1)
+}
+
+%more (s.2: (s32[], f32[8,512,512])) -> pred[] {
+  %s.2 = (s32[], f32[8,512,512]{2,1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+%trip (t: (s32[], bf16[8,512,512], f32[8,512,512])) -> (s32[], bf16[8,512,512], f32[8,512,512]) {
+  %t = (s32[], bf16[8,512,512]{2,1,0}, f32[8,512,512]{2,1,0}) parameter(0)
+  %i.4 = s32[] get-tuple-element(%t), index=0
+  %pool = bf16[8,512,512]{2,1,0} get-tuple-element(%t), index=1
+  %total = f32[8,512,512]{2,1,0} get-tuple-element(%t), index=2
+  %x = bf16[512,512]{1,0} constant({...})
+  %keys = bf16[512,4096]{1,0} constant({...})
+  %products = bf16[512,4096]{1,0} dot(%x, %keys), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %own = bf16[4096,512]{0,1} fusion(%pool, %products, %i.4), kind=kLoop, calls=%row
+  %whole = bf16[8,512,512]{2,0,1} fusion(%pool), kind=kLoop, calls=%all_rows
+  %zero.4 = f32[] constant(0)
+  %zeros = f32[8,512,512]{2,1,0} broadcast(%zero.4), dimensions={}
+  %begin = (s32[], f32[8,512,512]{2,1,0}) tuple(%i.4, %zeros)
+  %stacked = (s32[], f32[8,512,512]{2,1,0}) while(%begin), condition=%more, body=%layer, backend_config={"known_trip_count":{"n":"8"}}
+  %gradient = f32[8,512,512]{2,1,0} get-tuple-element(%stacked), index=1
+  %sum = f32[8,512,512]{2,1,0} add(%total, %gradient)
+  ROOT %t.1 = (s32[], bf16[8,512,512]{2,1,0}, f32[8,512,512]{2,1,0}) tuple(%i.4, %pool, %sum)
+}
+
+%again (t.2: (s32[], bf16[8,512,512], f32[8,512,512])) -> pred[] {
+  %t.2 = (s32[], bf16[8,512,512]{2,1,0}, f32[8,512,512]{2,1,0}) parameter(0)
+  ROOT %yes.1 = pred[] constant(true)
+}
+
+ENTRY %main (start: (s32[], bf16[8,512,512], f32[8,512,512])) -> (s32[], bf16[8,512,512], f32[8,512,512]) {
+  %start = (s32[], bf16[8,512,512]{2,1,0}, f32[8,512,512]{2,1,0}) parameter(0)
+  ROOT %end = (s32[], bf16[8,512,512]{2,1,0}, f32[8,512,512]{2,1,0}) while(%start), condition=%again, body=%trip, backend_config=TRIPS
+}
+""".replace("TRIPS", '{"known_trip_count":{"n":"4"}}')
+
+
+def test_what_is_carried_is_told_by_where_it_comes_from_and_goes_to() -> None:
+    """Not by its size: a block's scores have as many elements as the pool, of which the same fusion reads a row."""
+    found = {m.instruction.name: (m.move, m.is_carried) for m in large_moves(parse(CARRIED))}
+    assert found == {
+        "own": (Move.TRANSPOSE, False),
+        "whole": (Move.TRANSPOSE, True),
+        "zeros": (Move.FILL, True),
+    }

@@ -24,7 +24,7 @@ ACTIVATION = 2 * SHAPE.rows * SHAPE.time * SHAPE.width  # bytes of what stages h
 
 
 def found(case: Case) -> list[LargeMove]:
-    """Whole arrays that the loop carries or reads, larger than what stages hand on, that it makes anew."""
+    """Whole arrays that the loop carries or reads (`LargeMove.is_carried`), larger than what stages hand on, that it makes anew."""
     moves = compile_and_read(case.lower()).large_moves
     anew = (each for each in moves if each.place.in_loop and each.move is not Move.SLICE)
     return [each for each in anew if each.is_carried and each.nbytes > ACTIVATION]

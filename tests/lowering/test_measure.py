@@ -5,8 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
+from jaxpipe.lowering.target import Target
+from jaxpipe.measuring.blocks import blocks_of, compile_block, traced
+from jaxpipe.planner.running import step_seconds
 
 WIDTH, ROWS, M = 64, 16, 4
 
@@ -101,6 +105,56 @@ def test_layers_are_measured_apart_and_planned():
     assert traced.best.traced == report["predicted"]
     gradients = 2 * (costs["t"].gradients * 3 + costs["E"].gradients + costs["L"].gradients)
     assert max(traced.best.memory) == report["predicted"]["total"] + gradients, "Adam's two moments"
+
+
+def test_devices_that_share_a_layer_have_a_part_of_it():
+    """Megatron's two matmuls (Shoeybi et al. 2019, section 3): each of two devices has half of the hidden values, and x whole."""
+    mesh = jax.make_mesh((1, 2), ("pipe", "tensor"), devices=jax.devices()[:2])
+    columns, rows = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
+    specs = {"stages": {"t": {"up": columns, "down": rows}}, "last": columns}
+    microbatch, peak = {"x": shapes(ROWS, WIDTH)}, jp.Peak(flops=1e12, bandwidth=1e30)
+    alone = jp.measure_layers(LAYERS, PARAMS, microbatch, peak=peak)
+    shared = jp.measure_layers(LAYERS, PARAMS, microbatch, peak=peak, mesh=mesh, specs=specs)
+    for letter, names in (
+        ("t", ("parameters", "gradients", "residuals", "stash", "forward")),
+        ("L", ("parameters", "gradients", "forward")),
+    ):
+        for name in names:
+            assert getattr(shared[letter], name) == getattr(alone[letter], name) / 2, (letter, name)
+    for letter, names in (("t", ("boundary",)), ("E", ("parameters", "boundary")), ("L", ("batch",))):
+        for name in names:
+            assert getattr(shared[letter], name) == getattr(alone[letter], name), (letter, name)
+
+    def forward_flops(mesh, **options):
+        """Of one device, by XLA's count of the block that is timed."""
+        schedule = jp.schedules.build("no_pipelining", devices=1, microbatches=M)
+        pipe = jp.Pipeline(layers=LAYERS, layout="Et*6,L", schedule=schedule, mesh=mesh, **options)
+        step = traced(pipe, pipe.place(PARAMS), BATCH, None, ())
+        return compile_block(step, blocks_of(step)["F 0"]).cost_analysis()["flops"]
+
+    matmuls = 2 * 2 * ROWS * WIDTH * 4 * WIDTH  # a layer's; XLA counts the body of a scan once
+    whole = forward_flops(jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]))
+    part = forward_flops(mesh, specs=specs)
+    assert whole >= matmuls
+    # What is not a matmul (tanh and sums of one layer, and its counter), and the sum of what both devices have of the output.
+    assert part <= matmuls / 2 + (whole - matmuls) + ROWS * WIDTH
+
+
+def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
+    """Its program, the simulated makespan of that, and the bytes of its pools, on two pipe x two tensor devices."""
+    names, columns, rows = ("pipe", "tensor"), PartitionSpec(None, "tensor"), PartitionSpec("tensor")
+    specs = {"stages": {"t": {"up": columns, "down": rows}}, "last": columns}
+    one, mesh = (jax.make_mesh((count, 2), names, devices=jax.devices()[: 2 * count]) for count in (1, 2))
+    given = {"peak": jp.Peak(flops=1e12, bandwidth=1e30), "mesh": one, "specs": specs}
+    costs = jp.measure_layers(LAYERS, PARAMS, {"x": shapes(ROWS, WIDTH)}, **given)
+    (plan,) = jp.plan("Et*6,L", costs, devices=2, microbatches=M, chunks=(1,), schedules=("zb_h1",), remat=(None,), mesh=mesh)
+    pipe = plan.pipeline(LAYERS, mesh=mesh, specs=specs)
+    assert plan.seconds == step_seconds(Target.of(pipe.mesh, ("pipe",)), pipe._plan, pipe.costs)
+    slots, held = pipe._plan.program().slots, plan.parts
+    predicted = pipe.predict_memory(pipe.place(PARAMS), BATCH)
+    # A stage whose backward does not read its input gives that back sooner than the plan can know.
+    others = predicted["pools"] - held.residuals - held.stash
+    assert 0 <= others <= costs["t"].boundary * (slots.x + slots.cotangent)
 
 
 def test_costs_as_json_that_make_no_sense():

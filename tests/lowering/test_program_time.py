@@ -9,6 +9,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
 from jaxpipe.lowering.plan import Plan, Prefer, plan_of
+from jaxpipe.lowering.trips import _Cycle
 from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate, room_of
 
 SPLIT_OR_OVERLAPPED = ["1f1b_overlap", "interleaved_1f1b_overlap", "zb_1p", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "interleaved_zb"]
@@ -127,6 +128,22 @@ def test_a_second_simulator_agrees_on_random_programs(seed):
             costs[s.start : s.stop] = np.tile(costs[s.start : s.start + s.period], (s.repeats, 1))
     transfer = rng.choice([0.0, 0.25])
     assert program_makespan(costs, segments, transfer=transfer) == by_definition(costs, segments, transfer)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cycles_of_different_trips_are_simulated_once(seed):
+    """A steady state that comes back after several trips, as an interleaved one does: between ramps, over in the middle of a cycle."""
+    rng = random.Random(seed)
+    devices, period, length, repeats = 3, rng.randint(1, 2), rng.randint(2, 9), 90
+    templates = tuple(_random_position(rng, devices, room_of(period, j)) for j in range(period))
+    cycle = [[[rng.randint(0, 4) for _ in range(devices)] for _ in templates] for _ in range(length)]
+    trips = [cycle[trip % length] for trip in range(repeats)]
+    for trip in (0, 1, 2, 70 + rng.randint(0, 15)):
+        trips[trip] = [[5] * devices for _ in templates]
+    choices = tuple(len(p.exchanges) - 1 for _ in trips for p in templates)
+    costs, segments = np.array(trips, float).reshape(-1, devices), [Segment(0, repeats, templates, choices)]
+    assert _Cycle.of(np.array([0, 1, 2] * 30)).length == 3
+    assert program_makespan(costs, segments, transfer=0.25) == by_definition(costs, segments, 0.25)
 
 
 def _random_position(rng, devices, room):

@@ -4,10 +4,11 @@ import jax
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.cost_model import asking, cost_matrix, priced_makespan, program_makespan
+from jaxpipe.lowering.cost_model import cost_matrix, priced_makespan, program_makespan
 from jaxpipe.lowering.limits import Overheads, Prices
 from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.lowering.step_time import merged, step_time
+from jaxpipe.lowering.trips import asking
 
 HOST = Overheads(on_host=True)  # collectives in the blocks: 15 us a wait
 
@@ -23,15 +24,15 @@ def test_every_device_is_asked_and_what_is_taken_asks_inside():
     costs = cost_matrix(plan.ticks)
     (segment,) = plan.segments
     prices = Prices(transfer=0, traffic=0, block=0, asked=0.01, taken=0.001, gate=0.1)
-    more = asking(costs, segment, prices) - costs
     for tick in range(segment.start, segment.stop):
         template = segment.template(tick)
+        more = asking(costs[tick, None], template, prices)[0] - costs[tick]
         asked = 0.01 * sum(use.active.value == "sometimes" for use in template.blocks) + 0.1 * (len(template.exchanges) > 1)
         for device in range(2):
             idle = costs[tick, device] == 0
             inside = max((use.num_nested for use in template.blocks), default=0)
             guarded = 0.001 if template.num_predicates else 0
-            assert more[tick, device] == pytest.approx(asked if idle else asked + guarded + 0.01 * inside)
+            assert more[device] == pytest.approx(asked if idle else asked + guarded + 0.01 * inside)
     assert priced_makespan(costs, plan.segments, prices) > program_makespan(costs, plan.segments)
 
 

@@ -34,6 +34,8 @@ def run(table, *, stages=2, batch=None, weights=None, **how):
         ("0REDUCE_GRAD\n", ["'0REDUCE_GRAD' is not an action"]),
         ("0E0,0F0,0B0\n", ["0G0 is missing: every device has its share of the gradient of `first`"]),
         ("0F0,0B0,0G0\n", ["0E0 is missing: every device has its share of `first`"]),
+        ("0F0,0B0,0H0\n", ["0L0 is missing: every device has its share of `last`"]),
+        ("0F0,0F1,0L0,0L1,0B0,0B1,0H0\n", ["0H1 is missing: every device has its share of the gradient of the parameters of `last`"]),
         ("", ["holds no action"]),
         (",,\n\n", ["holds no action"]),
     ],
@@ -73,6 +75,7 @@ def test_tables_with_something_missing_doubled_or_misplaced(table, says):
 @pytest.mark.parametrize(
     ("table", "says"),
     [
+        ("0F0,0H0,0L0,0B0\n1F0,1L0,1H0,1B0\n", ["0H0 needs 0L0", "later in the same row (position 2): it is used before it exists"]),
         ("0B0,0F0\n1F0,1B0\n", ["device 0, position 0: 0B0 needs 0F0", "later in the same row (position 1): it is used before it exists"]),
         ("0F0,0B0\n1B0,1F0\n", ["1B0 needs 1F0", "0B0 needs 1B0, which has not run yet (device 1, position 0)"]),
         ("0F0,0W0,0I0\n1F0,1B0\n", ["0W0 needs 0I0", "used before it exists"]),

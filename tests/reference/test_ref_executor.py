@@ -112,10 +112,11 @@ ZERO_BUBBLE = "0F0,0F1,0I0,0F2,0I1,0W0,0I2,0W1,0W2\n1F0,1I0,1F1,1W0,1I1,,1F2,1I2
 BIDIRECTIONAL = "0F0,1F1,,1B1,0B0\n1F0,0F1,(1F2;1B0)OVERLAP_F_B,0I1,1B2,0W1\n,0F2,0B2\n"
 
 
-# Both ends on all devices, with whole and with split backwards, and a forward that is run again.
+# Both ends on all devices, with whole and with split backwards, and a forward that is run again; the last, with the rest of L as H.
 SPREAD = (
     "0E0,0F0,0L0,0E1,0B0,0F1,0L1,0G0,0B1,0G1\n1E0,1F0,1L0,1E1,1B0,1F1,1L1,1G0,1B1,1G1\n",
     "0E1,0E0,0F0,0F1,0L0,0L1,0R0,0I0,0W0,0I1,0G1,0W1,0G0\n1E1,1E0,1F0,1L0,1F1,1L1,1I0,1B1,1W0,1G1,1G0\n",
+    "0F0,0L0,0F1,0B0,0L1,0H1,0B1,0H0\n1F0,1L0,1H0,1B0,1F1,1L1,1B1,1H1\n",
 )
 
 

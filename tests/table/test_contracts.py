@@ -23,9 +23,11 @@ SEEDS = st.integers(0, 10_000)
 def table_for(name, rng):
     """A random table that the transform takes."""
     schedule = random_schedule(rng, recompute=name == "remove_recompute")
-    if "spread" in name:
+    if "spread" in name or name == "defer_last":
         while schedule.num_stages < schedule.num_devices:
             schedule = random_schedule(rng)
+        if name == "defer_last":
+            return jp.spread_last(schedule, split=False)
         return jp.spread_first(jp.spread_last(schedule)) if name == "remove_spread" else schedule
     if name == "add_recompute" and schedule.forward_only:
         return jp.schedules.build("1f1b", devices=2, microbatches=3)
@@ -42,7 +44,7 @@ def test_transforms_keep_their_promise(contract, seed):
 def test_a_transform_that_drops_or_swaps_an_action_is_found(contract):
     before = jp.schedules.build("zb_h1", devices=3, microbatches=4)
     made = {"remove_transfers": jp.add_transfers, "remove_recompute": jp.add_recompute}
-    made |= {"remove_spread": jp.spread_last, "spread_first": jp.spread_last}
+    made |= {"remove_spread": jp.spread_last, "spread_first": jp.spread_last, "defer_last": jp.spread_last}
     before = made.get(contract.name, lambda s: s)(before)
     after = contract.checked(before)
     first, *rest = after.rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +12,13 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.lowering.plan import Prefer
+from jaxpipe.lowering.limits import Overheads
+from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.step_time import step_time
+from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner.layer_cost import Remat
 from jaxpipe.planner.layers import balanced
-from jaxpipe.planner.running import RunsOn, awaited_at_once
+from jaxpipe.planner.running import awaited_at_once
 from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate
 
 T = jp.LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
@@ -166,7 +170,46 @@ def test_programs_are_those_of_the_mesh():
     assert found[RunsOn.CPU_PROCESSES].seconds == table
     virtual = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu", process_index=0)] * 2))
     assert RunsOn.of(virtual) is RunsOn.ONE_CPU_PROCESS
-    assert RunsOn.of(None) is RunsOn.GPUS
+
+
+def mesh_of(**sizes):
+    """What `plan` reads of a mesh of GPUs."""
+    gpu = SimpleNamespace(platform="gpu", process_index=0)
+    return SimpleNamespace(devices=np.full(tuple(sizes.values()), gpu), shape=sizes)
+
+
+def test_blocks_that_communicate_have_predicates_of_the_host():
+    """The program, and its seconds, are those of `Pipeline` on such a mesh (`step_time`), whose host waits for each predicate."""
+    layer = jp.LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
+    given = {"devices": 2, "microbatches": 4, "schedules": ("1f1b",), "chunks": (1,), "remat": (None,)}
+
+    def found(mesh, **axes):
+        return jp.plan("tt", {"t": layer}, **given, mesh=mesh, **axes).best
+
+    alone, data = found(mesh_of(pipe=2)), found(mesh_of(pipe=2, data=4), data_axes="data")
+    assert alone.seconds == data.seconds == found(None).seconds
+    assert data.data_axes == ("data",)
+    tensor = found(mesh_of(stages=2, tensor=2), axis="stages")
+    assert tensor.axis == "stages"
+    host = Overheads(on_host=True, hop=0.0)
+    program = plan_of(tensor.schedule, Prefer.SPEED, costs=tensor.costs, overheads=Overheads(on_host=True))
+    assert tensor.seconds == step_time(program, host, tensor.costs).seconds
+    assert tensor.seconds > alone.seconds + host.host_wait
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "says"),
+    [
+        (mesh_of(stages=2), {}, "the mesh has no axis 'pipe'; its axes are {'stages': 2}: write axis="),
+        (mesh_of(pipe=4), {}, "devices is 2, but mesh axis 'pipe' has 4"),
+        (mesh_of(pipe=2), {"data_axes": ("rows",)}, "the mesh has no data axis 'rows'"),
+        (2, {}, "mesh must be a jax.sharding.Mesh"),
+    ],
+)
+def test_a_mesh_that_the_plan_cannot_run_on_is_named(mesh, axes, says):
+    layer = jp.LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
+    with pytest.raises(jp.PlanError, match=re.escape(says)):
+        jp.plan("tt", {"t": layer}, devices=2, microbatches=4, mesh=mesh, **axes)
 
 
 def test_whoever_comes_to_a_transfer_waits():

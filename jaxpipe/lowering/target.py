@@ -1,0 +1,48 @@
+"""What a program runs on, as far as the search for it must know: the kind of devices, and what blocks do along other axes of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from .limits import ON_GPUS, Overheads
+from .plan import Prefer
+
+
+class RunsOn(Enum):
+    """Kinds of devices."""
+
+    GPUS = "NVIDIA GPUs"
+    CPU_PROCESSES = "CPU devices of one process each"
+    ONE_CPU_PROCESS = "virtual CPU devices of one process"
+
+    @classmethod
+    def of(cls, mesh: Any) -> RunsOn:
+        """Those of a `jax.sharding.Mesh`."""
+        devices = list(mesh.devices.flat)
+        if {device.platform for device in devices} <= {"gpu", "cuda"}:
+            return cls.GPUS
+        return cls.CPU_PROCESSES if len({device.process_index for device in devices}) == len(devices) else cls.ONE_CPU_PROCESS
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program runs on; without a mesh, NVIDIA GPUs along a pipe axis alone."""
+
+    runs_on: RunsOn = RunsOn.GPUS
+    overheads: Overheads = ON_GPUS
+
+    @classmethod
+    def of(cls, mesh: Any, own: Sequence[str]) -> Target:
+        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates.
+
+        Along others the partitioner puts collectives into blocks (tensor parallelism), which no CUDA graph takes.
+        """
+        return cls(RunsOn.of(mesh), Overheads(on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own)))
+
+    @property
+    def prefer(self) -> Prefer:
+        """What a program is lowered for, where nothing is said."""
+        return Prefer.SPEED if self.runs_on is RunsOn.GPUS else Prefer.MEMORY

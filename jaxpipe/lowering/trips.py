@@ -1,0 +1,273 @@
+"""Device times through the trips of a segment, as a mesh would run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..program.segments import BlockUse, Part, Permute, Point, Segment, TickTemplate, parts_in_order
+from ..table.encoded import IntArray
+from ..table.kinds import TOGETHER
+from .limits import LIMITS, Prices
+
+# Partners of each device, and how long the permutes of each device last; None where they take no time.
+_Meeting: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
+
+
+class Durations(NamedTuple):
+    """How long ticks last: a tick of code c `of[c, part, device]`.  Large tables have many ticks and few codes."""
+
+    of: NDArray[np.float64]
+    codes: IntArray
+
+    @classmethod
+    def from_rows(cls, costs: NDArray[np.float64]) -> Durations:
+        """From `[tick, device]` or `[tick, part, device]`."""
+        rows = np.ascontiguousarray(costs[:, None] if costs.ndim == 2 else costs)
+        codes = _equal_rows(rows)
+        return cls(rows[np.unique(codes, return_index=True)[1]], codes)
+
+    def of_trips(self, segment: Segment, prices: Prices | None) -> list[tuple[NDArray[np.float64], IntArray]]:
+        """For each tick of a trip: `[i, part, device]`, with what its predicates take, and the i of each trip."""
+        codes = self.codes[segment.start : segment.stop].reshape(segment.repeats, segment.period)
+        found = []
+        for j, template in enumerate(segment.templates):
+            used, which = np.unique(codes[:, j], return_inverse=True)
+            lengths = self.of[used]
+            found.append((lengths if prices is None else asking(lengths, template, prices), which))
+        return found
+
+
+def asking(lengths: NDArray[np.float64], template: TickTemplate, prices: Prices) -> NDArray[np.float64]:
+    """`[..., part, device]` with what a tick's predicates take: all devices are asked all; those of a block taken inside of it too."""
+    if not (prices.asked or prices.taken or prices.gate):
+        return lengths
+    inside = max((use.num_nested for use in template.blocks), default=0)
+    guarded = prices.taken if template.num_predicates else 0.0
+    found = lengths + np.where(lengths > 0, guarded + prices.asked * inside, 0.0)
+    found[..., 0, :] += prices.asked * template.num_predicates + prices.gate * (len(template.exchanges) > 1)
+    return found
+
+
+class Passage(NamedTuple):
+    """A segment as it moves device times."""
+
+    code: _Code
+    rows: tuple[tuple[NDArray[np.float64], ...], ...]  # for each step, how long devices run in it; nothing where it runs nothing
+    which: tuple[list[int], ...]  # for each step, which of its rows is that of each trip
+    trips: IntArray  # equal numbers for trips of equal costs and exchanges
+    chosen: list[list[int]]
+    flies: bool  # trips leave something to the next
+
+    @classmethod
+    def of(cls, segment: Segment, durations: Durations, *, transfer: float = 0.0, prices: Prices | None = None) -> Passage:
+        """Where each permute of a device lasts `transfer`; with prices predicates take time too."""
+        _, num_parts, num_devices = durations.of.shape
+        ticks = durations.of_trips(segment, prices)
+        code = _Code.of(segment, num_parts, num_devices, transfer)
+        rows = tuple(tuple(ticks[step.tick][0][:, step.parts].sum(axis=1)) if step.runs else () for step in code.steps)
+        which = [of.tolist() for _, of in ticks]
+        trips = _equal_rows(np.column_stack([*(of for _, of in ticks), segment.chosen]))
+        return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips, segment.chosen.tolist(), bool(segment.in_flight))
+
+    def after(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Device times after the segment, from device times before it."""
+        repeats, ahead, cycle = len(self.trips), _equal_ahead(self.trips).tolist(), _Cycle.of(self.trips)
+        trip, begun = 0, 0  # the next trip, and the first after those that were skipped
+        before = earlier = time
+        while trip < repeats:
+            if trip == cycle.mark:
+                time, after, cycle = cycle.skip(time, repeats)
+                trip, begun = after, begun if after == trip else after
+                continue
+            earlier, before = before, time
+            lasting = [rows[of[trip]] if rows else None for rows, of in zip(self.rows, self.which, strict=True)]
+            time = self.code.trip(time, lasting, self.chosen[trip], is_first=trip == 0)
+            trip += 1
+            # Trips of equal costs that moved all devices by the same time will go on doing so; the first begins with nothing in flight.
+            seen = trip - begun - (self.flies and begun == 0)
+            if seen < 2 or trip == repeats or not (room := min(ahead[trip - 1], cycle.mark - trip)):
+                continue
+            moved, growth = time - before, before - earlier
+            if np.ptp(growth) == 0 and np.array_equal(moved, growth):
+                time = time + moved * room
+                trip, begun = trip + room, trip + room
+        return self.code.land(time)
+
+
+class _Cycle(NamedTuple):
+    """A steady state of many different trips: each is the one `length` trips before it again, up to `stop`."""
+
+    mark: int  # a trip before which device times are compared with those at the mark before
+    length: int
+    stop: int
+    before: NDArray[np.float64] | None = None  # device times at the mark before
+
+    @classmethod
+    def of(cls, trips: IntArray) -> _Cycle:
+        """That of the trip in the middle; marks that never come where it has none."""
+        never = cls(len(trips), 0, len(trips))
+        middle = len(trips) // 2
+        if len(trips) < LIMITS.many_trips:
+            return never
+        for length in (np.flatnonzero(trips[middle + 1 :] == trips[middle]) + 1).tolist():
+            if 3 * length > len(trips):
+                break
+            if length == 1 or not np.array_equal(trips[middle : middle + length], trips[middle + length : middle + 2 * length]):
+                continue
+            breaks = np.flatnonzero(trips[length:] != trips[:-length])
+            at = int(np.searchsorted(breaks, middle))
+            first, stop = breaks[at - 1] + 1 if at else 0, breaks[at] if at < len(breaks) else len(trips) - length
+            # The first trip of all is like no other: nothing is in flight before it.
+            return cls(max(int(first), 1), length, int(stop) + length)
+        return never
+
+    def skip(self, time: NDArray[np.float64], repeats: int) -> tuple[NDArray[np.float64], int, _Cycle]:
+        """At the mark: device times after the cycles that can be left out, the trip that is next, and the next mark."""
+        left = (self.stop - self.mark) // self.length
+        if self.before is not None:
+            moved = time - self.before
+            # All devices by the same time, as far as sums of so many numbers can tell.
+            if left and np.ptp(moved) <= 1e-9 * moved.max():
+                return time + moved * left, self.mark + left * self.length, self._replace(mark=repeats)
+        return time, self.mark, self._replace(mark=self.mark + self.length if left else repeats, before=time)
+
+
+class _Issue(NamedTuple):
+    """Permutes that are issued together, and awaited together."""
+
+    number: int
+    from_before: bool
+    meeting: _Meeting
+
+
+class _Step(NamedTuple):
+    """What a trip does at a point, then the parts of a tick that it runs from there on."""
+
+    issues: tuple[_Issue, ...]
+    awaits: tuple[int, ...]  # numbers of issues
+    tick: int
+    parts: slice  # of that tick
+    chosen: tuple[_Meeting, ...]  # exchanges to choose among, when these parts are over
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs anything."""
+        return bool(self.parts.stop > self.parts.start)
+
+
+class _Code(NamedTuple):
+    """One trip as steps."""
+
+    steps: tuple[_Step, ...]
+    together: tuple[bool, ...]  # the ticks that no device begins before the others
+
+    @classmethod
+    def of(cls, segment: Segment, num_parts: int, num_devices: int, transfer: float) -> _Code:
+        """The steps of a segment's trips."""
+        groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
+        for transit in segment.transits:
+            begin = Point(0, 0) if transit.from_before else _point(segment, transit.issued, num_parts)
+            ends = (begin, _point(segment, transit.written, num_parts), transit.from_before)
+            groups.setdefault(ends, []).append(transit.permute)
+        issues = [
+            (ends, _Issue(n, ends[2], _meeting(permutes, num_devices, transfer))) for n, (ends, permutes) in enumerate(groups.items())
+        ]
+        steps: list[_Step] = []
+        for j, template in enumerate(segment.templates):
+            exchanges = template.exchanges if len(template.exchanges) > 1 else ()
+            options = tuple(_meeting(exchange, num_devices, transfer) for exchange in exchanges)
+            busy = {p.block for ends, _ in issues for p in ends[:2] if p.tick == j}
+            marks = sorted({0, *busy, num_parts})
+            for start, stop in zip(marks, [*marks[1:], num_parts], strict=True):
+                at = Point(j, start)
+                here = tuple(issue for ends, issue in issues if ends[0] == at)
+                awaits = tuple(issue.number for ends, issue in issues if ends[1] == at)
+                if start < stop or here or awaits:
+                    steps.append(_Step(here, awaits, j, slice(start, stop), options if stop == num_parts and start < stop else ()))
+        return cls(tuple(steps), tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates))
+
+    def trip(
+        self, time: NDArray[np.float64], work: Sequence[NDArray[np.float64] | None], chosen: Sequence[int], *, is_first: bool
+    ) -> NDArray[np.float64]:
+        """Device times after it; `work`: how long devices run in each step.  Nothing is in flight before the first trip."""
+        done: dict[int, NDArray[np.float64]] = {}
+        for step, lasting in zip(self.steps, work, strict=True):
+            for number, from_before, meeting in step.issues:
+                if not (is_first and from_before):
+                    done[number] = _over(time, meeting)
+            for number in step.awaits:
+                if number in done:
+                    time = np.maximum(time, done.pop(number))
+            if step.parts.start == 0 and self.together[step.tick]:
+                time = np.full_like(time, time.max())
+            if lasting is not None:
+                time = time + lasting
+            if step.chosen:
+                time = _over(time, step.chosen[chosen[step.tick]])
+        return time
+
+    def land(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Device times when what the last trip left in flight is over."""
+        flying = [_over(time, issue.meeting) for step in self.steps for issue in step.issues if issue.from_before]
+        latest: NDArray[np.float64] = np.max([time, *flying], axis=0)
+        return latest
+
+
+def _over(time: NDArray[np.float64], meeting: _Meeting) -> NDArray[np.float64]:
+    """When each device has met its partners."""
+    partners, lasts = meeting
+    latest = time
+    for each in partners:
+        latest = np.maximum(latest, time[each])
+    return latest if lasts is None else latest + lasts
+
+
+def _point(segment: Segment, point: Point, num_parts: int) -> Point:
+    """The same by parts instead of by blocks."""
+    blocks = segment.templates[point.tick].blocks
+    if point.block >= len(blocks):
+        return Point(point.tick, num_parts)
+    order = parts_in_order(_forward_first(blocks))
+    return Point(point.tick, order.index(Part.of(blocks[point.block].block.kind)) if num_parts > 1 else 0)
+
+
+def _forward_first(blocks: Sequence[BlockUse]) -> bool:
+    """Whether these blocks are in the order that has forwards first; where they are of one part, that which has it first."""
+    first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
+    return first > last or first is Part.FORWARD
+
+
+def _equal_rows(rows: NDArray[Any]) -> IntArray:
+    """Per row, a number that equal rows share."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in np.ascontiguousarray(rows)], np.int64)
+
+
+def _equal_ahead(trips: IntArray) -> IntArray:
+    """For each trip, how many trips after it are equal to it, without a gap."""
+    last = np.append(np.flatnonzero(trips[1:] != trips[:-1]), len(trips) - 1)  # the last trip of each run of equal ones
+    every = np.arange(len(trips))
+    return last[np.searchsorted(last, every)] - every
+
+
+def _meeting(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Meeting:
+    """Who meets whom at permutes that are awaited together."""
+    lasts = np.zeros(num_devices)
+    for permute in permutes:
+        lasts[sorted({d for pair in permute.pairs for d in pair})] += transfer
+    return _partners(permutes, num_devices), lasts if transfer else None
+
+
+def _partners(permutes: Sequence[Permute], num_devices: int) -> tuple[NDArray[np.intp], ...]:
+    """Arrays of the devices that each device meets at these permutes; of itself where it meets fewer than others."""
+    met: list[list[int]] = [[] for _ in range(num_devices)]
+    for permute in permutes:
+        for source, target in permute.pairs:
+            met[source].append(target)
+            met[target].append(source)
+    width = max(len(m) for m in met)
+    return tuple(np.array([m[i] if i < len(m) else d for d, m in enumerate(met)], np.intp) for i in range(width))

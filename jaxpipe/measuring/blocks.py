@@ -1,0 +1,119 @@
+"""The blocks of a step, traced on one coordinate of the pipe and data axes, each compiled alone as the step would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from ..arrays import PyTree
+from ..model.param_layout import with_outer
+from ..pipeline import Pipeline
+from ..spmd.body import prepare
+from ..spmd.entries import StageEntries, auto_axes, compiled_alone, split_entries
+from ..spmd.work_space import Block, outer_blocks, stage_blocks, whole_entries
+from ..stage.code import run
+from ..stage.job import Job
+from ..stage.model_code import ModelCode, trace_model
+
+_BLOCKS = ("F", "B", "I", "W")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step's job, and the model's code on one coordinate of the pipe and data axes.
+
+    `entries` say for each kind of stage how what it has and keeps is split over the devices of that coordinate.
+    """
+
+    job: Job
+    mesh: Mesh
+    code: ModelCode
+    entries: tuple[StageEntries, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several devices share a stage."""
+        return bool(auto_axes(self.mesh, self.job))
+
+
+def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> Traced:
+    """Trace the step, and ask the partitioner where axes are left to it."""
+    jobs: list[Job] = []
+    jax.eval_shape(lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch)
+    job, mesh = jobs[0], one_coordinate(pipe)
+    told, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
+    code = _retraced(mesh, told, shapes)
+    split = auto_axes(mesh, job)
+    return Traced(job, mesh, code, split_entries(job, mesh, code, shapes[0]) if split else tuple(map(whole_entries, code.kinds)))
+
+
+def _local_shapes(pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Job, tuple[Any, ...]]:
+    """The job, told the sizes of what is cut, and what one device starts from, as shapes: the arguments of `trace_model`."""
+    found: list[tuple[Job, tuple[Any, ...]]] = []
+
+    def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
+        given = prepare(job, p, b, r, s)
+        parts = (given.owned, given.kept, given.shared, given.first, given.last, given.batch, given.rng)
+        told = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
+        found.append((told, jax.tree.map(shape_of, parts)))
+        return ()
+
+    rows, kept, whole = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis), PartitionSpec()
+    specs = (pipe.partition.manual_specs(params), rows, whole, kept)
+    axes = {job.axis, *job.data_axes}
+    mapped = jax.shard_map(look, mesh=pipe.mesh, in_specs=specs, out_specs=whole, axis_names=axes, check_vma=False)
+    jax.eval_shape(mapped, params, batch, rng, state)
+    return found[0]
+
+
+def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
+    """The model's code for a mesh of one coordinate: a traced program remembers the size of its mesh."""
+    found: list[ModelCode] = []
+
+    def look(given: tuple[Any, ...]) -> tuple[()]:
+        found.append(trace_model(job, *given))
+        return ()
+
+    whole = PartitionSpec()
+    axes = {job.axis, *job.data_axes}
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False), shapes)
+    return found[0]
+
+
+def blocks_of(step: Traced) -> dict[str, Block]:
+    """Every block by name."""
+    found: dict[str, Block] = {}
+    for number, (kind, entries) in enumerate(zip(step.code.kinds, step.entries, strict=True)):
+        pieces = stage_blocks(kind, entries)
+        found |= {f"{name} {number}": pieces[name] for name in _BLOCKS}
+    outer = outer_blocks(step.job, step.code, split=step.is_shared)
+    return found | {block.name: block for block in outer}
+
+
+def one_coordinate(pipe: Pipeline) -> Mesh:
+    """The mesh at one coordinate of the pipe and data axes, where a stage runs; axes that the partitioner has stay whole."""
+    manual = (pipe.axis, *pipe.data_axes)
+    at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
+    return Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(at))
+
+
+def compile_block(step: Traced, block: Block) -> Any:
+    """A block compiled by itself, its inputs split as in the step."""
+    avals = [var.aval for var in block.jaxpr.invars]
+
+    def spec(aval: Any, given: PartitionSpec | None) -> PartitionSpec | None:
+        # The partitioner splits no keys.
+        return PartitionSpec() if not step.is_shared or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else given
+
+    inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
+    return compiled_alone(step.job, step.mesh, lambda values: run(block.jaxpr, *values), inputs)
+
+
+def shape_of(leaf: Any) -> Any:
+    """Its shape and dtype alone."""
+    return jax.ShapeDtypeStruct(np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf))

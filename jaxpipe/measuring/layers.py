@@ -1,0 +1,120 @@
+"""What a layer of each letter costs, for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..arrays import PyTree
+from ..jaxprs.sizes import nbytes
+from ..pipeline import Pipeline
+from ..planner.layer_cost import FIRST, LAST, LayerCost
+from ..schedules import build
+from ..spmd.entries import outer_specs
+from ..spmd.memory import hoisted_bytes
+from ..spmd.work_space import stage_work_space
+from .blocks import shape_of
+from .measured import Measured, measure_blocks
+from .peak import Peak
+from .sizes import gradient_bytes, parameter_bytes
+
+
+def measure_layers(
+    layers: Mapping[str, Callable[..., Any]],
+    params: Mapping[str, PyTree],
+    microbatch: PyTree,
+    *,
+    mesh: Mesh | None = None,
+    repeats: int = 10,
+    peak: Peak | None = None,
+    **options: Any,
+) -> dict[str, LayerCost]:
+    """What a layer of each letter costs, for `plan`: each is a stage of its own, traced, compiled and timed as `measure` does.
+
+    Args:
+        layers: a function for each letter, as `Pipeline` takes them; "E" is `first`, "L" is `last`.
+        params: canonical parameters (arrays or shapes): {"first", "stages": {letter: leaves [layers, ...]}, "last"}.
+        microbatch: the rows of one microbatch, arrays or shapes.
+        mesh: one device, or a mesh whose axis "pipe" has one coordinate; the first device where it is None.  Where several devices share a
+            layer (axes that are left to the partitioner, with `specs`), bytes are those of one, and times those of all of them together.
+        repeats, peak: as for `measure`.
+        options: further ones of `Pipeline` (`has_metrics`, `specs`, ...).
+
+    Raises:
+        PipelineError: as `Pipeline` does.
+
+    >>> import jax, jax.numpy as jnp
+    >>> params = {"stages": {"t": jnp.ones((6, 8, 8), jnp.float32)}, "last": {}}
+    >>> layers = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}
+    >>> found = measure_layers(layers, params, {"x": jnp.ones((4, 8), jnp.float32)}, repeats=1)
+    >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
+    (256, 128, True)
+    """
+    letters = "".join(letter for letter in layers if letter not in (FIRST, LAST))
+    layout = "|".join(letters)
+    layout = (FIRST if FIRST in layers else "") + layout + (LAST if LAST in layers else "")
+    mesh = jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]) if mesh is None else mesh
+    pipe = Pipeline(
+        layers=layers,
+        layout=layout,
+        schedule=build("no_pipelining", devices=1, microbatches=1, chunks=len(letters)),
+        mesh=mesh,
+        **options,
+    )
+    one = {**params, "stages": {letter: jax.tree.map(_first_layer, tree) for letter, tree in params["stages"].items()}}
+    placed = pipe.place(jax.tree.map(shape_of, one))
+    batch = jax.tree.map(shape_of, microbatch)
+    measured = measure_blocks(pipe, placed, batch, None, (), repeats, peak)
+    found = {letter: _stage_cost(measured, stage, one["stages"][letter]) for stage, letter in enumerate(letters)}
+    rows, reader = sum(map(nbytes, jax.tree.leaves(batch))), LAST if LAST in layers else FIRST
+    for letter in (FIRST, LAST):
+        if letter in layers:
+            found[letter] = _end_cost(measured, letter, params, rows if letter == reader else 0)
+    return found
+
+
+def _stage_cost(measured: Measured, stage: int, params: PyTree) -> LayerCost:
+    """Of a stage that is one layer."""
+    step, seconds = measured.step, measured.seconds
+    number, leaves = step.code.kind_of[stage], jax.tree.leaves(params)
+    kind, entries, size = step.code.kinds[number], step.entries[number], measured.sizes[number]
+    specs = entries.parameters[: len(leaves)]  # the shared ones come after its own
+    return LayerCost(
+        forward=seconds[f"F {number}"],
+        input_grad=seconds[f"I {number}"],
+        weight_grad=seconds[f"W {number}"],
+        backward=seconds[f"B {number}"],
+        parameters=parameter_bytes(step.mesh, leaves, specs),
+        gradients=gradient_bytes(step.mesh, leaves, specs, step.job.accumulate),
+        residuals=size.kept,
+        boundary=size.boundary,
+        stash=size.stash,
+        workspace=max(stage_work_space(step.job, step.mesh, kind, entries).values()),
+        hoisted=hoisted_bytes(step.job, step.mesh, len(kind.consts), kind.hoist, entries.parameters)
+        if step.is_shared
+        else sum(map(nbytes, kind.once_avals)),
+    )
+
+
+def _end_cost(measured: Measured, letter: str, params: Mapping[str, PyTree], rows: int) -> LayerCost:
+    """Of `first` or `last`; of the latter forward and gradient are one block of the program, whose parts are not apart."""
+    key, forward, backward = ("first", "first", "first gradient") if letter == FIRST else ("last", "last", "")
+    step, leaves = measured.step, jax.tree.leaves(jax.tree.map(shape_of, params[key]))
+    specs = outer_specs(step.job, key)[: len(leaves)]
+    return LayerCost(
+        batch=rows,
+        forward=measured.seconds[forward],
+        input_grad=0.0,
+        weight_grad=measured.seconds.get(backward, 0.0),
+        parameters=parameter_bytes(step.mesh, leaves, specs),
+        gradients=gradient_bytes(step.mesh, leaves, specs, step.job.accumulate),
+        boundary=measured.sizes[step.code.kind_of[0]].taken if letter == FIRST else 0,
+        workspace=max(measured.temp[forward], measured.temp.get(backward, 0)),
+    )
+
+
+def _first_layer(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)

@@ -1,0 +1,60 @@
+"""What each stage of a pipeline costs for one microbatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import PyTree
+from ..pipeline import Pipeline
+from ..simulation.costs import Costs
+from .measured import measure_blocks
+from .peak import Peak
+
+
+def measure(
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
+    repeats: int = 10,
+    peak: Peak | None = None,
+) -> Costs:
+    """What each stage of a pipeline costs for one microbatch, in seconds and bytes: costs for `simulate`, `build` and `lower_bound`.
+
+    F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its gradient, `last` with its gradient and a hop
+    to the next device are compiled as the step would, each alone, and run in turn on one coordinate of the pipe and data axes; the median
+    of `repeats` rounds counts.  `first` is in F of the first stage and its gradient in B and I, `last` in F of the last one.  Devices that
+    share a stage, along axes that are left to the partitioner, run it together; bytes are those of one of them.
+
+    Args:
+        pipe: the pipeline, whose schedule does not matter.
+        params: placed parameters, or shapes (see `place`); values are not used.
+        batch: as for `value_and_grad`; arrays or shapes.
+        rng, state: as for `value_and_grad`.
+        repeats: rounds of timed runs.
+        peak: where it is given nothing is run: seconds are estimated from the blocks' flops and bytes, and `unit` says so.
+
+    Raises:
+        PipelineError: as `value_and_grad` does, and for repeats below 1.
+    """
+    found = measure_blocks(pipe, params, batch, rng, state, repeats, peak)
+    code, last = found.step.code, len(found.step.code.kind_of) - 1
+
+    def times(block: str, at_first: str = "", at_last: str = "") -> tuple[float, ...]:
+        more = {0: found.seconds.get(at_first, 0.0)}
+        more[last] = more.get(last, 0.0) + found.seconds.get(at_last, 0.0)
+        return tuple(found.seconds[f"{block} {kind}"] + more.get(s, 0.0) for s, kind in enumerate(code.kind_of))
+
+    return Costs(
+        forward=times("F", "first", "last"),
+        input_grad=times("I", "first gradient"),
+        weight_grad=times("W"),
+        backward=times("B", "first gradient"),
+        transfer=found.seconds["hop"],
+        recompute=times("F"),
+        activation=tuple(found.sizes[kind].kept + found.sizes[kind].taken for kind in code.kind_of),
+        checkpoint=tuple(found.sizes[kind].taken for kind in code.kind_of),
+        unit=found.unit,
+    )

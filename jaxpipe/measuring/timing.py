@@ -1,0 +1,75 @@
+"""Seconds of compiled blocks and of a hop to the next device, run in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..arrays import Leaves
+from ..jaxprs.sizes import nbytes
+from ..pipeline import Pipeline
+from .blocks import Traced
+from .sizes import output_entries
+
+
+def call_of(compiled: Any, jaxpr: core.Jaxpr) -> Callable[[], Any]:
+    """Run a compiled block on arguments of its shapes."""
+    (shardings,), _ = compiled.input_shardings
+    values = [jax.device_put(_value(var.aval), sharding) for var, sharding in zip(jaxpr.invars, shardings, strict=True)]
+    return lambda: jax.block_until_ready(compiled(values))
+
+
+def _value(aval: Any) -> Any:
+    """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros for what is not floating."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return jnp.zeros(aval.shape, aval.dtype)
+    numbers = np.random.default_rng(0).standard_normal(aval.shape, np.float32) * 0.1
+    return jnp.asarray(numbers, aval.dtype)
+
+
+def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, run in turn, so that what else the machine does meets all alike; the first round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        for name, call in runs.items():
+            begin = time.perf_counter()
+            call()
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def hop_seconds(pipe: Pipeline, step: Traced, repeats: int) -> float:
+    """Of a stage's output to the next device of the pipe axis, less the time of the same call that sends nothing."""
+    count = pipe.schedule.num_devices
+    if count == 1:
+        return 0.0
+    number = max(range(len(step.code.kinds)), key=lambda kind: sum(map(nbytes, step.code.kinds[kind].y_avals)))
+    kind, entries = step.code.kinds[number], step.entries[number]
+    specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in output_entries(kind, entries)]
+    mesh = Mesh(pipe.mesh.devices, pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names))
+    # Two devices exchange, as neighbours do; the others take no part.
+    pairs = [(0, 1), (1, 0)]
+
+    def call(sends: bool) -> Callable[[], Any]:
+        def body(values: Leaves) -> Leaves:
+            return [lax.ppermute(value, pipe.axis, pairs) if sends else value + 0 for value in values]
+
+        mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
+        zeros = [jnp.zeros((count, *aval.shape), aval.dtype) for aval in kind.y_avals]
+        values = [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(zeros, specs, strict=True)]
+        return lambda: jax.block_until_ready(mapped(values))
+
+    found = timed({"hop": call(True), "nothing": call(False)}, repeats)
+    return max(0.0, found["hop"] - found["nothing"])

@@ -1,0 +1,135 @@
+"""How one parameter lies on the mesh besides its stage, and what is done to trees of such plans: gathered, reduced, told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..arrays import PyTree
+from .mesh import trimmed
+from .specs import names_of
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """One parameter: dims split over manual axes (gathered once a step, gradients scattered back), and the partitioner's dims.
+
+    Dims count from the stage's own first one: the leading axis of devices of a placed stage leaf is apart.
+    """
+
+    ndim: int
+    stage: bool
+    gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
+    auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
+    frozen: bool = False  # no gradient, no accumulator
+    cut: tuple[str, int] | None = None  # (pipe axis, dim) of a share that a spread function works on: never gathered
+    pinned: bool = False  # the partitioner shall not split what `auto` does not say
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the second step would be compiled again."""
+        return trimmed(*self._spec(axis, self.auto))
+
+    def manual(self, axis: str) -> PartitionSpec:
+        """The part of it that `shard_map` is told."""
+        return self._spec(axis, (None,) * self.ndim)
+
+    def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:
+        entries = list(auto)
+        for name, dim in self.gathers:
+            entries[dim] = name
+        if self.cut is not None:
+            entries[self.cut[1]] = self.cut[0]
+        return PartitionSpec(*([axis] if self.stage else []), *entries)
+
+    def gather(self, leaf: Any) -> Any:
+        """The whole parameter of this device's stage."""
+        if not self.gathers:
+            return leaf
+
+        def gathered(part: Any) -> Any:
+            for name, dim in self.gathers:
+                part = lax.all_gather(part, name, axis=dim, tiled=True)
+            return part
+
+        return self._on_parts(gathered, leaf)
+
+    def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
+        """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those that the parameter is split over."""
+        held = {name: dim for name, dim in self.gathers if name in reduced}
+        if not held:
+            return grad
+
+        def scattered(part: Any) -> Any:
+            for name in [n for n in reduced if n in held]:
+                part = lax.psum_scatter(part, name, scatter_dimension=held[name], tiled=True)
+            return part
+
+        return self._on_parts(scattered, grad)
+
+    def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
+        """Run a collective on each device's part of a leaf that the partitioner splits too.
+
+        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it would bring together the
+        whole leaf on every device first, which is as many times the memory and the traffic as the tensor axis is long.
+        """
+        names = {name for entry in self.auto for name in names_of(entry)}
+        if not names:
+            return collective(leaf)
+        spec = PartitionSpec(*self.auto)
+        return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)(leaf)
+
+    def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes over which the gradient is summed without being split."""
+        held = {name for name, _ in (*self.gathers, *([] if self.cut is None else [self.cut]))}
+        return tuple(n for n in reduced if n not in held)
+
+    def constrain(self, leaf: Any) -> Any:
+        """Tell the partitioner how a buffer of the parameter's shape is split."""
+        if all(a is None for a in self.auto) and not self.pinned:
+            return leaf
+        return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
+
+
+def is_plan(value: Any) -> bool:
+    """True for a `LeafPlan` (a leaf of the trees that `Partition.plans` returns)."""
+    return isinstance(value, LeafPlan)
+
+
+def trained(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """The leaves that have a gradient."""
+    return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
+
+
+def with_frozen(values: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """A leaf for each parameter, None for those that are frozen."""
+    own = iter(values)
+    return [None if plan.frozen else next(own) for plan in plans]
+
+
+def gather(tree: PyTree, plans: PyTree) -> PyTree:
+    """Whole parameters from their parts."""
+    return jax.tree.map(lambda leaf, plan: plan.gather(leaf), tree, plans)
+
+
+def leaf_plans(plans: PyTree) -> list[LeafPlan]:
+    """The plans of a tree, in leaf order."""
+    return jax.tree.leaves(plans, is_leaf=is_plan)
+
+
+def reduce_gradients(grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str]) -> list[Any]:
+    """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective."""
+    scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, plan in enumerate(plans):
+        groups.setdefault(plan.whole_axes(axes), []).append(i)
+    for names, members in groups.items():
+        if not names:
+            continue
+        for i, value in zip(members, lax.psum([scattered[i] for i in members], names), strict=True):
+            scattered[i] = value
+    return scattered

@@ -1,0 +1,98 @@
+"""The PartitionSpecs and filters that a user gives for parameters, by path, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ..arrays import PyTree
+from ..errors import PipelineError
+
+
+def by_path(specs: PyTree) -> dict[str, Any]:
+    """Specs by the paths at which they are given."""
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)}
+
+
+def _is_spec(value: Any) -> bool:
+    """A leaf of a tree of specs."""
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def holds(prefix: str, name: str) -> bool:
+    """Whether a spec at the path `prefix` is meant for the parameter `name`."""
+    return prefix in ("", name) or name.startswith(prefix + "/")
+
+
+def path_text(path: Any) -> str:
+    """A leaf's path as text, "dense/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def names_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def axes_of(specs: Any) -> set[Any]:
+    """The mesh axes that any of these specs names."""
+    leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
+    return {name for spec in leaves if isinstance(spec, PartitionSpec) for entry in spec for name in names_of(entry)}
+
+
+def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
+    """The filter of frozen parameters, from a function or from regular expressions of paths."""
+    if given is None:
+        return None
+    if callable(given):
+        function: Callable[[str, Any], bool] = given
+        return function
+    patterns = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise PipelineError(f"frozen must be a function of a path and a shape, or regular expressions of paths; got {given!r}")
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise PipelineError(
+            f"frozen: {error.pattern!r} is no regular expression ({error}); `re.escape(path)` makes one of a path"
+        ) from None
+    return lambda path, _leaf: any(pattern.search(path) for pattern in compiled)
+
+
+def spec_faults(
+    where: str, shape: tuple[int, ...], spec: Any, *, mesh: Mapping[str, int], axis: str, data_axes: Sequence[str]
+) -> list[str]:
+    """What is wrong with the spec of a parameter, whose shape is meant without the stage axis; `mesh`: axes and their sizes."""
+    if spec is None:
+        return []
+    if not isinstance(spec, PartitionSpec):
+        return [f"{where}: specs must hold PartitionSpecs or None; got {spec!r}"]
+    if len(spec) > len(shape):
+        return [f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave the stage axis out)"]
+    odd = [entry for entry in spec if not all(isinstance(name, str) for name in names_of(entry))]
+    if odd:
+        return [f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or None"]
+    faults = []
+    named = [name for entry in spec for name in names_of(entry)]
+    for name in dict.fromkeys(named):
+        head = f"{where}: {spec} names"
+        if name not in mesh:
+            faults.append(f"{head} an axis {name!r} that the mesh does not have; its axes are {dict(mesh)}")
+        elif name == axis:
+            faults.append(f"{head} the pipe axis {name!r}, over which stages are spread anyway; shard_outer= splits what is not a stage")
+        elif name in data_axes:
+            faults.append(f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it")
+        if named.count(name) > 1:
+            faults.append(f"{head} {name!r} more than once")
+    for dim, entry in enumerate(spec):
+        size = math.prod(mesh.get(name, 1) for name in names_of(entry))
+        if shape[dim] % size:
+            faults.append(f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which has {size} devices")
+    return faults
