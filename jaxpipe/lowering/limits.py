@@ -104,10 +104,12 @@ class SearchLimits(NamedTuple):
     keeps_makespan: float = 1.005  # program over table: a candidate this good ends the search for ticks
     longest_period: int = 12  # ticks in a trip: the lcm of the 2, 3, 4 and 6 cells of a steady state's turn
     longest_cycle: int = 512  # ticks that may repeat without being the same code: interleaved tables come back after P V microbatches
+    turns_seen: int = 16  # so many times a predicate of the steady state counts: the search sees few of its turns
     starts: int = 4  # first guesses that are improved on
     most_pieces: int = 24  # into which ticks are cut that come once, so that what all devices do together has no predicate
     most_work: int = 400_000  # ticks simulated: tables without any rhythm would take minutes (`benchmarks.table_speed`)
     many_trips: int = 64  # of a segment, from which on it pays to look for a cycle of different ones when it is simulated
+    most_cut: int = 1024  # ticks that may be cut anywhere: each place is tried in nine ways, and each of those is a program to simulate
     saves_enough: float = 0.01  # two exchanges become one where no larger share of all transfers is made for nothing by that
     many_blocks: int = 48  # of stage code; for short stages all that saves transfers would be worth its size
     times_many: int = 4  # so many times more each block above these counts
