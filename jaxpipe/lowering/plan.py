@@ -69,7 +69,8 @@ def choose_candidate(
     prices = prices_for(schedule, prefer, costs, overheads)
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
     found: list[Candidate] = []
-    for candidates in chain(_joined(schedule, costs, enough, beside=prices.beside), _more_and_more(schedule)):
+    simple = _more_and_more(schedule, in_turns=not (prices.beside and schedule.encoded.meetings))
+    for candidates in chain(_joined(schedule, costs, enough, beside=prices.beside), simple):
         bounds = [least_makespan(collect(ticks), cost_matrix(ticks, costs), beside=prices.beside) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
@@ -88,9 +89,9 @@ def choose_candidate(
     return cut if cut.makespan <= max(enough, best.makespan) and cut.price < best.price else best
 
 
-def _more_and_more(schedule: Schedule) -> Iterator[Sequence[Ticks]]:
-    """Ways to assign ticks, the simple ones first."""
-    yield assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)
+def _more_and_more(schedule: Schedule, *, in_turns: bool) -> Iterator[Sequence[Ticks]]:
+    """Ways to assign ticks, the simple ones first; `in_turns`: with kinds that take turns, where each trip asks for each meeting."""
+    yield (assign_ticks(schedule), *((modulo_ticks(schedule), modulo_ticks(schedule, shift=1)) if in_turns else ()))
     yield (balanced_ticks(schedule),)
 
 
