@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,12 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
         mine[ticks.when[runs], table.device[runs]] = True
     place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
     return _durations(ticks, costs, (ticks.when, place, table.device), (ticks.num_ticks, len(order), table.num_devices))
+
+
+@lru_cache(maxsize=4)  # asked for to bound a candidate, to cut it into segments and to price it
+def tick_durations(ticks: Ticks, costs: Costs | None = None) -> Durations:
+    """The same, where ticks that last equally long share one entry."""
+    return Durations.from_rows(cost_parts(ticks, costs))
 
 
 def _durations(ticks: Ticks, costs: Costs | None, cells: tuple[NDArray[np.int64], ...], shape: tuple[int, ...]) -> NDArray[np.float64]:
@@ -74,23 +81,23 @@ def program_price(makespan: float, segments: Sequence[Segment], num_devices: int
     return (makespan + time) * factor
 
 
-def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:
+def program_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:
     """Simulate the program: a device runs its ticks in order; where it awaits a transfer it waits until all partners have issued it.
 
     `costs[tick, device]` or `[tick, part, device]` are durations; the result has their unit.  Each permute that a device takes part in
     lasts `transfer`.  Without parts, what is awaited within a tick is awaited before it.
     """
-    durations = Durations.from_rows(costs)
-    time = np.zeros(costs.shape[-1])
+    durations = costs if isinstance(costs, Durations) else Durations.from_rows(costs)
+    time = np.zeros(durations.of.shape[-1])
     for segment in segments:
         time = Passage.of(segment, durations, transfer=transfer).after(time)
     return float(time.max(initial=0.0))
 
 
-def priced_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], prices: Prices) -> float:
+def priced_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[Segment], prices: Prices) -> float:
     """The makespan in which permutes and predicates last as long as their prices say."""
-    durations = Durations.from_rows(costs)
-    time = np.zeros(costs.shape[-1])
+    durations = costs if isinstance(costs, Durations) else Durations.from_rows(costs)
+    time = np.zeros(durations.of.shape[-1])
     for segment in segments:
         time = Passage.of(segment, durations, transfer=prices.transfer, prices=prices).after(time)
     return float(time.max(initial=0.0))

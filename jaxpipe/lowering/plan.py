@@ -20,7 +20,7 @@ from ..table.schedule import Schedule
 from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from .balanced_ticks import balanced_ticks
-from .cost_model import cost_matrix, cost_parts, least_makespan, priced_makespan, program_makespan, program_price
+from .cost_model import cost_parts, least_makespan, priced_makespan, program_makespan, program_price, tick_durations
 from .limits import LIMITS, LITTLE_CODE, ON_GPUS, Overheads, Prices
 from .offload import Offload
 from .requirements import collect
@@ -69,9 +69,9 @@ def choose_candidate(
     prices = prices_for(schedule, prefer, costs, overheads)
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
     found: list[Candidate] = []
-    simple = _more_and_more(schedule, in_turns=not (prices.beside and schedule.encoded.meetings))
-    for candidates in chain(_joined(schedule, costs, enough, beside=prices.beside), simple):
-        bounds = [least_makespan(collect(ticks), cost_matrix(ticks, costs), beside=prices.beside) for ticks in candidates]
+    in_turns = not (prices.beside and schedule.encoded.meetings)
+    for candidates in chain(_joined(schedule, costs, enough, beside=prices.beside), _more_and_more(schedule, in_turns=in_turns)):
+        bounds = [least_makespan(collect(ticks), tick_durations(ticks, costs).rows(), beside=prices.beside) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
         if min(each.makespan for each in found) <= enough:
@@ -107,17 +107,17 @@ def _joined(schedule: Schedule, costs: Costs | None, enough: float, *, beside: b
 
 
 def _alone(costs: Costs | None) -> Costs:
-    """The costs of actions alone, as `cost_matrix` has them."""
+    """The costs of actions alone, as the durations of ticks have them."""
     return Costs() if costs is None else replace(costs, transfer=0)
 
 
 def _candidate(ticks: Ticks, prices: Prices, costs: Costs | None, *, search: Prices | None = None, cuts: bool = False) -> Candidate:
     """The candidate with the segments that are best by the prices, or by those of a search of its own."""
     segments = find_segments(ticks, costs=costs, prices=search or prices, cuts=cuts)
-    parts = cost_parts(ticks, costs)
-    makespan = program_makespan(parts, segments)
-    priced = priced_makespan(parts, segments, prices)
-    return Candidate(ticks, segments, makespan, program_price(priced, segments, parts.shape[-1], prices))
+    durations = tick_durations(ticks, costs)
+    makespan = program_makespan(durations, segments)
+    priced = priced_makespan(durations, segments, prices)
+    return Candidate(ticks, segments, makespan, program_price(priced, segments, ticks.schedule.num_devices, prices))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Plan:
     @cached_property
     def makespan(self) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(cost_parts(self.ticks), self.segments)
+        return program_makespan(tick_durations(self.ticks), self.segments)
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:

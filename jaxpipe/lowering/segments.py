@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import CodeCounts, cost_parts, priced_makespan, program_price
+from .cost_model import CodeCounts, priced_makespan, program_price, tick_durations
 from .exchanges import template_of, uses_of
 from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
@@ -48,17 +48,18 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     if ticks.period > 1:
         spans = [Span(0, len(requirements), ticks.period, gated) for gated in (False, True)]
         both = [segments_of([span], requirements, beside=prices.beside) for span in spans]
-        parts = cost_parts(ticks, costs)
+        durations = tick_durations(ticks, costs)
 
         def price(segments: tuple[Segment, ...]) -> float:
-            makespan = priced_makespan(parts, segments, prices)
+            makespan = priced_makespan(durations, segments, prices)
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
     kept = kept_ticks(requirements.codes, twice=any(kind.together for kind in requirements.kinds))
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
     meetings = _between_meetings(short)
-    chooser = _Chooser(short, cost_parts(ticks, costs)[kept], prices, meetings.ticks)
+    durations = tick_durations(ticks, costs)
+    chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices, meetings.ticks)
     if cuts:
         return _of_kept(chooser.cut(_exact_spans(short, 0, len(short))), kept, requirements, beside=prices.beside)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
@@ -281,10 +282,10 @@ def _cut_elsewhere(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices, steady: range) -> None:
+    def __init__(self, requirements: Requirements, durations: Durations, prices: Prices, steady: range) -> None:
         self._requirements = requirements
-        self._durations = Durations.from_rows(costs)
         self._steady = steady
+        self._durations = durations
         self._prices = prices
         self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
@@ -295,8 +296,7 @@ class _Chooser:
         self._bounds: dict[tuple[Span, ...], float] = {}
         sends = np.array([len(kind.slack) for kind in requirements.kinds])
         self._least_sends = int(sends[requirements.codes].sum())
-        per_tick = self._durations.of.sum(axis=1)[self._durations.codes]
-        self._rest = np.concatenate([np.cumsum(per_tick[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
+        self._rest = np.concatenate([np.cumsum(durations.rows()[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
 
     def best(self, starts: Sequence[list[Span]], *, besides: Sequence[Sequence[list[Span]]] = ()) -> list[Span]:
         """Improve the most promising starts, and the best of each of those `besides`, whose score says little before they are improved."""
@@ -313,9 +313,7 @@ class _Chooser:
         if key not in self._scores:
             found = max(self._bounds.get(key, -math.inf), self._least(spans) if below < math.inf else -math.inf)
             if found < below:
-                built = [self._built_of(span) for span in spans]
-                time, factor = self._surcharge(each.counts for each in built)
-                time += self._asked_for_ever(built)
+                time, factor = self._surcharge(self._built_of(span).counts for span in spans)
                 found = (self._makespan(spans, below / factor - time) + time) * factor
             if found >= below:
                 self._bounds[key] = found
@@ -326,19 +324,10 @@ class _Chooser:
     def _surcharge(self, counts: Iterable[CodeCounts]) -> tuple[float, float]:
         return CodeCounts(*map(sum, zip(*counts, strict=True))).surcharge(self._requirements.num_devices, self._prices)
 
-    def _asked_for_ever(self, built: Iterable[_Built]) -> float:
-        """The price of predicates around meetings in the steady state, of which the search sees only a few turns."""
-        found = 0.0
-        for segment in (segment for each in built for segment in each.segments):
-            common = min(segment.stop, self._steady.stop) - max(segment.start, self._steady.start)
-            found += segment.num_meeting_predicates * max(0, common) / (segment.stop - segment.start)
-        return LIMITS.turns_seen * self._prices.meeting * found
-
     def _least(self, spans: Sequence[Span]) -> float:
         """What the price of a program with the blocks of these spans is at least, whatever it transfers; with room for rounding."""
-        bare = [self._bare_of(span) for span in spans]
-        time, factor = self._surcharge([CodeCounts(sends=self._least_sends), *(each.counts for each in bare)])
-        return (float(self._rest[0].max()) + time + self._asked_for_ever(bare)) * factor * (1 - 1e-9)
+        time, factor = self._surcharge([CodeCounts(sends=self._least_sends), *(self._bare_of(span).counts for span in spans)])
+        return (float(self._rest[0].max()) + time) * factor * (1 - 1e-9)
 
     def _makespan(self, spans: Sequence[Span], below: float) -> float:
         """The program's makespan, or a lower bound that is no less than `below`; a span's effect on a pattern of times is found once."""
@@ -372,12 +361,14 @@ class _Chooser:
 
     def cut(self, spans: list[Span]) -> list[Span]:
         """Cut spans in two, move what is between two, or change periods, each time so that the score falls most."""
-        better = True
+        better = len(self._requirements) <= LIMITS.most_cut
         while better and self._work < LIMITS.most_work:
-            candidates = [each for each in self._neighbours(spans) if not any(span.gated for span in each)]
-            best = min([*candidates, *_cut_elsewhere(spans)], key=self.score)
-            better = self.score(best) < self.score(spans) - 1e-12
-            spans = best if better else spans
+            better = False
+            least, best = self.score(spans) - 1e-12, spans
+            for candidate in chain(self._neighbours(spans), _cut_elsewhere(spans)):
+                if not any(span.gated for span in candidate) and (found := self.score(candidate, least)) < least:
+                    least, best, better = found, candidate, True
+            spans = best
         return spans
 
     def _neighbours(self, spans: list[Span]) -> list[list[Span]]:
@@ -405,13 +396,14 @@ class _Chooser:
         if span not in self._built:
             beside, gated = self._prices.beside, span.gated
             bare = self._bare_of(span).segments
-            self._built[span] = _Built.of(_with_transfers(each, self._requirements, beside=beside, gated=gated) for each in bare)
+            built = (_with_transfers(each, self._requirements, beside=beside, gated=gated) for each in bare)
+            self._built[span] = _Built.of(built, self._steady)
         return self._built[span]
 
     def _bare_of(self, span: Span) -> _Built:
         alike = span._replace(gated=False)
         if alike not in self._bare:
-            self._bare[alike] = _Built.of(_bare(part, self._requirements) for part in _even(alike))
+            self._bare[alike] = _Built.of((_bare(part, self._requirements) for part in _even(alike)), self._steady)
         return self._bare[alike]
 
 
@@ -422,10 +414,15 @@ class _Built(NamedTuple):
     counts: CodeCounts
 
     @classmethod
-    def of(cls, segments: Iterable[Segment]) -> _Built:
-        """With the counts."""
+    def of(cls, segments: Iterable[Segment], steady: range) -> _Built:
+        """With the counts; predicates around meetings in the steady state count for the many turns of it that the search does not see."""
         each = tuple(segments)
-        return cls(each, CodeCounts.of(each))
+        counts = CodeCounts.of(each)
+        for segment in each:
+            common = max(0, min(segment.stop, steady.stop) - max(segment.start, steady.start))
+            more = LIMITS.turns_seen * segment.num_meeting_predicates * common // (segment.stop - segment.start)
+            counts = counts._replace(meetings=counts.meetings + more)
+        return cls(each, counts)
 
 
 def _segments(span: Span, requirements: Requirements, *, beside: bool) -> list[Segment]:
@@ -445,27 +442,28 @@ def _even(span: Span) -> list[Span]:
 
 def _bare(span: Span, requirements: Requirements) -> Segment:
     """The segment of a span whose length is a multiple of its period, without its transfers."""
-    ticks = np.arange(span.start, span.stop).reshape(-1, span.period)
+    repeats = (span.stop - span.start) // span.period
+    ticks = np.arange(span.start, span.stop).reshape(repeats, span.period)
     templates: dict[int, TickTemplate] = {}
     for mine in ticks_of(span.loops or (Loop(1),) * span.period):
         templates |= dict.fromkeys(mine, TickTemplate(uses_of(requirements, ticks[:, mine].ravel()), ((),)))
-    return Segment(span.start, len(ticks), tuple(templates[j] for j in range(span.period)), (), span.loops)
+    return Segment(span.start, repeats, tuple(templates[j] for j in range(span.period)), (), span.loops)
 
 
 def _with_transfers(bare: Segment, requirements: Requirements, *, beside: bool, gated: bool) -> Segment:
     """The same with its transfers; `gated`: ticks choose among exchanges."""
     follows = beside and bare.repeats > 1
-    templates: dict[int, TickTemplate] = {}
+    templates = list(bare.templates)
     choices = np.zeros((bare.repeats, bare.period), np.int64)
-    for mine in bare.emitted:
-        j = mine[0]
+    for ticks in bare.emitted:
+        j = ticks[0]
         room = 0 if bare.loops else room_of(bare.period, j) if follows else bare.period - 1 - j
         template, choice = template_of(requirements, bare.sharing(j), bare.templates[j].blocks, room=room, gated=gated)
-        choices[:, mine] = choice.reshape(-1, len(mine))
-        templates |= dict.fromkeys(mine, template)
+        choices[:, ticks] = choice.reshape(-1, len(ticks))
+        for tick in ticks:
+            templates[tick] = template
     chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
-    ordered = tuple(templates[j] for j in range(bare.period))
-    return replace(bare, templates=ordered, choices=chosen, beside=beside and not bare.loops)
+    return replace(bare, templates=tuple(templates), choices=chosen, beside=beside and not bare.loops)
 
 
 def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:
