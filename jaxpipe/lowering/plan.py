@@ -96,8 +96,11 @@ def _more_and_more(schedule: Schedule, *, in_turns: bool) -> Iterator[Sequence[T
 
 
 def _joined(schedule: Schedule, costs: Costs | None, enough: float, *, beside: bool) -> Iterator[Sequence[Ticks]]:
-    """Where W and F can share ticks and keep the makespan, that way: it has the fewest predicates and the least code."""
-    if beside and joins_weights(schedule).any():
+    """Where W and F can share ticks and keep the makespan, that way: it has the fewest predicates and the least code.
+
+    Not where all devices meet: ticks that are shared here and there put the meetings at unequal intervals, so that they need predicates.
+    """
+    if beside and not schedule.encoded.meetings and joins_weights(schedule).any():
         ticks = joined_ticks(schedule)
         if least_makespan(collect(ticks), cost_parts(ticks, costs), beside=True) <= enough:
             yield (ticks,)

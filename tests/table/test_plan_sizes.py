@@ -7,8 +7,9 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.plan import Prefer, choose_candidate, plan_of
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.transforms.spread_last import spread_last
 from tests.golden import check_golden
 from tests.passes import emitted
 from tests.tiers import exhaustive, slow
@@ -82,6 +83,13 @@ def test_for_speed_no_tick_chooses_among_exchanges(name, microbatches):
     """A host waits for each choice, since no CUDA graph holds what is chosen."""
     found = emitted(name, None, 8, microbatches, prefer=Prefer.SPEED)
     assert sum(segment.num_arms for segment in found.segments) == 0
+
+
+@pytest.mark.slow
+def test_no_meeting_of_zb_h1_asks():
+    """Its W share no ticks with F then: meetings would come at unequal intervals."""
+    found = choose_candidate(spread_last(jp.schedules.build("zb_h1", devices=8, microbatches=32)), prefer=Prefer.SPEED)
+    assert sum(segment.num_meeting_predicates for segment in found.segments) == 0
 
 
 # Where it is more than 1.00: in DualPipe's ramps some devices run an overlapped pair while their neighbours run a single action.
