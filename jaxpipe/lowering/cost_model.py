@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from ..simulation.simulate import action_durations
 from ..table.kinds import RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
 from .limits import LIMITS, Prices
-from .requirements import Edge, Requirements
+from .requirements import NO_TRANSFER, Requirements
 from .trips import Durations, Passage
 
 
@@ -111,9 +111,10 @@ def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, be
     """
     time = np.zeros(requirements.num_devices)
     due: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
-    transfers = [_by_slack(kind.slack) for kind in requirements.kinds]
+    ends = np.array([edge[1:] for edge in requirements.edges], np.int64).reshape(-1, 2).T
+    transfers = [_by_slack(row, ends) for row in requirements.slack]
     for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs, strict=True)):
-        if requirements.kinds[code].together:
+        if requirements.together[code]:
             time[:] = time.max()
         time += row
         for room, ends in transfers[code]:
@@ -124,9 +125,6 @@ def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, be
     return float(time.max(initial=0.0))
 
 
-def _by_slack(slack: Mapping[Edge, int]) -> list[tuple[int, NDArray[np.int64]]]:
-    """(slack, [2, transfer] their sources and their targets) of each slack that occurs."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for (_, source, target), room in slack.items():
-        found.setdefault(room, []).append((source, target))
-    return [(room, np.array(pairs).T) for room, pairs in found.items()]
+def _by_slack(slack: NDArray[np.int32], ends: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
+    """(slack, [2, transfer] their sources and their targets) of each slack that occurs in a tick."""
+    return [(room, ends[:, slack == room]) for room in set(slack.tolist()) - {NO_TRANSFER}]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Block, Segment, TickTemplate, room_of
+from ..program.segments import Segment, TickTemplate, room_of
 from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
@@ -19,7 +19,7 @@ from .assign_ticks import Ticks
 from .cost_model import CodeCounts, priced_makespan, program_price, tick_durations
 from .exchanges import template_of, uses_of
 from .limits import LIMITS, LITTLE_CODE, Prices
-from .requirements import Requirements, collect
+from .requirements import NO_TRANSFER, Requirements, collect
 from .trips import Durations, Passage
 
 
@@ -56,7 +56,7 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
 
         return min(both, key=price)
     kept = kept_ticks(requirements.codes)
-    short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
+    short = replace(requirements, codes=requirements.codes[kept])
     durations = tick_durations(ticks, costs)
     chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices)
     if cuts:
@@ -153,9 +153,7 @@ def _between_meetings(requirements: Requirements) -> list[list[Span]]:
     Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those come at equal intervals into trips,
     else, where they are few, into pieces that are run once.
     """
-    met = [frozenset(block for block in kind.blocks if block.is_share) for kind in requirements.kinds]
-    numbers = {blocks: number for number, blocks in enumerate(dict.fromkeys([frozenset[Block](), *met]))}
-    marks = np.array([numbers[blocks] for blocks in met])[requirements.codes]  # 0 where nobody meets
+    marks = requirements.meets
     stop = len(marks)
     steady = _equal_intervals(marks, 0, stop)
     if steady is None:
@@ -248,7 +246,7 @@ class _Chooser:
         self._passages: dict[Span, tuple[Passage, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
         self._bounds: dict[tuple[Span, ...], float] = {}
-        sends = np.array([len(kind.slack) for kind in requirements.kinds])
+        sends = (requirements.slack < NO_TRANSFER).sum(axis=1)
         self._least_sends = int(sends[requirements.codes].sum())
         self._rest = np.concatenate([np.cumsum(durations.rows()[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
 
