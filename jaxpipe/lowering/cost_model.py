@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Part, Segment, parts_in_order
+from ..program.segments import PART_OF, Part, Payload, Segment, parts_in_order
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
 from ..table.kinds import RUNS_FORWARD, Kind
@@ -106,25 +106,35 @@ def priced_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[S
 def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, beside: bool = False) -> float:
     """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed.
 
-    With `beside` its source may go on.  Then it is an estimate: it counts by whole ticks, and a program with several blocks in a tick may
-    issue a transfer, or await one, between them.
+    `costs[tick, device]` or `[tick, part, device]` are durations.  With `beside` a transfer's source may go on; then without parts it is
+    an estimate, since a program with several blocks in a tick may issue a transfer, or await one, between them.
     """
+    parts = costs[:, None] if costs.ndim == 2 else costs
+    order = parts_in_order(requirements.forward_first)
+    place = {payload: order.index(PART_OF[payload]) if parts.shape[1] > 1 else 0 for payload in Payload}
     time = np.zeros(requirements.num_devices)
-    due: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
-    ends = np.array([edge[1:] for edge in requirements.edges], np.int64).reshape(-1, 2).T
-    transfers = [_by_slack(row, ends) for row in requirements.slack]
-    for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs, strict=True)):
-        if requirements.together[code]:
-            time[:] = time.max()
-        time += row
-        for room, ends in transfers[code]:
-            due.setdefault(tick + room, []).append((ends, time[ends].max(axis=0)))
-        for ends, met in due.pop(tick, ()):
-            for end in ends[beside:]:
-                np.maximum.at(time, end, met)
+    due: dict[tuple[int, int], list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+    edges = np.array(requirements.edges, np.int64).reshape(-1, 3).T
+    transfers = [_by_slack(row, edges) for row in requirements.slack]
+    together, paired = (each[requirements.codes].tolist() for each in (requirements.together, requirements.paired))
+    for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), parts, strict=True)):
+        for part, lasting in enumerate(row):
+            for ends, met in due.pop((tick, part), ()):
+                for end in ends[beside:]:
+                    np.maximum.at(time, end, met)
+            if part == 0 and together[tick]:
+                time[:] = time.max()
+            time += lasting
+            for payload, room, ends in transfers[code]:
+                if place[payload] == part:
+                    needed = tick + room + 1
+                    at = (needed, 0 if paired[needed] else place[payload])
+                    due.setdefault(at, []).append((ends, time[ends].max(axis=0)))
     return float(time.max(initial=0.0))
 
 
-def _by_slack(slack: NDArray[np.int32], ends: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
-    """(slack, [2, transfer] their sources and their targets) of each slack that occurs in a tick."""
-    return [(room, ends[:, slack == room]) for room in set(slack.tolist()) - {NO_TRANSFER}]
+def _by_slack(slack: NDArray[np.int32], edges: NDArray[np.int64]) -> list[tuple[Payload, int, NDArray[np.int64]]]:
+    """(payload, slack, [2, transfer] their sources and their targets) of each payload and slack that occurs in a tick."""
+    here = slack < NO_TRANSFER
+    occurring = sorted(set(zip(edges[0, here].tolist(), slack[here].tolist(), strict=True)))
+    return [(Payload(p), room, edges[1:, (edges[0] == p) & (slack == room)]) for p, room in occurring]

@@ -104,6 +104,7 @@ class SearchLimits(NamedTuple):
     keeps_makespan: float = 1.005  # program over table: a candidate this good ends the search for ticks
     longest_period: int = 12  # ticks in a trip: the lcm of the 2, 3, 4 and 6 cells of a steady state's turn
     longest_cycle: int = 512  # ticks that may repeat without being the same code: interleaved tables come back after P V microbatches
+    turns_seen: int = 16  # so many times a predicate of the steady state counts: the search sees few of its turns
     starts: int = 4  # first guesses that are improved on
     most_pieces: int = 24  # into which ticks are cut that come once, so that what all devices do together has no predicate
     most_work: int = 400_000  # ticks simulated: tables without any rhythm would take minutes (`benchmarks.table_speed`)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Segment, TickTemplate, room_of
+from ..program.segments import Loop, Segment, TickTemplate, room_of, ticks_of
 from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
@@ -30,7 +30,7 @@ class Span(NamedTuple):
     stop: int
     period: int
     gated: bool = False  # ticks that transfer different things choose among exchanges (`template_of`)
-    runs: tuple[int, ...] = ()  # ticks of a trip that follow each other and share their code (`Segment.runs`)
+    loops: tuple[Loop, ...] = ()  # ticks of a trip that share their code (`Segment.loops`)
 
 
 def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = LITTLE_CODE, cuts: bool = False) -> tuple[Segment, ...]:
@@ -55,17 +55,18 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
-    kept = kept_ticks(requirements.codes)
+    kept = kept_ticks(requirements.codes, twice=bool(requirements.together.any()))
     short = replace(requirements, codes=requirements.codes[kept])
+    meetings = _between_meetings(short)
     durations = tick_durations(ticks, costs)
-    chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices)
+    chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices, meetings.ticks)
     if cuts:
         return _of_kept(chooser.cut(_exact_spans(short, 0, len(short))), kept, requirements, beside=prices.beside)
-    meetings = _between_meetings(short)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
         starts += _steady_starts(starts[0], starts[1])
-    best = chooser.best(_both_ways([*starts, *meetings]), besides=_both_ways(meetings[-1:]))
+    besides = [_both_ways(spans) for spans in (meetings.steady, meetings.everywhere)]
+    best = chooser.best(_both_ways(starts), besides=besides)
     return _of_kept(best, kept, requirements, beside=prices.beside)
 
 
@@ -87,19 +88,19 @@ def segments_of(spans: Sequence[Span], requirements: Requirements, *, beside: bo
     return tuple(segment for span in spans for segment in _segments(span, requirements, beside=beside))
 
 
-def kept_ticks(codes: IntArray) -> IntArray:
-    """The ticks that are left when all but a few turns of each steady state are taken out.
+def kept_ticks(codes: IntArray, *, twice: bool = False) -> IntArray:
+    """The ticks that are left when all but a few turns of each steady state are taken out; `twice`: two of those that make no trip.
 
     What is taken out are whole turns, and multiples of all common periods, so that ticks keep their place in a period.
     """
     kept = np.arange(len(codes))
-    while (removal := _longest_removal(codes[kept])) is not None:
+    while (removal := _longest_removal(codes[kept], twice=twice)) is not None:
         kept = np.delete(kept, removal)
     return kept
 
 
-def _longest_removal(codes: IntArray) -> slice | None:
-    """Turns in the middle of the longest steady state, so that one turn and a little more are left; None if there are none."""
+def _longest_removal(codes: IntArray, *, twice: bool) -> slice | None:
+    """Turns in the middle of the longest steady state, so that one turn, or two, and a little more are left; None if there are none."""
     best = slice(0, 0)
     for cycle in range(1, min(LIMITS.longest_cycle, len(codes) // 2) + 1):
         if codes[cycle:].size <= best.stop - best.start:
@@ -107,6 +108,7 @@ def _longest_removal(codes: IntArray) -> slice | None:
         begin, length = _longest_true(codes[cycle:] == codes[:-cycle])
         turn = math.lcm(cycle, LIMITS.longest_period)
         room = length + cycle - turn - 2 * LIMITS.longest_period
+        room -= cycle if twice and cycle > LIMITS.longest_period else 0
         count = max(0, room // turn) * turn
         if count > best.stop - best.start:
             margin = (length + cycle - count) // 2
@@ -147,61 +149,104 @@ def _phases(forward: BoolArray, backward: BoolArray) -> list[list[Span]]:
     return found
 
 
-def _between_meetings(requirements: Requirements) -> list[list[Span]]:
-    """Spans in which no meeting of all devices has a predicate: around the longest stretch of equal intervals, and everywhere.
+class _Meetings(NamedTuple):
+    """Spans in which no meeting of all devices has a predicate, and the ticks of the steady state."""
+
+    steady: list[list[Span]]  # none there, and none cut around it
+    everywhere: list[list[Span]]
+    ticks: range
+
+
+def _between_meetings(requirements: Requirements) -> _Meetings:
+    """Cut at meetings: around the longest stretch of equal intervals, and everywhere.
 
     Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those come at equal intervals into trips,
-    else, where they are few, into pieces that are run once.
+    else, where they are few, into pieces that are run once.  In interleaved tables the intervals themselves come back, after P V actions
+    of each direction: then what is at equal intervals within such a trip is a loop.
     """
     marks = requirements.meets
-    stop = len(marks)
-    steady = _equal_intervals(marks, 0, stop)
-    if steady is None:
-        return []
-    whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
-    return [[span for span in whole if span.start < span.stop], _few_pieces(_cut_at_meetings(marks, 0, stop))]
+    stop, found = len(marks), _Meetings([], [], range(0))
+    for longest in (LIMITS.longest_period, LIMITS.longest_cycle):
+        steady = _equal_intervals(marks, 0, stop, longest=longest)
+        if steady is not None:
+            whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
+            found.steady.append([span for span in whole if span.start < span.stop])
+            found.everywhere.append(_few_pieces(_cut_at_meetings(marks, 0, stop, longest)))
+            found = found._replace(ticks=range(steady.start, steady.stop))
+    return found
 
 
-def _cut_at_meetings(marks: IntArray, start: int, stop: int) -> list[Span]:
+def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
     """The longest stretch of equal intervals first, then the same on both sides of it; the rest is cut into pieces that are run once."""
     if start >= stop:
         return []
-    longest = _equal_intervals(marks, start, stop)
-    if longest is not None:
-        return [*_cut_at_meetings(marks, start, longest.start), longest, *_cut_at_meetings(marks, longest.stop, stop)]
-    return [Span(start, stop, stop - start, runs=_pieces(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
+    best = _equal_intervals(marks, start, stop, longest=longest)
+    if best is not None:
+        return [*_cut_at_meetings(marks, start, best.start, longest), best, *_cut_at_meetings(marks, best.stop, stop, longest)]
+    return [Span(start, stop, stop - start, loops=_loops(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
 
 
 def _few_pieces(spans: list[Span]) -> list[Span]:
     """The spans; of those that come once, the ones with the most pieces share one code instead, where all have too many."""
     left, uncut = LIMITS.most_pieces, set()
-    for span in sorted((span for span in spans if span.runs and span.period == span.stop - span.start), key=lambda span: len(span.runs)):
-        left -= len(span.runs)
+    for span in sorted((span for span in spans if span.loops and span.period == span.stop - span.start), key=_num_pieces):
+        left -= _num_pieces(span)
         if left < 0:
             uncut.add(span)
     return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
 
 
-def _equal_intervals(marks: IntArray, start: int, stop: int) -> Span | None:
-    """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips."""
+def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = LIMITS.longest_period) -> Span | None:
+    """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips.
+
+    Trips that are longer than `LIMITS.longest_period` begin after their longest interval.
+    """
     best: Span | None = None
-    for period in range(2, min(LIMITS.longest_period, (stop - start) // 2) + 1):
-        mine = marks[start:stop]
+    mine = marks[start:stop]
+    for period in range(2, min(longest, len(mine) // 2) + 1):
         for begin, length in _runs_of_true(mine[period:] == mine[:-period]):
+            if best is not None and length + period < best.stop - best.start + period:
+                continue
             first = np.flatnonzero(mine[begin : begin + period])
             if not len(first):
                 continue
-            at = begin + int(first[0])
+            after = int(np.diff(first, prepend=first[-1] - period).argmax()) if period > LIMITS.longest_period else 0
+            at = begin + int(first[after])
             repeats = (begin + length + period - at) // period
-            if repeats >= 2 and (best is None or repeats * period >= best.stop - best.start + period):
-                best = Span(start + at, start + at + repeats * period, period, runs=_pieces(mine[at : at + period]))
+            if repeats < 2 or (best is not None and repeats * period < best.stop - best.start + period):
+                continue
+            span = Span(start + at, start + at + repeats * period, period, loops=_loops(mine[at : at + period]))
+            if period <= LIMITS.longest_period or _num_pieces(span) <= LIMITS.most_pieces:
+                best = span
     return best
 
 
-def _pieces(marks: IntArray) -> tuple[int, ...]:
-    """Lengths of the pieces of a trip: a piece ends at a meeting and after it."""
-    ends = [j for j in range(1, len(marks)) if marks[j] or marks[j - 1]]
-    return tuple(np.diff([0, *ends, len(marks)]).tolist())
+def _num_pieces(span: Span) -> int:
+    """Templates that a span with loops has code for."""
+    return sum(1 for _ in ticks_of(span.loops))
+
+
+def _loops(marks: IntArray) -> tuple[Loop, ...]:
+    """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces, alike in whether devices meet."""
+    inner = _equal_intervals(marks, 0, len(marks))
+    if inner is not None:
+        turn = Loop((inner.stop - inner.start) // inner.period, inner.loops)
+        return (*_loops(marks[: inner.start]), turn, *_loops(marks[inner.stop :]))
+    ends = (np.flatnonzero(np.diff(marks)) + 1).tolist()
+    return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
+
+
+def _in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
+    """The loops with so many templates that take turns, where one was for all ticks: devices may have long and short ticks in turn."""
+    found: list[Loop] = []
+    for loop in loops:
+        if loop.body:
+            found.append(loop._replace(body=_in_turns(loop.body, turn)))
+            continue
+        turns, rest = divmod(loop.times, turn)
+        found += [Loop(turns, (Loop(1),) * turn)] if turns > 1 else [Loop(1)] * turns * turn
+        found += [Loop(1)] * rest
+    return tuple(found)
 
 
 def _steady_starts(exact: Sequence[Span], phases: Sequence[Span]) -> list[list[Span]]:
@@ -235,8 +280,9 @@ def _cut_elsewhere(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, requirements: Requirements, durations: Durations, prices: Prices) -> None:
+    def __init__(self, requirements: Requirements, durations: Durations, prices: Prices, steady: range) -> None:
         self._requirements = requirements
+        self._steady = steady
         self._durations = durations
         self._prices = prices
         self._work = 0
@@ -250,13 +296,13 @@ class _Chooser:
         self._least_sends = int(sends[requirements.codes].sum())
         self._rest = np.concatenate([np.cumsum(durations.rows()[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
 
-    def best(self, starts: Sequence[list[Span]], *, besides: Sequence[list[Span]] = ()) -> list[Span]:
-        """Improve the most promising starts, and the best one of those `besides`, whose score says little before they are improved."""
+    def best(self, starts: Sequence[list[Span]], *, besides: Sequence[Sequence[list[Span]]] = ()) -> list[Span]:
+        """Improve the most promising starts, and the best of each of those `besides`, whose score says little before they are improved."""
         promising: list[tuple[float, int, list[Span]]] = []
         for number, start in enumerate(map(list, dict.fromkeys(map(tuple, starts)))):
             enough = promising[-1][0] if len(promising) == LIMITS.starts else math.inf
             promising = sorted([*promising, (self.score(start, enough), number, start)])[: LIMITS.starts]
-        chosen = [start for *_, start in promising] + sorted(besides, key=self.score)[:1]
+        chosen = [start for *_, start in promising] + [min(each, key=self.score) for each in besides if each]
         return min((self.improve(start) for start in chosen), key=self.score)
 
     def score(self, spans: Sequence[Span], below: float = math.inf) -> float:
@@ -332,7 +378,8 @@ class _Chooser:
                     both = Span(left.start, right.stop, period, left.gated or right.gated)
                     found.append([*spans[:i], both, *spans[i + 2 :]])
         for i, span in enumerate(spans):
-            others = [span._replace(period=p, runs=()) for p in periods if p != span.period and p <= span.stop - span.start]
+            others = [span._replace(period=p, loops=()) for p in periods if p != span.period and p <= span.stop - span.start]
+            others += [span._replace(loops=finer) for finer in (_in_turns(span.loops, turn) for turn in (2, 3)) if finer != span.loops]
             for other in [*others, span._replace(gated=not span.gated)]:
                 found.append([*spans[:i], other, *spans[i + 1 :]])
         return found
@@ -347,13 +394,14 @@ class _Chooser:
         if span not in self._built:
             beside, gated = self._prices.beside, span.gated
             bare = self._bare_of(span).segments
-            self._built[span] = _Built.of(_with_transfers(each, self._requirements, beside=beside, gated=gated) for each in bare)
+            built = (_with_transfers(each, self._requirements, beside=beside, gated=gated) for each in bare)
+            self._built[span] = _Built.of(built, self._steady)
         return self._built[span]
 
     def _bare_of(self, span: Span) -> _Built:
         alike = span._replace(gated=False)
         if alike not in self._bare:
-            self._bare[alike] = _Built.of(_bare(part, self._requirements) for part in _even(alike))
+            self._bare[alike] = _Built.of((_bare(part, self._requirements) for part in _even(alike)), self._steady)
         return self._bare[alike]
 
 
@@ -364,10 +412,15 @@ class _Built(NamedTuple):
     counts: CodeCounts
 
     @classmethod
-    def of(cls, segments: Iterable[Segment]) -> _Built:
-        """With the counts."""
+    def of(cls, segments: Iterable[Segment], steady: range) -> _Built:
+        """With the counts; predicates around meetings in the steady state count for the many turns of it that the search does not see."""
         each = tuple(segments)
-        return cls(each, CodeCounts.of(each))
+        counts = CodeCounts.of(each)
+        for segment in each:
+            common = max(0, min(segment.stop, steady.stop) - max(segment.start, steady.start))
+            more = LIMITS.turns_seen * segment.num_meeting_predicates * common // (segment.stop - segment.start)
+            counts = counts._replace(meetings=counts.meetings + more)
+        return cls(each, counts)
 
 
 def _segments(span: Span, requirements: Requirements, *, beside: bool) -> list[Segment]:
@@ -381,7 +434,7 @@ def _even(span: Span) -> list[Span]:
     if not left_over:
         return [span]
     middle = span.stop - left_over
-    parts = [span._replace(stop=middle, runs=()), span._replace(start=middle, period=left_over, runs=())]
+    parts = [span._replace(stop=middle, loops=()), span._replace(start=middle, period=left_over, loops=())]
     return [part for part in parts if part.start < part.stop]
 
 
@@ -389,25 +442,26 @@ def _bare(span: Span, requirements: Requirements) -> Segment:
     """The segment of a span whose length is a multiple of its period, without its transfers."""
     repeats = (span.stop - span.start) // span.period
     ticks = np.arange(span.start, span.stop).reshape(repeats, span.period)
-    templates: list[TickTemplate] = []
-    for length in span.runs or (1,) * span.period:
-        mine = ticks[:, len(templates) : len(templates) + length]
-        templates += [TickTemplate(uses_of(requirements, mine.ravel()), ((),))] * length
-    return Segment(span.start, repeats, tuple(templates), (), span.runs)
+    templates: dict[int, TickTemplate] = {}
+    for mine in ticks_of(span.loops or (Loop(1),) * span.period):
+        templates |= dict.fromkeys(mine, TickTemplate(uses_of(requirements, ticks[:, mine].ravel()), ((),)))
+    return Segment(span.start, repeats, tuple(templates[j] for j in range(span.period)), (), span.loops)
 
 
 def _with_transfers(bare: Segment, requirements: Requirements, *, beside: bool, gated: bool) -> Segment:
     """The same with its transfers; `gated`: ticks choose among exchanges."""
     follows = beside and bare.repeats > 1
-    templates: list[TickTemplate] = []
+    templates = list(bare.templates)
     choices = np.zeros((bare.repeats, bare.period), np.int64)
-    for start, stop in bare.emitted:
-        room = 0 if bare.runs else room_of(bare.period, start) if follows else bare.period - 1 - start
-        template, choice = template_of(requirements, bare.sharing(start), bare.templates[start].blocks, room=room, gated=gated)
-        choices[:, start:stop] = choice.reshape(-1, stop - start)
-        templates += [template] * (stop - start)
+    for ticks in bare.emitted:
+        j = ticks[0]
+        room = 0 if bare.loops else room_of(bare.period, j) if follows else bare.period - 1 - j
+        template, choice = template_of(requirements, bare.sharing(j), bare.templates[j].blocks, room=room, gated=gated)
+        choices[:, ticks] = choice.reshape(-1, len(ticks))
+        for tick in ticks:
+            templates[tick] = template
     chosen = tuple(choices.ravel().tolist()) if choices.any() else ()
-    return replace(bare, templates=tuple(templates), choices=chosen, beside=beside and not bare.runs)
+    return replace(bare, templates=tuple(templates), choices=chosen, beside=beside and not bare.loops)
 
 
 def _exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:

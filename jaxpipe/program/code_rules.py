@@ -176,10 +176,16 @@ def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fa
 def _run_faults(program: Program) -> Iterator[Fault]:
     """Ticks that share code within a trip have one template, and what they send arrives in the same tick."""
     for segment in program.segments:
-        for j, stop in segment.emitted:
-            alike = all(template == segment.templates[j] for template in segment.templates[j:stop])
-            if stop - j > 1 and not (alike and all(permute.delay == 0 for permute in segment.templates[j].permutes)):
-                yield Fault(Rule.CODE, "shares code with the next tick, which needs other code or awaits its transfers", segment.start + j)
+        looped = sum(loop.times * loop.ticks for loop in segment.loops)
+        if segment.loops and looped != segment.period:
+            yield Fault(Rule.CODE, f"has loops of {looped} ticks in trips of {segment.period}", segment.start)
+            continue
+        for ticks in segment.emitted:
+            first = segment.templates[ticks[0]]
+            alike = all(segment.templates[j] == first for j in ticks)
+            if len(ticks) > 1 and not (alike and all(permute.delay == 0 for permute in first.permutes)):
+                message = "shares code with other ticks of its trip, which need other code or await its transfers"
+                yield Fault(Rule.CODE, message, segment.start + ticks[0])
 
 
 def _missing_shares(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -99,8 +100,9 @@ class BlockUse:
 
     @property
     def num_nested(self) -> int:
-        """How many predicates are asked inside of it."""
-        return sum(presence is Presence.SOMETIMES for presence in (self.first, self.last, self.local))
+        """How many predicates are asked inside of it: of W and R none, of B and I none about `last`, whose gradient is F's."""
+        asks = {Kind.F: (self.first, self.last, self.local), Kind.B: (self.first, self.local), Kind.I: (self.first, self.local)}
+        return sum(presence is Presence.SOMETIMES for presence in asks.get(self.block.kind, ()))
 
     def __str__(self) -> str:
         marks = "".join(m for m, p in (("^", self.first), ("$", self.last), ("~", self.local)) if p is not Presence.NEVER)
@@ -218,6 +220,32 @@ class Transit(NamedTuple):
         return self.from_before or self.written.tick > self.tick
 
 
+class Loop(NamedTuple):
+    """Ticks of a trip that follow each other: so many times one tick, or so many times the loops of its body."""
+
+    times: int
+    body: tuple[Loop, ...] = ()
+
+    @property
+    def ticks(self) -> int:
+        """Of one turn."""
+        return sum(each.times * each.ticks for each in self.body) or 1
+
+    def __str__(self) -> str:
+        inner = f"({' '.join(map(str, self.body))})" if self.body else ""
+        return f"{self.times}{inner}"
+
+
+def ticks_of(loops: Sequence[Loop], start: int = 0) -> Iterator[tuple[int, ...]]:
+    """Per template that is emitted, the ticks of a trip that have it; the first loop begins at `start`."""
+    for loop in loops:
+        if not loop.body:
+            yield tuple(range(start, start + loop.times))
+        for once in ticks_of(loop.body, start):
+            yield tuple(tick + turn * loop.ticks for turn in range(loop.times) for tick in once)
+        start += loop.times * loop.ticks
+
+
 @dataclass(frozen=True)
 class Segment:
     """Ticks `start .. start + repeats * period`, emitted once: a scan of `repeats` trips over the templates of one period."""
@@ -226,8 +254,8 @@ class Segment:
     repeats: int
     templates: tuple[TickTemplate, ...]
     choices: tuple[int, ...] = ()  # per tick, the exchange that it makes; empty where every template has just one
-    # Lengths of runs of equal templates, each emitted once, as a scan within the trip; their permutes have no delay.  Empty: all are 1.
-    runs: tuple[int, ...] = ()
+    # Ticks of a trip that share their code, each loop a scan within the trip; their permutes have no delay.  Empty: none do.
+    loops: tuple[Loop, ...] = ()
     # Transfers run beside blocks: issued after the blocks that make them, written to their slots before the first that may need them.
     beside: bool = False
 
@@ -242,32 +270,35 @@ class Segment:
         return self.start + self.repeats * self.period
 
     @cached_property
-    def emitted(self) -> tuple[tuple[int, int], ...]:
-        """Per template that is emitted: the first tick of a trip that has it, and the one after the last."""
-        stops = np.cumsum(self.runs or (1,) * self.period).tolist()
-        return tuple(zip((0, *stops[:-1]), stops, strict=True))
+    def emitted(self) -> tuple[tuple[int, ...], ...]:
+        """Per template that is emitted, the ticks of a trip that have it."""
+        return tuple(ticks_of(self.loops or (Loop(1),) * self.period))
+
+    @cached_property
+    def _emission(self) -> dict[int, tuple[int, ...]]:
+        """By tick of a trip, all that have its template."""
+        return {j: ticks for ticks in self.emitted for j in ticks}
 
     def sharing(self, j: int) -> NDArray[np.int64]:
         """The ticks that run the code emitted for the j-th tick of a trip."""
-        start, stop = next((a, b) for a, b in self.emitted if a <= j < b)
-        found: NDArray[np.int64] = np.arange(self.start, self.stop).reshape(self.repeats, self.period)[:, start:stop].ravel()
+        found: NDArray[np.int64] = np.arange(self.start, self.stop).reshape(self.repeats, self.period)[:, self._emission[j]].ravel()
         return found
 
     @property
     def size(self) -> int:
         """Blocks of stage code that are compiled for it."""
-        return sum(len(self.templates[j].blocks) for j, _ in self.emitted)
+        return sum(len(self.templates[j].blocks) for j, *_ in self.emitted)
 
     @property
     def stage_size(self) -> int:
         """Those of them that are worth counting: an E or a G is a lookup and a sum."""
         light = (Kind.E, Kind.G)
-        return sum(use.block.kind not in light for j, _ in self.emitted for use in self.templates[j].blocks)
+        return sum(use.block.kind not in light for j, *_ in self.emitted for use in self.templates[j].blocks)
 
     @property
     def permutes(self) -> int:
         """Permutes that are compiled for it."""
-        return sum(len(self.templates[j].permutes) for j, _ in self.emitted)
+        return sum(len(self.templates[j].permutes) for j, *_ in self.emitted)
 
     @property
     def num_predicates(self) -> int:
@@ -356,5 +387,6 @@ class Segment:
 
     def __str__(self) -> str:
         head = f"ticks {self.start}..{self.stop - 1}: {self.repeats} x {self.period}"
-        times = [f"{stop - j} x " if stop - j > 1 else "" for j, stop in self.emitted]
-        return "\n".join([head, *(f"  {n}{self.templates[j]}" for n, (j, _) in zip(times, self.emitted, strict=True))])
+        lines = [f"  {f'{len(ticks)} x ' if len(ticks) > 1 else ''}{self.templates[ticks[0]]}" for ticks in self.emitted]
+        order = [f"  in turns of {' '.join(map(str, self.loops))}"] if any(loop.body for loop in self.loops) else []
+        return "\n".join([head, *lines, *order])

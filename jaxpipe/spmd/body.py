@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import Leaves, PyTree, Scalar, wider
+from ..arrays import Leaves, PyTree, wider
 from ..jaxprs import Piece
 from ..model.functions import Loss
 from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
 from ..model.spread import bare
-from ..program.records import TickRecord, arrays, map_fields
+from ..program.records import arrays
 from ..program.segments import Segment
 from ..stage.code import run
 from ..stage.job import Job
@@ -254,7 +254,9 @@ def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: Stat
     rows = table[segment.start : segment.stop].reshape(segment.repeats, segment.period, table.shape[1])
 
     def trip(state: State, rows: Any) -> tuple[State, None]:
-        *before, last = [_record(emitter.program.ticks, row) for row in rows.astype(jnp.int32)]
+        if segment.loops:
+            return emitter.looped_trip(segment, rows.astype(jnp.int32), state), None
+        *before, last = [emitter.record(row) for row in rows.astype(jnp.int32)]
         if not segment.in_flight:
             return emitter.trip(segment, [*before, last], None, state), None
         return emitter.trip(segment, [*before[1:], last], before[0], state), None
@@ -264,13 +266,7 @@ def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: Stat
         nothing = jnp.zeros_like(rows[:1, -1:])
         rows = jnp.concatenate([jnp.concatenate([nothing, rows[:-1, -1:]]), rows], axis=1)
     state = trip(state, rows[0])[0] if segment.repeats == 1 else lax.scan(trip, state, rows)[0]
-    return emitter.land(segment, _record(emitter.program.ticks, rows[-1, -1].astype(jnp.int32)), state) if segment.in_flight else state
-
-
-def _record(like: TickRecord[Any], row: Any) -> TickRecord[Scalar]:
-    """A line of the table as a record of scalars."""
-    column = iter(range(row.shape[0]))
-    return map_fields(lambda _: row[next(column)], like)
+    return emitter.land(segment, emitter.record(rows[-1, -1].astype(jnp.int32)), state) if segment.in_flight else state
 
 
 def _narrow(table: Any) -> Any:

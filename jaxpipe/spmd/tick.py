@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from ..arrays import Leaves, Scalar
 from ..program.code_rules import half_of
 from ..program.ir import Program
 from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, map_fields, pairs_of
-from ..program.segments import BlockUse, Payload, Point, Presence, Segment, Transit
+from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
@@ -55,15 +55,10 @@ class _Code:
     before: TickRecord[Scalar] | None  # the last tick of the trip before
 
 
+# What this device does in ticks of a trip.
+_Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
 # What permutes that are issued have brought, and is not yet in its slots.
 _Brought: TypeAlias = dict[Transit, Leaves]
-
-
-def _numbers(row: TickRecord[Scalar]) -> Any:
-    """A record's numbers in one array."""
-    found: list[Any] = []
-    map_fields(found.append, row)
-    return jnp.stack(found)
 
 
 def _left(use: BlockUse, pairs: Sequence[_Pair]) -> Presence:
@@ -101,28 +96,49 @@ class TickEmitter:
     def _has_recompute(self) -> bool:
         return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
-    def trip(self, segment: Segment, rows: list[TickRecord[Scalar]], before: TickRecord[Scalar] | None, state: State) -> State:
+    def trip(self, segment: Segment, rows: Sequence[TickRecord[Scalar]], before: TickRecord[Scalar] | None, state: State) -> State:
         """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32 scalars).
 
         `before`: the last tick of the trip before, whose transfers in flight are issued first of all; None where there are none.
         """
-        code = _Code(segment, self._kinds_at(segment), self._keeps_at(segment), before)
+        code = self._code(segment, before)
         brought: _Brought = {}
-        for j, stop in segment.emitted:
-            if stop - j == 1:
-                state = self._tick(code, j, rows, state, brought)
-                continue
-
-            def one(state: State, numbers: Any, j: int = j) -> tuple[State, None]:
-                column = iter(range(numbers.shape[0]))
-                row = map_fields(lambda _: numbers[next(column)], rows[j])
-                return self._tick(code, j, [*rows[:j], row, *rows[j + 1 :]], state, {}), None
-
-            state = lax.scan(one, state, jnp.stack([_numbers(row) for row in rows[j:stop]]))[0]
+        for j in range(segment.period):
+            state = self._tick(code, j, dict(enumerate(rows)), state, brought)
         assert not brought, "a transfer is awaited after its trip"
         return state
 
-    def _tick(self, code: _Code, j: int, rows: list[TickRecord[Scalar]], state: State, brought: _Brought) -> State:
+    def looped_trip(self, segment: Segment, numbers: Any, state: State) -> State:
+        """The same where ticks of a trip share their code.  `numbers`: what this device does, a line for each tick, int32."""
+        return self._loops(self._code(segment, None), segment.loops, 0, numbers, state)
+
+    def _loops(self, code: _Code, loops: Sequence[Loop], start: int, numbers: Any, state: State) -> State:
+        """Loops that begin at a tick of the trip, with the lines of their ticks."""
+        begin = 0
+        for loop in loops:
+            mine = numbers[begin : begin + loop.times * loop.ticks]
+
+            def once(state: State, lines: Any, loop: Loop = loop, at: int = start + begin) -> tuple[State, None]:
+                if loop.body:
+                    return self._loops(code, loop.body, at, lines, state), None
+                return self._tick(code, at, {at: self.record(lines[0])}, state, {}), None
+
+            if loop.times == 1:
+                state, _ = once(state, mine)
+            else:
+                state, _ = lax.scan(once, state, mine.reshape(loop.times, loop.ticks, -1))
+            begin += len(mine)
+        return state
+
+    def record(self, line: Any) -> TickRecord[Scalar]:
+        """A line of numbers as a record."""
+        column, like = iter(range(line.shape[0])), cast("TickRecord[Any]", self.program.ticks)
+        return map_fields(lambda _: line[next(column)], like)
+
+    def _code(self, segment: Segment, before: TickRecord[Scalar] | None) -> _Code:
+        return _Code(segment, self._kinds_at(segment), self._keeps_at(segment), before)
+
+    def _tick(self, code: _Code, j: int, rows: _Rows, state: State, brought: _Brought) -> State:
         """One tick; what is under way in it is noted in `brought`."""
         segment, template, kinds, row = code.segment, code.segment.templates[j], code.kinds[j], rows[j]
         moves = Luggage(Moving.at(self.program, segment.sharing(j)), self._packing, row)
@@ -149,7 +165,7 @@ class TickEmitter:
                 state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
         return self._transfers(code, Point(j, len(template.blocks)), rows, state, brought) if template.blocks else state
 
-    def _transfers(self, code: _Code, at: Point, rows: list[TickRecord[Scalar]], state: State, brought: _Brought) -> State:
+    def _transfers(self, code: _Code, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
         """The permutes that are issued at a point of the trip, and what is written there of those under way, those due first before."""
         under_way = [t for t in code.segment.transits if code.before is not None or not t.from_before]
         for transit in under_way:

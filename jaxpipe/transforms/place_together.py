@@ -25,10 +25,13 @@ from ..table.encoded import Encoded
 from ..table.kinds import KINDS, TOGETHER, End, Value, makers, readers
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
+from .align_shares import align_shares
 from .split_backward import split_backward
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are split: a split costs code and a stash.
 _WORTH_A_SPLIT = 0.01
+# The same for a table of overlapped pairs: with W apart neighbours run unlike ticks, and the program is up to 15 % longer than the table.
+_WORTH_A_SPLIT_OF_PAIRS = 0.03
 # So many gradients of the first stage's input may wait for a meeting that is for something else.
 _MOST_WAITING = 1
 
@@ -50,7 +53,8 @@ def place_together(schedule: Schedule, kinds: frozenset[Kind], *, costs: Costs |
     # Nobody waits at a meeting where the table takes no longer than without any, and all that is done in them besides.
     stage_costs = costs.for_stages(plain.num_stages)
     added = sum(max(stage_costs.of(kind) or (0,)) for kind in kinds) * plain.num_microbatches
-    enough = (1 + _WORTH_A_SPLIT) * (simulate(plain, costs).makespan + added)
+    worth = _WORTH_A_SPLIT_OF_PAIRS if len(plain.encoded.pairs) else _WORTH_A_SPLIT
+    enough = (1 + worth) * (simulate(plain, costs).makespan + added)
     whole = _Run(plain, costs, kinds).table()
     if simulate(whole, costs).makespan <= enough or not plain.encoded.of_kinds((Kind.B,)).any():
         return whole
@@ -143,7 +147,8 @@ class _Run:
             if mine.left and mine.left[0] == cell and start == self._start(device):
                 self._run(device, start)
         assert not any(device.left for device in self._devices), "a valid table runs to its end"
-        return self._schedule.with_rows([device.row for device in self._devices])
+        found = self._schedule.with_rows([device.row for device in self._devices])
+        return found if self._placed == {Kind.L} else align_shares(found)
 
     def _start(self, device: int) -> float | None:
         """When a device's next cell can start; None where it lacks something, waits for all devices, or there is none."""

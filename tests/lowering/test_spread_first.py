@@ -116,6 +116,24 @@ def test_a_step_agrees_with_plain_jax(name, devices, tied):
         assert shares == [(-(-11 // devices), WIDTH)] * 2, "1/P of the vocabulary on each device, gradients too"
 
 
+def test_a_device_may_hold_nothing_but_padding():
+    """Of 5 rows on 4 devices, as 4 x 2, the third has one and the last none."""
+    _, params, grads = agrees("gpipe", 4, tied=False, vocabulary=5)
+    for tree in (params, grads):
+        for key in ("first", "last"):
+            (leaf,) = jax.tree.leaves(tree[key])
+            assert [np.any(np.asarray(shard.data)) for shard in leaf.addressable_shards] == [True, True, True, False]
+
+
+def test_bursts_of_meetings_are_loops_within_a_trip():
+    """In an interleaved table all devices meet for P microbatches in turn, then for long not: no predicate asks in the steady state."""
+    pipe, _, _ = agrees("interleaved_1f1b", 2, tied=False, microbatches=12)
+    plan = plan_of(pipe.schedule)
+    steady = max(plan.segments, key=lambda segment: segment.repeats * segment.period)
+    assert any(loop.times == 2 and loop.body for loop in steady.loops)
+    assert steady.num_meeting_predicates == 0
+
+
 def test_first_alone_is_spread_too():
     pipe, _, _ = agrees("gpipe", 2, tied=False, last=plain_head)
     assert {a.kind for _, _, a in pipe.schedule.actions()} == {jp.Kind.F, jp.Kind.B, jp.Kind.E, jp.Kind.G}
@@ -126,7 +144,6 @@ def test_the_eager_executor_runs_the_same_program():
     agrees("1f1b", 2, executor=EagerExecutor(), tied=True, microbatches=2)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_data_shards_fsdp_and_recomputation():
     mesh = mesh_of(2, data=2)

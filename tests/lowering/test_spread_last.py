@@ -337,13 +337,35 @@ def test_meetings_in_ramps_have_no_predicate_where_few_pieces_of_code_do(name, d
 
 def test_ticks_that_share_code_have_one_template_and_await_nothing():
     program = plan_of(jp.spread_last(jp.schedules.build("1f1b", devices=4, microbatches=8))).program()
-    at, steady = next((i, s) for i, s in enumerate(program.segments) if s.runs)
+    at, steady = next((i, s) for i, s in enumerate(program.segments) if s.loops)
     templates = list(steady.templates)
     use, *others = templates[-1].blocks
     templates[-1] = replace(templates[-1], blocks=(replace(use, local=Presence.SOMETIMES), *others))
     broken = replace(steady, templates=tuple(templates))
     segments = (*program.segments[:at], broken, *program.segments[at + 1 :])
     assert any("shares code" in fault.message for fault in faults(replace(program, segments=segments)))
+
+
+def test_loops_have_the_ticks_of_a_trip():
+    program = plan_of(jp.spread_last(jp.schedules.build("1f1b", devices=4, microbatches=8))).program()
+    at, steady = next((i, s) for i, s in enumerate(program.segments) if s.loops)
+    broken = replace(steady, loops=(*steady.loops[:-1], steady.loops[-1]._replace(times=steady.loops[-1].times - 1)))
+    segments = (*program.segments[:at], broken, *program.segments[at + 1 :])
+    assert any("has loops of" in fault.message for fault in faults(replace(program, segments=segments)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", *(slow(name) for name in jp.schedules.names() if name not in ("1f1b", "no_pipelining"))])
+def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(name):
+    """L, E and G in a program for GPUs: all that are left are in ramps; and there is no more code."""
+    costs, chunks = jp.Costs(last=0.2, first=0, first_grad=0), jp.schedules.describe(name).chunks.natural
+    asked, sizes = [], []
+    for microbatches in (32, 64):
+        schedule = jp.schedules.build(name, devices=4, microbatches=microbatches, chunks=chunks)
+        plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs), Prefer.SPEED)
+        asked.append(sum(segment.num_meeting_predicates for segment in plan.segments))
+        sizes.append(sum(segment.stage_size for segment in plan.segments))
+    assert asked[0] == asked[1]
+    assert sizes[0] == sizes[1]
 
 
 def _without_shares(template):
