@@ -70,6 +70,12 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     return _of_kept(best, kept, requirements, beside=prices.beside)
 
 
+def can_be_cut(ticks: Ticks) -> bool:
+    """Whether they are few enough to be cut anywhere."""
+    requirements = collect(ticks)
+    return len(kept_ticks(requirements.codes, twice=bool(requirements.together.any()))) <= LIMITS.most_cut
+
+
 def _of_kept(spans: Sequence[Span], kept: IntArray, requirements: Requirements, *, beside: bool) -> tuple[Segment, ...]:
     """The segments of spans of the kept ticks, with those that were taken out."""
     whole = np.append(kept, len(requirements))
@@ -359,7 +365,7 @@ class _Chooser:
 
     def cut(self, spans: list[Span]) -> list[Span]:
         """Cut spans in two, move what is between two, or change periods, each time so that the score falls most."""
-        better = len(self._requirements) <= LIMITS.most_cut
+        better = True
         while better and self._work < LIMITS.most_work:
             better = False
             least, best = self.score(spans) - 1e-12, spans
