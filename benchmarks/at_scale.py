@@ -218,7 +218,7 @@ def largest(name: str, chunks: int, devices: int, microbatches: int, prefer: Pre
     return (name, prefer.value, *size, *counts, *(f"{s:.1f}" for s in clock.seconds), f"{sum(clock.seconds):.1f}", gib(peak))
 
 
-LARGEST = ("interleaved_1f1b:4", "looped_bfs:4", "interleaved_zb:4", "zbv:2", "zb_h1:1", "1f1b:1")
+LARGEST = ("interleaved_1f1b:4", "looped_bfs:4", "interleaved_zb:4", "zbv:2", "v_half:2", "dualpipev:2", "zb_h1:1", "1f1b:1")
 BUBBLES = ("model", "P", "M", "schedule", "simulated", "published", "difference")
 PLANS = ("run", "P x T", "M", "", "plan", "layout", "bubble", "program", "speed", "memory", "published")
 DUALPIPE = ("schedule", "P", "M", "bubble", "published", "formula", "activations", "published")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from ..simulation.simulate import action_durations
 from ..table.kinds import RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
 from .limits import LIMITS, Prices
-from .requirements import Edge, Requirements
+from .requirements import NO_TRANSFER, Requirements
 from .trips import Durations, Passage
 
 
@@ -114,27 +114,27 @@ def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, be
     place = {payload: order.index(PART_OF[payload]) if parts.shape[1] > 1 else 0 for payload in Payload}
     time = np.zeros(requirements.num_devices)
     due: dict[tuple[int, int], list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
-    transfers = [_by_slack(kind.slack) for kind in requirements.kinds]
-    kinds = [requirements.kinds[code] for code in requirements.codes.tolist()]
+    edges = np.array(requirements.edges, np.int64).reshape(-1, 3).T
+    transfers = [_by_slack(row, edges) for row in requirements.slack]
+    together, paired = (each[requirements.codes].tolist() for each in (requirements.together, requirements.paired))
     for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), parts, strict=True)):
         for part, lasting in enumerate(row):
             for ends, met in due.pop((tick, part), ()):
                 for end in ends[beside:]:
                     np.maximum.at(time, end, met)
-            if part == 0 and kinds[tick].together:
+            if part == 0 and together[tick]:
                 time[:] = time.max()
             time += lasting
             for payload, room, ends in transfers[code]:
                 if place[payload] == part:
                     needed = tick + room + 1
-                    at = (needed, 0 if kinds[needed].paired else place[payload])
+                    at = (needed, 0 if paired[needed] else place[payload])
                     due.setdefault(at, []).append((ends, time[ends].max(axis=0)))
     return float(time.max(initial=0.0))
 
 
-def _by_slack(slack: Mapping[Edge, int]) -> list[tuple[Payload, int, NDArray[np.int64]]]:
-    """(payload, slack, [2, transfer] their sources and their targets) of each payload and slack that occurs."""
-    found: dict[tuple[Payload, int], list[tuple[int, int]]] = {}
-    for (payload, source, target), room in slack.items():
-        found.setdefault((Payload(payload), room), []).append((source, target))
-    return [(payload, room, np.array(pairs).T) for (payload, room), pairs in found.items()]
+def _by_slack(slack: NDArray[np.int32], edges: NDArray[np.int64]) -> list[tuple[Payload, int, NDArray[np.int64]]]:
+    """(payload, slack, [2, transfer] their sources and their targets) of each payload and slack that occurs in a tick."""
+    here = slack < NO_TRANSFER
+    occurring = sorted(set(zip(edges[0, here].tolist(), slack[here].tolist(), strict=True)))
+    return [(Payload(p), room, edges[1:, (edges[0] == p) & (slack == room)]) for p, room in occurring]

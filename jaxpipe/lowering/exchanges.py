@@ -52,7 +52,7 @@ def template_of(
     needed = slack < NO_TRANSFER
     here = np.flatnonzero(needed.any(axis=0))
     edges = [requirements.edges[i] for i in here.tolist()]
-    paired = any(requirements.kinds[code].paired for code in present.tolist())
+    paired = bool(requirements.paired[present].any())
     needed = needed[:, here]
     if not gated or 2 * int(often[needed.all(axis=1)].sum()) >= len(codes):
         least = np.minimum(slack[:, here].min(axis=0, initial=NO_TRANSFER), room)

@@ -24,7 +24,7 @@ from .cost_model import cost_parts, least_makespan, priced_makespan, program_mak
 from .limits import LIMITS, LITTLE_CODE, ON_GPUS, Overheads, Prices
 from .offload import Offload
 from .requirements import collect
-from .segments import find_segments
+from .segments import can_be_cut, find_segments
 from .slots import assign_slots
 
 
@@ -82,7 +82,7 @@ def choose_candidate(
         found += [_candidate(ticks, prices, costs, search=prices.makespan_first()) for ticks in lost]
     keeping = [each for each in found if each.makespan <= enough]
     best = min(keeping or found, key=lambda each: each.price)
-    if not prices.beside or not best.chooses:
+    if not (prices.beside and best.chooses and can_be_cut(best.ticks)):
         return best
     # The host waits for each choice: ramps are cut into pieces that choose nothing, where that takes no longer.
     cut = _candidate(best.ticks, prices, costs, search=prices.makespan_first(), cuts=True)

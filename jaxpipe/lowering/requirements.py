@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,27 +44,21 @@ class TickRequirements:
     slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
     paired: bool = False  # some device runs a forward and a whole backward
 
-    @property
-    def together(self) -> bool:
-        """Whether the devices do something together."""
-        return any(block.kind in TOGETHER for block in self.blocks)
-
-    @property
-    def signature(self) -> tuple[frozenset[Block], frozenset[Edge]]:
-        """Ticks with equal signatures can share their code."""
-        return frozenset(self.blocks), frozenset(self.slack)
-
 
 @dataclass(frozen=True, eq=False)
 class Requirements:
-    """The requirements of every tick: tick t has `kinds[codes[t]]`.
+    """The requirements of every tick, by its code: tick t has `kinds[codes[t]]`.
 
     Ticks have one code where the same blocks of the same devices run and the same transfers leave with the same slack, so they
     also cost the same; what is made of many ticks costs no more than what is made of the different ones.
     """
 
-    kinds: tuple[TickRequirements, ...]
     codes: IntArray
+    blocks: tuple[Block, ...]  # that occur
+    counts: IntArray  # `[code, block]` is the `Count` of `blocks[block]`
+    edges: tuple[Edge, ...]  # the transfers that occur, in order
+    slack: NDArray[np.int32]  # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
+    paired: BoolArray  # per code, whether some device runs a forward and a whole backward
     num_devices: int
     forward_first: bool
 
@@ -71,40 +66,38 @@ class Requirements:
         return len(self.codes)
 
     @cached_property
+    def kinds(self) -> tuple[TickRequirements, ...]:
+        """The requirements by code, one by one."""
+        return tuple(map(self._kind, range(len(self.counts))))
+
+    def _kind(self, code: int) -> TickRequirements:
+        counts = zip(self.blocks, self.counts[code].tolist(), strict=True)
+        slack = zip(self.edges, self.slack[code].tolist(), strict=True)
+        blocks = {block: Count(*count) for block, count in counts if count[0]}
+        return TickRequirements(blocks, {edge: room for edge, room in slack if room != NO_TRANSFER}, bool(self.paired[code]))
+
+    @cached_property
+    def together(self) -> BoolArray:
+        """Per code, whether the devices do something together."""
+        meeting = np.array([block.kind in TOGETHER for block in self.blocks], bool)
+        return np.asarray((self.counts[:, meeting, 0] > 0).any(axis=1), bool)
+
+    @cached_property
+    def meets(self) -> IntArray:
+        """Per tick, a number that ticks of equal shares have in common; 0 where nobody meets."""
+        shares = self.counts[:, np.array([block.is_share for block in self.blocks], bool), 0] > 0
+        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
+
+    @cached_property
     def signatures(self) -> IntArray:
-        """Per tick, a number that ticks of equal signatures share."""
-        numbers: dict[object, int] = {}
-        found = np.array([numbers.setdefault(kind.signature, len(numbers)) for kind in self.kinds], np.int64)
-        return found[self.codes]
+        """Per tick, a number that ticks of equal blocks and transfers share, which can share their code."""
+        return equal_rows(np.concatenate([self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER], axis=1))[self.codes]
 
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks that occur."""
-        return tuple(dict.fromkeys(block for kind in self.kinds for block in kind.blocks))
 
-    @cached_property
-    def counts(self) -> IntArray:
-        """`[kind, block]` is the `Count` of `blocks[block]` in `kinds[kind]`."""
-        number = {block: i for i, block in enumerate(self.blocks)}
-        found = np.zeros((len(self.kinds), len(number), len(Count._fields)), np.int64)
-        for row, kind in zip(found, self.kinds, strict=True):
-            for block, count in kind.blocks.items():
-                row[number[block]] = count
-        return found
-
-    @cached_property
-    def edges(self) -> tuple[Edge, ...]:
-        """The transfers that occur, in order."""
-        return tuple(sorted({edge for kind in self.kinds for edge in kind.slack}))
-
-    @cached_property
-    def slack(self) -> NDArray[np.int32]:
-        """`[kind, edge]` is the slack of `edges[edge]` in `kinds[kind]`; NO_TRANSFER where it does not occur."""
-        number = {edge: i for i, edge in enumerate(self.edges)}
-        found = np.full((len(self.kinds), len(number)), NO_TRANSFER, np.int32)
-        for row, kind in zip(found, self.kinds, strict=True):
-            row[[number[edge] for edge in kind.slack]] = list(kind.slack.values())
-        return found
+def equal_rows(rows: NDArray[Any]) -> IntArray:
+    """Per row, a number that equal rows share, the first of them 0."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in np.ascontiguousarray(rows)], np.int64)
 
 
 def consumers(table: Encoded) -> IntArray:
@@ -155,26 +148,36 @@ def collect(ticks: Ticks) -> Requirements:
     fields = np.stack([table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack], 1, dtype=np.int32)
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
     lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
-    flat = lines.reshape(ticks.num_ticks, -1)
-    numbers: dict[bytes, int] = {}
-    codes = [numbers.setdefault(line.tobytes(), len(numbers)) for line in flat]
-    shape = lines.shape[1:]
-    kinds = tuple(_tick_requirements(np.frombuffer(line, np.int32).reshape(shape)) for line in numbers)
-    return Requirements(kinds, np.array(codes, np.int64), table.num_devices, ticks.forward_first)
+    codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
+    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, forward_first=ticks.forward_first)
 
 
-def _tick_requirements(line: NDArray[np.int32]) -> TickRequirements:
-    """Read one line of `collect`: [device, half, field]."""
-    devices, halves = np.nonzero(line[:, :, 0] >= 0)
-    counts: dict[tuple[int, int, int], list[int]] = {}
-    slack: dict[Edge, int] = {}
-    for device, (kind, chunk, kept, first, last, local, target, room) in zip(devices.tolist(), line[devices, halves].tolist(), strict=True):
-        sums = counts.setdefault((kind, chunk, kept), [0, 0, 0, 0])
-        sums[0] += 1
-        sums[1] += first
-        sums[2] += last
-        sums[3] += local
-        if target >= 0:
-            slack[Edge(Payload.ACTIVATION if kind == Kind.F else Payload.COTANGENT, device, target)] = room
-    blocks = {Block(Kind(kind), chunk, bool(kept)): Count(*sums) for (kind, chunk, kept), sums in counts.items()}
-    return TickRequirements(blocks, slack, bool(((line[:, 0, 0] >= 0) & (line[:, 1, 0] == Kind.B)).any()))
+def _requirements(lines: NDArray[np.int32], codes: IntArray, *, forward_first: bool) -> Requirements:
+    """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
+    num_codes, num_devices = lines.shape[:2]
+    there = lines[..., 0] >= 0
+    code, device, half = np.nonzero(there)
+    kind, chunk, kept, first, last, local, target, room = lines[code, device, half].T
+    example, block = np.unique((kind * (1 + chunk.max(initial=0)) + chunk) * 2 + kept, return_index=True, return_inverse=True)[1:]
+    shape = (num_codes, len(example))
+    sums = [np.bincount(code * shape[1] + block, weights, math.prod(shape)) for weights in (None, first, last, local)]
+    payload = np.where(kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
+    sent = np.flatnonzero(target >= 0)
+    ends, edge = np.unique(np.ravel_multi_index((payload[sent], device[sent], target[sent]), _edges(num_devices)), return_inverse=True)
+    slack = np.full((num_codes, len(ends)), NO_TRANSFER, np.int32)
+    slack[code[sent], edge] = room[sent]
+    return Requirements(
+        codes=codes,
+        blocks=tuple(Block(Kind(k), c, bool(r)) for k, c, r in zip(*(of[example].tolist() for of in (kind, chunk, kept)), strict=True)),
+        counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(Count._fields)),
+        edges=tuple(Edge(Payload(p), d, e) for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()),
+        slack=slack,
+        paired=(there[:, :, 0] & (lines[:, :, 1, 0] == Kind.B)).any(axis=1),
+        num_devices=num_devices,
+        forward_first=forward_first,
+    )
+
+
+def _edges(num_devices: int) -> tuple[int, int, int]:
+    """How many payloads, sources and targets there are."""
+    return len(Payload), num_devices, num_devices

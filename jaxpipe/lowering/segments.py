@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Block, Loop, Segment, TickTemplate, room_of, ticks_of
+from ..program.segments import Loop, Segment, TickTemplate, room_of, ticks_of
 from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
@@ -19,7 +19,7 @@ from .assign_ticks import Ticks
 from .cost_model import CodeCounts, priced_makespan, program_price, tick_durations
 from .exchanges import template_of, uses_of
 from .limits import LIMITS, LITTLE_CODE, Prices
-from .requirements import Requirements, collect
+from .requirements import NO_TRANSFER, Requirements, collect
 from .trips import Durations, Passage
 
 
@@ -55,8 +55,8 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
-    kept = kept_ticks(requirements.codes, twice=any(kind.together for kind in requirements.kinds))
-    short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
+    kept = kept_ticks(requirements.codes, twice=bool(requirements.together.any()))
+    short = replace(requirements, codes=requirements.codes[kept])
     meetings = _between_meetings(short)
     durations = tick_durations(ticks, costs)
     chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices, meetings.ticks)
@@ -68,6 +68,12 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     besides = [_both_ways(spans) for spans in (meetings.steady, meetings.everywhere)]
     best = chooser.best(_both_ways(starts), besides=besides)
     return _of_kept(best, kept, requirements, beside=prices.beside)
+
+
+def can_be_cut(ticks: Ticks) -> bool:
+    """Whether they are few enough to be cut anywhere."""
+    requirements = collect(ticks)
+    return len(kept_ticks(requirements.codes, twice=bool(requirements.together.any()))) <= LIMITS.most_cut
 
 
 def _of_kept(spans: Sequence[Span], kept: IntArray, requirements: Requirements, *, beside: bool) -> tuple[Segment, ...]:
@@ -164,9 +170,7 @@ def _between_meetings(requirements: Requirements) -> _Meetings:
     else, where they are few, into pieces that are run once.  In interleaved tables the intervals themselves come back, after P V actions
     of each direction: then what is at equal intervals within such a trip is a loop.
     """
-    met = [frozenset(block for block in kind.blocks if block.is_share) for kind in requirements.kinds]
-    numbers = {blocks: number for number, blocks in enumerate(dict.fromkeys([frozenset[Block](), *met]))}
-    marks = np.array([numbers[blocks] for blocks in met])[requirements.codes]  # 0 where nobody meets
+    marks = requirements.meets
     stop, found = len(marks), _Meetings([], [], range(0))
     for longest in (LIMITS.longest_period, LIMITS.longest_cycle):
         steady = _equal_intervals(marks, 0, stop, longest=longest)
@@ -294,7 +298,7 @@ class _Chooser:
         self._passages: dict[Span, tuple[Passage, ...]] = {}
         self._scores: dict[tuple[Span, ...], float] = {}
         self._bounds: dict[tuple[Span, ...], float] = {}
-        sends = np.array([len(kind.slack) for kind in requirements.kinds])
+        sends = (requirements.slack < NO_TRANSFER).sum(axis=1)
         self._least_sends = int(sends[requirements.codes].sum())
         self._rest = np.concatenate([np.cumsum(durations.rows()[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
 
@@ -361,7 +365,7 @@ class _Chooser:
 
     def cut(self, spans: list[Span]) -> list[Span]:
         """Cut spans in two, move what is between two, or change periods, each time so that the score falls most."""
-        better = len(self._requirements) <= LIMITS.most_cut
+        better = True
         while better and self._work < LIMITS.most_work:
             better = False
             least, best = self.score(spans) - 1e-12, spans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from ..program.segments import BlockUse, Part, Permute, Point, Segment, TickTemp
 from ..table.encoded import IntArray
 from ..table.kinds import TOGETHER
 from .limits import LIMITS, Prices
+from .requirements import equal_rows
 
 # Partners of each device, and how long the permutes of each device last; None where they take no time.
 _Meeting: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
@@ -27,7 +28,7 @@ class Durations(NamedTuple):
     def from_rows(cls, costs: NDArray[np.float64]) -> Durations:
         """From `[tick, device]` or `[tick, part, device]`."""
         rows = np.ascontiguousarray(costs[:, None] if costs.ndim == 2 else costs)
-        codes = _equal_rows(rows)
+        codes = equal_rows(rows)
         return cls(rows[np.unique(codes, return_index=True)[1]], codes)
 
     def rows(self) -> NDArray[np.float64]:
@@ -75,7 +76,7 @@ class Passage(NamedTuple):
         code = _Code.of(segment, num_parts, num_devices, transfer)
         rows = tuple(tuple(ticks[step.tick][0][:, step.parts].sum(axis=1)) if step.runs else () for step in code.steps)
         which = [of.tolist() for _, of in ticks]
-        trips = _equal_rows(np.column_stack([*(of for _, of in ticks), segment.chosen]))
+        trips = equal_rows(np.column_stack([*(of for _, of in ticks), segment.chosen]))
         return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips, segment.chosen.tolist(), bool(segment.in_flight))
 
     def after(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -244,12 +245,6 @@ def _forward_first(blocks: Sequence[BlockUse]) -> bool:
     """Whether these blocks are in the order that has forwards first; where they are of one part, that which has it first."""
     first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
     return first > last or first is Part.FORWARD
-
-
-def _equal_rows(rows: NDArray[Any]) -> IntArray:
-    """Per row, a number that equal rows share."""
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in np.ascontiguousarray(rows)], np.int64)
 
 
 def _equal_ahead(trips: IntArray) -> IntArray:
