@@ -1,6 +1,8 @@
 """A head on one device and spread over all, on emulated devices: wall time of a step against that of the model without a head.
 
     python -m benchmarks.emulated_head -o benchmarks/results/emulated_head.txt
+    python -m benchmarks.emulated_head --schedules 1f1b --heads NOWHERE WHOLE DEFERRED --head 8 --prefer memory \
+        -o benchmarks/results/emulated_deferred_head.txt
 
 F, I and W of a stage hold a device for one unit; the head and its gradient hold it for `--head` units a microbatch, or each of P
 devices for 1/P of that.  All devices are in one process (see `benchmarks.emulated`).
@@ -36,6 +38,13 @@ class Head(enum.Enum):
     NOWHERE = "none"
     LAST = "last device"
     SPREAD = "spread"
+    WHOLE = "spread, B whole"
+    DEFERRED = "spread, B whole, H"
+
+    @property
+    def on_all(self) -> bool:
+        """Whether it is spread."""
+        return self not in (Head.NOWHERE, Head.LAST)
 
 
 def table_of(args: argparse.Namespace, name: str, head: Head) -> tuple[jp.Schedule, jp.Costs]:
@@ -44,14 +53,17 @@ def table_of(args: argparse.Namespace, name: str, head: Head) -> tuple[jp.Schedu
     forward = [1.0] * plain.num_stages
     forward[-1] += args.head if head is Head.LAST else 0.0
     costs = jp.Costs(forward=forward, input_grad=1.0, weight_grad=1.0, last=args.head / args.devices)
-    return (jp.spread_last(plain, costs=costs) if head is Head.SPREAD else plain), costs
+    if not head.on_all:
+        return plain, costs
+    table = jp.spread_last(plain, costs=costs, split=None if head is Head.SPREAD else False)
+    return (jp.defer_last(table, costs=costs) if head is Head.DEFERRED else table), costs
 
 
 def step_of(args: argparse.Namespace, table: jp.Schedule, head: Head) -> Callable[[], Any]:
     """A function that runs one step and waits for it."""
     split = bool(table.encoded.of_kinds((Kind.I, Kind.W)).any())
-    share = args.head / (args.devices if head is Head.SPREAD else 1) * args.unit
-    held = layer_of(share / 3, share / 3, share / 3, split=False)
+    share = args.head / (args.devices if head.on_all else 1) * args.unit
+    held = layer_of(share / 3, share / 3, share / 3, split=head is Head.DEFERRED)
 
     def last(params: Any, x: Any, microbatch: Any) -> Any:
         # Squared, so that gradients differ by microbatch: XLA would move what is held for them out of the loop.
@@ -64,8 +76,8 @@ def step_of(args: argparse.Namespace, table: jp.Schedule, head: Head) -> Callabl
         return last(params, x, microbatch)
 
     mesh = Mesh(np.array(jax.devices()[: args.devices]), ("pipe",))
-    function = jp.spread(spread, dims=None) if head is Head.SPREAD else last
-    pipe = jp.Pipeline(stage_of(args.unit, split=split), schedule=table, mesh=mesh, first=first, last=function, prefer="speed")
+    function = jp.spread(spread, dims=None) if head.on_all else last
+    pipe = jp.Pipeline(stage_of(args.unit, split=split), schedule=table, mesh=mesh, first=first, last=function, prefer=args.prefer)
     one = {"w": np.ones(1, np.float32)}
     own = {} if head is Head.NOWHERE else one
     params = pipe.place({"first": one, "stages": {"w": np.ones((table.num_stages, 1), np.float32)}, "last": own})
@@ -89,7 +101,7 @@ def measure(args: argparse.Namespace, name: str, head: Head) -> tuple[float, flo
         step()
         times.append(time.perf_counter() - begin)
     ideal = float(jp.simulate(table, costs).makespan)
-    return statistics.median(times), args.unit * ideal, plan_of(table, Prefer.SPEED).makespan / float(jp.simulate(table).makespan)
+    return statistics.median(times), args.unit * ideal, plan_of(table, Prefer(args.prefer)).makespan / float(jp.simulate(table).makespan)
 
 
 def _held(args: argparse.Namespace) -> float:
@@ -100,6 +112,7 @@ COLUMNS = ("schedule", "head", "wall s", "ideal s", "wall/ideal", "wall/(none + 
 NOTES = (
     "ideal: the makespan of the table.  none + 1/P: that of the table without a head, and 1/P of the head's time for each microbatch,",
     "which every device does; below 1 where split backwards shorten the spread step.  program/table: simulated, with L as long as F.",
+    "B whole: backwards in one piece; H: the weight gradient of a share as an action of its own, where a device waits.",
     "In one process of CPU devices every transfer holds up all of them, which costs tables in which neighbours do F and B in turn.",
 )
 
@@ -112,13 +125,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--head", type=float, default=2.0, metavar="UNITS", help="of the head and its gradient, a microbatch (2)")
     parser.add_argument("--unit", type=float, default=0.02, metavar="SECONDS", help="of F, I and W (0.02)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--heads", nargs="+", default=["NOWHERE", "LAST", "SPREAD"], choices=[h.name for h in Head], metavar="WHERE")
+    parser.add_argument("--prefer", default="speed", choices=[p.value for p in Prefer], help="what the program is lowered for (speed)")
     add_output(parser)
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", args.devices)
     rows = []
     for name in args.schedules:
         bare = 0.0
-        for head in Head:
+        for head in (Head[name] for name in args.heads):
             wall, ideal, program = measure(args, name, head)
             bare = ideal if head is Head.NOWHERE else bare
             least = bare + (0 if head is Head.NOWHERE else args.microbatches * args.head * args.unit / args.devices)

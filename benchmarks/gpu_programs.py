@@ -25,7 +25,7 @@ from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.compiled import GpuProgram, LargeMove, Move, compile_and_read, count_waits, flat, most_waits, never, steady
-from jaxpipe.report import most_actions
+from jaxpipe.report import most_actions, most_of_each_kind
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -132,7 +132,8 @@ NOTES = (
 def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     """A line of the table of results."""
     predicates = program.predicates
-    least, most = count_waits(predicates, never), most_waits(predicates, most_actions(case.build()))
+    schedule = case.build()
+    least, most = count_waits(predicates, never), most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule))
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
     on_host = sum(not each.in_graph for each in flat(predicates))
     looped = [each for each in program.large_moves if each.place.in_loop]

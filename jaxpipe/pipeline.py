@@ -427,7 +427,7 @@ class Pipeline:
         `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the outermost `jax.jit` only, so a function of
         yours around them needs them too: write `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
         """
-        return options_for(self.mesh)
+        return options_for(self.mesh, (self.axis, *self.data_axes))
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that you give go before them.

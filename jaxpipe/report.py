@@ -46,6 +46,7 @@ What the text of the step compiled for NVIDIA GPUs says; None for other backends
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -69,7 +70,7 @@ from .spmd.exchange import WITH_SLACK
 from .spmd.memory import local_bytes
 from .spmd.operands import SharedBuffers
 from .stage.model_code import ModelCode
-from .table.action import Kind, Overlap
+from .table.action import Kind, Overlap, parts
 from .table.schedule import Schedule
 
 
@@ -222,7 +223,7 @@ def _gpu(program: GpuProgram | None, schedule: Schedule) -> dict[str, Any]:
     with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
     found = zip(_BESIDE, (with_slack, steady(program.collectives), others), strict=True)
     return {
-        "host_waits": round(most_waits(program.predicates, most_actions(schedule))),
+        "host_waits": round(most_waits(program.predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule))),
         **{key: (sum(each.overlapped for each in those), len(those)) for key, those in found},
     }
 
@@ -233,6 +234,14 @@ _BESIDE = ("permutes_with_slack_beside_compute", "permutes_beside_compute", "col
 def most_actions(schedule: Schedule) -> int:
     """The most actions of any device, an overlapped pair counted as two."""
     return max(sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None) for row in schedule.rows)
+
+
+def most_of_each_kind(schedule: Schedule) -> dict[str, int]:
+    """The most actions of each kind that any device has."""
+    found: Counter[str] = Counter()
+    for row in schedule.rows:
+        found |= Counter(action.kind.name for cell in row for action in parts(cell))
+    return dict(found)
 
 
 def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:

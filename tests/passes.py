@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
+from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.plan import choose_candidate
 from jaxpipe.lowering.requirements import collect
@@ -20,6 +20,7 @@ MAKERS = {
     "turns": modulo_ticks,
     "shifted turns": lambda s: modulo_ticks(s, shift=1),
     "level": balanced_ticks,
+    "joined": joined_ticks,
 }
 KEEP_ORDER = ("fewest", "turns", "shifted turns", "level")
 

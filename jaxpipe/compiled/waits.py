@@ -8,7 +8,8 @@ count is known (XLA's WhileThunk and ConditionalThunk).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
@@ -33,11 +34,19 @@ class Predicate:
         """A loop, which waits once more each time that it is taken."""
         return self.instruction.opcode == "while"
 
+    @property
+    def kind(self) -> str | None:
+        """The kind of action whose block it is around, F of a pair; None where it is no block's."""
+        found = _SCOPE.search(self.instruction.op_name)
+        return found and found[1]
+
     def __str__(self) -> str:
         kind = "loop" if self.is_loop else "conditional"
         return f"{kind} {self.instruction.name} asked {self.asked}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
 
 
+# The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0".
+_SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)(?:/|$)")
 # Given a predicate and how often it is asked, how many trips it makes.
 Taken: TypeAlias = Callable[[Predicate, float], float]
 
@@ -105,13 +114,14 @@ def always(predicate: Predicate, asked: float) -> float:
     return asked
 
 
-def most_waits(predicates: Sequence[Predicate], actions: int) -> float:
-    """The most waits a step, of a device that runs so many actions.
+def most_waits(predicates: Sequence[Predicate], actions: int, *, by_kind: Mapping[str, int] | None = None) -> float:
+    """The most waits a step, of a device that runs so many actions, and of each kind so many where that is given.
 
     Each action takes one predicate that is no gate of an exchange; of the gates that follow one another with no other predicate between,
     those of one tick, at most one is taken.
     """
-    total, gains = 0.0, []
+    total: float = 0.0
+    gains: list[tuple[float, int, str]] = []
     for (sends, _), run in groupby(predicates, lambda each: (each.sends, each.place.computation.name)):
         these = list(run)
         total += count_waits(these, never)
@@ -119,9 +129,12 @@ def most_waits(predicates: Sequence[Predicate], actions: int) -> float:
         if sends:
             total += max(gain * times for gain, times in each_gain)
         else:
-            gains += each_gain
-    left = actions
-    for gain, times in sorted(gains, reverse=True):
-        total += gain * min(left, times)
-        left -= min(left, times)
+            gains += [(*gain, p.kind or "") for gain, p in zip(each_gain, these, strict=True)]
+    left, of_kind = actions, dict(by_kind or {})
+    for gain, times, kind in sorted(gains, reverse=True):
+        taken = min(left, times, of_kind.get(kind, times))
+        total += gain * taken
+        left -= taken
+        if kind in of_kind:
+            of_kind[kind] -= taken
     return total

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ScheduleError
 from ..table.action import Action, Cell, Kind, Overlap
-from ..table.encoded import IntArray
+from ..table.encoded import BoolArray, IntArray
 from ..table.grid import grid
 from ..table.run_order import Transfers, waits
 from ..table.schedule import Schedule
@@ -20,7 +20,7 @@ from ..table.schedule import Schedule
 class Ticks:
     """`when[i]` is the tick in which action i of `schedule.encoded` runs.
 
-    Within a tick a device does at most one forward and one backward; then what the tick produced is transferred.
+    Within a tick a device does at most one forward and one backward, or a W and then a forward; what it produces is transferred.
     What all devices do together (L) has a tick of its own on every device.
     """
 
@@ -63,7 +63,26 @@ def assign_ticks(schedule: Schedule) -> Ticks:
     This is the longest path through the table's order and data dependencies, so T is the least that any lock-step
     program of this table can have.  Linear in the number of cells.  ScheduleError if the table cannot run.
     """
-    return _earliest(schedule, np.zeros(schedule.encoded.num_actions, np.int64), 1)
+    return _earliest(schedule, np.zeros(schedule.encoded.num_actions, np.int64), 1, schedule.encoded.last_half)
+
+
+def joins_weights(schedule: Schedule) -> BoolArray:
+    """Per action, whether it is a W with an F right after it in its row, neither of them half of a pair."""
+    table = schedule.encoded
+    alone = np.ones(table.num_actions, bool)
+    alone[table.pairs] = alone[table.pairs + 1] = False
+    weight, forward = (alone & table.of_kinds((kind,)) for kind in (Kind.W, Kind.F))
+    return np.append((weight[:-1] & forward[1:]) & (np.diff(table.device) == 0), [False] * min(1, table.num_actions))
+
+
+def joined_ticks(schedule: Schedule) -> Ticks:
+    """As `assign_ticks`, but a W is in the tick of the F right after it: fewer ticks, and in each of them predicates to ask.
+
+    A W neither awaits nor makes a transfer, so where transfers run beside blocks it runs while its tick's F awaits its input.
+    """
+    table = schedule.encoded
+    ends = np.where(joins_weights(schedule), np.arange(table.num_actions) + 1, table.last_half)
+    return _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
 
 
 def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
@@ -84,17 +103,20 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kinds, turn = np.unique(kind, return_inverse=True)
     # All devices have their turn at what they do together in the same tick.
     turn = np.where(table.together, turn, (turn + shift * table.device) % max(1, len(kinds)))
-    return _earliest(schedule, turn, max(1, len(kinds)))
+    return _earliest(schedule, turn, max(1, len(kinds)), table.last_half)
 
 
-def _earliest(schedule: Schedule, turn: IntArray, period: int) -> Ticks:
-    """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns."""
+def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -> Ticks:
+    """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns.
+
+    `ends`: per action the last one of its tick, itself or the next in its row.
+    """
     table, needs = schedule.encoded, needs_of(schedule)
     run_order(schedule)  # there is one
     nothing, never = table.num_actions, table.num_actions + 1
     when = np.full(table.num_actions + 2, table.num_actions * period + 1)  # later than any tick, until it is known
     when[nothing] = -1
-    last = np.flatnonzero(table.last_half == np.arange(table.num_actions))
+    last = np.flatnonzero(ends == np.arange(table.num_actions))
     paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.meetings))
     # After the last cell of a device there is one that can never run.
     stops = np.searchsorted(last, table.first[1:])
@@ -116,7 +138,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int) -> Ticks:
         at += ready
         left -= len(running)
         tick += 1
-    return Ticks(schedule, when[:nothing][table.last_half], period=period)
+    return Ticks(schedule, when[:nothing][ends], period=period)
 
 
 def run_order(schedule: Schedule) -> Sequence[int]:

@@ -14,7 +14,7 @@ from ..program.verify import faults as program_faults
 from ..table.contract import Contract
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from .assign_ticks import Ticks, assign_ticks, modulo_ticks, needs_of
+from .assign_ticks import Ticks, assign_ticks, joined_ticks, modulo_ticks, needs_of
 from .balanced_ticks import balanced_ticks
 from .requirements import collect
 from .segments import find_segments
@@ -31,7 +31,7 @@ class Cut(NamedTuple):
 
 
 def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
-    """Each device keeps its row's order, one cell a tick (or a forward and a backward); what a cell needs is there a tick before."""
+    """Each device keeps its row's order, a cell a tick (or F and a backward, or W and F); what a cell needs is there a tick before."""
     table, when = schedule.encoded, ticks.when
     found = [] if ticks.schedule is schedule else ["the ticks are of another table"]
     if len(when) != table.num_actions or (len(when) and when.min() < 0):
@@ -40,8 +40,9 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
         if table.device[i] != table.device[j]:
             continue
         one, other = Block(Kind(table.kind[i]), 0), Block(Kind(table.kind[j]), 0)
-        paired = when[i] == when[j] and one.runs_forward and not other.runs_forward and not other.is_share
-        if when[i] > when[j] or (when[i] == when[j] and not paired):
+        paired = one.runs_forward and not other.runs_forward and not other.is_share
+        joined = not ticks.forward_first and one.kind is Kind.W and other.kind is Kind.F
+        if when[i] > when[j] or (when[i] == when[j] and not (paired or joined)):
             found.append(f"{table.text(i)} and {table.text(j)} of one row run in ticks {when[i]} and {when[j]}")
     for meeting in dict.fromkeys(table.meetings.values()):
         if len({int(when[i]) for i in meeting.members}) > 1:
@@ -90,6 +91,7 @@ def _ticks(name: str, run: Callable[[Schedule], Ticks]) -> Contract[Schedule, Ti
 
 TICKS = (
     _ticks("assign_ticks", assign_ticks),
+    _ticks("joined_ticks", joined_ticks),
     _ticks("modulo_ticks", modulo_ticks),
     _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
     _ticks("balanced_ticks", balanced_ticks),

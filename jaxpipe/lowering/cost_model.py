@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Part, Segment, parts_in_order
+from ..program.segments import PART_OF, Part, Payload, Segment, parts_in_order
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
 from ..table.kinds import RUNS_FORWARD, Kind
@@ -36,6 +37,12 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
         mine[ticks.when[runs], table.device[runs]] = True
     place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
     return _durations(ticks, costs, (ticks.when, place, table.device), (ticks.num_ticks, len(order), table.num_devices))
+
+
+@lru_cache(maxsize=4)  # asked for to bound a candidate, to cut it into segments and to price it
+def tick_durations(ticks: Ticks, costs: Costs | None = None) -> Durations:
+    """The same, where ticks that last equally long share one entry."""
+    return Durations.from_rows(cost_parts(ticks, costs))
 
 
 def _durations(ticks: Ticks, costs: Costs | None, cells: tuple[NDArray[np.int64], ...], shape: tuple[int, ...]) -> NDArray[np.float64]:
@@ -74,23 +81,23 @@ def program_price(makespan: float, segments: Sequence[Segment], num_devices: int
     return (makespan + time) * factor
 
 
-def program_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:
+def program_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[Segment], *, transfer: float = 0.0) -> float:
     """Simulate the program: a device runs its ticks in order; where it awaits a transfer it waits until all partners have issued it.
 
     `costs[tick, device]` or `[tick, part, device]` are durations; the result has their unit.  Each permute that a device takes part in
     lasts `transfer`.  Without parts, what is awaited within a tick is awaited before it.
     """
-    durations = Durations.from_rows(costs)
-    time = np.zeros(costs.shape[-1])
+    durations = costs if isinstance(costs, Durations) else Durations.from_rows(costs)
+    time = np.zeros(durations.of.shape[-1])
     for segment in segments:
         time = Passage.of(segment, durations, transfer=transfer).after(time)
     return float(time.max(initial=0.0))
 
 
-def priced_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], prices: Prices) -> float:
+def priced_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[Segment], prices: Prices) -> float:
     """The makespan in which permutes and predicates last as long as their prices say."""
-    durations = Durations.from_rows(costs)
-    time = np.zeros(costs.shape[-1])
+    durations = costs if isinstance(costs, Durations) else Durations.from_rows(costs)
+    time = np.zeros(durations.of.shape[-1])
     for segment in segments:
         time = Passage.of(segment, durations, transfer=prices.transfer, prices=prices).after(time)
     return float(time.max(initial=0.0))
@@ -99,27 +106,35 @@ def priced_makespan(costs: NDArray[np.float64], segments: Sequence[Segment], pri
 def least_makespan(requirements: Requirements, costs: NDArray[np.float64], *, beside: bool = False) -> float:
     """What no choice of segments can go below for these ticks: a transfer is awaited only by its two ends, and only when needed.
 
-    With `beside` its source may go on.  Then it is an estimate: it counts by whole ticks, and a program with several blocks in a tick may
-    issue a transfer, or await one, between them.
+    `costs[tick, device]` or `[tick, part, device]` are durations.  With `beside` a transfer's source may go on; then without parts it is
+    an estimate, since a program with several blocks in a tick may issue a transfer, or await one, between them.
     """
+    parts = costs[:, None] if costs.ndim == 2 else costs
+    order = parts_in_order(requirements.forward_first)
+    place = {payload: order.index(PART_OF[payload]) if parts.shape[1] > 1 else 0 for payload in Payload}
     time = np.zeros(requirements.num_devices)
-    due: dict[int, list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
+    due: dict[tuple[int, int], list[tuple[NDArray[np.int64], NDArray[np.float64]]]] = {}
     transfers = [_by_slack(kind.slack) for kind in requirements.kinds]
-    for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), costs, strict=True)):
-        if requirements.kinds[code].together:
-            time[:] = time.max()
-        time += row
-        for room, ends in transfers[code]:
-            due.setdefault(tick + room, []).append((ends, time[ends].max(axis=0)))
-        for ends, met in due.pop(tick, ()):
-            for end in ends[beside:]:
-                np.maximum.at(time, end, met)
+    kinds = [requirements.kinds[code] for code in requirements.codes.tolist()]
+    for tick, (code, row) in enumerate(zip(requirements.codes.tolist(), parts, strict=True)):
+        for part, lasting in enumerate(row):
+            for ends, met in due.pop((tick, part), ()):
+                for end in ends[beside:]:
+                    np.maximum.at(time, end, met)
+            if part == 0 and kinds[tick].together:
+                time[:] = time.max()
+            time += lasting
+            for payload, room, ends in transfers[code]:
+                if place[payload] == part:
+                    needed = tick + room + 1
+                    at = (needed, 0 if kinds[needed].paired else place[payload])
+                    due.setdefault(at, []).append((ends, time[ends].max(axis=0)))
     return float(time.max(initial=0.0))
 
 
-def _by_slack(slack: Mapping[Edge, int]) -> list[tuple[int, NDArray[np.int64]]]:
-    """(slack, [2, transfer] their sources and their targets) of each slack that occurs."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for (_, source, target), room in slack.items():
-        found.setdefault(room, []).append((source, target))
-    return [(room, np.array(pairs).T) for room, pairs in found.items()]
+def _by_slack(slack: Mapping[Edge, int]) -> list[tuple[Payload, int, NDArray[np.int64]]]:
+    """(payload, slack, [2, transfer] their sources and their targets) of each payload and slack that occurs."""
+    found: dict[tuple[Payload, int], list[tuple[int, int]]] = {}
+    for (payload, source, target), room in slack.items():
+        found.setdefault((Payload(payload), room), []).append((source, target))
+    return [(payload, room, np.array(pairs).T) for (payload, room), pairs in found.items()]

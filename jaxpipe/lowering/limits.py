@@ -109,6 +109,7 @@ class SearchLimits(NamedTuple):
     most_pieces: int = 24  # into which ticks are cut that come once, so that what all devices do together has no predicate
     most_work: int = 400_000  # ticks simulated: tables without any rhythm would take minutes (`benchmarks.table_speed`)
     many_trips: int = 64  # of a segment, from which on it pays to look for a cycle of different ones when it is simulated
+    most_cut: int = 1024  # ticks that may be cut anywhere: each place is tried in nine ways, and each of those is a program to simulate
     saves_enough: float = 0.01  # two exchanges become one where no larger share of all transfers is made for nothing by that
     many_blocks: int = 48  # of stage code; for short stages all that saves transfers would be worth its size
     times_many: int = 4  # so many times more each block above these counts

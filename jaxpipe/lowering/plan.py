@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +18,9 @@ from ..simulation.costs import Costs
 from ..simulation.simulate import simulate
 from ..table.schedule import Schedule
 from ..transforms.forward_only import first_microbatches, forward_only
-from .assign_ticks import Ticks, assign_ticks, modulo_ticks
+from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from .balanced_ticks import balanced_ticks
-from .cost_model import cost_matrix, cost_parts, least_makespan, priced_makespan, program_makespan, program_price
+from .cost_model import cost_parts, least_makespan, priced_makespan, program_makespan, program_price, tick_durations
 from .limits import LIMITS, LITTLE_CODE, ON_GPUS, Overheads, Prices
 from .offload import Offload
 from .requirements import collect
@@ -61,15 +62,16 @@ def choose_candidate(
 ) -> Candidate:
     """Assign ticks in several ways, find the segments of each, and take the cheapest of those that keep the table's makespan.
 
-    All keep the order of every row: first the fewest ticks and kinds that take turns; where neither keeps the makespan, balanced
-    ticks.  Where nothing keeps the makespan, the cheapest is taken: a little longer where that is far less code.  `costs` are in
-    seconds for "speed".
+    All keep the order of every row: first, for "speed", ticks that a W and an F share; then the fewest ticks and kinds that take turns;
+    where none keeps the makespan, balanced ticks.  Where nothing keeps it, the cheapest is taken: a little longer where that is far
+    less code.  `costs` are in seconds for "speed".
     """
     prices = prices_for(schedule, prefer, costs, overheads)
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
     found: list[Candidate] = []
-    for candidates in _more_and_more(schedule, in_turns=not (prices.beside and schedule.encoded.meetings)):
-        bounds = [least_makespan(collect(ticks), cost_matrix(ticks, costs), beside=prices.beside) for ticks in candidates]
+    in_turns = not (prices.beside and schedule.encoded.meetings)
+    for candidates in chain(_joined(schedule, costs, enough, beside=prices.beside), _more_and_more(schedule, in_turns=in_turns)):
+        bounds = [least_makespan(collect(ticks), tick_durations(ticks, costs).rows(), beside=prices.beside) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
         if min(each.makespan for each in found) <= enough:
@@ -93,18 +95,26 @@ def _more_and_more(schedule: Schedule, *, in_turns: bool) -> Iterator[Sequence[T
     yield (balanced_ticks(schedule),)
 
 
+def _joined(schedule: Schedule, costs: Costs | None, enough: float, *, beside: bool) -> Iterator[Sequence[Ticks]]:
+    """Where W and F can share ticks and keep the makespan, that way: it has the fewest predicates and the least code."""
+    if beside and joins_weights(schedule).any():
+        ticks = joined_ticks(schedule)
+        if least_makespan(collect(ticks), cost_parts(ticks, costs), beside=True) <= enough:
+            yield (ticks,)
+
+
 def _alone(costs: Costs | None) -> Costs:
-    """The costs of actions alone, as `cost_matrix` has them."""
+    """The costs of actions alone, as the durations of ticks have them."""
     return Costs() if costs is None else replace(costs, transfer=0)
 
 
 def _candidate(ticks: Ticks, prices: Prices, costs: Costs | None, *, search: Prices | None = None, cuts: bool = False) -> Candidate:
     """The candidate with the segments that are best by the prices, or by those of a search of its own."""
     segments = find_segments(ticks, costs=costs, prices=search or prices, cuts=cuts)
-    parts = cost_parts(ticks, costs)
-    makespan = program_makespan(parts, segments)
-    priced = priced_makespan(parts, segments, prices)
-    return Candidate(ticks, segments, makespan, program_price(priced, segments, parts.shape[-1], prices))
+    durations = tick_durations(ticks, costs)
+    makespan = program_makespan(durations, segments)
+    priced = priced_makespan(durations, segments, prices)
+    return Candidate(ticks, segments, makespan, program_price(priced, segments, ticks.schedule.num_devices, prices))
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,7 @@ class Plan:
     @cached_property
     def makespan(self) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(cost_parts(self.ticks), self.segments)
+        return program_makespan(tick_durations(self.ticks), self.segments)
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..simulation.costs import Costs
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .cost_model import CodeCounts, cost_parts, priced_makespan, program_price
+from .cost_model import CodeCounts, priced_makespan, program_price, tick_durations
 from .exchanges import template_of, uses_of
 from .limits import LIMITS, LITTLE_CODE, Prices
 from .requirements import Requirements, collect
@@ -48,21 +48,20 @@ def find_segments(ticks: Ticks, *, costs: Costs | None = None, prices: Prices = 
     if ticks.period > 1:
         spans = [Span(0, len(requirements), ticks.period, gated) for gated in (False, True)]
         both = [segments_of([span], requirements, beside=prices.beside) for span in spans]
-        parts = cost_parts(ticks, costs)
+        durations = tick_durations(ticks, costs)
 
         def price(segments: tuple[Segment, ...]) -> float:
-            makespan = priced_makespan(parts, segments, prices)
+            makespan = priced_makespan(durations, segments, prices)
             return program_price(makespan, segments, requirements.num_devices, prices)
 
         return min(both, key=price)
     kept = kept_ticks(requirements.codes, twice=any(kind.together for kind in requirements.kinds))
     short = Requirements(requirements.kinds, requirements.codes[kept], requirements.num_devices, requirements.forward_first)
     meetings = _between_meetings(short)
-    chooser = _Chooser(short, cost_parts(ticks, costs)[kept], prices, meetings.ticks)
+    durations = tick_durations(ticks, costs)
+    chooser = _Chooser(short, durations._replace(codes=durations.codes[kept]), prices, meetings.ticks)
     if cuts:
         return _of_kept(chooser.cut(_exact_spans(short, 0, len(short))), kept, requirements, beside=prices.beside)
-    meetings = _between_meetings(short)
-    chooser = _Chooser(short, cost_parts(ticks, costs)[kept], prices, meetings.ticks)
     starts = [_exact_spans(short, 0, len(short)), *_phases(*(busy[kept] for busy in _directions(ticks)))]
     if prices.beside:
         starts += _steady_starts(starts[0], starts[1])
@@ -283,10 +282,10 @@ def _cut_elsewhere(spans: Sequence[Span]) -> Iterator[list[Span]]:
 class _Chooser:
     """Scores lists of spans."""
 
-    def __init__(self, requirements: Requirements, costs: NDArray[np.float64], prices: Prices, steady: range) -> None:
+    def __init__(self, requirements: Requirements, durations: Durations, prices: Prices, steady: range) -> None:
         self._requirements = requirements
         self._steady = steady
-        self._durations = Durations.from_rows(costs)
+        self._durations = durations
         self._prices = prices
         self._work = 0
         self._times: dict[tuple[Span, bytes], NDArray[np.float64]] = {}
@@ -297,8 +296,7 @@ class _Chooser:
         self._bounds: dict[tuple[Span, ...], float] = {}
         sends = np.array([len(kind.slack) for kind in requirements.kinds])
         self._least_sends = int(sends[requirements.codes].sum())
-        per_tick = self._durations.of.sum(axis=1)[self._durations.codes]
-        self._rest = np.concatenate([np.cumsum(per_tick[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
+        self._rest = np.concatenate([np.cumsum(durations.rows()[::-1], axis=0)[::-1], np.zeros((1, requirements.num_devices))])
 
     def best(self, starts: Sequence[list[Span]], *, besides: Sequence[Sequence[list[Span]]] = ()) -> list[Span]:
         """Improve the most promising starts, and the best of each of those `besides`, whose score says little before they are improved."""
@@ -363,12 +361,14 @@ class _Chooser:
 
     def cut(self, spans: list[Span]) -> list[Span]:
         """Cut spans in two, move what is between two, or change periods, each time so that the score falls most."""
-        better = True
+        better = len(self._requirements) <= LIMITS.most_cut
         while better and self._work < LIMITS.most_work:
-            candidates = [each for each in self._neighbours(spans) if not any(span.gated for span in each)]
-            best = min([*candidates, *_cut_elsewhere(spans)], key=self.score)
-            better = self.score(best) < self.score(spans) - 1e-12
-            spans = best if better else spans
+            better = False
+            least, best = self.score(spans) - 1e-12, spans
+            for candidate in chain(self._neighbours(spans), _cut_elsewhere(spans)):
+                if not any(span.gated for span in candidate) and (found := self.score(candidate, least)) < least:
+                    least, best, better = found, candidate, True
+            spans = best
         return spans
 
     def _neighbours(self, spans: list[Span]) -> list[list[Span]]:

@@ -30,6 +30,11 @@ class Durations(NamedTuple):
         codes = _equal_rows(rows)
         return cls(rows[np.unique(codes, return_index=True)[1]], codes)
 
+    def rows(self) -> NDArray[np.float64]:
+        """`[tick, device]`"""
+        found: NDArray[np.float64] = self.of.sum(axis=1)[self.codes]
+        return found
+
     def of_trips(self, segment: Segment, prices: Prices | None) -> list[tuple[NDArray[np.float64], IntArray]]:
         """For each tick of a trip: `[i, part, device]`, with what its predicates take, and the i of each trip."""
         codes = self.codes[segment.start : segment.stop].reshape(segment.repeats, segment.period)

@@ -14,6 +14,7 @@ from ..simulation.costs import Costs
 from ..simulation.lower_bound import lower_bound
 from ..simulation.simulate import simulate
 from ..table.certificate import Certificate, Objective, Proof
+from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
@@ -66,8 +67,8 @@ def plan(
         transfer: seconds of a hop to another device, where M may vary by its number.
         schedules: names of `schedules.names()` to choose among.
         chunks: stages per device to choose among.
-        remat: what may be computed again, to choose among: None (nothing), "full", or "stages": everything, on as few devices as the
-            memory needs, those that hold most (`add_recompute`).
+        remat: what may be computed again, to choose among: None (nothing), "full", or "stages": of each stage the fewest microbatches
+            for which the memory is enough (`add_recompute`).
         search: seconds of search by OR-tools for a shorter table than the best one (the extra `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
@@ -127,7 +128,7 @@ class _Candidate(NamedTuple):
     schedule: Schedule
     costs: Costs
     seconds: float
-    recomputing: int = 0  # devices whose stages have an R in the table
+    recomputing: int = 0  # R in the table
 
     @property
     def words(self) -> str:
@@ -135,7 +136,8 @@ class _Candidate(NamedTuple):
         parts = [self.name, f"V {self.chunks}"]
         parts += [f"cap {self.cap}"] if self.cap else []
         parts += [f"M {self.question.microbatches}"] if self.question.one_of_many else []
-        parts += [f"recompute on {self.recomputing}"] if self.recomputing else [f"remat {self.remat.value}"] if self.remat.value else []
+        share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
+        parts += [f"recompute {share:.0%}"] if self.recomputing else [f"remat {self.remat.value}"] if self.remat is Remat.FULL else []
         return ", ".join(parts)
 
 
@@ -174,15 +176,27 @@ def _candidates(asked: Sequence[Question], progress: Callable[[int, int], None] 
 
 
 def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
-    """The table with R for the stages of some devices, those first that keep most; a quarter of them, a half, ..., all."""
-    count = candidate.question.devices
-    peaks = simulate(candidate.schedule, candidate.costs).peak_activations
-    order = sorted(range(count), key=lambda device: -peaks[device])
-    for many in sorted({1, *(-(-count * quarter // 4) for quarter in range(1, 5))}):
-        stages = {stage for device in order[:many] for stage in candidate.schedule.placement.stages_of[device]}
-        table = add_recompute(candidate.schedule, stages=stages, costs=candidate.costs)
-        seconds = simulate(table, candidate.costs).makespan
-        yield candidate._replace(schedule=table, seconds=seconds, recomputing=many)
+    """The table with the fewest R for as many activations as there is room for, for one less, and for one: by sums of layers' sizes."""
+    peak = max(simulate(candidate.schedule, candidate.costs).peak_activations)
+    room = _room(candidate)
+    if room >= peak and Remat.NONE not in candidate.question.remat:
+        yield candidate
+    for cap in sorted({max(1, min(room, peak - 1)), max(1, min(room, peak) - 1), 1}, reverse=True):
+        table = add_recompute(candidate.schedule, costs=candidate.costs, max_activations=cap)
+        count = sum(action.kind is Kind.R for _, _, action in table.actions())
+        if count:
+            yield candidate._replace(schedule=table, seconds=simulate(table, candidate.costs).makespan, recomputing=count)
+
+
+def _room(candidate: _Candidate) -> int:
+    """How many activations a device has room for, besides all else that it holds."""
+    question = candidate.question
+    assert question.memory is not None, "where memory has no limit, nothing is computed again"
+    lowered = program_of(question.target, candidate.schedule, candidate.costs)
+    held = memory_of(candidate.layout, candidate.schedule.placement, question.costs, lowered, remat=candidate.remat)
+    each = held.residuals / lowered.program().slots.residual_weight
+    free = question.memory - (held.total - held.residuals)
+    return int(free / each) if each else candidate.schedule.num_stages * candidate.schedule.num_microbatches
 
 
 def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:

@@ -100,8 +100,9 @@ class BlockUse:
 
     @property
     def num_nested(self) -> int:
-        """How many predicates are asked inside of it."""
-        return sum(presence is Presence.SOMETIMES for presence in (self.first, self.last, self.local))
+        """How many predicates are asked inside of it: of W and R none, of B and I none about `last`, whose gradient is F's."""
+        asks = {Kind.F: (self.first, self.last, self.local), Kind.B: (self.first, self.local), Kind.I: (self.first, self.local)}
+        return sum(presence is Presence.SOMETIMES for presence in asks.get(self.block.kind, ()))
 
     def __str__(self) -> str:
         marks = "".join(m for m, p in (("^", self.first), ("$", self.last), ("~", self.local)) if p is not Presence.NEVER)

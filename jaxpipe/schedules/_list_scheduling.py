@@ -74,17 +74,33 @@ def list_schedule(
     return ListSchedule([d.out for d in run.devices], max(d.free for d in run.devices), max(d.peak for d in run.devices))
 
 
+class _Lane:
+    """The actions of one stage and kind in a device's order, of which only the first that is left can run."""
+
+    __slots__ = ("at", "duration", "is_forward", "places", "ready")
+
+    def __init__(self, places: list[int], ready: list[float], duration: float, is_forward: bool) -> None:
+        self.places = places
+        self.ready = ready  # when each may start
+        self.duration = duration
+        self.is_forward = is_forward
+        self.at = 0  # how many have run
+
+
 class _Device:
     """One simulated device: what is left of its order, what it holds, and what it has run."""
 
-    __slots__ = ("cap", "done", "free", "head", "lanes", "live", "number", "order", "out", "peak", "pending")
+    __slots__ = ("cap", "done", "free", "head", "lane_of", "lanes", "live", "number", "order", "out", "peak", "pending")
 
-    def __init__(self, number: int, order: Sequence[Action], cap: int) -> None:
+    def __init__(self, number: int, order: Sequence[Action], cap: int, lanes: dict[tuple[int, Kind], _Lane]) -> None:
         self.number = number
         self.cap = cap
         self.order = order
         self.done = bytearray(len(order))
-        self.lanes = len({(a.stage, a.kind) for a in order})
+        self.lane_of = [lanes[stage, kind] for stage, kind, _ in order]
+        self.lanes = list(dict.fromkeys(self.lane_of))
+        for place, lane in enumerate(self.lane_of):
+            lane.places.append(place)
         self.head = 0
         self.live = 0
         self.peak = 0
@@ -95,6 +111,12 @@ class _Device:
     @property
     def is_done(self) -> bool:
         return all(self.done) and not self.pending
+
+    def take(self, place: int) -> Action:
+        """Take the action at this place out of the order."""
+        self.done[place] = 1
+        self.lane_of[place].at += 1
+        return self.order[place]
 
     def skip_done(self) -> int:
         """Move the head to the first action that is not done; return its place."""
@@ -126,7 +148,12 @@ class _Run:
         # When an action may start, by (kind, stage, microbatch).  The first F may start at once.
         self.ready = {kind: [[NEVER] * microbatches for _ in range(stages)] for kind in (F, I)}
         self.ready[F][0] = [0] * microbatches
-        self.devices = [_Device(d, row, cap) for d, (row, cap) in enumerate(zip(order, caps, strict=True))]
+        lanes = {
+            (stage, kind): _Lane([], self.ready[kind][stage], self.duration[kind][stage], kind is F)
+            for kind in (F, I)
+            for stage in range(stages)
+        }
+        self.devices = [_Device(d, row, cap, lanes) for d, (row, cap) in enumerate(zip(order, caps, strict=True))]
         self.events: list[tuple[float, int]] = [(0, d) for d in range(len(order))]
 
     def choose(self, device: _Device, time: float) -> Action | None:
@@ -134,18 +161,14 @@ class _Run:
         head = device.skip_done()
         if head == len(device.order):
             return device.pending.popleft() if device.pending else None
-        action = device.order[head]
-        start = self.ready[action.kind][action.stage][action.microbatch]
-        full = action.kind is F and device.live >= device.cap
+        lane = device.lane_of[head]
+        start = lane.ready[device.order[head].microbatch]
+        full = lane.is_forward and device.live >= device.cap
         if start <= time:
-            if full:
-                return device.pending.popleft()  # a W, to make room
-            device.done[head] = 1
-            return action
+            return device.pending.popleft() if full else device.take(head)  # a W, to make room
         place = self._forward(device, time, head, start)
         if place is not None:
-            device.done[place] = 1
-            return device.order[place]
+            return device.take(place)
         if device.pending and (full or self._has_time_for(device.pending[0], time, start)):
             return device.pending.popleft()
         return None
@@ -156,27 +179,31 @@ class _Run:
 
     def _forward(self, device: _Device, time: float, head: int, until: float) -> int | None:
         """The place of the first action after the head that can be moved up, or None."""
-        live = most = device.live
-        passed: set[tuple[int, Kind]] = set()
-        order, done = device.order, device.done
-        for place in range(head, len(order)):
-            if done[place]:
-                continue
-            stage, kind, microbatch = order[place]
+        found: list[tuple[int, bool]] = []
+        for lane in device.lanes:
             # Microbatches stay in order within a stage and kind.
-            if (stage, kind) not in passed and self.ready[kind][stage][microbatch] <= time:
-                fits = until == NEVER or time + self.duration[kind][stage] <= until
-                if fits and (kind is I or most < device.cap):
-                    return place
-            passed.add((stage, kind))
-            if len(passed) == device.lanes:
-                return None
-            if kind is F:
+            if lane.at == len(lane.places):
+                continue
+            place = lane.places[lane.at]
+            if lane.ready[device.order[place].microbatch] <= time and (until == NEVER or time + lane.duration <= until):
+                found.append((place, lane.is_forward))
+        for place, is_forward in sorted(found):
+            if not is_forward or self._most_before(device, head, place) < device.cap:
+                return place
+        return None
+
+    def _most_before(self, device: _Device, head: int, stop: int) -> int:
+        """The most activations that a device holds until it has run what is left of its order before this place."""
+        live = most = device.live
+        for place in range(head, stop):
+            if device.done[place]:
+                continue
+            if device.lane_of[place].is_forward:
                 live += 1
                 most = max(most, live)
             elif not self.rule.reserve:
                 live -= 1
-        return None
+        return most
 
     def start(self, device: _Device, action: Action, time: float) -> None:
         """Start an action, and wake the device that gets its result."""

@@ -162,7 +162,7 @@ def best_of(
     whole = _Trial(placement, costs, microbatches, cap, release)
     # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so that half of it is whole rounds too.
     short = 2 * placement.num_devices * -(-6 // placement.num_devices)
-    if microbatches <= 2 * short and len(makers) <= _FINALISTS:
+    if len(makers) == 1 or (microbatches <= 2 * short and len(makers) <= _FINALISTS):
         finalists = list(makers)
     else:
         judged = [(_forecast(whole, maker, min(microbatches, short)), place) for place, maker in enumerate(makers)]

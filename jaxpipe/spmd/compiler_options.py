@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from jax.sharding import Mesh
@@ -21,15 +22,32 @@ _GPU: Options = {
     # Several collectives are under way at a time: transfers up and down the model of both payloads, or those of both halves of a pair.
     # With one at a time, a transfer that something waits for keeps all others from running beside compute.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+    # Transfers are not made one.  Where stages lie up and down the devices, activations of one half go the way of the other's cotangents:
+    # as one permute they would be awaited before the first backward, and no longer run beside it.
+    "xla_gpu_collective_permute_combine_threshold_bytes": "0",
 }
 
 
-def options_for(mesh: Mesh) -> Options:
-    """The options for the devices of a mesh; none but on NVIDIA GPUs.
+# Where blocks communicate, over axes that are left to the partitioner: a gather of one half of an overlapped pair is not made one with that
+# of the other, which would leave neither a matmul to run beside.
+_APART: Options = {
+    "xla_gpu_all_gather_combine_threshold_bytes": "0",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
+}
+
+
+def options_for(mesh: Mesh, own: Sequence[str]) -> Options:
+    """The options for the devices of a mesh; none but on NVIDIA GPUs.  `own`: the axes over which the partitioner splits nothing.
 
     An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
     """
-    return dict(_GPU) if on_gpus(mesh) else {}
+    if not on_gpus(mesh):
+        return {}
+    return _GPU | _APART if _is_split(mesh, own) else dict(_GPU)
+
+
+def _is_split(mesh: Mesh, own: Sequence[str]) -> bool:
+    return any(size > 1 for name, size in mesh.shape.items() if name not in own)
 
 
 def on_gpus(mesh: Mesh) -> bool:

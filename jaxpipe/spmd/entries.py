@@ -126,7 +126,7 @@ def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *group
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
 
     lowered = jax.jit(mapped, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
-    return lowered.compile(compiler_options=options_for(mesh))
+    return lowered.compile(compiler_options=options_for(mesh, (job.axis, *job.data_axes)))
 
 
 def share_of(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> int:

@@ -14,11 +14,13 @@ import numpy as np
 from ..errors import ScheduleError
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations, simulate
+from ..simulation.timeline import Timeline
 from ..table.action import Action, Cell, parts
 from ..table.check import check
 from ..table.kinds import Kind, Value, readers
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
+from .fewest_recomputed import fewest_recomputed
 
 _USERS = readers(Value.ACTIVATIONS)
 
@@ -29,6 +31,7 @@ def add_recompute(
     stages: Collection[int] | None = None,
     lead: int | None = 1,
     costs: Costs | None = None,
+    max_activations: int | None = None,
 ) -> Schedule:
     """Put an R before each B or I: in an earlier bubble that is long enough, where this shortens the table; else right before it.
 
@@ -41,22 +44,37 @@ def add_recompute(
         lead: how many activations a device may have recomputed already and not used yet while it runs another action; 0 puts each R
             right before its B or I, None sets no bound.
         costs: the costs by which bubbles are found; all 1 where it is None.
+        max_activations: how many activations a device has room for: the fewest microbatches are recomputed for which it is enough, as far
+            as those stages can make room; every one where it is None.
 
     Raises:
-        ScheduleError: the table breaks a rule, has SEND and RECV, or no backward; a stage does not exist; `lead` is negative.
+        ScheduleError: the table breaks a rule, has SEND and RECV, or no backward; a stage does not exist; `lead` is negative;
+            `max_activations` is less than 1, or given with a `lead` that has no bound.
         CostError: a sequence of costs does not have one entry per stage.
 
     >>> import jaxpipe as jp
     >>> print(add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=2)).to_csv(), end="")
     0F0,0F1,0R0,0B0,0R1,0B1
     1F0,1R0,1B0,1F1,1R1,1B1
+    >>> print(add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=3), max_activations=1).to_csv(), end="")
+    0F0,0F1,0B0,0F2,0R1,0B1,0R2,0B2
+    1F0,1B0,1F1,1B1,1F2,1B2
     """
-    _refuse(schedule, stages, lead)
+    _refuse(schedule, stages, lead, max_activations)
     chosen = range(schedule.num_stages) if stages is None else stages
-    wanted = {Action(stage, Kind.R, m) for stage in chosen for m in range(schedule.num_microbatches)}
-    wanted |= {action for _, _, action in schedule.actions() if action.kind is Kind.R}
+    had = {action for _, _, action in schedule.actions() if action.kind is Kind.R}
     plain = remove_recompute(schedule)
-    latest, early = (simulate(_with_recompute(plain, wanted, costs or Costs(), lead=most), costs) for most in (0, lead))
+
+    def placed(lead: int | None) -> Timeline:
+        if max_activations is None:
+            wanted = had | {Action(stage, Kind.R, m) for stage in chosen for m in range(schedule.num_microbatches)}
+        else:
+            # What is recomputed early is held besides.
+            wanted = had | fewest_recomputed(plain, chosen, max_activations - (lead or 0), again=had)
+        return simulate(_with_recompute(plain, wanted, costs or Costs(), lead=lead), costs)
+
+    latest = placed(0)
+    early = latest if max_activations is not None and max_activations <= (lead or 0) else placed(lead)
     return (early if early.makespan < latest.makespan else latest).schedule
 
 
@@ -70,7 +88,7 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.R] for row in schedule.rows])
 
 
-def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None) -> None:
+def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None, max_activations: int | None) -> None:
     """ScheduleError for a table that cannot take an R, and for invalid arguments."""
     check(schedule)
     if schedule.has_transfers:
@@ -82,6 +100,10 @@ def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None
         raise ScheduleError(f"stages={unknown} do not exist; stages go from 0 to {schedule.num_stages - 1}")
     if lead is not None and lead < 0:
         raise ScheduleError(f"lead={lead} must be 0 or more, or None for no bound")
+    if max_activations is not None and max_activations < 1:
+        raise ScheduleError(f"max_activations={max_activations} must be at least 1: the backward itself needs those of its microbatch")
+    if max_activations is not None and lead is None:
+        raise ScheduleError(f"lead=None has no bound, so max_activations={max_activations} cannot be kept; write lead=1")
 
 
 def _recompute_of(cell: Cell) -> Action | None:

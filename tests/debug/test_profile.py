@@ -97,6 +97,19 @@ def test_what_devices_share_begins_when_the_last_of_them_comes_to_it():
         timeline_of(schedule, events[1:], "two devices")
 
 
+def test_the_weight_gradient_of_a_share_has_its_time_and_an_l_is_booked_whole():
+    mesh = jax.make_mesh((P,), ("pipe",), devices=jax.devices()[:P])
+    whole = jp.spread_last(jp.schedules.build("1f1b", devices=P, microbatches=M), split=False)
+    pipe, params, batch = spread_model(jp.spread_first(jp.defer_last(whole), split=False), mesh)
+    ran = pipe.profile(params, batch, repeats=1)
+    table, length = ran.schedule.encoded, np.array(ran.ends) - np.array(ran.starts)
+    for device in range(P):
+        soon, late = (np.median(length[table.at[kind, device]]) for kind in (jp.Kind.L, jp.Kind.H))
+        assert late > 0
+        assert ran.costs.last_weight_grad[device] == pytest.approx(late)
+        assert ran.costs.last[device] == pytest.approx(soon + late)
+
+
 def test_a_profile_needs_a_run():
     pipe = build("1f1b")
     with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):

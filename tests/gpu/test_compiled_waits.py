@@ -165,6 +165,18 @@ def test_of_the_gates_of_a_tick_one_is_taken() -> None:
     assert count_waits(predicates, always) == 10
 
 
+def test_no_more_predicates_of_a_kind_are_taken_than_a_device_has_actions_of_it() -> None:
+    named = GATES
+    for number, scope in ((1, "F chunk 0"), (4, "W.0 with B.1")):
+        line = next(line for line in GATES.splitlines() if line.startswith(f"  %w{number} = "))
+        named = named.replace(line, f'{line}, metadata={{op_name="jit(step)/ticks/while/body/{scope}/while"}}')
+    predicates = find_predicates(parse(named), ())
+    assert [each.kind for each in predicates] == ["F", None, None, "W", None]
+    assert most_waits(predicates, actions=9, by_kind={"F": 0, "W": 0}) == 5 + 2
+    assert most_waits(predicates, actions=9, by_kind={"F": 5, "W": 0}) == 5 + 1 + 2
+    assert most_waits(predicates, actions=1, by_kind={"F": 5, "W": 5}) == 5 + 1 + 2
+
+
 def test_what_is_only_lowered_is_refused() -> None:
     with pytest.raises(ValueError, match="not a scheduled HLO module"):
         parse(GATES.replace(", is_scheduled=true", ""))

@@ -29,13 +29,15 @@ def report(name: str, microbatches: int = 8, remat: str | None = None, devices: 
     return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
 
 
-def test_a_spread_head_waits_for_nobody_in_the_steady_state() -> None:
+@pytest.mark.parametrize("defers", [False, slow(True)])
+def test_a_spread_head_waits_for_nobody_in_the_steady_state(defers: bool) -> None:
     """Its collectives are under no predicate: a host would wait for each, since no CUDA graph holds a collective."""
 
     def head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
         return jp.VocabHead()(params, x, {"targets": microbatch["tokens"]}, ctx=ctx)
 
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
+    schedule = jp.defer_last(jp.spread_last(schedule, split=False)) if defers else schedule
     mesh = gpu_mesh((4,), ("pipe",))
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=jp.spread(head))
     canonical = {**shapes(4), "last": {"head": jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32)}}

@@ -7,7 +7,7 @@ import pytest
 from strategies import random_schedule
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
+from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.plan import Plan, Prefer
 from jaxpipe.lowering.segments import find_segments
@@ -21,6 +21,7 @@ TICKS = {
     "modulo": modulo_ticks,
     "shifted modulo": lambda schedule: modulo_ticks(schedule, shift=1),
     "balanced": balanced_ticks,
+    "joined": joined_ticks,
 }
 
 

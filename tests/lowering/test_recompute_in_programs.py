@@ -51,6 +51,12 @@ def test_fewer_residuals_are_kept():
     assert slots.x == 8
 
 
+def test_a_program_has_the_room_that_its_table_was_made_for():
+    plain = jp.schedules.build("1f1b", devices=4, microbatches=8)
+    for room in (1, 2, 3):
+        assert plan_of(jp.add_recompute(plain, max_activations=room)).program().slots.residual_weight == room
+
+
 def test_the_work_of_the_forward_is_done_twice():
     """And no more: F keeps nothing and R sends nothing."""
     program = plan_of(jp.add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=4))).program()

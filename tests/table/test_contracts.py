@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpipe as jp
+from jaxpipe.lowering.assign_ticks import joins_weights
 from jaxpipe.lowering.contracts import SEGMENTS, SLOTS, TICKS, Cut
 from jaxpipe.table.kinds import RECOMPUTE
 from jaxpipe.transforms.contracts import CONTRACTS
@@ -82,6 +83,11 @@ def test_wrong_ticks_are_found():
     late = ticks.when.copy()
     late[0] = late[1] + 1
     assert any("of one row" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=late)))
+    weight = int(np.flatnonzero(joins_weights(schedule))[0])
+    at_once = ticks.when.copy()
+    at_once[weight] = at_once[weight + 1]
+    assert not TICKS[0].faults(schedule, replace(ticks, when=at_once)), "W, then F"
+    assert any("of one row" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=at_once, forward_first=True)))
     early = np.zeros_like(ticks.when)
     assert any("what it needs of another device" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=early)))
     assert any("multiple" in fault for fault in TICKS[0].faults(schedule, _odd(ticks)))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
+from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe import Costs, Kind, Schedule
+from jaxpipe import Action, Costs, Kind, Schedule
 from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.verify import faults
 from tests.shares import changed, put
+from tests.strategies import random_schedule, randoms
 
 WHOLE = "0F0,0L0,0H0,0B0\n1F0,1L0,1B0,1H0\n"
 
@@ -111,3 +114,31 @@ def test_a_slot_that_h_finds_wrong_is_found():
     for name, value, rule in wrong:
         other = replace(program, ticks=replace(program.ticks, backward=replace(b, **{name: put(late, 0, value)(getattr(b, name).copy())})))
         assert rule in {fault.rule for fault in faults(other)}
+
+
+def scattered(rng: Random) -> Schedule:
+    """A random table with L, and every H somewhere after its L."""
+    while True:
+        schedule = random_schedule(rng, recompute=True)
+        if schedule.num_stages >= schedule.num_devices and not schedule.forward_only:
+            break
+    rows = [list(row) for row in jp.spread_last(schedule, split=rng.choice((False, None))).rows]
+    for device, row in enumerate(rows):
+        for m in range(schedule.num_microbatches):
+            row.insert(rng.randint(row.index(Action(device, Kind.L, m)) + 1, len(row)), Action(device, Kind.H, m))
+    return schedule.with_rows(rows)
+
+
+@pytest.mark.slow
+@given(randoms())
+def test_an_h_may_stand_anywhere_after_its_l(rng):
+    """The program of any such table does what the table says; and `defer_last` takes its H away before it places its own."""
+    table = jp.check(scattered(rng))
+    assert Schedule.from_csv(table.to_csv()).rows == table.rows
+    assert faults(plan_of(table).program()) == ()
+    most = rng.randint(1, 3)
+    assert jp.defer_last(table, max_deferred=most) == jp.defer_last(without_h(table), max_deferred=most)
+
+
+def without_h(table: Schedule) -> Schedule:
+    return table.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.H] for row in table.rows])

@@ -136,8 +136,8 @@ def test_numbers_of_microbatches_have_costs_of_their_own():
 
 
 @pytest.mark.slow
-def test_some_devices_recompute_where_that_is_enough():
-    """1F1B holds most on the first device, so that alone computes again: faster than where all do."""
+def test_some_microbatches_are_recomputed_where_that_is_enough():
+    """1F1B holds most on the first device, so that alone computes again, and once a few microbatches: faster than where all do."""
     given = {"devices": 4, "microbatches": 8, "schedules": ("1f1b",), "chunks": (1,)}
     plain = jp.plan("Et*8,L", COSTS, **given, remat=(None,)).best
     limit = max(plain.memory) - 1
@@ -145,10 +145,11 @@ def test_some_devices_recompute_where_that_is_enough():
     full = jp.plan("Et*8,L", COSTS, **given, remat=("full",), memory=limit).best
     assert max(some.memory) <= limit
     assert plain.seconds < some.seconds < full.seconds
-    recomputing = {action.stage for _, _, action in some.schedule.actions() if action.kind is jp.Kind.R}
-    assert recomputing
-    assert len(recomputing) < 4
-    assert "recompute on" in some.words
+    recomputed = [action for _, _, action in some.schedule.actions() if action.kind is jp.Kind.R]
+    # Two of eight: with room for 3 of the 4 in flight, one microbatch of each four finds none.
+    assert {action.stage for action in recomputed} == {0}
+    assert len(recomputed) == 2
+    assert "recompute 6%" in some.words
     assert some.remat is None, "the table says it"
 
 

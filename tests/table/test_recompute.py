@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from strategies import random_schedule, randoms, schedules
 from test_simulate import random_costs
 
@@ -81,6 +82,36 @@ def test_the_r_of_a_pair_stands_before_the_pair():
     assert ",".join(map(str, table.rows[1])) == "1F0,1R0,(1F1;1B0)OVERLAP_F_B,1R1,1B1"
 
 
+@given(randoms())
+@settings(max_examples=10)
+def test_the_fewest_are_recomputed_that_make_room(rng):
+    """Of all choices of R on a device, none smaller holds as little."""
+    schedule = random_schedule(rng)
+    if schedule.forward_only:
+        return
+    peaks, least = (max(jp.simulate(table).peak_activations) for table in (schedule, jp.add_recompute(schedule, lead=0)))
+    most = rng.randint(least, max(least, peaks - 1))
+    table = jp.add_recompute(schedule, lead=0, max_activations=most)
+    assert max(jp.simulate(table).peak_activations) <= most
+    assert max(jp.simulate(jp.add_recompute(schedule, lead=1, max_activations=most)).peak_activations) <= most
+    for row in jp.remove_recompute(schedule).rows:
+        passes = sorted({action[::2] for cell in row for action in parts(cell)})
+        taken = sum(action[::2] in passes for _, _, action in table.actions() if action.kind is Kind.R)
+        for fewer in itertools.combinations(passes, taken - 1) if taken > 0 and len(passes) < 10 else ():
+            assert most_held(row, fewer) > most
+
+
+def most_held(row, recomputed):
+    """The most activations that a row holds at once."""
+    acts = [(at, action) for at, cell in enumerate(row) for action in parts(cell)]
+    spans = []
+    for each in {action[::2] for _, action in acts}:
+        at = {action.kind: at for at, action in acts if action[::2] == each}
+        use = at.get(Kind.B, at.get(Kind.I))
+        spans.append((use if each in recomputed else at[Kind.F], at.get(Kind.W, use)))
+    return max(sum(begin <= now <= end for begin, end in spans) for now in range(len(row)))
+
+
 def test_what_cannot_be_recomputed_is_refused():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     for bad, options, says in (
@@ -88,6 +119,8 @@ def test_what_cannot_be_recomputed_is_refused():
         (jp.schedules.build("1f1b", devices=2, microbatches=2, forward_only=True), {}, "no backward"),
         (schedule, {"stages": [0, 2, -1]}, r"stages=\[-1, 2\] do not exist; stages go from 0 to 1"),
         (schedule, {"lead": -1}, "lead=-1 must be 0 or more"),
+        (schedule, {"max_activations": 0}, "max_activations=0 must be at least 1"),
+        (schedule, {"max_activations": 2, "lead": None}, "lead=None has no bound, so max_activations=2 cannot be kept"),
         (read("0F0,0B0\n1B0,1F0\n"), {}, "1B0 comes before 1F0"),
     ):
         with pytest.raises(jp.ScheduleError, match=says):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, modulo_ticks
+from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from jaxpipe.table.action import Kind, parts
 from tests.passes import KEEP_ORDER, every_ticks, inputs, places
 from tests.strategies import schedules
@@ -71,3 +72,19 @@ def test_shifted_turns_put_neighbours_in_opposite_turns():
     for device, row in enumerate(ticks.cells):
         for tick, cell in enumerate(row):
             assert cell is None or cell.kind is (Kind.F, Kind.B)[(tick - device) % 2]
+
+
+def test_a_weight_gradient_shares_the_tick_of_the_forward_after_it():
+    """Where a device's steady state is F, I, W, it has two ticks of three."""
+    schedule = jp.schedules.build("zb_h1", devices=4, microbatches=16)
+    fewest, joined = assign_ticks(schedule), joined_ticks(schedule)
+    shared = [cell for row in joined.cells for cell in row if cell is not None and len(parts(cell)) == 2]
+    assert {part.kind for cell in shared for part in parts(cell)} == {Kind.F, Kind.W}
+    assert len(shared) > 0.6 * schedule.num_devices * schedule.num_microbatches
+    assert joined.num_ticks < 0.8 * fewest.num_ticks
+
+
+def test_without_weight_gradients_nothing_shares_a_tick():
+    schedule = jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2)
+    assert not joins_weights(schedule).any()
+    assert np.array_equal(joined_ticks(schedule).when, assign_ticks(schedule).when)
