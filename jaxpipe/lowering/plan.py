@@ -70,7 +70,10 @@ def choose_candidate(
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
     found: list[Candidate] = []
     in_turns = not (prices.beside and schedule.encoded.meetings)
-    for candidates in chain(_joined(schedule, costs, enough, beside=prices.beside), _more_and_more(schedule, in_turns=in_turns)):
+    joined = _joined(schedule, costs, enough, beside=prices.beside)
+    # Ticks that W and F share may come at other intervals between meetings: which are less code is seen with both.
+    first, besides = ((), joined) if schedule.encoded.meetings else (joined, ())
+    for candidates in chain([first] if first else [], _more_and_more(schedule, in_turns=in_turns, besides=besides)):
         bounds = [least_makespan(collect(ticks), tick_durations(ticks, costs).rows(), beside=prices.beside) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
@@ -89,21 +92,19 @@ def choose_candidate(
     return cut if cut.makespan <= max(enough, best.makespan) and cut.price < best.price else best
 
 
-def _more_and_more(schedule: Schedule, *, in_turns: bool) -> Iterator[Sequence[Ticks]]:
+def _more_and_more(schedule: Schedule, *, in_turns: bool, besides: Sequence[Ticks] = ()) -> Iterator[Sequence[Ticks]]:
     """Ways to assign ticks, the simple ones first; `in_turns`: with kinds that take turns, where each trip asks for each meeting."""
-    yield (assign_ticks(schedule), *((modulo_ticks(schedule), modulo_ticks(schedule, shift=1)) if in_turns else ()))
+    yield (*besides, assign_ticks(schedule), *((modulo_ticks(schedule), modulo_ticks(schedule, shift=1)) if in_turns else ()))
     yield (balanced_ticks(schedule),)
 
 
-def _joined(schedule: Schedule, costs: Costs | None, enough: float, *, beside: bool) -> Iterator[Sequence[Ticks]]:
-    """Where W and F can share ticks and keep the makespan, that way: it has the fewest predicates and the least code.
-
-    Not where all devices meet: ticks that are shared here and there put the meetings at unequal intervals, so that they need predicates.
-    """
-    if beside and not schedule.encoded.meetings and joins_weights(schedule).any():
+def _joined(schedule: Schedule, costs: Costs | None, enough: float, *, beside: bool) -> tuple[Ticks, ...]:
+    """Where W and F can share ticks and keep the makespan, that way: it has the fewest predicates and the least code."""
+    if beside and joins_weights(schedule).any():
         ticks = joined_ticks(schedule)
         if least_makespan(collect(ticks), cost_parts(ticks, costs), beside=True) <= enough:
-            yield (ticks,)
+            return (ticks,)
+    return ()
 
 
 def _alone(costs: Costs | None) -> Costs:

@@ -215,8 +215,8 @@ def test_what_waits_for_meetings_takes_few_slots(name):
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
     mine, bare = (plan_of(table, Prefer.SPEED).program().slots for table in (spread, jp.remove_spread(spread)))
     assert mine.last == 1
-    assert mine.first <= 2
-    assert mine.x - bare.x <= 2
+    assert mine.first <= 2 + (name == "interleaved_1f1b")
+    assert mine.x - bare.x <= 1 + (name == "interleaved_zb")
     assert mine.cotangent - bare.cotangent <= 1
     assert mine.residual_input - bare.residual_input <= (name == "1f1b_overlap")
     assert (mine.residual_weight, mine.stash) == (bare.residual_weight, bare.stash)
