@@ -28,7 +28,9 @@ from typing import Any
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output, write_all
+from jaxpipe.lowering.limits import Overheads
 from jaxpipe.lowering.plan import Plan, Prefer
+from jaxpipe.lowering.target import Target
 from jaxpipe.planner.result import PipelinePlan, gib
 from jaxpipe.planner.transformer import Transformer
 
@@ -110,6 +112,7 @@ class Run:
             remat=choice.remat,
             memory=memory,
             most=1,
+            mesh=Target(overheads=Overheads(on_host=self.model.tensor > 1)),
         )
         return plans.best
 

@@ -70,6 +70,7 @@ def test_memory_of_1f1b_by_pool():
         "stash": 0,
         "first": 0,
         "last": 0,
+        "share": 0,
         "host": 0,
     }
     assert found["residuals"] == [("residual_input", f"float32[{ROWS}, {WIDTH}]", ACTIVATION)]
