@@ -77,7 +77,8 @@ def choose_candidate(
         bounds = [least_makespan(collect(ticks), tick_durations(ticks, costs).rows(), beside=prices.beside) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
-        if min(each.makespan for each in found) <= enough:
+        # Whether a ramp's loss is little depends on how long the steady state is: it does not where the host waits for each choice too.
+        if any(each.makespan <= enough and not (prices.beside and each.chooses) for each in found):
             break
     else:
         # With "speed" most ticks make the same permutes, where that costs little; where it does not, some choose among exchanges.

@@ -19,9 +19,6 @@ from .assign_ticks import Ticks
 from .offload import Offload, away
 from .requirements import chunks_of, consumers, keeps, recompute_of
 
-# Within a tick: blocks of one direction, then of the other, then what arrives over transfers.
-_PHASES = 3
-_ARRIVE = 2
 _NO_PAYLOAD = -1
 
 
@@ -34,7 +31,7 @@ class _Entry(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """Values of one pool, each on a device and live over a closed interval of moments (see `_moment`)."""
+    """Values of one pool, each on a device and live over a closed interval of moments (see `_Clock`)."""
 
     device: IntArray
     begin: IntArray
@@ -42,8 +39,31 @@ class _Values(NamedTuple):
     entries: tuple[_Entry, ...]
 
 
-def _moment(tick: IntArray, phase: int | IntArray) -> IntArray:
-    return _PHASES * tick + phase
+class _Clock(NamedTuple):
+    """Moments: before each block of a tick and during it, in the order in which its template has them, then after them all."""
+
+    span: int  # of a tick
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> _Clock:
+        """With room for the longest template."""
+        return cls(2 * max((len(template.blocks) for segment in segments for template in segment.templates), default=0) + 2)
+
+    def before(self, tick: IntArray, block: IntArray | int = 0) -> IntArray:
+        """Right before a block: what arrives is written to its slot."""
+        return self.span * tick + 2 * block
+
+    def during(self, tick: IntArray, block: IntArray) -> IntArray:
+        """While a block runs."""
+        return self.before(tick, block) + 1
+
+    def blocks_done(self, tick: IntArray) -> IntArray:
+        """When a pair, which runs as one, has read and written all that its blocks do."""
+        return self.after(tick) - 1
+
+    def after(self, tick: IntArray) -> IntArray:
+        """When a tick is over."""
+        return self.span * (tick + 1) - 1
 
 
 def assign_slots(
@@ -85,8 +105,9 @@ class _Writer:
         self._when = ticks.when
         self._user = consumers(table)
         self._local = (self._user >= 0) & (table.device[self._user] == table.device)
-        self._forward_phase, self._backward_phase = (0, 1) if ticks.forward_first else (1, 0)
-        self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices)
+        self._clock = _Clock.of(self._segments)
+        self._runs = self._clock.during(self._when, _places(ticks, self._segments))  # the moment of each action
+        self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices, self._clock)
         together = bool(table.together.any())
         lanes = max(self._arrivals.widest, 1)
         moves = offload is Offload.RESIDUALS
@@ -133,7 +154,6 @@ class _Writer:
         first = table.stage[kept] == 0
         dgrad = np.flatnonzero(table.kind == Kind.I)
         wgrad = table.at[Kind.W][table.stage[dgrad], table.microbatch[dgrad]]
-        stashed = _moment(self._when[dgrad], self._backward_phase)
         ends = {PoolName.LAST: self._outputs(forward[table.stage[forward] == table.num_stages - 1])} if table.spreads_last else {}
         if table.defers_last:
             ends[PoolName.SHARE] = self._share_stashes(np.flatnonzero(table.kind == Kind.H))
@@ -154,7 +174,7 @@ class _Writer:
             PoolName.X: self._inputs(forward),
             **held,
             PoolName.COTANGENT: self._cotangents(kept),
-            PoolName.STASH: self._for_backward(dgrad, stashed, self._all(b.stash, self._when[dgrad]), b.stash, wgrad, wgrad),
+            PoolName.STASH: self._for_backward(dgrad, self._runs[dgrad], self._all(b.stash, self._when[dgrad]), b.stash, wgrad, wgrad),
             PoolName.FIRST: self._input_gradients(by_input[first]) if table.spreads_first else begins,
         }
 
@@ -168,17 +188,16 @@ class _Writer:
     def _residuals(self, holder: IntArray, written: IntTable, read: IntTable, early: IntArray, late: IntArray) -> _Values:
         """What the forwards `holder` keep for their backwards."""
         tick = self._when[holder]
-        return self._for_backward(holder, _moment(tick, self._forward_phase), self._all(written, tick), read, early, late)
+        return self._for_backward(holder, self._runs[holder], self._all(written, tick), read, early, late)
 
-    @staticmethod
-    def _in_two(values: _Values, gone: IntArray, leaves: IntArray, comes: IntArray, out: IntTable, home: IntTable) -> _Values:
+    def _in_two(self, values: _Values, gone: IntArray, leaves: IntArray, comes: IntArray, out: IntTable, home: IntTable) -> _Values:
         """Residuals on the device, where those that are `gone` have two lives: until they leave, and from when they are back."""
         written, *reads = values.entries
         back = np.arange(len(values.device))  # of each value, the life in which it is read
         back[gone] = len(back) + np.arange(len(gone))
-        begin = np.concatenate([values.begin, _moment(comes, _ARRIVE)])
+        begin = np.concatenate([values.begin, self._clock.after(comes)])
         end = values.end.copy()
-        end[gone] = _moment(leaves - 1, _ARRIVE)
+        end[gone] = self._clock.after(leaves - 1)
         entries = [written, *(read._replace(which=back[read.which]) for read in reads)]
         entries += [_Entry(out, gone, leaves), _Entry(home, back[gone], comes)]
         device = np.concatenate([values.device, values.device[gone]])
@@ -191,7 +210,7 @@ class _Writer:
         for target, tick in ((move.stores, leaves), (move.fetches, comes)):
             target[tick, device] = table.stage[makers] * table.num_microbatches + table.microbatch[makers]
         entries = (_Entry(move.to_host, every, leaves), _Entry(move.from_host, every, comes))
-        return _Values(device, _moment(leaves, 0), _moment(comes, 0), entries)
+        return _Values(device, self._clock.before(leaves), self._clock.before(comes), entries)
 
     def _for_backward(
         self, holder: IntArray, begin: IntArray, written: Sequence[_Entry], read: IntTable, early: IntArray, late: IntArray
@@ -202,9 +221,9 @@ class _Writer:
 
     def _read_until(self, readers: IntArray) -> IntArray:
         """When a backward action has read: of a pair no sooner than the forward has written, since both run as one."""
-        table, latest = self._actions, max(self._forward_phase, self._backward_phase)
-        paired = pairs_of(self._ticks.forward, self._ticks.backward)
-        return _moment(self._when[readers], np.where(paired[self._when[readers], table.device[readers]], latest, self._backward_phase))
+        paired, tick = pairs_of(self._ticks.forward, self._ticks.backward), self._when[readers]
+        found: IntArray = np.where(paired[tick, self._actions.device[readers]], self._clock.blocks_done(tick), self._runs[readers])
+        return found
 
     @staticmethod
     def _all(table: IntTable, tick: IntArray) -> list[_Entry]:
@@ -221,24 +240,20 @@ class _Writer:
         """Stage inputs: from `first`, from the chunk before on this device, or over a transfer."""
         table, when, f, b = self._actions, self._when, self._ticks.forward, self._ticks.backward
         source, tick = table.producer[forward], when[forward]
-        now = _moment(tick, self._forward_phase)
+        now = self._runs[forward]
         made = np.where(source < 0, self._together(Kind.E, forward), -1)
         arrivals, begin = self._arrival(source, Payload.ACTIVATION, table.device[forward])
         local = (source >= 0) & self._local[source]
-        begin = np.where(
-            made >= 0,
-            _moment(made, self._forward_phase),
-            np.where(source < 0, now, np.where(local, _moment(when[source], self._forward_phase), begin)),
-        )
+        begin = np.where(made >= 0, self._runs[made], np.where(source < 0, now, np.where(local, self._runs[source], begin)))
         by_input, by_weight = self._last_uses(forward)
         late = by_input if self._liveness.x is LastUse.INPUT_GRAD else by_weight
         kept = (late >= 0) & (self._liveness.x is not LastUse.FORWARD)
         again = recompute_of(table, forward)
         recomputed = again >= 0
-        end = np.where(recomputed, _moment(when[again], self._forward_phase), now)
+        end = np.where(recomputed, self._runs[again], now)
         end = np.where(kept, self._read_until(late), end)
         entries = [*self._all(f.x, tick), *self._some(f.out, local, when[source]), *arrivals, *self._some(f.x, recomputed, when[again])]
-        entries += [entry for share in self._ticks.shares for entry in self._some(share.out, made >= 0, made)]
+        entries += [entry for share in self._ticks.shares for entry in self._some(share.out, made >= 0, when[made])]
         entries += [*self._some(b.x, kept, when[by_input]), *self._some(b.x, kept, when[late])]
         return _Values(table.device[forward], begin, end, tuple(entries))
 
@@ -246,33 +261,27 @@ class _Writer:
         """Outputs of the last stage, from its forwards to the shares that read them."""
         tick = self._when[forward]
         (share,) = self._ticks.shares
-        at = self._together(Kind.L, forward)
-        entries = (*self._all(self._ticks.forward.out, tick), *self._all(share.y, at))
-        return _Values(self._actions.device[forward], _moment(tick, self._forward_phase), _moment(at, self._backward_phase), entries)
+        together = self._together(Kind.L, forward)
+        entries = (*self._all(self._ticks.forward.out, tick), *self._all(share.y, self._when[together]))
+        return _Values(self._actions.device[forward], self._runs[forward], self._runs[together], entries)
 
     def _share_stashes(self, late: IntArray) -> _Values:
         """What L leaves on each device, to the H that read it."""
         table, (share,) = self._actions, self._ticks.shares
-        at = self._when[table.at[Kind.L, table.stage[late], table.microbatch[late]]]
-        reads = self._all(self._ticks.backward.stash, self._when[late])
-        return _Values(
-            table.device[late],
-            _moment(at, self._backward_phase),
-            _moment(self._when[late], self._backward_phase),
-            (*self._all(share.stash, at), *reads),
-        )
+        made = table.at[Kind.L, table.stage[late], table.microbatch[late]]
+        entries = (*self._all(share.stash, self._when[made]), *self._all(self._ticks.backward.stash, self._when[late]))
+        return _Values(table.device[late], self._runs[made], self._runs[late], entries)
 
     def _input_gradients(self, backward: IntArray) -> _Values:
         """Gradients of the first stage's input, from its backwards to the G that read them."""
-        tick, at = self._when[backward], self._together(Kind.G, backward)
+        tick, together = self._when[backward], self._together(Kind.G, backward)
         (share,) = self._ticks.shares
-        entries = (*self._all(self._ticks.backward.first, tick), *self._all(share.y, at))
-        return _Values(self._actions.device[backward], _moment(tick, self._backward_phase), _moment(at, self._backward_phase), entries)
+        entries = (*self._all(self._ticks.backward.first, tick), *self._all(share.y, self._when[together]))
+        return _Values(self._actions.device[backward], self._runs[backward], self._runs[together], entries)
 
     def _together(self, kind: Kind, of: IntArray) -> IntArray:
-        """The tick in which all devices do this for the microbatches of these actions; -1 where the table has none of it."""
-        action = self._actions.at[kind, 0, self._actions.microbatch[of]]
-        found: IntArray = np.where(action >= 0, self._when[action], -1)
+        """The action in which all devices do this for the microbatches of these actions; -1 where the table has none of it."""
+        found: IntArray = self._actions.at[kind, 0, self._actions.microbatch[of]]
         return found
 
     def _cotangents(self, kept: IntArray) -> _Values:
@@ -283,12 +292,10 @@ class _Writer:
         source = table.producer[by_input]
         arrivals, begin = self._arrival(source, Payload.COTANGENT, table.device[kept])
         at_last, local = source < 0, (source >= 0) & self._local[source]
-        begin = np.where(local, _moment(when[source], self._backward_phase), begin)
-        table_of, made, phase = f.out, when[kept], self._forward_phase
-        if table.spreads_last:
-            table_of, made, phase = self._ticks.shares[0].out, self._together(Kind.L, kept), self._backward_phase
-        begin = np.where(at_last, _moment(made, phase), begin)
-        written = [*self._some(table_of, at_last, made), *self._some(b.out, local, when[source]), *arrivals]
+        begin = np.where(local, self._runs[source], begin)
+        table_of, made = (self._ticks.shares[0].out, self._together(Kind.L, kept)) if table.spreads_last else (f.out, kept)
+        begin = np.where(at_last, self._runs[made], begin)
+        written = [*self._some(table_of, at_last, when[made]), *self._some(b.out, local, when[source]), *arrivals]
         return self._for_backward(kept, begin, written, b.cotangent, by_input, late)
 
     def _arrival(self, source: IntArray, payload: Payload, target: IntArray) -> tuple[list[_Entry], IntArray]:
@@ -296,8 +303,7 @@ class _Writer:
         crosses = np.flatnonzero((source >= 0) & ~self._local[source])
         begin = np.zeros_like(source)
         sent = source[crosses]
-        lane, arrives = self._arrivals.find(self._when[sent], payload, self._actions.device[sent], target[crosses])
-        begin[crosses] = _moment(arrives, _ARRIVE)
+        lane, begin[crosses] = self._arrivals.find(self._when[sent], payload, self._actions.device[sent], target[crosses])
         tables = [arrival.slot for arrival in self._ticks.arrivals]
         return [_Entry(tables[n], crosses[lane == n], self._when[sent[lane == n]]) for n in np.unique(lane).tolist()], begin
 
@@ -311,7 +317,7 @@ class _Writer:
         slots = np.zeros(len(values.device), np.int64)
         for device, chosen in zip(devices, mine, strict=True):
             tick, lane, arrives = (column[first[device] : first[device + 1]] for column in strays[1:])
-            moments, back = np.unique(_moment(arrives, _ARRIVE), return_inverse=True)
+            moments, back = np.unique(arrives, return_inverse=True)
             slots[chosen], free = _scan(values.begin[chosen], values.end[chosen], moments, size)
             for n in np.unique(lane).tolist():
                 at, spare = tick[lane == n], free[back][lane == n]
@@ -325,26 +331,26 @@ class _Writer:
         return size
 
     def _strays(self, pool: PoolName, values: _Values) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """(device, tick, lane, tick of arrival) of what permutes bring to devices that have no message in them, device by device."""
+        """(device, tick, lane, moment of arrival) of what permutes bring to devices that have no message in them, device by device."""
         payloads = [payload for payload, name in POOL_OF.items() if name is pool]
         strays = np.repeat(np.isin(self._arrivals.payload, payloads)[None], self._actions.num_devices, axis=0)
         for entry in values.entries:
             if id(entry.table) in self._lanes:
                 strays[values.device[entry.which], entry.tick, self._lanes[id(entry.table)]] = False
         device, tick, lane = np.nonzero(strays)
-        return device, tick, lane, tick + self._arrivals.delay[tick, lane]
+        return device, tick, lane, self._arrivals.written[tick, lane]
 
 
 class _Arrivals:
-    """What arrives in every tick: `payload[tick, lane]` (-1 where nothing does) and `delay[tick, lane]`."""
+    """What is sent in every tick: `payload[tick, lane]` (-1 where nothing is) and the moment in which it is `written[tick, lane]`."""
 
-    def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int) -> None:
+    def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int, clock: _Clock) -> None:
         templates = [template for segment in segments for template in segment.templates]
         self.widest = max((len(template.lanes) for template in templates), default=0)
         self.choice = np.zeros(num_ticks, np.int64)
         self._exchange = np.zeros(num_ticks, np.int64)
         count = sum(len(p.exchanges) for p in templates)
-        payload, delay = np.full((count, self.widest), _NO_PAYLOAD), np.zeros((count, self.widest), np.int64)
+        payload = np.full((count, self.widest), _NO_PAYLOAD)
         self._lane = np.full((count, len(Payload), num_devices, num_devices), -1)
         at = 0
         for segment in segments:
@@ -355,20 +361,40 @@ class _Arrivals:
             for template in segment.templates:
                 for number, exchange in enumerate(template.exchanges):
                     for lane, permute in zip(template.lanes_of(number), exchange, strict=True):
-                        payload[at, lane], delay[at, lane] = permute.payload, permute.delay
+                        payload[at, lane] = permute.payload
                         for source, target in permute.pairs:
                             self._lane[at, permute.payload, source, target] = lane
                     at += 1
-        stop = np.concatenate([np.full(segment.stop - segment.start, segment.stop) for segment in segments] or [np.zeros(0, np.int64)])
-        # What is in flight when its segment ends is written then.
-        left = stop - 1 - np.arange(num_ticks)
-        self.payload, self.delay = payload[self._exchange], np.minimum(delay[self._exchange], left[:, None])
+        self.payload = payload[self._exchange]
+        self.written = np.repeat(clock.after(np.arange(num_ticks))[:, None], self.widest, axis=1)
+        for segment in segments:
+            for transit in segment.transits:
+                sent = slice(segment.start + transit.tick, segment.stop, segment.period)
+                tick, block = segment.written(transit)
+                ended = block == segment.num_blocks(tick)
+                self.written[sent, transit.lane] = np.where(ended, clock.after(tick), clock.before(tick, block))
 
     def find(self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray) -> tuple[IntArray, IntArray]:
-        """The lane of the permute that carries each transfer, and the tick at whose end it writes."""
+        """The lane of the permute that carries each transfer, and the moment in which what it brings is written."""
         lane = self._lane[self._exchange[tick], payload, source, target]
         assert (lane >= 0).all(), "no permute carries a transfer"
-        return lane, tick + self.delay[tick, lane]
+        return lane, self.written[tick, lane]
+
+
+def _places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
+    """Per action, the number of its block in the template of its tick."""
+    table, chunk = ticks.schedule.encoded, chunks_of(ticks.schedule)
+    chunks = 1 + int(chunk.max(initial=0))
+    templates = [template for segment in segments for template in segment.templates]
+    number = np.zeros((len(templates), len(Kind), chunks, 2), np.int64)
+    for blocks, template in zip(number, templates, strict=True):
+        for place, use in enumerate(template.blocks):
+            blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
+    first = np.cumsum([0, *(segment.period for segment in segments)])
+    of = [np.tile(np.arange(segment.period) + at, segment.repeats) for segment, at in zip(segments, first.tolist(), strict=False)]
+    template_of = np.concatenate([*of, np.zeros(0, np.int64)])
+    found: IntArray = number[template_of[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)]
+    return found
 
 
 def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:

@@ -14,7 +14,7 @@ from .ir import Program
 from .liveness import LastUse
 from .pools import POOL_OF, PoolName
 from .records import NOBODY, IntTable, pairs_of
-from .segments import Payload, Presence, Segment
+from .segments import Payload, Presence, Segment, TickTemplate
 
 Ints = NDArray[np.int64]
 # The kinds whose result is sent to another stage.
@@ -31,7 +31,7 @@ class Accesses(NamedTuple):
     device: Ints
     slot: Ints
     tick: Ints
-    place: Ints  # within the tick: of the block, or after all blocks for what arrives
+    place: Ints  # within the tick: 2 n before block n, one more in it; after all blocks the numbers of more blocks than there are
     order: Ints  # within the block
     value: Ints
     is_read: NDArray[np.bool_]
@@ -55,7 +55,7 @@ def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> I
         if block.use.block.is_share:
             yield from _of_shares(program, pool, block)
             continue
-        end = 1 + max(other.place for other in blocks if other.ticks[0] == block.ticks[0])  # of the template's blocks
+        end = 2 + _during(max(other.place for other in blocks if other.ticks[0] == block.ticks[0]))  # of the template's blocks
         touches = _of_forward if block.use.block.runs_forward else _of_backward
         for of, slots, order, where, shift in touches(program, block.use.block.kind):
             if of is not pool:
@@ -68,7 +68,7 @@ def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> I
             count = np.ones(len(tick), np.int64)
             slot = slots[at].astype(np.int64)
             late = paired[at] & (order == _READ) & (not block.use.block.runs_forward)
-            place = np.where(late, end, block.place * count)
+            place = np.where(late, end, _during(block.place) * count)
             yield Accesses(device, slot, tick, place, order * count, value, np.full(len(tick), order == _READ))
 
 
@@ -93,13 +93,15 @@ def _of_shares(program: Program, pool: PoolName, block: Running) -> Iterator[Acc
         value = stage * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
         count = np.ones(len(k), np.int64)
         slot = slots[at].astype(np.int64)
-        yield Accesses(device, slot, at[0], block.place * count, order * count, value, np.full(len(k), order == _READ))
+        yield Accesses(device, slot, at[0], _during(block.place) * count, order * count, value, np.full(len(k), order == _READ))
     if pool is PoolName.SHARE and block.use.block.kind is Kind.L:
         k, device = np.nonzero(block.runs)
         at = (block.ticks[k], device)
         value = device * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
         count = np.ones(len(k), np.int64)
-        yield Accesses(device, share.stash[at].astype(np.int64), at[0], block.place * count, _WRITE * count, value, np.zeros(len(k), bool))
+        yield Accesses(
+            device, share.stash[at].astype(np.int64), at[0], _during(block.place) * count, _WRITE * count, value, np.zeros(len(k), bool)
+        )
 
 
 # (pool, slots, order, flag that must be set or None, how far from the block's stage the value's is)
@@ -164,15 +166,33 @@ def _of_exchanges(program: Program, segment: Segment, pool: PoolName, blocks: Se
                 k, device = np.nonzero(arrival.takes[mine] != 0)
                 count = np.ones(len(k), np.int64)
                 slot = arrival.slot[mine][k, device].astype(np.int64)
-                place = (len(template.blocks) + 1) * count  # after all blocks; in a later tick after its blocks too
-                place += max(len(other.blocks) for other in segment.templates)
-                late = np.minimum(mine[k] + permute.delay, segment.stop - 1)
-                yield Accesses(device, slot, late, place, _WRITE * count + lane, value[k, device], np.zeros(len(k), bool))
+                tick, block = _written(segment, template, mine, lane)
+                place = np.where(block < segment.num_blocks(tick), 2 * block, _after(program))
+                yield Accesses(device, slot, tick[k], place[k], _WRITE * count + lane, value[k, device], np.zeros(len(k), bool))
+
+
+def _written(segment: Segment, template: TickTemplate, ticks: Ints, lane: int) -> tuple[Ints, Ints]:
+    """The tick in which what an exchange of these ticks brings is written to its slot, and before which of its blocks, or after all."""
+    if len(template.exchanges) > 1:  # over when its tick is
+        return ticks, np.full(len(ticks), len(template.blocks))
+    j = int(ticks[0] - segment.start) % segment.period
+    (transit,) = (t for t in segment.transits if (t.tick, t.lane) == (j, lane))
+    return segment.written(transit)
+
+
+def _during(block: int) -> int:
+    """The place of what a block of this number does; what is written before it has the number before."""
+    return 2 * block + 1
+
+
+def _after(program: Program) -> int:
+    """The place of what is done when a tick is over, after all that its blocks do."""
+    return 2 + _during(max(len(template.blocks) for segment in program.segments for template in segment.templates))
 
 
 def _of_moves(program: Program, pool: PoolName) -> Iterator[Accesses]:
     """What goes between the memories of devices and hosts: on the device at the ends of ticks, on the host between them."""
-    after = 1 + max(len(template.blocks) for segment in program.segments for template in segment.templates)
+    after = _after(program)
     for move in program.ticks.moves:
         touches = {
             PoolName.RESIDUAL_INPUT: ((move.from_input, move.stores, _READ), (move.to_input, move.fetches, _WRITE)),

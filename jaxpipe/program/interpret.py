@@ -63,12 +63,22 @@ def interpret(program: Program, model: Model) -> None:
 
 
 def _run_segment(program: Program, model: Model, devices: list[_Device], segment: Segment) -> None:
-    """The ticks of a segment.  What a transfer with slack brings is written ticks after it was sent."""
-    awaited: dict[int, list[tuple[PoolName, int, list[Any]]]] = {}
+    """The ticks of a segment.  What a transfer brings is written where the program awaits it: before a block, or when a tick is over."""
+    awaited: dict[tuple[int, int], list[tuple[PoolName, int, list[Any]]]] = {}
+    written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
+
+    def arrive(tick: int, block: int) -> None:
+        for pool, lane, arrived in awaited.pop((tick, block), ()):
+            for number, (value, sent_in) in enumerate(arrived):
+                arrival = _record(program, sent_in, number).arrivals[lane]
+                if arrival.takes:
+                    devices[number].pools[pool][arrival.slot] = value
+
     for tick in range(segment.start, segment.stop):
         template = segment.template(tick)
         fetched = [_move(device, _record(program, tick, number)) for number, device in enumerate(devices)]
-        for use in template.blocks:
+        for place, use in enumerate(template.blocks):
+            arrive(tick, place)
             if use.block.is_share:
                 _run_share(use, model, program, devices, tick)
                 continue
@@ -80,12 +90,10 @@ def _run_segment(program: Program, model: Model, devices: list[_Device], segment
             for source, target in permute.pairs:
                 brought[target] = devices[source].sent[permute.payload]
             pool = POOL_OF[permute.payload]
-            awaited.setdefault(segment.arrives(tick, permute), []).append((pool, lane, [(value, tick) for value in brought]))
-        for pool, lane, arrived in awaited.pop(tick, ()):
-            for number, (value, sent_in) in enumerate(arrived):
-                arrival = _record(program, sent_in, number).arrivals[lane]
-                if arrival.takes:
-                    devices[number].pools[pool][arrival.slot] = value
+            trip, j = divmod(tick - segment.start, segment.period)
+            at = [int(of[trip]) for of in written[j, lane]] if (j, lane) in written else [tick, len(template.blocks)]
+            awaited.setdefault((at[0], at[1]), []).append((pool, lane, [(value, tick) for value in brought]))
+        arrive(tick, len(template.blocks))
         for device, values in zip(devices, fetched, strict=True):
             for name, slot, value in values:
                 device.pools[name][slot] = value

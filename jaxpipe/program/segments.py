@@ -211,7 +211,6 @@ class Transit(NamedTuple):
     tick: int  # of the trip that has it in its records
     issued: Point
     written: Point
-    due: int  # the tick of the trip at whose end its slot is taken; it may be written later, when nothing else has touched the pool
     from_before: bool  # the records are those of the trip before
 
     @property
@@ -349,8 +348,8 @@ class Segment:
     def _at_ends(self, lane: int, permute: Permute, j: int) -> Transit:
         """Issued and written when ticks are over."""
         if permute.delay and j == self.period - 1:
-            return Transit(lane, permute, j, Point(0, 0), self._end(permute.delay - 1), permute.delay - 1, True)
-        return Transit(lane, permute, j, self._end(j), self._end(j + permute.delay), j + permute.delay, False)
+            return Transit(lane, permute, j, Point(0, 0), self._end(permute.delay - 1), True)
+        return Transit(lane, permute, j, self._end(j), self._end(j + permute.delay), False)
 
     def _beside(self, lane: int, permute: Permute, j: int) -> Transit:
         """Issued when it is made, or where the next trip has more to run beside it, there; and written when it is needed."""
@@ -358,9 +357,9 @@ class Segment:
         if j == last and self.repeats > 1:
             written = self._needed(permute.delay, payload)
             if written > Point(0, 0):
-                return Transit(lane, permute, j, Point(0, 0), written, permute.delay - 1, True)
+                return Transit(lane, permute, j, Point(0, 0), written, True)
         issued = Point(j, self.templates[j].after_makers(payload))
-        return Transit(lane, permute, j, issued, self._needed(j + permute.delay + 1, payload), min(j + permute.delay, last), False)
+        return Transit(lane, permute, j, issued, self._needed(j + permute.delay + 1, payload), False)
 
     def _needed(self, j: int, payload: Payload) -> Point:
         """When what is due by a tick of a trip is needed, within the trip; right after the tick before where its first block needs it."""
@@ -369,9 +368,20 @@ class Segment:
         block = self.templates[j].before_readers(payload)
         return Point(j, block) if block or not j else self._end(j - 1)
 
-    def arrives(self, tick: int, permute: Permute) -> int:
-        """The tick at whose end what a permute of this tick brings is written: within the segment."""
-        return min(tick + permute.delay, self.stop - 1)
+    def written(self, transit: Transit) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Per trip that makes it, the tick in which what it brings is written to its slot, and before which block, or after all.
+
+        What the last trip leaves in flight is written when the segment is over.
+        """
+        tick = self.start + self.period * (np.arange(self.repeats) + transit.from_before) + transit.written.tick
+        block = np.full(self.repeats, transit.written.block)
+        if transit.from_before:
+            tick[-1], block[-1] = self.stop - 1, len(self.templates[-1].blocks)
+        return tick, block
+
+    def num_blocks(self, tick: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many blocks the templates of these ticks have."""
+        return np.array([len(template.blocks) for template in self.templates])[(tick - self.start) % self.period]
 
     def choice(self, tick: int) -> int:
         """The number of the exchange that a tick makes, among those of its template."""

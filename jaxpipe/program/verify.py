@@ -15,7 +15,6 @@ from .faults import Fault, Rule
 from .flow import flow_faults
 from .ir import Program
 from .segments import Permute, Segment, room_of
-from .transit_rules import transit_faults
 
 # An error's text stays readable: the rest is in `.faults`.
 _MOST_SHOWN = 20
@@ -26,7 +25,7 @@ def verify(program: Program) -> Program:
 
     The rules are those of `Rule`: segments cover the ticks; permutes have distinct ends and no cycle; all devices choose the same
     exchange; each action of the table runs exactly once, on its device, in code that its tick has; every read finds the value that it
-    needs; nothing alive is overwritten, nor touched before it is written; slots exist; and no pool is larger than its peak.
+    needs; nothing alive is overwritten; slots exist; and no pool is larger than its peak.
 
     Raises:
         ProgramError: a rule is broken, which is a fault of the lowering and not of the caller.
@@ -54,9 +53,7 @@ def faults(program: Program) -> tuple[Fault, ...]:
     found = list(code_faults(program, blocks))
     if not found:
         for pool in program.pools:
-            touched = accesses(program, pool.name, blocks)
-            # Where slots hold wrong values anyway, their being touched early says nothing more.
-            found += [*flow_faults(pool, touched)] or [*transit_faults(program, pool, touched)]
+            found += flow_faults(pool, accesses(program, pool.name, blocks))
     return tuple(found)
 
 

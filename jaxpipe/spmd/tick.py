@@ -166,7 +166,7 @@ class TickEmitter:
         return self._transfers(code, Point(j, len(template.blocks)), rows, state, brought) if template.blocks else state
 
     def _transfers(self, code: _Code, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
-        """The permutes that are issued at a point of the trip, and what is written there of those under way, those due first before."""
+        """The permutes that are issued at a point of the trip, and what is written there of those under way."""
         under_way = [t for t in code.segment.transits if code.before is not None or not t.from_before]
         for transit in under_way:
             if self._issued(code.segment, transit) == at:
@@ -174,7 +174,7 @@ class TickEmitter:
                     brought[transit], state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
         # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
         # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
-        for transit in sorted((t for t in brought if t.written == at), key=lambda t: t.due):
+        for transit in [t for t in brought if t.written == at]:
             row = given(code.before) if transit.from_before else rows[transit.tick]
             keep = transit.from_before or code.keeps[transit.tick][transit.lane]
             state = self._arrive(transit.permute.payload, row.arrivals[transit.lane], brought.pop(transit), state, keep=keep)

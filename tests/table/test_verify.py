@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks
+from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.segments import Span, find_segments, segments_of
 from jaxpipe.lowering.slots import assign_slots
@@ -236,7 +237,21 @@ def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
     right = TickTemplate.before_readers
     late = {Payload.ACTIVATION: 3, Payload.COTANGENT: 2}  # after F, after I
     monkeypatch.setattr(TickTemplate, "before_readers", lambda self, of: late[of] if of is payload else right(self, of))
-    broken = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True))
-    found = faults(broken)
-    assert {fault.rule for fault in found} == {Rule.EXCHANGE}
-    assert "is touched before what arrives" in str(found[0])
+    broken = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True)
+    broken_rules = rules_broken(replace(program, segments=broken))
+    assert broken_rules
+    assert broken_rules <= {Rule.VALUE, Rule.OVERWRITTEN}
+
+
+def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkeypatch):
+    """In a tick with W and then F, what arrives for F may take the slot of the input that W is the last to read."""
+    schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
+    ticks = joined_ticks(schedule)
+    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True))
+    assert program.slots.x == plan_of(schedule).program().slots.x
+    assert not faults(program)
+    monkeypatch.setattr(TickTemplate, "before_readers", lambda *_: 0)
+    early = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True)
+    found = faults(replace(program, segments=early))
+    assert {fault.rule for fault in found} == {Rule.OVERWRITTEN}
+    assert all("pool x " in fault.message for fault in found)
