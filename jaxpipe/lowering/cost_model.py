@@ -56,6 +56,7 @@ class CodeCounts(NamedTuple):
     """What a program has besides its makespan; that of segments that follow each other adds up."""
 
     sends: int = 0  # values sent from one device to another
+    made: int = 0  # permutes, one tick after the other
     predicates: int = 0  # of blocks, that devices are asked one tick after the other
     meetings: int = 0  # those of them that are around what all devices do together
     arms: int = 0  # exchanges among which ticks choose, one tick after the other
@@ -65,14 +66,17 @@ class CodeCounts(NamedTuple):
     @classmethod
     def of(cls, segments: Iterable[Segment]) -> CodeCounts:
         """That of these segments."""
-        each = ((s.num_sends, s.num_predicates, s.num_meeting_predicates, s.num_arms, s.stage_size, s.permutes) for s in segments)
+        each = (
+            (s.num_sends, s.num_made, s.num_predicates, s.num_meeting_predicates, s.num_arms, s.stage_size, s.permutes) for s in segments
+        )
         return cls(*map(sum, zip(cls(), *each, strict=True)))
 
     def surcharge(self, num_devices: int, prices: Prices) -> tuple[float, float]:
         """(time, factor): the price of the program is `(makespan + time) * factor`."""
         time = prices.traffic * self.sends / num_devices + prices.block_predicate * self.predicates + prices.arm * self.arms
+        time += prices.meeting * self.meetings + prices.made * self.made
         blocks = self.blocks + LIMITS.times_many * max(0, self.blocks - LIMITS.many_blocks)
-        return time + prices.meeting * self.meetings, 1 + prices.block * blocks + prices.permute * self.permutes
+        return time, 1 + prices.block * blocks + prices.permute * self.permutes
 
 
 def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, prices: Prices) -> float:

@@ -18,6 +18,8 @@ class Prices(NamedTuple):
     traffic: float  # time of what a device sends, whether it waits or not
     block: float  # share of the makespan that one compiled block of stage code is worth
     permute: float = 5e-5  # the same for a compiled permute
+    # Time of a permute, whoever is in it: where all devices are threads of one process, each waits until all have come.
+    made: float = 0.0
     # Time of a predicate around what all devices do together: its collectives cannot be in a CUDA graph, so the host waits, each tick.
     meeting: float = 0.02
     asked: float = 0.0  # time of a predicate that says no, on every device in every tick
@@ -37,18 +39,22 @@ class Prices(NamedTuple):
             permute=little * self.permute,
             arm=little * (self.gate + self.arm),
             block_predicate=little * (self.asked + self.block_predicate),
+            made=little * self.made,
             meeting=little * self.meeting,
             beside=self.beside,
         )
 
     def in_unit(self, unit: float) -> Prices:
         """The same prices where a stage's forward takes `unit`."""
-        times = ("transfer", "traffic", "asked", "taken", "gate", "arm", "block_predicate", "meeting")
+        times = ("transfer", "traffic", "made", "asked", "taken", "gate", "arm", "block_predicate", "meeting")
         return self._replace(**{name: getattr(self, name) * unit for name in times})
 
 
 # Little code: no transfer is made for nothing, but a ramp of a few ticks must not cost a second of compile time.
 LITTLE_CODE = Prices(transfer=0.01, traffic=0.035, block=4e-3, arm=0.003, block_predicate=0.003)
+# The same where all devices are threads of one process.  A permute takes them far more (of a stage of 6 ms a tenth, on two cores), but
+# this is enough for interleaved tables to choose among exchanges in place of making all permutes in each tick.
+LITTLE_CODE_OF_THREADS = LITTLE_CODE._replace(made=0.005)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,7 @@ class Overheads:
         forward: of a stage, where no costs are given.
         block: share of the makespan that one more compiled block of stage code is worth.
         on_host: the predicates of blocks are the host's, since no CUDA graph takes the collectives inside.
+        threads: no GPU at all: devices are threads of one process, which all meet in each permute.
     """
 
     graph_predicate: float = 3e-6
@@ -75,6 +82,7 @@ class Overheads:
     forward: float = 5e-3
     block: float = 1e-3
     on_host: bool = False
+    threads: bool = False
 
     def free_predicates(self) -> Overheads:
         """The same, if predicates took no time."""

@@ -21,7 +21,7 @@ from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from .balanced_ticks import balanced_ticks
 from .cost_model import cost_parts, least_makespan, priced_makespan, program_makespan, program_price, tick_durations
-from .limits import LIMITS, LITTLE_CODE, ON_GPUS, Overheads, Prices
+from .limits import LIMITS, LITTLE_CODE, LITTLE_CODE_OF_THREADS, ON_GPUS, Overheads, Prices
 from .offload import Offload
 from .requirements import collect
 from .segments import can_be_cut, find_segments
@@ -54,7 +54,7 @@ def prices_for(schedule: Schedule, prefer: Prefer, costs: Costs | None, overhead
     if prefer is Prefer.SPEED:
         return overheads.prices(overheads.forward if costs is None else 1.0)
     forward = 1.0 if costs is None else float(np.mean(costs.for_stages(schedule.num_stages).forward)) or 1.0
-    return LITTLE_CODE.in_unit(forward)
+    return (LITTLE_CODE_OF_THREADS if overheads.threads else LITTLE_CODE).in_unit(forward)
 
 
 def choose_candidate(

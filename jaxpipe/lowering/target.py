@@ -40,7 +40,12 @@ class Target:
 
         Along others the partitioner puts collectives into blocks (tensor parallelism), which no CUDA graph takes.
         """
-        return cls(RunsOn.of(mesh), Overheads(on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own)))
+        return cls.on(RunsOn.of(mesh), on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own))
+
+    @classmethod
+    def on(cls, runs_on: RunsOn, *, on_host: bool = False) -> Target:
+        """Of a kind of devices."""
+        return cls(runs_on, Overheads(on_host=on_host, threads=runs_on is RunsOn.ONE_CPU_PROCESS))
 
     @property
     def prefer(self) -> Prefer:

@@ -323,8 +323,16 @@ class Segment:
     @cached_property
     def num_sends(self) -> int:
         """How many values it sends from one device to another, needed or not."""
-        pairs = [[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.templates]
-        return sum(int(np.take(counts, self.chosen[:, j]).sum()) for j, counts in enumerate(pairs))
+        return self._of_all_ticks([[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.templates])
+
+    @cached_property
+    def num_made(self) -> int:
+        """How many permutes its ticks make, one tick after the other."""
+        return self._of_all_ticks([[len(exchange) for exchange in p.exchanges] for p in self.templates])
+
+    def _of_all_ticks(self, counts: Sequence[Sequence[int]]) -> int:
+        """The sum over its ticks of what their exchanges count; `counts[template][exchange]`."""
+        return sum(int(np.take(each, self.chosen[:, j]).sum()) for j, each in enumerate(counts))
 
     @cached_property
     def transits(self) -> tuple[Transit, ...]:

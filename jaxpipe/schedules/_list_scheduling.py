@@ -62,13 +62,14 @@ def list_schedule(
     Every stage is on one device, and each device's cap is at least `least_peak` of its row.
     """
     run = _Run(order, placement, costs, microbatches, caps, rule, release)
-    while run.events:
-        time, number = heapq.heappop(run.events)
-        device = run.devices[number]
-        if device.free > time:
-            continue
-        action = run.choose(device, time)
-        if action is not None:
+    events, devices = run.events, run.devices
+    while events:
+        time, number = events[0]
+        device = devices[number]
+        action = run.choose(device, time) if device.free <= time else None
+        if action is None:
+            heapq.heappop(events)
+        else:
             run.start(device, action, time)
     assert all(device.is_done for device in run.devices), "a reference order got stuck"
     return ListSchedule([d.out for d in run.devices], max(d.free for d in run.devices), max(d.peak for d in run.devices))
@@ -206,23 +207,23 @@ class _Run:
         return most
 
     def start(self, device: _Device, action: Action, time: float) -> None:
-        """Start an action, and wake the device that gets its result."""
+        """Start an action, for the event that comes first, and wake the device that gets its result."""
         stage, kind, microbatch = action
         end = time + self.duration[kind][stage]
         device.free = end
         device.out.append(action)
-        heapq.heappush(self.events, (end, device.number))
+        heapq.heapreplace(self.events, (end, device.number))
         if kind is self.last:
             device.live -= 1
         if kind is F:
             device.live += 1
             device.peak = max(device.peak, device.live)
-            self._hand_over(stage, stage + 1, kind, microbatch, end)
+            self._hand_over(stage, stage + 1, kind, microbatch, time, end)
         elif kind is I:
             device.pending.append(Action(stage, W, microbatch))
-            self._hand_over(stage, stage - 1, kind, microbatch, end)
+            self._hand_over(stage, stage - 1, kind, microbatch, time, end)
 
-    def _hand_over(self, source: int, target: int, kind: Kind, microbatch: int, end: float) -> None:
+    def _hand_over(self, source: int, target: int, kind: Kind, microbatch: int, time: float, end: float) -> None:
         """The result of a stage reaches the next one (for I: the one before); the last stage's F is followed by its own I."""
         if target < 0:
             return
@@ -231,5 +232,6 @@ class _Run:
         here, there = self.device_of[source], self.device_of[target]
         start = end if here == there else end + self.costs.transfer[source]
         self.ready[kind][target][microbatch] = start
-        if here != there:
+        # A device that is busy until then looks at what is ready when it is free.
+        if here != there and (self.devices[there].free < start or start <= time):
             heapq.heappush(self.events, (start, there))

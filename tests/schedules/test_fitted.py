@@ -94,3 +94,11 @@ def test_forwards_alone_are_never_longer_either():
         plain, fitted = (jp.schedules.build(name, **shape, **given) for given in ({}, {"costs": costs}))
         assert fitted.forward_only
         assert jp.simulate(fitted, costs).makespan <= jp.simulate(plain, costs).makespan
+
+
+@pytest.mark.parametrize("times", [(1, 0, 1), (0, 0, 1), (0, 0, 0)])
+def test_actions_that_take_no_time_wake_who_waits_for_them(times):
+    """What is ready at the moment when a device has just looked: it looks again."""
+    costs = jp.Costs(forward=times[0], input_grad=times[1], weight_grad=times[2])
+    table = jp.schedules.build("zb_1p", devices=2, microbatches=4, costs=costs)
+    assert jp.simulate(table, costs).makespan >= 4 * sum(times)

@@ -9,6 +9,7 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import Prefer, choose_candidate, plan_of
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.transforms.spread_last import spread_last
 from tests.golden import check_golden
 from tests.passes import emitted
@@ -122,6 +123,16 @@ def test_equal_steady_states_move_what_the_table_moves():
         (segment,) = emitted(name, chunks, 4, 32).segments
         moved = sum(len(permute.pairs) for position in segment.templates for permute in position.permutes)
         assert moved == (6 if chunks == 1 else 8)  # without chunks nothing goes from the last device to the first
+
+
+def test_devices_of_one_process_meet_in_few_permutes():
+    """All of them wait for each permute, so interleaved tables choose what to exchange there."""
+    table = jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2)
+    threads, others = (plan_of(table, overheads=Target.on(kind).overheads) for kind in (RunsOn.ONE_CPU_PROCESS, RunsOn.CPU_PROCESSES))
+    made = [[len(s.exchange(t)) for s in plan.segments for t in range(s.start, s.stop)] for plan in (threads, others)]
+    assert [sum(s.num_made for s in plan.segments) for plan in (threads, others)] == [sum(each) for each in made] == [52, 2 * 52]
+    assert [sum(s.size for s in plan.segments) for plan in (threads, others)] == [4, 4]
+    assert threads.makespan == others.makespan
 
 
 def moved(emission):
