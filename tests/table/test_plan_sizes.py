@@ -78,7 +78,7 @@ def test_code_grows_no_faster_than_chunks_and_slower_than_devices(name, chunks, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [16, 32])
+@pytest.mark.parametrize("microbatches", [16, 32, exhaustive(96)])
 @pytest.mark.parametrize("name", [name for name in jp.schedules.names() if name != "no_pipelining"])
 def test_for_speed_no_tick_chooses_among_exchanges(name, microbatches):
     """A host waits for each choice, since no CUDA graph holds what is chosen."""
