@@ -7,6 +7,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
+from jaxpipe.lowering.limits import LIMITS
 from jaxpipe.lowering.plan import Prefer, choose_candidate, plan_of
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.lowering.target import RunsOn, Target
@@ -63,7 +64,8 @@ def test_code_for_speed_stops_growing(name, chunks, devices):
 def test_short_stages_are_not_worth_much_code():
     """Where a transfer takes twice as long as a forward, all code that saves one would be worth its size."""
     costs = jp.Costs(forward=5e-5, input_grad=5.5e-5, weight_grad=4.5e-5, unit="seconds, estimated")
-    assert size_of(emitted("zbv", 2, 8, 32, prefer=Prefer.SPEED, costs=costs)) <= 48
+    segments = emitted("zbv", 2, 8, 32, prefer=Prefer.SPEED, costs=costs).segments
+    assert sum(segment.stage_size for segment in segments) <= LIMITS.many_blocks
 
 
 @pytest.mark.slow
