@@ -10,7 +10,7 @@ from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_tic
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.plan import choose_candidate
 from jaxpipe.lowering.requirements import collect
-from jaxpipe.lowering.segments import Span, segments_of
+from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.liveness import LastUse, Liveness
 from jaxpipe.program.segments import Payload
 from jaxpipe.table.action import Action, Kind, parts

@@ -13,7 +13,8 @@ from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, least_makespan, program_makespan
 from jaxpipe.lowering.requirements import collect
-from jaxpipe.lowering.segments import Span, find_segments, segments_of
+from jaxpipe.lowering.segments import find_segments
+from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.segments import Part, parts_in_order
 from tests.passes import KEEP_ORDER, every_ticks, exchanges, random_segments
 from tests.strategies import schedules

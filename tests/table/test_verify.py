@@ -13,8 +13,9 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.requirements import collect
-from jaxpipe.lowering.segments import Span, find_segments, segments_of
+from jaxpipe.lowering.segments import find_segments
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import faults, verify

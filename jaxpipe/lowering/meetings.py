@@ -1,0 +1,115 @@
+"""Spans in which what all devices do together has no predicate: between meetings that come at equal intervals, or in bursts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..program.segments import Loop, ticks_of
+from ..table.encoded import IntArray
+from .limits import LIMITS
+from .requirements import Requirements
+from .spans import Span
+from .starts import runs_of_true
+
+
+class _Meetings(NamedTuple):
+    """Spans in which no meeting of all devices has a predicate, and the ticks of the steady state."""
+
+    steady: list[list[Span]]  # none there, and none cut around it
+    everywhere: list[list[Span]]
+    ticks: range
+
+
+def between_meetings(requirements: Requirements) -> _Meetings:
+    """Cut at meetings: around the longest stretch of equal intervals, and everywhere.
+
+    Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those come at equal intervals into trips,
+    else, where they are few, into pieces that are run once.  In interleaved tables the intervals themselves come back, after P V actions
+    of each direction: then what is at equal intervals within such a trip is a loop.
+    """
+    marks = requirements.meets
+    stop, found = len(marks), _Meetings([], [], range(0))
+    for longest in (LIMITS.longest_period, LIMITS.longest_cycle):
+        steady = _equal_intervals(marks, 0, stop, longest=longest)
+        if steady is not None:
+            whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
+            found.steady.append([span for span in whole if span.start < span.stop])
+            found.everywhere.append(_few_pieces(_cut_at_meetings(marks, 0, stop, longest)))
+            found = found._replace(ticks=range(steady.start, steady.stop))
+    return found
+
+
+def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
+    """The longest stretch of equal intervals first, then the same on both sides of it; the rest is cut into pieces that are run once."""
+    if start >= stop:
+        return []
+    best = _equal_intervals(marks, start, stop, longest=longest)
+    if best is not None:
+        return [*_cut_at_meetings(marks, start, best.start, longest), best, *_cut_at_meetings(marks, best.stop, stop, longest)]
+    return [Span(start, stop, stop - start, loops=_loops(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
+
+
+def _few_pieces(spans: list[Span]) -> list[Span]:
+    """The spans; of those that come once, the ones with the most pieces share one code instead, where all have too many."""
+    left, uncut = LIMITS.most_pieces, set()
+    for span in sorted((span for span in spans if span.loops and span.period == span.stop - span.start), key=_num_pieces):
+        left -= _num_pieces(span)
+        if left < 0:
+            uncut.add(span)
+    return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
+
+
+def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = LIMITS.longest_period) -> Span | None:
+    """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips.
+
+    Trips that are longer than `LIMITS.longest_period` begin after their longest interval.
+    """
+    best: Span | None = None
+    mine = marks[start:stop]
+    for period in range(2, min(longest, len(mine) // 2) + 1):
+        for begin, length in runs_of_true(mine[period:] == mine[:-period]):
+            if best is not None and length + period < best.stop - best.start + period:
+                continue
+            first = np.flatnonzero(mine[begin : begin + period])
+            if not len(first):
+                continue
+            after = int(np.diff(first, prepend=first[-1] - period).argmax()) if period > LIMITS.longest_period else 0
+            at = begin + int(first[after])
+            repeats = (begin + length + period - at) // period
+            if repeats < 2 or (best is not None and repeats * period < best.stop - best.start + period):
+                continue
+            span = Span(start + at, start + at + repeats * period, period, loops=_loops(mine[at : at + period]))
+            if period <= LIMITS.longest_period or _num_pieces(span) <= LIMITS.most_pieces:
+                best = span
+    return best
+
+
+def _num_pieces(span: Span) -> int:
+    """Templates that a span with loops has code for."""
+    return sum(1 for _ in ticks_of(span.loops))
+
+
+def _loops(marks: IntArray) -> tuple[Loop, ...]:
+    """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces, alike in whether devices meet."""
+    inner = _equal_intervals(marks, 0, len(marks))
+    if inner is not None:
+        turn = Loop((inner.stop - inner.start) // inner.period, inner.loops)
+        return (*_loops(marks[: inner.start]), turn, *_loops(marks[inner.stop :]))
+    ends = (np.flatnonzero(np.diff(marks)) + 1).tolist()
+    return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
+
+
+def in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
+    """The loops with so many templates that take turns, where one was for all ticks: devices may have long and short ticks in turn."""
+    found: list[Loop] = []
+    for loop in loops:
+        if loop.body:
+            found.append(loop._replace(body=in_turns(loop.body, turn)))
+            continue
+        turns, rest = divmod(loop.times, turn)
+        found += [Loop(turns, (Loop(1),) * turn)] if turns > 1 else [Loop(1)] * turns * turn
+        found += [Loop(1)] * rest
+    return tuple(found)
