@@ -33,7 +33,8 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
-from jaxpipe.program.segments import Presence, Segment
+from jaxpipe.program.segments import Segment
+from jaxpipe.program.templates import Presence
 
 MARK = "result "
 LAYERS = 8

@@ -63,7 +63,7 @@ from .lowering.plan import Plan, Prefer
 from .lowering.step_time import StepTime
 from .program.ir import Program
 from .program.pools import Slots
-from .program.segments import Payload
+from .program.templates import Payload
 from .simulation.costs import Costs
 from .simulation.simulate import simulate
 from .spmd.exchange import WITH_SLACK

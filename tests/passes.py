@@ -12,7 +12,7 @@ from jaxpipe.lowering.plan import choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.liveness import LastUse, Liveness
-from jaxpipe.program.segments import Payload
+from jaxpipe.program.templates import Payload
 from jaxpipe.table.action import Action, Kind, parts
 
 MAKERS = {

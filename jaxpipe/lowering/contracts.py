@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..program.ir import Program
-from ..program.segments import Block, Payload, Segment
+from ..program.segments import Segment
+from ..program.templates import Block, Payload
 from ..program.verify import faults as program_faults
 from ..table.contract import Contract
 from ..table.kinds import Kind

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import PART_OF, Part, Payload, Segment, parts_in_order
+from ..program.segments import Segment
+from ..program.templates import PART_OF, Part, Payload, parts_in_order
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations
 from ..table.kinds import RUNS_FORWARD, Kind

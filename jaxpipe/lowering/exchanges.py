@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Block, BlockUse, Part, Payload, Permute, Presence, TickTemplate, parts_in_order
+from ..program.templates import Block, BlockUse, Part, Payload, Permute, Presence, TickTemplate, parts_in_order
 from ..table.encoded import BoolArray, IntArray
 from .limits import LIMITS
 from .requirements import NO_TRANSFER, Edge, Requirements

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import Block, Payload
+from ..program.templates import Block, Payload
 from ..table.encoded import BoolArray, Encoded, IntArray
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
 from ..table.schedule import Schedule

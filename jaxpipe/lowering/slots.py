@@ -12,7 +12,8 @@ from ..program.ir import Program
 from ..program.liveness import LastUse, Liveness
 from ..program.pools import POOL_OF, UNDER_WAY, Pool, PoolName
 from ..program.records import IntTable, Move, empty_ticks, pairs_of
-from ..program.segments import Payload, Segment
+from ..program.segments import Segment
+from ..program.templates import Payload
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
 from .assign_ticks import Ticks

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..program.segments import Loop, Segment, TickTemplate, room_of, ticks_of
+from ..program.segments import Loop, Segment, room_of, ticks_of
+from ..program.templates import TickTemplate
 from .exchanges import template_of, uses_of
 from .requirements import Requirements
 

@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program.segments import BlockUse, Part, Permute, Point, Segment, TickTemplate, parts_in_order
+from ..program.segments import Point, Segment
+from ..program.templates import BlockUse, Part, Permute, TickTemplate, parts_in_order
 from ..table.encoded import IntArray
 from ..table.kinds import TOGETHER
 from .limits import LIMITS, Prices

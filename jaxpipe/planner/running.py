@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ..lowering.cost_model import cost_matrix, cost_parts, priced_makespan
 from ..lowering.plan import Plan, plan_of
 from ..lowering.target import RunsOn, Target
-from ..program.segments import Exchange, Segment
+from ..program.segments import Segment
+from ..program.templates import Exchange
 from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 

@@ -14,7 +14,8 @@ from .ir import Program
 from .liveness import LastUse
 from .pools import POOL_OF, PoolName
 from .records import NOBODY, IntTable, pairs_of
-from .segments import Payload, Presence, Segment, TickTemplate
+from .segments import Segment
+from .templates import Payload, Presence, TickTemplate
 
 Ints = NDArray[np.int64]
 # The kinds whose result is sent to another stage.

@@ -12,7 +12,8 @@ from ..table.kinds import KIND_NAMES, RECOMPUTE, SHARES, TOGETHER, Kind
 from .faults import Fault, Rule
 from .ir import Program
 from .records import NOBODY, Backward, Forward, IntTable
-from .segments import Block, BlockUse, Presence, Segment
+from .segments import Segment
+from .templates import Block, BlockUse, Presence
 
 # Of one kind of fault, so many are listed.
 _MOST_LISTED = 10

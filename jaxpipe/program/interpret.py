@@ -13,7 +13,8 @@ from ..table.kinds import Kind
 from .ir import Program
 from .pools import POOL_OF, PoolName
 from .records import NOBODY, Backward, Forward, TickRecord, map_fields
-from .segments import BlockUse, Payload, Segment
+from .segments import Segment
+from .templates import BlockUse, Payload
 
 
 class Model(Protocol):

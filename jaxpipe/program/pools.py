@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from .segments import Payload
+from .templates import Payload
 
 
 class PoolName(enum.Enum):

@@ -14,7 +14,8 @@ from .code_rules import code_faults, running, ticks_of
 from .faults import Fault, Rule
 from .flow import flow_faults
 from .ir import Program
-from .segments import Permute, Segment, room_of
+from .segments import Segment, room_of
+from .templates import Permute
 
 # An error's text stays readable: the rest is in `.faults`.
 _MOST_SHOWN = 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..arrays import Leaves, Scalar
 from ..jaxprs import InSlots, Slot, Target
 from ..program.records import Backward
-from ..program.segments import Presence
+from ..program.templates import Presence
 from ..table.action import Kind
 from .block import Block, run_where
 from .outer import FirstGradient

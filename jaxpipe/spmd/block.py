@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import Flag
-from ..program.segments import Presence
+from ..program.templates import Presence
 from .pools import while_once
 from .state import State, given, part_names
 

@@ -10,7 +10,8 @@ from jax import lax
 
 from ..arrays import Leaves, Scalar
 from ..program.records import Arrival, TickRecord
-from ..program.segments import Payload, Permute, TickTemplate, Transit
+from ..program.segments import Transit
+from ..program.templates import Payload, Permute, TickTemplate
 from .operands import SharedBuffers
 from .shared_buffers import SharedBuffer
 from .state import State, given

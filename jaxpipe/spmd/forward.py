@@ -10,7 +10,7 @@ from jax.extend import core
 from ..arrays import Leaves, Scalar
 from ..jaxprs import InSlots, Target
 from ..program.records import Forward
-from ..program.segments import Presence
+from ..program.templates import Presence
 from .block import Block, run_where
 from .outer import EvaluateLast, RunFirst, RunLast
 from .pools import add_at, strengthen

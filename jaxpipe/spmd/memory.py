@@ -15,7 +15,7 @@ from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import LeafPlan, leaf_plans, trained
 from ..program.ir import Program
 from ..program.pools import UNDER_WAY
-from ..program.segments import Payload
+from ..program.templates import Payload
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode

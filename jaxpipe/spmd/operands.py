@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Leaves, PyTree
 from ..jaxprs import Piece, Total, TotalPiece
 from ..model.places import Places
-from ..program.segments import Payload
+from ..program.templates import Payload
 from ..stage.code import StageCode
 from .entries import StageEntries
 from .shared_buffers import SharedBuffer

@@ -10,7 +10,7 @@ from typing import Generic, TypeAlias, TypeVar
 from ..arrays import Leaves, Scalar
 from ..jaxprs import InSlots, run_in_slots
 from ..program.records import Backward, Forward
-from ..program.segments import BlockUse
+from ..program.templates import BlockUse
 from ..stage.code import StageCode
 from .block import Block
 from .operands import StageOperand

@@ -17,7 +17,8 @@ from ..arrays import Leaves, Scalar
 from ..program.code_rules import half_of
 from ..program.ir import Program
 from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, map_fields, pairs_of
-from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
+from ..program.segments import Loop, Point, Segment, Transit
+from ..program.templates import BlockUse, Payload, Presence
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward

@@ -10,7 +10,8 @@ import jaxpipe as jp
 from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
 from jaxpipe.lowering.plan import Plan, Prefer, plan_of
 from jaxpipe.lowering.trips import _Cycle
-from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate, room_of
+from jaxpipe.program.segments import Segment, room_of
+from jaxpipe.program.templates import Payload, Permute, TickTemplate
 
 SPLIT_OR_OVERLAPPED = ["1f1b_overlap", "interleaved_1f1b_overlap", "zb_1p", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "interleaved_zb"]
 KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_OR_OVERLAPPED]

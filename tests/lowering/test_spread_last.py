@@ -18,7 +18,7 @@ from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import Prefer, plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
-from jaxpipe.program.segments import Presence
+from jaxpipe.program.templates import Presence
 from jaxpipe.program.verify import faults
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put

@@ -15,7 +15,7 @@ from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, least_makespan,
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.segments import find_segments
 from jaxpipe.lowering.spans import Span, segments_of
-from jaxpipe.program.segments import Part, parts_in_order
+from jaxpipe.program.templates import Part, parts_in_order
 from tests.passes import KEEP_ORDER, every_ticks, exchanges, random_segments
 from tests.strategies import schedules
 

@@ -19,7 +19,8 @@ from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner.layer_cost import Remat
 from jaxpipe.planner.layers import balanced
 from jaxpipe.planner.running import awaited_at_once
-from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate
+from jaxpipe.program.segments import Segment
+from jaxpipe.program.templates import Payload, Permute, TickTemplate
 
 T = jp.LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
 HEAD = jp.LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)

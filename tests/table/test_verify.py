@@ -17,7 +17,7 @@ from jaxpipe.lowering.segments import find_segments
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.faults import Rule
-from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
+from jaxpipe.program.templates import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import faults, verify
 from jaxpipe.table.action import Kind
 from tests.passes import exchanges, inputs, places

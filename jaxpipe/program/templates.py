@@ -1,0 +1,188 @@
+"""The static structure of one tick: which blocks, permutes and predicates its code has."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from ..table.kinds import RUNS_FORWARD, SHARES, TOGETHER, Kind
+
+
+class Payload(enum.IntEnum):
+    """What a transfer carries: a stage's output going down the model, or a cotangent going up."""
+
+    ACTIVATION = 0
+    COTANGENT = 1
+
+
+class Presence(enum.Enum):
+    """Among those that share the code, how many need a part of it; only SOMETIMES costs a run-time test."""
+
+    NEVER = "never"
+    SOMETIMES = "sometimes"
+    ALWAYS = "always"
+
+    @classmethod
+    def of(cls, hits: int, total: int) -> Presence:
+        """NEVER for 0 of n, ALWAYS for n of n."""
+        if hits == 0:
+            return cls.NEVER
+        return cls.ALWAYS if hits == total else cls.SOMETIMES
+
+
+class Part(enum.IntEnum):
+    """Blocks of a tick by what they do with transfers."""
+
+    APART = 0  # neither needs nor makes what is transferred
+    BACKWARD = 1  # needs a cotangent and makes one
+    FORWARD = 2  # needs an activation and makes one
+
+    @classmethod
+    def of(cls, kind: Kind) -> Part:
+        """That of a kind."""
+        if kind in RUNS_FORWARD:
+            return cls.FORWARD
+        return cls.APART if kind in (Kind.W, Kind.H) else cls.BACKWARD
+
+
+def parts_in_order(forward_first: bool) -> tuple[Part, ...]:
+    """The order in which a tick has its blocks."""
+    return tuple(reversed(Part)) if forward_first else tuple(Part)
+
+
+class Block(NamedTuple):
+    """One piece of compute code in a tick: an action kind on one chunk of the device."""
+
+    kind: Kind
+    chunk: int
+    keeps: bool = True  # of an F: residuals; not where an R makes them
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether it runs the code of a stage's forward (F, R), and so reads the tick's `Forward` record."""
+        return self.kind in RUNS_FORWARD
+
+    @property
+    def is_share(self) -> bool:
+        """Whether all devices run it together (L), and so reads the tick's `Share` record."""
+        return self.kind in TOGETHER
+
+    @property
+    def of_device(self) -> bool:
+        """Whether it runs the code of no stage, but of the device's share of `first` or `last`."""
+        return self.kind in SHARES
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}.{self.chunk}" + ("" if self.keeps else "-")
+
+
+@dataclass(frozen=True)
+class BlockUse:
+    """A block as a template needs it: who runs it, and which of its inner parts occur among those who do."""
+
+    block: Block
+    active: Presence  # over all devices and repeats of the template
+    first: Presence  # the stage is the model's first: run `first`, or its gradient
+    last: Presence  # the stage is the model's last: run `last` and its gradient
+    local: Presence  # the result is consumed on this very device: write it to its slot instead of sending it
+
+    def touches(self, payload: Payload) -> bool:
+        """Whether it may read what such a transfer has brought, or write to the pool where that arrives."""
+        if Part.of(self.block.kind) is PART_OF[payload] or self.block.is_share:
+            return True
+        return payload is Payload.COTANGENT and self.block.runs_forward and self.last is not Presence.NEVER
+
+    @property
+    def num_nested(self) -> int:
+        """How many predicates are asked inside of it: of W and R none, of B and I none about `last`, whose gradient is F's."""
+        asks = {Kind.F: (self.first, self.last, self.local), Kind.B: (self.first, self.local), Kind.I: (self.first, self.local)}
+        return sum(presence is Presence.SOMETIMES for presence in asks.get(self.block.kind, ()))
+
+    def __str__(self) -> str:
+        marks = "".join(m for m, p in (("^", self.first), ("$", self.last), ("~", self.local)) if p is not Presence.NEVER)
+        return f"{self.block}{marks}" + ("" if self.active is Presence.ALWAYS else "?")
+
+
+@dataclass(frozen=True)
+class Permute:
+    """One `ppermute`: static pairs with distinct sources and distinct targets, all up or all down, so never a cycle.
+
+    XLA:GPU returns zeros for some permutes that hold several cycles (openxla/xla issue 45222); none of ours holds one.
+    """
+
+    payload: Payload
+    pairs: tuple[tuple[int, int], ...]
+    # Made in its tick, needed no sooner than this many ticks after the next: compute may run in between (`Segment.transits`).
+    delay: int = 0
+
+    def __str__(self) -> str:
+        late = f" +{self.delay}" if self.delay else ""
+        return f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:" + " ".join(f"{s}>{t}" for s, t in self.pairs) + late
+
+
+# Which blocks make and need a payload.
+PART_OF = {Payload.ACTIVATION: Part.FORWARD, Payload.COTANGENT: Part.BACKWARD}
+
+
+# The permutes that a tick makes at its end.
+Exchange: TypeAlias = tuple[Permute, ...]
+
+
+@dataclass(frozen=True)
+class TickTemplate:
+    """The static structure of one tick of a segment's period: backward blocks, forward blocks, then one of the exchanges.
+
+    With several exchanges the tick's number of one is data, the same on all devices, and the permutes have no delay.
+    """
+
+    blocks: tuple[BlockUse, ...]
+    exchanges: tuple[Exchange, ...]
+    paired: bool = False  # some device runs a forward and a whole backward, maybe as one, so before them all must have arrived
+
+    def after_makers(self, payload: Payload) -> int:
+        """After how many of its blocks there is what it sends."""
+        makers = [i for i, use in enumerate(self.blocks) if Part.of(use.block.kind) is PART_OF[payload]]
+        return max(makers, default=-1) + 1
+
+    def before_readers(self, payload: Payload) -> int:
+        """Before which of its blocks what arrived must be in its slot: the first that may read it, or write anything to that pool."""
+        if self.paired:
+            return 0
+        touching = [i for i, use in enumerate(self.blocks) if use.touches(payload)]
+        return min(touching, default=len(self.blocks))
+
+    @property
+    def permutes(self) -> tuple[Permute, ...]:
+        """Those of all exchanges."""
+        return tuple(permute for exchange in self.exchanges for permute in exchange)
+
+    @property
+    def num_predicates(self) -> int:
+        """How many predicates of blocks a device is asked in a tick: of those that not every device runs."""
+        return sum(use.active is not Presence.ALWAYS for use in self.blocks)
+
+    @property
+    def num_arms(self) -> int:
+        """How many exchanges a tick chooses among; 0 where it makes the one that there is."""
+        return sum(bool(exchange) for exchange in self.exchanges) if len(self.exchanges) > 1 else 0
+
+    @property
+    def num_meeting_predicates(self) -> int:
+        """Those of them that are around what all devices do together."""
+        return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.is_share)
+
+    @property
+    def lanes(self) -> tuple[Payload, ...]:
+        """What may arrive at the end of the tick, whichever exchange it makes: activations, then cotangents."""
+        return tuple(p for p in Payload for _ in range(max(sum(q.payload is p for q in exchange) for exchange in self.exchanges)))
+
+    def lanes_of(self, number: int) -> tuple[int, ...]:
+        """The lane of each permute of an exchange."""
+        exchange, first = self.exchanges[number], self.lanes.index
+        return tuple(first(p.payload) + sum(q.payload is p.payload for q in exchange[:i]) for i, p in enumerate(exchange))
+
+    def __str__(self) -> str:
+        exchanges = [" ".join(f"({p})" for p in exchange) for exchange in self.exchanges]
+        text = exchanges[0] if len(exchanges) == 1 else "{" + " | ".join(text or "-" for text in exchanges) + "}"
+        return f"[{' '.join(map(str, self.blocks))}] {text}".rstrip()
