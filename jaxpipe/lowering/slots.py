@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,11 +15,12 @@ from ..program.segments import Segment
 from ..program.templates import Payload
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
+from .arrivals import Arrivals
 from .assign_ticks import Ticks
+from .intervals import peak, scan
+from .moments import Clock, places
 from .offload import Offload, away
 from .requirements import chunks_of, consumers, keeps, recompute_of
-
-_NO_PAYLOAD = -1
 
 
 class _Entry(NamedTuple):
@@ -32,39 +32,12 @@ class _Entry(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """Values of one pool, each on a device and live over a closed interval of moments (see `_Clock`)."""
+    """Values of one pool, each on a device and live over a closed interval of moments (see `Clock`)."""
 
     device: IntArray
     begin: IntArray
     end: IntArray
     entries: tuple[_Entry, ...]
-
-
-class _Clock(NamedTuple):
-    """Moments: before each block of a tick and during it, in the order in which its template has them, then after them all."""
-
-    span: int  # of a tick
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> _Clock:
-        """With room for the longest template."""
-        return cls(2 * max((len(template.blocks) for segment in segments for template in segment.templates), default=0) + 2)
-
-    def before(self, tick: IntArray, block: IntArray | int = 0) -> IntArray:
-        """Right before a block: what arrives is written to its slot."""
-        return self.span * tick + 2 * block
-
-    def during(self, tick: IntArray, block: IntArray) -> IntArray:
-        """While a block runs."""
-        return self.before(tick, block) + 1
-
-    def blocks_done(self, tick: IntArray) -> IntArray:
-        """When a pair, which runs as one, has read and written all that its blocks do."""
-        return self.after(tick) - 1
-
-    def after(self, tick: IntArray) -> IntArray:
-        """When a tick is over."""
-        return self.span * (tick + 1) - 1
 
 
 def assign_slots(
@@ -106,9 +79,9 @@ class _Writer:
         self._when = ticks.when
         self._user = consumers(table)
         self._local = (self._user >= 0) & (table.device[self._user] == table.device)
-        self._clock = _Clock.of(self._segments)
-        self._runs = self._clock.during(self._when, _places(ticks, self._segments))  # the moment of each action
-        self._arrivals = _Arrivals(self._segments, ticks.num_ticks, table.num_devices, self._clock)
+        self._clock = Clock.of(self._segments)
+        self._runs = self._clock.during(self._when, places(ticks, self._segments))  # the moment of each action
+        self._arrivals = Arrivals(self._segments, ticks.num_ticks, table.num_devices, self._clock)
         together = bool(table.together.any())
         lanes = max(self._arrivals.widest, 1)
         moves = offload is Offload.RESIDUALS
@@ -312,14 +285,14 @@ class _Writer:
         """Linear scan on every device; returns the pool's size."""
         devices = range(self._actions.num_devices)
         mine = [np.flatnonzero(values.device == d) for d in devices]
-        size = max(1, *(_peak(values.begin[chosen], values.end[chosen]) for chosen in mine))
+        size = max(1, *(peak(values.begin[chosen], values.end[chosen]) for chosen in mine))
         strays = self._strays(pool, values)
         first = np.searchsorted(strays[0], np.arange(len(mine) + 1)).tolist()
         slots = np.zeros(len(values.device), np.int64)
         for device, chosen in zip(devices, mine, strict=True):
             tick, lane, arrives = (column[first[device] : first[device + 1]] for column in strays[1:])
             moments, back = np.unique(arrives, return_inverse=True)
-            slots[chosen], free = _scan(values.begin[chosen], values.end[chosen], moments, size)
+            slots[chosen], free = scan(values.begin[chosen], values.end[chosen], moments, size)
             for n in np.unique(lane).tolist():
                 at, spare = tick[lane == n], free[back][lane == n]
                 self._ticks.arrivals[n].slot[at, device] = np.maximum(spare, 0)
@@ -340,91 +313,3 @@ class _Writer:
                 strays[values.device[entry.which], entry.tick, self._lanes[id(entry.table)]] = False
         device, tick, lane = np.nonzero(strays)
         return device, tick, lane, self._arrivals.written[tick, lane]
-
-
-class _Arrivals:
-    """What is sent in every tick: `payload[tick, lane]` (-1 where nothing is) and the moment in which it is `written[tick, lane]`."""
-
-    def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int, clock: _Clock) -> None:
-        templates = [template for segment in segments for template in segment.templates]
-        self.widest = max((len(template.lanes) for template in templates), default=0)
-        self.choice = np.zeros(num_ticks, np.int64)
-        self._exchange = np.zeros(num_ticks, np.int64)
-        count = sum(len(p.exchanges) for p in templates)
-        payload = np.full((count, self.widest), _NO_PAYLOAD)
-        self._lane = np.full((count, len(Payload), num_devices, num_devices), -1)
-        at = 0
-        for segment in segments:
-            ticks = slice(segment.start, segment.stop)
-            self.choice[ticks] = segment.chosen.ravel()
-            starts = at + np.cumsum([0, *(len(p.exchanges) for p in segment.templates)])[:-1]
-            self._exchange[ticks] = np.tile(starts, segment.repeats) + self.choice[ticks]
-            for template in segment.templates:
-                for number, exchange in enumerate(template.exchanges):
-                    for lane, permute in zip(template.lanes_of(number), exchange, strict=True):
-                        payload[at, lane] = permute.payload
-                        for source, target in permute.pairs:
-                            self._lane[at, permute.payload, source, target] = lane
-                    at += 1
-        self.payload = payload[self._exchange]
-        self.written = np.repeat(clock.after(np.arange(num_ticks))[:, None], self.widest, axis=1)
-        for segment in segments:
-            for transit in segment.transits:
-                sent = slice(segment.start + transit.tick, segment.stop, segment.period)
-                tick, block = segment.written(transit)
-                ended = block == segment.num_blocks(tick)
-                self.written[sent, transit.lane] = np.where(ended, clock.after(tick), clock.before(tick, block))
-
-    def find(self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray) -> tuple[IntArray, IntArray]:
-        """The lane of the permute that carries each transfer, and the moment in which what it brings is written."""
-        lane = self._lane[self._exchange[tick], payload, source, target]
-        assert (lane >= 0).all(), "no permute carries a transfer"
-        return lane, self.written[tick, lane]
-
-
-def _places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
-    """Per action, the number of its block in the template of its tick."""
-    table, chunk = ticks.schedule.encoded, chunks_of(ticks.schedule)
-    chunks = 1 + int(chunk.max(initial=0))
-    templates = [template for segment in segments for template in segment.templates]
-    number = np.zeros((len(templates), len(Kind), chunks, 2), np.int64)
-    for blocks, template in zip(number, templates, strict=True):
-        for place, use in enumerate(template.blocks):
-            blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
-    first = np.cumsum([0, *(segment.period for segment in segments)])
-    of = [np.tile(np.arange(segment.period) + at, segment.repeats) for segment, at in zip(segments, first.tolist(), strict=False)]
-    template_of = np.concatenate([*of, np.zeros(0, np.int64)])
-    found: IntArray = number[template_of[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)]
-    return found
-
-
-def _scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """The lowest free slot for each life, and for each stray moment one that is free then, or -1 where none is."""
-    free = list(range(size))
-    spare: list[int] = []
-    slots = [0] * len(begin)
-    starts = np.concatenate([begin, strays])
-    stops = np.concatenate([end, strays])
-    # What begins in a moment is placed before that moment's strays.
-    order = np.lexsort((stops, np.arange(len(starts)) >= len(begin), starts))
-    ending = np.argsort(end, kind="stable")
-    # How many lives are over when each one begins: a slot is free from the moment after its life's last.
-    over = np.searchsorted(end[ending], starts[order], side="left").tolist()
-    leaving, gone, values = ending.tolist(), 0, len(begin)
-    take, put_back = heapq.heappop, heapq.heappush
-    for i, ended in zip(order.tolist(), over, strict=True):
-        while gone < ended:
-            put_back(free, slots[leaving[gone]])
-            gone += 1
-        if i < values:
-            slots[i] = take(free)
-        else:
-            spare.append(free[0] if free else -1)
-    return np.array(slots, np.int64), np.array(spare, np.int64)
-
-
-def _peak(begin: IntArray, end: IntArray) -> int:
-    """The most lives that hold one moment."""
-    moments = np.concatenate([2 * begin, 2 * end + 1])
-    steps = np.concatenate([np.ones_like(begin), -np.ones_like(end)])
-    return int(np.cumsum(steps[np.argsort(moments, kind="stable")]).max(initial=0))

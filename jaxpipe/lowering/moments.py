@@ -1,0 +1,57 @@
+"""When things happen in a program, as numbers: before, within and after the blocks of each tick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..program.segments import Segment
+from ..table.encoded import IntArray
+from ..table.kinds import Kind
+from .assign_ticks import Ticks
+from .requirements import chunks_of, keeps
+
+
+class Clock(NamedTuple):
+    """Moments: before each block of a tick and during it, in the order in which its template has them, then after them all."""
+
+    span: int  # of a tick
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Clock:
+        """With room for the longest template."""
+        return cls(2 * max((len(template.blocks) for segment in segments for template in segment.templates), default=0) + 2)
+
+    def before(self, tick: IntArray, block: IntArray | int = 0) -> IntArray:
+        """Right before a block: what arrives is written to its slot."""
+        return self.span * tick + 2 * block
+
+    def during(self, tick: IntArray, block: IntArray) -> IntArray:
+        """While a block runs."""
+        return self.before(tick, block) + 1
+
+    def blocks_done(self, tick: IntArray) -> IntArray:
+        """When a pair, which runs as one, has read and written all that its blocks do."""
+        return self.after(tick) - 1
+
+    def after(self, tick: IntArray) -> IntArray:
+        """When a tick is over."""
+        return self.span * (tick + 1) - 1
+
+
+def places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
+    """Per action, the number of its block in the template of its tick."""
+    table, chunk = ticks.schedule.encoded, chunks_of(ticks.schedule)
+    chunks = 1 + int(chunk.max(initial=0))
+    templates = [template for segment in segments for template in segment.templates]
+    number = np.zeros((len(templates), len(Kind), chunks, 2), np.int64)
+    for blocks, template in zip(number, templates, strict=True):
+        for place, use in enumerate(template.blocks):
+            blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
+    first = np.cumsum([0, *(segment.period for segment in segments)])
+    of = [np.tile(np.arange(segment.period) + at, segment.repeats) for segment, at in zip(segments, first.tolist(), strict=False)]
+    template_of = np.concatenate([*of, np.zeros(0, np.int64)])
+    found: IntArray = number[template_of[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)]
+    return found
