@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays import PyTree
@@ -25,8 +26,9 @@ def measure(
 
     F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its gradient, `last` with its gradient and a hop
     to the next device are compiled as the step would, each alone, and run in turn on one coordinate of the pipe and data axes; the median
-    of `repeats` rounds counts.  `first` is in F of the first stage and its gradient in B and I, `last` in F of the last one.  Devices that
-    share a stage, along axes that are left to the partitioner, run it together; bytes are those of one of them.
+    of `repeats` rounds counts.  `first` is in F of the first stage and its gradient in B and I, `last` in F of the last one; where they are
+    spread, a device's share is `Costs.last`, `first` and `first_grad` instead, without the time of its collectives over the pipe axis.
+    Devices that share a stage, along axes that are left to the partitioner, run it together; bytes are those of one of them.
 
     Args:
         pipe: the pipeline, whose schedule does not matter.
@@ -40,21 +42,27 @@ def measure(
         PipelineError: as `value_and_grad` does, and for repeats below 1.
     """
     found = measure_blocks(pipe, params, batch, rng, state, repeats, peak)
-    code, last = found.step.code, len(found.step.code.kind_of) - 1
+    code, functions = found.step.code, found.step.job.functions
+    ends: dict[int, list[str]] = {0: [], len(code.kind_of) - 1: []}
+    ends[0] += [] if functions.spreads_first else ["first"]
+    ends[len(code.kind_of) - 1] += [] if functions.spreads_last else ["last"]
 
-    def times(block: str, at_first: str = "", at_last: str = "") -> tuple[float, ...]:
-        more = {0: found.seconds.get(at_first, 0.0)}
-        more[last] = more.get(last, 0.0) + found.seconds.get(at_last, 0.0)
-        return tuple(found.seconds[f"{block} {kind}"] + more.get(s, 0.0) for s, kind in enumerate(code.kind_of))
+    def times(block: str, ends: Mapping[int, Sequence[str]]) -> tuple[float, ...]:
+        more = [sum(found.seconds.get(name, 0.0) for name in ends.get(stage, ())) for stage in range(len(code.kind_of))]
+        return tuple(found.seconds[f"{block} {kind}"] + own for kind, own in zip(code.kind_of, more, strict=True))
 
+    gradients = {0: [] if functions.spreads_first else ["first gradient"]}
     return Costs(
-        forward=times("F", "first", "last"),
-        input_grad=times("I", "first gradient"),
-        weight_grad=times("W"),
-        backward=times("B", "first gradient"),
+        forward=times("F", ends),
+        input_grad=times("I", gradients),
+        weight_grad=times("W", {}),
+        backward=times("B", gradients),
         transfer=found.seconds["hop"],
-        recompute=times("F"),
+        recompute=times("F", {}),
         activation=tuple(found.sizes[kind].kept + found.sizes[kind].taken for kind in code.kind_of),
         checkpoint=tuple(found.sizes[kind].taken for kind in code.kind_of),
+        first=found.seconds["first"] if functions.spreads_first else None,
+        first_grad=found.seconds.get("first gradient", 0.0) if functions.spreads_first else None,
+        last=found.seconds["last"] if functions.spreads_last else None,
         unit=found.unit,
     )

@@ -166,3 +166,27 @@ def test_costs_as_json_that_make_no_sense():
 def test_no_rounds_are_refused(pipe):
     with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
         jp.measure(pipe, pipe.place(PARAMS), BATCH, repeats=0)
+
+
+def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
+    """Estimated by floating point operations alone: a device's share of the logits and its two gradients, and no forward has them."""
+    vocabulary, length, rows = 96, 8, 2
+
+    def costs(devices, first, last):
+        schedule = jp.schedules.build("1f1b", devices=devices, microbatches=M)
+        mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
+        pipe = jp.Pipeline(lambda w, x: x + jnp.tanh(x @ w), schedule=schedule, mesh=mesh, first=first, last=last)
+        table = {"w": shapes(vocabulary, WIDTH)}
+        params = pipe.place({"first": table, "stages": shapes(devices, WIDTH, WIDTH), "last": table})
+        tokens = jax.ShapeDtypeStruct((rows * M, length), jnp.int32)
+        peak = jp.Peak(flops=1.0, bandwidth=1e12)
+        return jp.measure(pipe, params, {"tokens": tokens, "targets": tokens}, peak=peak)
+
+    matmul = 2 * rows * length * WIDTH * vocabulary
+    for devices in (1, 2, 4):
+        found = costs(devices, jp.VocabEmbedding(), jp.VocabHead())
+        # Besides the three matmuls: some ten operations a logit.
+        assert 3 * matmul / devices <= found.last <= (3 * matmul + 40 * rows * length * vocabulary) / devices
+        assert found.forward == found.recompute
+        assert 0 < found.first < matmul / devices
+        assert 0 < found.first_grad < matmul / devices
