@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
@@ -15,7 +16,7 @@ from jaxpipe.lowering.plan import plan_of
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.verify import faults
 from tests.shares import changed, put
-from tests.strategies import random_schedule, randoms
+from tests.strategies import random_schedule
 
 WHOLE = "0F0,0L0,0H0,0B0\n1F0,1L0,1B0,1H0\n"
 
@@ -129,8 +130,9 @@ def scattered(rng: Random) -> Schedule:
     return schedule.with_rows(rows)
 
 
+# By seeds: tables are drawn until one has backwards, for which the smallest draws are far from enough.
 @pytest.mark.slow
-@given(randoms())
+@given(st.integers(0, 2**31 - 1).map(Random))
 def test_an_h_may_stand_anywhere_after_its_l(rng):
     """The program of any such table does what the table says; and `defer_last` takes its H away before it places its own."""
     table = jp.check(scattered(rng))
