@@ -64,8 +64,8 @@ def check_once(ops: list[Collective], options: str, *, chunks: int, combined: bo
     stages, outer = {"data": (0, 0), "fsdp": (3, 2), "everything": (2, 1)}[options]
     apart = stages * chunks + outer
     assert once["reduce-scatter"] == (min(1, stages) if combined else apart)
-    # Beside a tensor axis gathers are left apart, so that those of layers run beside matmuls (`compiler_options`).
-    assert once["all-gather"] == (min(1, stages) if combined and options != "everything" else apart)
+    # On a mesh with a tensor axis gathers are left apart, so that those of layers run beside matmuls (`compiler_options`).
+    assert once["all-gather"] == apart
 
 
 @pytest.mark.gpu_compile
