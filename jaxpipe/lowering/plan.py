@@ -78,7 +78,9 @@ def choose_candidate(
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
         # Whether a ramp's loss is little depends on how long the steady state is: it does not where the host waits for each choice too.
-        if any(each.makespan <= enough and not (prices.beside and each.chooses) for each in found):
+        # With meetings, other ticks would put predicates around those, which are dearer.
+        weighs = prices.beside and not schedule.encoded.meetings
+        if any(each.makespan <= enough and not (weighs and each.chooses) for each in found):
             break
     else:
         # With "speed" most ticks make the same permutes, where that costs little; where it does not, some choose among exchanges.
