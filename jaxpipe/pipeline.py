@@ -22,7 +22,7 @@ from .layouts.layout import Layout
 from .lowering.offload import Offload
 from .lowering.plan import Plan, Prefer, forward_plan, plan_of
 from .lowering.step_time import StepTime, step_time
-from .lowering.target import Target
+from .lowering.target import RunsOn, Target
 from .model.arguments import (
     accumulate_of,
     as_tuple,
@@ -52,7 +52,7 @@ from .model.step_arguments import batch_faults, key_faults, param_faults, state_
 from .same_code import SameCode, jit_same, key_of
 from .simulation.costs import Costs
 from .simulation.timeline import Timeline
-from .spmd.compiler_options import on_gpus, options_for
+from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -369,7 +369,7 @@ class Pipeline:
         begin = time.perf_counter()
         lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
         middle = time.perf_counter()
-        compiled, program = compile_and_try_to_read(lowered) if on_gpus(self.mesh) else (lowered.compile(), None)
+        compiled, program = compile_and_try_to_read(lowered) if self._on_gpus else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         held, memory = self._predicted(traced[0], params, batch)
         told = partial(report, prefer=self.prefer, other=self._plan_for, times=self._step_time())
@@ -427,7 +427,7 @@ class Pipeline:
         `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the outermost `jax.jit` only, so a function of
         yours around them needs them too: write `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
         """
-        return options_for(self.mesh, (self.axis, *self.data_axes))
+        return options_for(self._target)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that you give go before them.
@@ -481,9 +481,13 @@ class Pipeline:
 
     def _step_time(self) -> StepTime | None:
         """What a training step takes by its plan; None but on GPUs."""
-        if not on_gpus(self.mesh) or self.schedule.forward_only:
+        if not self._on_gpus or self.schedule.forward_only:
             return None
         return step_time(self._plan, self._target.overheads, self.costs)
+
+    @property
+    def _on_gpus(self) -> bool:
+        return self._target.runs_on is RunsOn.GPUS
 
     def _plan_for(self, prefer: Prefer) -> Plan:
         return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._target.overheads)

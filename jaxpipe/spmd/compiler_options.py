@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
-from jax.sharding import Mesh
-
-from ..lowering.target import RunsOn
+from ..lowering.target import RunsOn, Target
 
 Options: TypeAlias = dict[str, str | bool]
 
@@ -33,20 +30,11 @@ _GPU: Options = {
 _APART: Options = {"xla_gpu_all_gather_combine_threshold_bytes": "0"}
 
 
-def options_for(mesh: Mesh, own: Sequence[str]) -> Options:
-    """The options for the devices of a mesh; none but on NVIDIA GPUs.  `own`: the axes over which the partitioner splits nothing.
+def options_for(target: Target) -> Options:
+    """The options for what a program runs on; none but on NVIDIA GPUs.
 
     An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
     """
-    if not on_gpus(mesh):
+    if target.runs_on is not RunsOn.GPUS:
         return {}
-    return _GPU | _APART if _is_split(mesh, own) else dict(_GPU)
-
-
-def _is_split(mesh: Mesh, own: Sequence[str]) -> bool:
-    return any(size > 1 for name, size in mesh.shape.items() if name not in own)
-
-
-def on_gpus(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh are NVIDIA GPUs."""
-    return RunsOn.of(mesh) is RunsOn.GPUS
+    return _GPU | _APART if target.overheads.on_host else dict(_GPU)

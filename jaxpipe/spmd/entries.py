@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import Entry, Part
+from ..lowering.target import Target
 from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, run
 from ..stage.job import Job
@@ -126,7 +127,7 @@ def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *group
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
 
     lowered = jax.jit(mapped, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
-    return lowered.compile(compiler_options=options_for(mesh, (job.axis, *job.data_axes)))
+    return lowered.compile(compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes))))
 
 
 def share_of(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> int:
