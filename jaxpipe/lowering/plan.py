@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -69,11 +68,8 @@ def choose_candidate(
     prices = prices_for(schedule, prefer, costs, overheads)
     enough = LIMITS.keeps_makespan * simulate(schedule, _alone(costs)).makespan
     found: list[Candidate] = []
-    in_turns = not (prices.beside and schedule.encoded.meetings)
     joined = _joined(schedule, costs, enough, beside=prices.beside)
-    # Ticks that W and F share may come at other intervals between meetings: which are less code is seen with both.
-    first, besides = ((), joined) if schedule.encoded.meetings else (joined, ())
-    for candidates in chain([first] if first else [], _more_and_more(schedule, in_turns=in_turns, besides=besides)):
+    for candidates in _more_and_more(schedule, joined, beside=prices.beside):
         bounds = [least_makespan(collect(ticks), tick_durations(ticks, costs).rows(), beside=prices.beside) for ticks in candidates]
         worst = max(enough, min(bounds, default=0.0))
         found += [_candidate(ticks, prices, costs) for ticks, bound in zip(candidates, bounds, strict=True) if bound <= worst]
@@ -95,9 +91,17 @@ def choose_candidate(
     return cut if cut.makespan <= max(enough, best.makespan) and cut.price < best.price else best
 
 
-def _more_and_more(schedule: Schedule, *, in_turns: bool, besides: Sequence[Ticks] = ()) -> Iterator[Sequence[Ticks]]:
-    """Ways to assign ticks, the simple ones first; `in_turns`: with kinds that take turns, where each trip asks for each meeting."""
-    yield (*besides, assign_ticks(schedule), *((modulo_ticks(schedule), modulo_ticks(schedule, shift=1)) if in_turns else ()))
+def _more_and_more(schedule: Schedule, joined: Sequence[Ticks], *, beside: bool) -> Iterator[Sequence[Ticks]]:
+    """Ways to assign ticks, the simple ones first; those that W and F share (`joined`) before all others.
+
+    Where devices meet, shared ticks may come at other intervals between meetings: which are less code is seen with both.  Kinds that take
+    turns are no choice there for transfers beside blocks: each trip would ask for each meeting.
+    """
+    meets = bool(schedule.encoded.meetings)
+    if joined and not meets:
+        yield joined
+    turns = () if beside and meets else (modulo_ticks(schedule), modulo_ticks(schedule, shift=1))
+    yield (*(joined if meets else ()), assign_ticks(schedule), *turns)
     yield (balanced_ticks(schedule),)
 
 
