@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays import PyTree
@@ -42,23 +41,23 @@ def measure(
         PipelineError: as `value_and_grad` does, and for repeats below 1.
     """
     found = measure_blocks(pipe, params, batch, rng, state, repeats, peak)
-    code, functions = found.step.code, found.step.job.functions
-    ends: dict[int, list[str]] = {0: [], len(code.kind_of) - 1: []}
-    ends[0] += [] if functions.spreads_first else ["first"]
-    ends[len(code.kind_of) - 1] += [] if functions.spreads_last else ["last"]
+    code, functions, final = found.step.code, found.step.job.functions, len(found.step.code.kind_of) - 1
+    # Names of what runs with a stage; of what is spread, none do.
+    first, first_gradient = ("", "") if functions.spreads_first else ("first", "first gradient")
+    last = "" if functions.spreads_last else "last"
 
-    def times(block: str, ends: Mapping[int, Sequence[str]]) -> tuple[float, ...]:
-        more = [sum(found.seconds.get(name, 0.0) for name in ends.get(stage, ())) for stage in range(len(code.kind_of))]
-        return tuple(found.seconds[f"{block} {kind}"] + own for kind, own in zip(code.kind_of, more, strict=True))
+    def times(block: str, at_first: str = "", at_last: str = "") -> tuple[float, ...]:
+        more = {0: found.seconds.get(at_first, 0.0)}
+        more[final] = more.get(final, 0.0) + found.seconds.get(at_last, 0.0)
+        return tuple(found.seconds[f"{block} {kind}"] + more.get(s, 0.0) for s, kind in enumerate(code.kind_of))
 
-    gradients = {0: [] if functions.spreads_first else ["first gradient"]}
     return Costs(
-        forward=times("F", ends),
-        input_grad=times("I", gradients),
-        weight_grad=times("W", {}),
-        backward=times("B", gradients),
+        forward=times("F", first, last),
+        input_grad=times("I", first_gradient),
+        weight_grad=times("W"),
+        backward=times("B", first_gradient),
         transfer=found.seconds["hop"],
-        recompute=times("F", {}),
+        recompute=times("F"),
         activation=tuple(found.sizes[kind].kept + found.sizes[kind].taken for kind in code.kind_of),
         checkpoint=tuple(found.sizes[kind].taken for kind in code.kind_of),
         first=found.seconds["first"] if functions.spreads_first else None,
