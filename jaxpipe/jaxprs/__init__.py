@@ -3,7 +3,8 @@
 from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
-from .eval_in_slots import literal_dtype, run_both_in_slots, run_in_slots
+from .eval_in_slots import run_both_in_slots, run_in_slots
+from .evaluate import literal_dtype
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
 from .numbers import into_scans
@@ -11,6 +12,7 @@ from .scan_residuals import sink
 from .slices import known_from, needed_for
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
 from .value_numbering import equal_outputs, keep_first
+from .work import is_light
 
 __all__ = [
     "Cut",
@@ -29,6 +31,7 @@ __all__ = [
     "equal_outputs",
     "flatten",
     "into_scans",
+    "is_light",
     "keep_first",
     "known_from",
     "literal_dtype",

@@ -8,9 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from .loops import Answer, Loop, run_loops
+from .evaluate import bind, literal
+from .loops import Loop, run_loops
 from .slices import scan_counts
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
+from .trip import Answer, Trip
 
 _LAZY = (Slot, Piece)
 
@@ -101,7 +103,7 @@ def _steps(run: InSlots) -> Generator[Loop, Answer, list[Any]]:
             pools.change(target, target._replace(pool=pools.now(target.pool)).scatter(eqn, *inputs[1:]))
             written.add(eqn.outvars[0])
             continue
-        env.update(zip(eqn.outvars, _bind(jaxpr, eqn, inputs), strict=True))
+        env.update(zip(eqn.outvars, bind(jaxpr, eqn, inputs), strict=True))
     for i, target in writes.items():
         atom = jaxpr.outvars[i]
         if not (isinstance(atom, core.Var) and atom in written):
@@ -136,40 +138,19 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
     """A scan with pools among its carries, for what it writes, and among its constants, for what it reads."""
     consts, carries = scan_counts(eqn)
     body = eqn.params["jaxpr"]
-    fixed = [_load(env, v) for v in eqn.invars[:consts]]
     inside = body.jaxpr.invars[consts : consts + carries]
-    first = [jnp.asarray(_load(env, v)).astype(b.aval.dtype) for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)]
+    carry = [jnp.asarray(_load(env, v)).astype(b.aval.dtype) for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)]
     scanned = [env[v] if isinstance(v, core.Var) else v.val for v in eqn.invars[consts + carries :]]
-    outs = eqn.outvars[carries:]
-    threaded = [targets[v] for v in outs if v in targets]
-    carried = list({id(t.pool): pools.now(t.pool) for t in threaded}.values())
-    number = {first: k for k, first in enumerate({id(t.pool): None for t in threaded})}
-
-    def compute(carry: list[Any], values: list[Any], told: Sequence[core.Var]) -> tuple[Answer, list[Any]]:
-        code = core.ClosedJaxpr(body.jaxpr.replace(outvars=[*body.jaxpr.outvars, *told]), body.consts)
-        results = core.jaxpr_as_fun(code)(*fixed, *carry, *values)
-        ys = list(zip(outs, results[carries : carries + len(outs)], strict=True))
-        carry = [r.astype(c.dtype) for r, c in zip(results[:carries], carry, strict=True)]
-        return (carry, [y for v, y in ys if v in targets], [y for v, y in ys if v not in targets]), results[carries + len(outs) :]
-
-    def store(pools: list[Any], row: Any, values: list[Any]) -> list[Any]:
-        found = list(pools)
-        for target, value in zip(threaded, values, strict=True):
-            k = number[id(target.pool)]
-            found[k] = target._replace(pool=found[k]).store_row(row, value)
-        return found
-
+    found = [targets.get(v) for v in eqn.outvars[carries:]]
+    trip = Trip.of(body, [_load(env, v) for v in eqn.invars[:consts]], carries, found, scanned)
     return Loop(
         length=eqn.params["length"],
         reverse=eqn.params.get("reverse", False),
         unroll=eqn.params.get("unroll", 1),
-        carry=first,
-        pools=carried,
+        carry=carry,
+        pools=list({id(t.pool): pools.now(t.pool) for t in found if t is not None}.values()),
         scanned=scanned,
-        stacked=[out.aval for v, out in zip(outs, body.jaxpr.outvars[carries:], strict=True) if v not in targets],
-        body=body.jaxpr,
-        compute=compute,
-        store=store,
+        trip=trip,
     )
 
 
@@ -197,23 +178,6 @@ def _is_in(atom: Any, those: set[Any]) -> bool:
 
 def _load(env: dict[core.Var, Any], atom: Any) -> Any:
     if isinstance(atom, core.Literal):
-        return jnp.asarray(atom.val, literal_dtype(atom))
+        return literal(atom)
     value = env[atom]
     return value.load() if isinstance(value, _LAZY) else value
-
-
-def literal_dtype(atom: core.Literal) -> Any:
-    """The dtype of a literal, whose value may be a plain number."""
-    aval: Any = atom.aval
-    return aval.dtype
-
-
-def _bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Run one equation of a jaxpr."""
-    variables = [v for v in eqn.invars if isinstance(v, core.Var)]
-    values = [x for v, x in zip(eqn.invars, inputs, strict=True) if isinstance(v, core.Var)]
-    named = dict(zip(variables, values, strict=True))
-    newvar = core.gensym()
-    outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
-    single = jaxpr.replace(constvars=[], invars=list(named), outvars=outs, eqns=[eqn.replace(outvars=outs)], effects=eqn.effects)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 from jax.sharding import get_abstract_mesh
 
 from .slots import Piece, Slot
 from .stagger import Stagger, find_stagger
-
-Answer: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"  # carry, pools, stacks
+from .trip import Answer, Trip
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,7 @@ class Loop:
     carry: list[Any]
     pools: list[Any]
     scanned: list[Any]  # what a trip reads a row of: slots, pieces, arrays
-    stacked: list[Any]  # what a trip makes for a stack: shape and dtype
-    body: core.Jaxpr
-    # (carry, what was read, values of the body to tell) -> (carry, rows to store, rows to stack), those values
-    compute: Callable[[list[Any], list[Any], Sequence[core.Var]], tuple[Answer, list[Any]]]
-    store: Callable[[list[Any], Any, list[Any]], list[Any]]
+    trip: Trip
 
     def merges_with(self, other: Loop) -> bool:
         """Whether both may be one loop."""
@@ -40,7 +34,7 @@ class Loop:
 
 
 def run_loops(loops: Sequence[Loop]) -> list[Answer]:
-    """Loops of one length as one: in each trip all read, then compute, then store.
+    """Loops of one length as one: in each trip all read, then compute, then store; one alone stores some rows earlier (`early`).
 
     Of two, the first does not begin with its largest arrays before the second is done with its own (`stagger`).
 
@@ -52,24 +46,29 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
     by_scan = _is_split_further()
     stagger = _stagger(*loops) if len(loops) == 2 else None
 
+    def computed(carries: list[list[Any]], read: list[list[Any]], rows: list[Any], now: Mapping[int, Any]) -> list[Answer]:
+        if stagger is None:
+            return [loop.trip.compute(carry, values)[0] for loop, carry, values in zip(loops, carries, read, strict=True)]
+        ahead, (done,) = loops[1].trip.compute(carries[1], read[1], (stagger.after,))
+        read[0][stagger.value] = _row_of(loops[0].scanned[stagger.value], now, _row_after(rows[0], done))
+        return [loops[0].trip.compute(carries[0], read[0])[0], ahead]
+
     def trip(state: list[Answer], rows: list[Any]) -> tuple[list[Answer], list[list[Any]]]:
         # What one loop reads of a pool that another writes, it reads as that one carries it.
         now = {id(old): new for loop, (_, pools, _) in zip(loops, state, strict=True) for old, new in zip(loop.pools, pools, strict=True)}
         read = [[_row_of(x, now, row) for x in loop.scanned] for loop, row in zip(loops, rows, strict=True)]
         if by_scan and len(loops) > 1:
             state, read = _read_before_writing(loops, state, read)
-        carries = [carry for carry, _, _ in state]
-        if stagger is None:
-            found = [loop.compute(carry, values, ())[0] for loop, carry, values in zip(loops, carries, read, strict=True)]
+        carries, pools = [carry for carry, _, _ in state], [pools for _, pools, _ in state]
+        if len(loops) == 1:
+            after = [loops[0].trip.alone(carries[0], read[0], pools[0], rows[0])]
         else:
-            ahead, (done,) = loops[1].compute(carries[1], read[1], (stagger.after,))
-            read[0][stagger.value] = _row_of(loops[0].scanned[stagger.value], now, _row_after(rows[0], done))
-            found = [loops[0].compute(carries[0], read[0], ())[0], ahead]
-        stored = [loop.store(pools, row, new) for loop, (_, pools, _), row, (_, new, _) in zip(loops, state, rows, found, strict=True)]
-        ys = [stack for _, _, stack in found]
+            found = computed(carries, read, rows, now)
+            stored = [loop.trip.store(old, row, new) for loop, old, row, (_, new, _) in zip(loops, pools, rows, found, strict=True)]
+            after = [(carry, new, stack) for (carry, _, stack), new in zip(found, stored, strict=True)]
+        ys = [stack for _, _, stack in after]
         stacks = [[] if by_scan else _with_rows(old, row, new) for (_, _, old), row, new in zip(state, rows, ys, strict=True)]
-        after = [(carry, pools, stack) for (carry, _, _), pools, stack in zip(found, stored, stacks, strict=True)]
-        return after, ys if by_scan else []
+        return [(carry, pools, stack) for (carry, pools, _), stack in zip(after, stacks, strict=True)], ys if by_scan else []
 
     count = np.arange(length, dtype=np.int32)
     rows = [jnp.asarray(count if loop.reverse == reverse else count[::-1]) for loop in loops]
@@ -109,9 +108,9 @@ def _may_be_late(loop: Loop, loops: Sequence[Loop]) -> list[bool]:
 
 def _stagger(back: Loop, ahead: Loop) -> Stagger | None:
     """What the first of two loops reads late."""
-    start = len(ahead.body.invars) - len(ahead.scanned)
-    carried = ahead.body.invars[start - len(ahead.carry) : start]
-    return find_stagger(ahead.body, back.body, carried=carried, scanned=_may_be_late(back, (back, ahead)))
+    start = len(ahead.trip.body.jaxpr.invars) - len(ahead.scanned)
+    carried = ahead.trip.body.jaxpr.invars[start - len(ahead.carry) : start]
+    return find_stagger(ahead.trip.body.jaxpr, back.trip.body.jaxpr, carried=carried, scanned=_may_be_late(back, (back, ahead)))
 
 
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
@@ -135,7 +134,7 @@ def _is_split_further() -> bool:
 
 def _empty(loop: Loop) -> list[Any]:
     """Room for what a loop stacks; every row is written before any is read, so that nothing fills it."""
-    return [lax.empty((loop.length, *aval.shape), aval.dtype) for aval in loop.stacked]
+    return [lax.empty((loop.length, *aval.shape), aval.dtype) for aval in loop.trip.stacked]
 
 
 def _with_rows(stacks: Sequence[Any], row: Any, values: Sequence[Any]) -> list[Any]:

@@ -31,7 +31,7 @@ def find_stagger(first: core.Jaxpr, second: core.Jaxpr, *, carried: Sequence[cor
         scanned: which of what the second body scans may be read late.
     """
     least = LARGE * sum(nbytes(v.aval) for v in carried)
-    mine, its = _large(first, least), _large(second, least)
+    mine, its = large_arrays(first, least), large_arrays(second, least)
     last = max((i for i, eqn in enumerate(first.eqns) if any(v in mine for v in _inputs(eqn))), default=None)
     begin = next((i for i, eqn in enumerate(second.eqns) if any(v in its for v in eqn.outvars)), None)
     if last is None or begin is None:
@@ -40,7 +40,7 @@ def find_stagger(first: core.Jaxpr, second: core.Jaxpr, *, carried: Sequence[cor
     return None if value is None else Stagger(_neck(first, last, carried), value)
 
 
-def _large(body: core.Jaxpr, least: int) -> set[core.Var]:
+def large_arrays(body: core.Jaxpr, least: int) -> set[core.Var]:
     """What is made of inputs in the body, has more bytes, and is not returned (that is in its place until the end)."""
     made: set[core.Var] = set(body.invars)
     found: set[core.Var] = set()

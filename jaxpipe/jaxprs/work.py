@@ -1,4 +1,4 @@
-"""How much a jaxpr computes and moves: flops and bytes, for estimates.
+"""How much a jaxpr computes and moves: flops and bytes, for estimates; which equations are light.
 
 XLA's own count takes the body of a loop once, however often it runs, and so cannot be used for stages that scan over layers.
 """
@@ -13,6 +13,8 @@ from jax.extend import core
 from .sizes import nbytes
 
 _MATMULS = frozenset({"dot_general", "conv_general_dilated"})
+# What may be most of a backward's work.
+_HEAVY = _MATMULS | {"ragged_dot", "ragged_dot_general", "pallas_call", "custom_call", "ffi_call", "cumsum", "sort"}
 
 
 class Work(NamedTuple):
@@ -40,6 +42,12 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
         else:
             flops += sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
     return Work(flops, moved)
+
+
+def is_light(eqn: core.JaxprEqn) -> bool:
+    """True for what is no matmul and holds none."""
+    inner = any(True for _ in core.jaxprs_in_params(eqn.params))
+    return eqn.primitive.name not in _HEAVY and eqn.primitive.name != "scan" and not eqn.effects and not inner
 
 
 def _multiplications(eqn: Any) -> int:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from jax.extend import core
 
-from ..jaxprs import Cut, cut, cut_weight, needed_for
+from ..jaxprs import Cut, cut, cut_weight, is_light, needed_for
 from ..jaxprs.slices import Assignment, Split
-
-# What may be most of a backward's work.
-_HEAVY = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "custom_call", "ffi_call", "cumsum", "sort"}
-)
 
 
 def cut_weights(backward: core.Jaxpr, *, params: int, residuals: slice, fits: Callable[[Cut], bool] | None = None) -> Cut | None:
@@ -36,16 +30,6 @@ def _held(made: Cut, backward: core.Jaxpr, residuals: slice) -> int:
     """Bytes from I to W: the stash, and the residuals that W reads."""
     read = [v for v, late in zip(backward.invars[residuals], made.second_reads[residuals], strict=True) if late]
     return made.weight + sum(cut_weight(v, None) for v in read)
-
-
-def is_light(eqn: core.JaxprEqn) -> bool:
-    """True for what is no matmul and holds none."""
-    return eqn.primitive.name not in _HEAVY and eqn.primitive.name != "scan" and not eqn.effects and not any(_inner(eqn))
-
-
-def _inner(eqn: core.JaxprEqn) -> Iterator[Any]:
-    """The jaxprs that an equation holds."""
-    yield from core.jaxprs_in_params(eqn.params)
 
 
 def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.llama import Model, Shape, parameters, specs
+from jaxpipe.jaxprs import Slot
 from tests.axes.model import build, like_truth, mesh, worst_error
 from tests.oracle import oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
@@ -42,13 +44,32 @@ def tokens(shape: Shape, microbatches: int) -> dict[str, Any]:
     ],
 )
 def test_a_tensor_parallel_llama_equals_one_device(name: str, options: dict[str, Any]) -> None:
+    check(TINY, name, options)
+
+
+@pytest.mark.slow
+def test_rows_that_are_split_are_stored_before_long_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads times time over 16 times the width: what the MLP keeps for W is stored before attention's backward."""
+    split, shows = [], Slot.shows
+
+    def noted(slot: Slot, row: Any) -> Any:
+        split.append(bool(slot.entry.parts))
+        return shows(slot, row)
+
+    monkeypatch.setattr(Slot, "shows", noted)
+    check(replace(TINY, time=40), "zb_h1", {"remat_layer": True, "sequence": True})
+    assert any(split)
+
+
+def check(shape: Shape, name: str, options: dict[str, Any]) -> None:
+    """A step agrees with that of one device."""
     schedule = build(name, M)
-    model = Model(TINY, compute=jnp.float64, **options)
+    model = Model(shape, compute=jnp.float64, **options)
     how = {"data_axes": ("data",), "fsdp": "data", "specs": specs()}
     pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh(), first=model.first, last=model.last, **how)
-    params, rows = arrays(TINY, schedule.num_stages), tokens(TINY, M)
+    params, rows = arrays(shape, schedule.num_stages), tokens(shape, M)
     loss, grads = pipe.value_and_grad(pipe.place(params), rows)
-    plain = Model(TINY, tensor=False, compute=jnp.float64)
+    plain = Model(shape, tensor=False, compute=jnp.float64)
     functions = {"first": plain.first, "stage": plain.stage, "last": plain.last}
     wanted_loss, wanted = jax.jit(lambda p, b: oracle_value_and_grad(p, b, **functions, microbatches=1))(params, rows)
     assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)

@@ -49,9 +49,9 @@ def needs_gpu_compiler(test: Any) -> Any:
 
 
 def lower_for_gpu(function: Any, *shapes: Any) -> Any:
-    """A function of whole arrays lowered for described H100s; `.compile()` gives the GPU program."""
+    """A function of (trees of) whole arrays lowered for described H100s; `.compile()` gives the GPU program."""
     everywhere = NamedSharding(gpu_mesh((2,), ("device",)), PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in shapes]
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
     return jax.jit(function).lower(*placed)
 
 

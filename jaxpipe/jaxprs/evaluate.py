@@ -1,0 +1,31 @@
+"""Evaluate one equation of a jaxpr, or a literal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+
+def literal(atom: core.Literal) -> Any:
+    """The value of a literal."""
+    return jnp.asarray(atom.val, literal_dtype(atom))
+
+
+def literal_dtype(atom: core.Literal) -> Any:
+    """The dtype of a literal, whose value may be a plain number."""
+    aval: Any = atom.aval
+    return aval.dtype
+
+
+def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Run one equation of a jaxpr."""
+    variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+    values = [x for v, x in zip(eqn.invars, inputs, strict=True) if isinstance(v, core.Var)]
+    named = dict(zip(variables, values, strict=True))
+    newvar = core.gensym()
+    outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
+    single = jaxpr.replace(constvars=[], invars=list(named), outvars=outs, eqns=[eqn.replace(outvars=outs)], effects=eqn.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())
