@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,9 +12,9 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType, PartitionSpec
 
 from ..arrays import Leaves, Scalar
-from ..program.records import map_fields
+from ..program.templates import Presence
 from ..stage.job import Clock
-from .block import Block
+from .block import Block, run_where
 from .share import RunDeferred, RunFirstGradient, RunFirstShare, RunShare
 from .stage_block import StageBlock
 from .state import State
@@ -44,8 +44,9 @@ class Clocked(Block):
         shard = lax.axis_index(self.data_axes) if self.data_axes else jnp.int32(0)
         what = (shard, lax.axis_index(self.axis), jnp.int32(self.kind), self.stage, row.microbatch)
         zero = _told(self.clock, jnp.int32(0), *what)
-        # All that the block reads is found by its record, which depends on the first call, and the second call depends on what it wrote.
-        after = replace(self.block, row=map_fields(lambda number: number + zero, row)).run(state)
+        # In a loop whose predicate is what the first call answers: of a block that finds everything in pools of one slot, XLA knows that it
+        # needs no number of its record, and would run it before its begin is noted.  The second call depends on what the block wrote.
+        after = run_where(Presence.SOMETIMES, zero == 0, self.block, state)
         _told(self.clock, jnp.int32(1), *what, wrote=_touched(jax.tree.leaves(after.like(self.block.writes(state)))))
         return after
 

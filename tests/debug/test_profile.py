@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.profiling import Event, timeline_of
+from jaxpipe.compiled.hlo import parse
+from jaxpipe.profiling import Event, _Clock, timeline_of, with_clock
 from jaxpipe.table.kinds import Kind
 
 P, M, WIDTH = 2, 4, 64
@@ -108,6 +109,28 @@ def test_the_weight_gradient_of_a_share_has_its_time_and_an_l_is_booked_whole():
         assert late > 0
         assert ran.costs.last_weight_grad[device] == pytest.approx(late)
         assert ran.costs.last[device] == pytest.approx(soon + late)
+
+
+@pytest.mark.parametrize("name", ["no_pipelining", "1f1b", "zb_h1"])
+def test_no_block_runs_before_its_begin_is_noted(name):
+    """Nor one of a single microbatch, whose pools have one slot: XLA knows that it needs no number of its record."""
+    devices = 1 if name == "no_pipelining" else P
+    schedule = jp.schedules.build(name, devices=devices, microbatches=1)
+    mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
+    pipe = jp.Pipeline(lambda w, x: x + jnp.tanh(x @ w), schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x**2))
+    params = pipe.place({"stages": jnp.ones((devices, WIDTH, WIDTH)), "last": {}})
+    twin = with_clock(pipe, _Clock([]), [])
+    module = parse(pipe.jit(twin._step).lower(params, {"x": np.ones((4, WIDTH))}, None, ()).compile().as_text())
+    called = [(each, [i.name for i in each.instructions if "callback" in i.target]) for each in module.computations.values()]
+    pairs = [(each, calls) for each, calls in called if calls]
+    assert len(pairs) == 2 + (name == "zb_h1")
+    for computation, (begin, end) in pairs:
+        needed, todo = set(), [end]
+        while todo:
+            found = [name for name in computation.by_name[todo.pop()].operands if name in computation.by_name and name not in needed]
+            needed.update(found)
+            todo.extend(found)
+        assert begin in needed
 
 
 def test_a_profile_needs_a_run():
