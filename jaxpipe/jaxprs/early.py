@@ -30,7 +30,7 @@ class Early(NamedTuple):
 def find_early(body: core.Jaxpr, rows: Mapping[int, core.Var], *, carried: Sequence[core.Var]) -> tuple[Early, ...]:
     """Where a trip begins to make large arrays, and the rows to store before.
 
-    Rows that would need a matmul of after that stay where they are, and so do rows that together are smaller than what is carried.
+    Rows that need a matmul that comes later are stored at the end, and so are rows that together are smaller than what is carried.
 
     Args:
         body: a scan's body.

@@ -56,6 +56,9 @@ class Trip:
 
     def alone(self, carry: list[Any], values: list[Any], pools: list[Any], row: Any) -> Answer:
         """Compute and store, some rows as soon as they are known: (carry, pools, rows to stack)."""
+        if not self.early:
+            (after, made, stacks), _ = self.compute(carry, values)
+            return after, self.store(pools, row, made), stacks
         now = list(pools)
 
         def store(rows: Mapping[int, Any]) -> list[Any]:
