@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -49,16 +49,35 @@ def place_together(schedule: Schedule, kinds: frozenset[Kind], *, costs: Costs |
     _refuse(plain, kinds)
     costs = costs or Costs()
     if split is not None:
-        return _Run(split_backward(plain) if split else plain, costs, kinds).table()
+        return _shortest(split_backward(plain) if split else plain, costs, kinds)
     # Nobody waits at a meeting where the table takes no longer than without any, and all that is done in them besides.
     stage_costs = costs.for_stages(plain.num_stages)
     added = sum(max(stage_costs.of(kind) or (0,)) for kind in kinds) * plain.num_microbatches
     worth = _WORTH_A_SPLIT_OF_PAIRS if len(plain.encoded.pairs) else _WORTH_A_SPLIT
     enough = (1 + worth) * (simulate(plain, costs).makespan + added)
-    whole = _Run(plain, costs, kinds).table()
+    whole = _shortest(plain, costs, kinds)
     if simulate(whole, costs).makespan <= enough or not plain.encoded.of_kinds((Kind.B,)).any():
         return whole
-    return min((whole, _Run(split_backward(plain), costs, kinds).table()), key=lambda table: simulate(table, costs).makespan)
+    return min((whole, _shortest(split_backward(plain), costs, kinds)), key=lambda table: simulate(table, costs).makespan)
+
+
+def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule:
+    """The table that takes the least time by the costs, of those that have their meetings at several rhythms.
+
+    Meetings that are held as soon as they are due fall into the middle of actions where times differ a little, or transfers take some: a
+    device that has begun just before keeps all others waiting for nearly a whole action.  At the rhythm of equal times it has not begun.
+    """
+    found = {_Run(plain, rhythm, kinds).table(): None for rhythm in _rhythms(costs, plain.num_stages)}
+    return next(iter(found)) if len(found) == 1 else min(found, key=lambda table: simulate(table, costs).makespan)
+
+
+def _rhythms(costs: Costs, stages: int) -> list[Costs]:
+    """The costs, the same without transfers, and with F, I and W that all take the mean."""
+    by_stage = costs.for_stages(stages)
+    mean = sum((*by_stage.forward, *by_stage.input_grad, *by_stage.weight_grad)) / (3 * stages)
+    at_once = replace(costs, transfer=0)
+    equal = replace(at_once, forward=mean, input_grad=mean, weight_grad=mean, backward=None, overlap=None, recompute=None)
+    return list({each.for_stages(stages): each for each in (equal, at_once, costs)}.values())
 
 
 def without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
