@@ -25,9 +25,14 @@ _GPU: Options = {
 }
 
 
-# Where blocks communicate, over axes that are left to the partitioner: a gather of one half of an overlapped pair is not made one with that
-# of the other, which would leave neither a matmul to run beside.  Scatters are left to XLA: apart, more of a layer is in memory at a time.
-_APART: Options = {"xla_gpu_all_gather_combine_threshold_bytes": "0"}
+# Where blocks communicate, over axes that are left to the partitioner.
+_BLOCKS_COMMUNICATE: Options = {
+    # A gather of one half of an overlapped pair is not made one with that of the other, which would leave neither a matmul to run beside.
+    # Scatters are left to XLA: apart, more of a layer is in memory at a time.
+    "xla_gpu_all_gather_combine_threshold_bytes": "0",
+    # A transfer is under way beside a whole block with all of its collectives: with four at a time XLA would issue it after the block.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "16",
+}
 
 
 def options_for(target: Target) -> Options:
@@ -37,4 +42,4 @@ def options_for(target: Target) -> Options:
     """
     if target.runs_on is not RunsOn.GPUS:
         return {}
-    return _GPU | _APART if target.overheads.on_host else dict(_GPU)
+    return _GPU | _BLOCKS_COMMUNICATE if target.overheads.on_host else dict(_GPU)

@@ -7,6 +7,8 @@ import re
 import pytest
 
 import jaxpipe as jp
+from benchmarks.gpu_programs import Axes, Case, Remat
+from jaxpipe.compiled import compile_and_read, steady
 from jaxpipe.lowering.plan import Prefer, plan_of
 from tests.gpu.programs import compile_step, gpu_fault
 from tests.tiers import slow
@@ -51,6 +53,13 @@ def test_slack_is_used(name: str) -> None:
     late = sum(transit.is_late for segment in plan_of(schedule, Prefer.SPEED).segments for transit in segment.transits)
     assert late > 0
     assert overlapped_transfers(compile_step(schedule, prefer="speed").as_text()) >= late
+
+
+@pytest.mark.slow
+def test_slack_is_used_beside_blocks_that_communicate() -> None:
+    """Both transfers of ZB-H1's steady state: one is under way beside W, one beside I, whose collectives are of the tensor axis."""
+    program = compile_and_read(Case("zb_h1", devices=4, microbatches=16, axes=Axes.TENSOR, remat=Remat.LAYER).lower())
+    assert [each.overlapped for each in steady(program.collectives)] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zbv")])
