@@ -38,7 +38,7 @@ def predicted_memory(
     host                what waits in the host's memory (`offload`); not in the total
     gathered            whole parameters and accumulators where only parts are given and returned (fsdp, outer, DualPipe's copies)
     hoisted             what is computed from parameters once a step
-    sent                what is to be sent next, and what of it is under way while the next is made
+    sent                what is to be sent next, what of it is under way while the next is made, and what arrives beside a block
     raveled             copies of what lies raveled in a pool that unlike stages share
     work                of the block that needs most, its own arrays
     """
@@ -51,6 +51,8 @@ def predicted_memory(
     pools["share"] = slots.share * sum(map(nbytes, code.share_avals))
     pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
     residuals = _entry_bytes(buffers.residual_input) + _entry_bytes(buffers.residual_weight) if slots.host else 0
+    work = work_space(job, mesh, code, entries)
+    most = max(work.values(), default=0)
     found = {
         "parameters": sum(map(local_bytes, jax.tree.leaves(dict(params)))),
         "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
@@ -58,9 +60,9 @@ def predicted_memory(
         "pools": sum(pools.values()) + UNDER_WAY * residuals,
         "gathered": _gathered(job, mesh, code, params),
         "hoisted": _hoisted(job, mesh, code, entries),
-        "sent": _sent_bytes(code.program, buffers),
+        "sent": _sent_bytes(code.program, buffers) + _with_arrivals(code.program, buffers, work) - most,
         "raveled": _raveled(buffers, code, splits=splits),
-        "work": max(work_space(job, mesh, code, entries).values(), default=0),
+        "work": most,
     }
     return {**found, "host": (slots.host + 1) * residuals, "total": sum(found.values())}
 
@@ -69,6 +71,18 @@ def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
     """What is to be sent, of each payload, and once more where permutes of it are awaited in a later tick, when the next is there."""
     late = {p.payload for segment in program.segments for template in segment.templates for p in template.permutes if p.delay}
     return sum((1 + (payload in late)) * _entry_bytes(buffers.sent(payload)) for payload in Payload)
+
+
+def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, int]) -> int:
+    """The most that a block needs with what arrives while it runs."""
+    most = max(work.values(), default=0)
+    for segment in program.segments:
+        for j, *_ in segment.emitted:
+            for place, use in enumerate(segment.templates[j].blocks):
+                beside = [t.permute.payload for t in segment.transits if t.issued <= (j, place) < t.written]
+                arriving = sum(_entry_bytes(buffers.sent(payload)) for payload in beside)
+                most = max(most, work.get(use.block.kind.name, 0) + arriving)
+    return most
 
 
 def _entry_bytes(buffer: SharedBuffer) -> int:
