@@ -1,6 +1,8 @@
 """Memory per device of a model of Llama 3 70B's shapes on 64 described H100s, against what the report predicts.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.scale -o benchmarks/results/scale.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.scale --microbatches 16 -o benchmarks/results/scale.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.scale --layers 61 --pipe 16 --layout "Et|(tt|)*30L" --microbatches 32
+                             -o benchmarks/results/scale_uneven.txt
 
 Compiles the step for 8 pipe x 8 tensor GPUs that are not there, and reads XLA's memory analysis.  The prediction is the report's
 (`jaxpipe.spmd.memory`): parameters, the batch, gradients, the slots of each pool by what a device holds of them, and the work space of

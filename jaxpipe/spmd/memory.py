@@ -46,11 +46,11 @@ def predicted_memory(
     slots = code.program.slots
     splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
     names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
-    pools = {name: getattr(slots, name) * _entry_bytes(getattr(buffers, name)) for name in names}
+    pools = {name: getattr(slots, name) * getattr(buffers, name).nbytes for name in names}
     pools["last"] = slots.last * sum(map(nbytes, code.last_avals))
     pools["share"] = slots.share * sum(map(nbytes, code.share_avals))
     pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
-    residuals = _entry_bytes(buffers.residual_input) + _entry_bytes(buffers.residual_weight) if slots.host else 0
+    residuals = buffers.residual_input.nbytes + buffers.residual_weight.nbytes if slots.host else 0
     work = work_space(job, mesh, code, entries)
     most = max(work.values(), default=0)
     found = {
@@ -70,7 +70,7 @@ def predicted_memory(
 def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
     """What is to be sent, of each payload, and once more where permutes of it are awaited in a later tick, when the next is there."""
     late = {p.payload for segment in program.segments for template in segment.templates for p in template.permutes if p.delay}
-    return sum((1 + (payload in late)) * _entry_bytes(buffers.sent(payload)) for payload in Payload)
+    return sum((1 + (payload in late)) * buffers.sent(payload).nbytes for payload in Payload)
 
 
 def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, int]) -> int:
@@ -80,14 +80,9 @@ def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, 
         for j, *_ in segment.emitted:
             for place, use in enumerate(segment.templates[j].blocks):
                 beside = [t.permute.payload for t in segment.transits if t.issued <= (j, place) < t.written]
-                arriving = sum(_entry_bytes(buffers.sent(payload)) for payload in beside)
+                arriving = sum(buffers.sent(payload).nbytes for payload in beside)
                 most = max(most, work.get(use.block.kind.name, 0) + arriving)
     return most
-
-
-def _entry_bytes(buffer: SharedBuffer) -> int:
-    """A device's part of one slot."""
-    return sum(nbytes(aval) // entry.local_share for aval, entry in zip(buffer.avals, buffer.entries, strict=True))
 
 
 def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:

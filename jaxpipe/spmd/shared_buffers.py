@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ..arrays import Leaves, Scalar
 from ..jaxprs import Entry, Slot
+from ..jaxprs.sizes import nbytes
 from ..model.places import Place, Places
 from .pools import zeros
 
@@ -45,7 +46,8 @@ class SharedBuffer:
 
     Leaves of one shape and dtype share a leaf of the buffer, as many as the kind has that has most of them: so values keep their shapes,
     and with them how they are split over other mesh axes.  Where that takes much more room than the largest kind does, only leaves that all
-    kinds have are shared so; of the rest the largest of each kind share a leaf, then the next largest, raveled where they differ.
+    kinds have are shared so; of the rest the largest of each kind share a leaf, then the next largest, raveled where they differ.  Room is
+    that of one device, with its part of what the partitioner splits over other mesh axes.
     """
 
     avals: tuple[Any, ...]
@@ -59,19 +61,35 @@ class SharedBuffer:
         most = Counter(key for kind in keyed for key in kind)
         for key in most:
             most[key] = max(kind.count(key) for kind in keyed)
-        if _bytes(most) <= KEEP_SHAPES * max((_bytes(Counter(kind)) for kind in keyed), default=0):
-            longest = max(keyed, key=len, default=())
-            shared = [*longest, *(most - Counter(longest)).elements()]
-            groups: list[_Group] = []
-        else:
-            common = Counter(keyed[0])
-            for kind in keyed[1:]:
-                common &= Counter(kind)
-            shared = list(common.elements())
-            groups = _groups([_rest(kind, common) for kind in keyed])
+        longest = max(keyed, key=len, default=())
+        shaped = cls._laid_out(kinds, entries, keyed, [*longest, *(most - Counter(longest)).elements()], [])
+        if len(keyed) < 2 or shaped.nbytes <= KEEP_SHAPES * max(_local_bytes(kinds, entries)):
+            return shaped
+        common = Counter(keyed[0])
+        for kind in keyed[1:]:
+            common &= Counter(kind)
+        raveled = cls._laid_out(kinds, entries, keyed, list(common.elements()), _groups([_rest(kind, common) for kind in keyed]))
+        # What is raveled is whole on all devices, also where the partitioner would split it.
+        return min((raveled, shaped), key=lambda buffer: buffer.nbytes)
+
+    @classmethod
+    def _laid_out(
+        cls,
+        kinds: Sequence[Avals],
+        entries: Sequence[Sequence[Entry]] | None,
+        keyed: Sequence[tuple[_Key, ...]],
+        shared: Sequence[_Key],
+        groups: Sequence[_Group],
+    ) -> SharedBuffer:
+        """The buffer of leaves that keep their shapes, and of groups."""
         places = {kind: _place(kind, number, shared, groups) for number, kind in enumerate(keyed)}
         avals = (*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups))
         return cls(avals, places, _entries(avals, kinds, places, entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a device's part of one slot."""
+        return sum(nbytes(aval) // entry.local_share for aval, entry in zip(self.avals, self.entries, strict=True))
 
     def has(self, avals: Avals) -> bool:
         """Whether this is one of the kinds."""
@@ -141,24 +159,34 @@ class SharedBuffer:
 def _entries(
     avals: Avals, kinds: Sequence[Avals], places: dict[tuple[_Key, ...], Places], wanted: Sequence[Sequence[Entry]] | None
 ) -> tuple[Entry, ...]:
-    """How a pool keeps each leaf: as all kinds that have it want it kept, where they agree."""
+    """How a pool keeps each leaf."""
     asked: list[list[Entry]] = [[] for _ in avals]
+    raveled: set[int] = set()
     for kind, entries in zip(kinds, wanted or (), strict=wanted is not None):
         for place, entry in zip(places[_keys(kind)], entries, strict=True):
-            asked[place.at].append(replace(entry, shape=avals[place.at].shape, parts=()) if place.flat else entry)
-    return tuple(
-        entries[0] if entries and len(set(entries)) == 1 else Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in entries))
-        for aval, entries in zip(avals, asked, strict=True)
-    )
+            asked[place.at].append(entry)
+            raveled |= {place.at} if place.flat else set()
+    return tuple(_agreed(aval, entries, raveled=i in raveled) for i, (aval, entries) in enumerate(zip(avals, asked, strict=True)))
+
+
+def _agreed(aval: Any, asked: Sequence[Entry], *, raveled: bool) -> Entry:
+    """The entry in most parts that a kind asks for; a kind that asks for fewer, such as a stage without layers, takes it so too.
+
+    What some kinds ravel is whole.
+    """
+    whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in asked))
+    return whole if raveled else max(asked, key=lambda entry: (entry.local_share, asked.count(entry)), default=whole)
+
+
+def _local_bytes(kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None) -> list[int]:
+    """By kind, bytes of a device's part of its values."""
+    wanted = entries or [[Entry(tuple(aval.shape)) for aval in kind] for kind in kinds]
+    pairs = (zip(kind, own, strict=True) for kind, own in zip(kinds, wanted, strict=True))
+    return [sum(nbytes(aval) // entry.local_share for aval, entry in each) for each in pairs]
 
 
 def _keys(avals: Avals) -> tuple[_Key, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in avals)
-
-
-def _bytes(counts: Counter[_Key]) -> int:
-    """Bytes of so many leaves of each shape and dtype."""
-    return sum(count * math.prod(shape) * dtype.itemsize for (shape, dtype), count in counts.items())
 
 
 def _take(counts: Counter[_Key], key: _Key) -> bool:

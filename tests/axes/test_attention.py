@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.llama import Model, Shape, parameters, specs
@@ -59,6 +60,26 @@ def test_rows_that_are_split_are_stored_before_long_scores(monkeypatch: pytest.M
     monkeypatch.setattr(Slot, "shows", noted)
     check(replace(TINY, time=40), "zb_h1", {"remat_layer": True, "sequence": True})
     assert any(split)
+
+
+@pytest.mark.slow
+def test_stages_of_unlike_numbers_of_layers_keep_what_is_split() -> None:
+    """One layer, two, one, and a last stage without any: inputs and residuals lie split over the tensor axis."""
+    schedule, shape = build("interleaved_1f1b", M), replace(TINY, layers=1)
+    model, plain = (Model(shape, compute=jnp.float64, **how) for how in ({"remat_layer": True, "sequence": True}, {"tensor": False}))
+    whole, split = arrays(replace(shape, layers=4), 1), specs()
+    stack = jax.tree.map(lambda leaf: leaf[0], whole["stages"])
+    split["stages"] = {"t": {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}}
+    layers = {"E": model.first, "t": model.layer, "L": model.last}
+    pipe = jp.Pipeline(layers=layers, layout="Et|tt|t|L", schedule=schedule, mesh=mesh(), data_axes=("data",), specs=split)
+    params, rows = pipe.place({**whole, "stages": {"t": stack}}), tokens(shape, M)
+    loss, grads = pipe.value_and_grad(params, rows)
+    functions = {"first": plain.first, "stage": plain.stage, "last": plain.last}
+    wanted_loss, wanted = jax.jit(lambda p, b: oracle_value_and_grad(p, b, **functions, microbatches=1))(whole, rows)
+    assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+    found = like_truth(pipe.canonical(grads))
+    wanted["stages"] = {"t": jax.tree.map(lambda leaf: leaf[0], wanted["stages"])}
+    assert worst_error(found, wanted) <= FLOAT64
 
 
 def check(shape: Shape, name: str, options: dict[str, Any]) -> None:
