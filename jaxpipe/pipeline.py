@@ -110,7 +110,8 @@ class Pipeline:
         offload: "residuals" keeps in the host's memory what forwards leave for backwards that are some ticks away; it is fetched a tick
             ahead, beside compute, so that a device holds what the next ticks need.
         costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the program is chosen by them, since what its
-            predicates and transfers take weighs more the shorter the actions are.  None stands for a forward of 5 ms.
+            predicates and transfers take weighs more the shorter the actions are, and so are the places of spread ends in the table.  None
+            stands for a forward of 5 ms.
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
             program in eager JAX, for debugging.
 
@@ -172,9 +173,8 @@ class Pipeline:
         self.costs = costs_of(costs, schedule)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
-        self.schedule = with_shares(
-            schedule, **{key: end is not None and end.spread for key, end in (("first", model.first), ("last", model.last))}
-        )
+        spread = {key: end is not None and end.spread for key, end in (("first", model.first), ("last", model.last))}
+        self.schedule = with_shares(schedule, self.costs, **spread)
         self._cuts = Cuts(schedule.num_devices, model.cuts)
         self.partition = Partition(
             axis=axis,

@@ -94,7 +94,7 @@ def _is_number(v: core.Var) -> bool:
 
 
 def _known_before(body: core.Jaxpr, equation: int) -> set[core.Var]:
-    """What is made before an equation, or by light equations of that."""
+    """What is made before an equation, and what light equations make of that."""
     known: set[Any] = {*body.invars, *body.constvars}
     for i, eqn in enumerate(body.eqns):
         if i < equation or (i > equation and is_light(eqn) and all(v in known for v in eqn.invars if isinstance(v, core.Var))):

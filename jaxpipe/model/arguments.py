@@ -34,8 +34,11 @@ def rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] 
     return [changed[function] for function in stages]
 
 
-def with_shares(schedule: Schedule, *, first: bool, last: bool) -> Schedule:
-    """The schedule with L exactly where `last` is spread, and E and G where `first` is; PipelineError where it cannot be."""
+def with_shares(schedule: Schedule, costs: Costs | None, *, first: bool, last: bool) -> Schedule:
+    """The schedule with L exactly where `last` is spread, and E and G where `first` is; PipelineError where it cannot be.
+
+    They are placed by `costs` where these say how long a share takes.
+    """
     table = schedule.encoded
     ends = (("last", "L", last, table.spreads_last, spread_last), ("first", "E", first, table.spreads_first, spread_first))
     for name, kind, spread, there, _ in ends:
@@ -48,7 +51,7 @@ def with_shares(schedule: Schedule, *, first: bool, last: bool) -> Schedule:
         if there or not spread:
             continue
         try:
-            schedule = put(schedule)
+            schedule = put(schedule, costs=costs if costs is not None and getattr(costs, name) is not None else None)
         except ScheduleError as error:
             raise PipelineError(f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}") from error
     return schedule

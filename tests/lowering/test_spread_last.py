@@ -370,3 +370,15 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
 
 def _without_shares(template):
     return replace(template, blocks=tuple(use for use in template.blocks if not use.block.is_share))
+
+
+def test_shares_are_placed_by_the_pipeline_s_costs():
+    """Where these say how long a share takes; a table without L is told from one that is placed by equal times."""
+    table, mesh = jp.schedules.build("1f1b", devices=2, microbatches=6), mesh_of(2)
+    times = jp.Costs(forward=0.002, input_grad=0.003, weight_grad=0.001, last=0.01, unit="seconds, estimated")
+
+    def placed(costs: jp.Costs | None) -> jp.Schedule:
+        return jp.Pipeline(lambda w, x: x @ w, schedule=table, mesh=mesh, last=jp.VocabHead(), costs=costs).schedule
+
+    assert placed(times).rows == jp.spread_last(table, costs=times).rows != jp.spread_last(table).rows
+    assert placed(replace(times, last=None)).rows == placed(None).rows == jp.spread_last(table).rows
