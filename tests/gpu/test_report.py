@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from jaxpipe.compiled import compile_and_read
 from tests.gpu.programs import ROWS, TIME, VOCAB, WIDTH, first, gpu_fault, gpu_mesh, last, shapes, stage
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 FAULT = gpu_fault()
 pytestmark = [
@@ -75,7 +75,7 @@ def test_the_ramps_of_dualpipev_do_not_wait_for_the_host() -> None:
     assert report("dualpipev", microbatches=12, devices=6)["host_waits"] == 0
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv"), slow("v_half")])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv"), exhaustive("v_half")])
 def test_what_has_slack_runs_beside_compute(name: str) -> None:
     """From trip to trip of the steady state too, and no transfer is chosen."""
     # ZB-V comes to its steady state late: with 16 microbatches its longest loop is still of the ramps.
