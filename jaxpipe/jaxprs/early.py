@@ -6,14 +6,13 @@ lie in memory apart from its slot while attention's scores are there.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from .evaluate import bind, literal
+from .evaluate import bind, literal, never
 from .sizes import nbytes
 from .stagger import LARGE, large_arrays
 from .work import is_light
@@ -66,7 +65,7 @@ def evaluate_early(
 ) -> list[Any]:
     """What a scan's body returns; on the way `store` is handed early rows, and says of each pool that it wrote whether a number is there.
 
-    An operand of the equation that follows depends on these, though XLA cannot know that it does not: no `row` is negative.
+    An operand of the equation that follows depends on these (`never`).
     """
     jaxpr = body.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.consts, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
@@ -75,12 +74,11 @@ def evaluate_early(
     def value_of(atom: Any) -> Any:
         return literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
-    for i in _in_order(jaxpr, early, rows):
+    for i in _in_order(jaxpr, due, rows):
         eqn = jaxpr.eqns[i]
         inputs = [value_of(v) for v in eqn.invars]
         if i in due:
-            seen = store({k: env[rows[k]] for k in due[i].rows})
-            late = jnp.logical_and(row < 0, functools.reduce(jnp.logical_or, seen))
+            late = never(row, store({k: env[rows[k]] for k in due[i].rows}))
             waits = eqn.invars[due[i].operand]
             inputs = [jnp.where(late, jnp.zeros_like(x), x) if v is waits else x for v, x in zip(eqn.invars, inputs, strict=True)]
         env.update(zip(eqn.outvars, bind(jaxpr, eqn, inputs), strict=True))
@@ -102,7 +100,7 @@ def _known_before(body: core.Jaxpr, equation: int) -> set[core.Var]:
     return known
 
 
-def _in_order(body: core.Jaxpr, early: Sequence[Early], rows: Mapping[int, core.Var]) -> list[int]:
+def _in_order(body: core.Jaxpr, due: Mapping[int, Early], rows: Mapping[int, core.Var]) -> list[int]:
     """The equations, those that an early row needs before the equation that waits for it."""
     maker = {v: i for i, eqn in enumerate(body.eqns) for v in eqn.outvars}
     order: dict[int, None] = {}
@@ -116,8 +114,7 @@ def _in_order(body: core.Jaxpr, early: Sequence[Early], rows: Mapping[int, core.
         order[equation] = None
 
     for i in range(len(body.eqns)):
-        for each in early:
-            for k in each.rows if each.equation == i else ():
-                place(maker[rows[k]])
+        for k in due[i].rows if i in due else ():
+            place(maker[rows[k]])
         place(i)
     return list(order)

@@ -1,7 +1,8 @@
-"""Evaluate one equation of a jaxpr, or a literal."""
+"""Evaluate one equation of a jaxpr, or a literal; make XLA evaluate one thing after another."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,14 @@ def literal_dtype(atom: core.Literal) -> Any:
     """The dtype of a literal, whose value may be a plain number."""
     aval: Any = atom.aval
     return aval.dtype
+
+
+def never(row: Any, flags: Sequence[Any]) -> Any:
+    """False, since no row of a scan is negative, but XLA cannot know that before all flags are there.
+
+    What depends on it comes after what they depend on; barriers are gone when XLA orders operations.
+    """
+    return jnp.logical_and(row < 0, functools.reduce(jnp.logical_or, flags))
 
 
 def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

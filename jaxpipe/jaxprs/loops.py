@@ -11,9 +11,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
+from .evaluate import never
 from .slots import Piece, Slot
 from .stagger import Stagger, find_stagger
-from .trip import Answer, Trip
+from .trip import Answer, Made, Trip
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
     by_scan = _is_split_further()
     stagger = _stagger(*loops) if len(loops) == 2 else None
 
-    def computed(carries: list[list[Any]], read: list[list[Any]], rows: list[Any], now: Mapping[int, Any]) -> list[Answer]:
+    def computed(carries: list[list[Any]], read: list[list[Any]], rows: list[Any], now: Mapping[int, Any]) -> list[Made]:
         if stagger is None:
             return [loop.trip.compute(carry, values)[0] for loop, carry, values in zip(loops, carries, read, strict=True)]
         ahead, (done,) = loops[1].trip.compute(carries[1], read[1], (stagger.after,))
@@ -64,8 +65,8 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
             after = [loops[0].trip.alone(carries[0], read[0], pools[0], rows[0])]
         else:
             found = computed(carries, read, rows, now)
-            stored = [loop.trip.store(old, row, new) for loop, old, row, (_, new, _) in zip(loops, pools, rows, found, strict=True)]
-            after = [(carry, new, stack) for (carry, _, stack), new in zip(found, stored, strict=True)]
+            stored = [loop.trip.store(old, row, made.rows) for loop, old, row, made in zip(loops, pools, rows, found, strict=True)]
+            after = [(made.carry, new, made.stacks) for made, new in zip(found, stored, strict=True)]
         ys = [stack for _, _, stack in after]
         stacks = [[] if by_scan else _with_rows(old, row, new) for (_, _, old), row, new in zip(state, rows, ys, strict=True)]
         return [(carry, pools, stack) for (carry, pools, _), stack in zip(after, stacks, strict=True)], ys if by_scan else []
@@ -121,9 +122,9 @@ def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
 
 
 def _row_after(row: Any, done: Any) -> Any:
-    """The same row, but XLA cannot know that before `done` is there: no row is negative.  Barriers are gone when XLA orders operations."""
+    """The same row, but XLA cannot know that before `done` is there."""
     element = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
-    return row + jnp.where(row < 0, (element != 0).astype(row.dtype), 0)
+    return row + never(row, [element != 0]).astype(row.dtype)
 
 
 def _is_split_further() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend import core
 
@@ -12,6 +12,14 @@ from .early import Early, evaluate_early, find_early
 from .slots import Slot, Target
 
 Answer: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"  # carry, pools, stacks
+
+
+class Made(NamedTuple):
+    """What a trip makes: what is carried on, rows to store by position, and rows to stack."""
+
+    carry: list[Any]
+    rows: dict[int, Any]
+    stacks: list[Any]
 
 
 @dataclass(frozen=True)
@@ -40,36 +48,40 @@ class Trip:
         outs = self.body.jaxpr.outvars[self.carries :]
         return [out.aval for out, target in zip(outs, self.targets, strict=True) if target is None]
 
-    def compute(self, carry: list[Any], values: list[Any], told: Sequence[core.Var] = ()) -> tuple[Answer, list[Any]]:
-        """From the carry and what was read: (carry, rows to store, rows to stack), and the values of the body that are to be told."""
+    def compute(self, carry: list[Any], values: list[Any], told: Sequence[core.Var] = ()) -> tuple[Made, list[Any]]:
+        """From the carry and what was read: what a trip makes, and the values of the body that are to be told."""
         jaxpr = self.body.jaxpr
         code = core.ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *told]), self.body.consts)
         results = core.jaxpr_as_fun(code)(*self.fixed, *carry, *values)
         count = len(jaxpr.outvars)
-        after, rows, stacks = self._apart(carry, results[:count])
-        return (after, list(rows.values()), stacks), results[count:]
+        return self._apart(carry, results[:count]), results[count:]
 
-    def store(self, pools: list[Any], row: Any, values: list[Any]) -> list[Any]:
-        """The pools with the rows of a trip."""
-        places = [k for k, target in enumerate(self.targets) if target is not None]
-        return self._stored(pools, row, dict(zip(places, values, strict=True)))
+    def store(self, pools: list[Any], row: Any, rows: Mapping[int, Any]) -> list[Any]:
+        """The pools with rows of a trip, which are given by position."""
+        found, numbers = list(pools), self._numbers
+        for k, value in rows.items():
+            target = self.targets[k]
+            assert target is not None
+            number = numbers[id(target.pool)]
+            found[number] = target._replace(pool=found[number]).store_row(row, value)
+        return found
 
     def alone(self, carry: list[Any], values: list[Any], pools: list[Any], row: Any) -> Answer:
         """Compute and store, some rows as soon as they are known: (carry, pools, rows to stack)."""
         if not self.early:
-            (after, made, stacks), _ = self.compute(carry, values)
-            return after, self.store(pools, row, made), stacks
-        now = list(pools)
+            made, _ = self.compute(carry, values)
+            return made.carry, self.store(pools, row, made.rows), made.stacks
+        now, numbers = list(pools), self._numbers
 
         def store(rows: Mapping[int, Any]) -> list[Any]:
-            now[:] = self._stored(now, row, rows)
-            last = {self._numbers[id(t.pool)]: t for k, t in enumerate(self.targets) if k in rows and isinstance(t, Slot)}
+            now[:] = self.store(now, row, rows)
+            last = {numbers[id(t.pool)]: t for k, t in enumerate(self.targets) if k in rows and isinstance(t, Slot)}
             return [slot._replace(pool=now[number]).shows(row) for number, slot in last.items()]
 
         results = evaluate_early(self.body, [*self.fixed, *carry, *values], self.early, self._rows, store, row=row)
-        after, rows, stacks = self._apart(carry, results)
+        made = self._apart(carry, results)
         done = {k for each in self.early for k in each.rows}
-        return after, self._stored(now, row, {k: value for k, value in rows.items() if k not in done}), stacks
+        return made.carry, self.store(now, row, {k: value for k, value in made.rows.items() if k not in done}), made.stacks
 
     @property
     def _rows(self) -> dict[int, core.Var]:
@@ -82,18 +94,8 @@ class Trip:
         """The position of each pool among those that are carried."""
         return {first: k for k, first in enumerate({id(t.pool): None for t in self.targets if t is not None})}
 
-    def _apart(self, carry: list[Any], results: Sequence[Any]) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """What is carried on, rows by position, and what is stacked."""
+    def _apart(self, carry: list[Any], results: Sequence[Any]) -> Made:
         after = [r.astype(c.dtype) for r, c in zip(results[: self.carries], carry, strict=True)]
         made = list(zip(results[self.carries :], self.targets, strict=True))
         rows = {k: y for k, (y, target) in enumerate(made) if target is not None}
-        return after, rows, [y for y, target in made if target is None]
-
-    def _stored(self, pools: list[Any], row: Any, rows: Mapping[int, Any]) -> list[Any]:
-        found = list(pools)
-        for k, value in rows.items():
-            target = self.targets[k]
-            assert target is not None
-            number = self._numbers[id(target.pool)]
-            found[number] = target._replace(pool=found[number]).store_row(row, value)
-        return found
+        return Made(after, rows, [y for y, target in made if target is None])
