@@ -22,7 +22,7 @@ from .layouts.layout import Layout
 from .lowering.offload import Offload
 from .lowering.plan import Plan, Prefer, forward_plan, plan_of
 from .lowering.step_time import StepTime, step_time
-from .lowering.target import RunsOn, Target
+from .lowering.target import Target
 from .model.arguments import (
     accumulate_of,
     as_tuple,
@@ -173,8 +173,7 @@ class Pipeline:
         self.costs = costs_of(costs, schedule)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
         model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
-        spread = {key: end is not None and end.spread for key, end in (("first", model.first), ("last", model.last))}
-        self.schedule = with_shares(schedule, self.costs, **spread)
+        self.schedule = with_shares(schedule, self.costs, first=model.first, last=model.last)
         self._cuts = Cuts(schedule.num_devices, model.cuts)
         self.partition = Partition(
             axis=axis,
@@ -369,7 +368,7 @@ class Pipeline:
         begin = time.perf_counter()
         lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
         middle = time.perf_counter()
-        compiled, program = compile_and_try_to_read(lowered) if self._on_gpus else (lowered.compile(), None)
+        compiled, program = compile_and_try_to_read(lowered) if self._target.on_gpus else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         held, memory = self._predicted(traced[0], params, batch)
         told = partial(report, prefer=self.prefer, other=self._plan_for, times=self._step_time())
@@ -481,13 +480,9 @@ class Pipeline:
 
     def _step_time(self) -> StepTime | None:
         """What a training step takes by its plan; None but on GPUs."""
-        if not self._on_gpus or self.schedule.forward_only:
+        if not self._target.on_gpus or self.schedule.forward_only:
             return None
         return step_time(self._plan, self._target.overheads, self.costs)
-
-    @property
-    def _on_gpus(self) -> bool:
-        return self._target.runs_on is RunsOn.GPUS
 
     def _plan_for(self, prefer: Prefer) -> Plan:
         return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._target.overheads)

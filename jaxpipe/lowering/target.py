@@ -48,6 +48,11 @@ class Target:
         return cls(runs_on, Overheads(on_host=on_host, threads=runs_on is RunsOn.ONE_CPU_PROCESS))
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether the devices are NVIDIA GPUs."""
+        return self.runs_on is RunsOn.GPUS
+
+    @property
     def prefer(self) -> Prefer:
         """What a program is lowered for, where nothing is said."""
-        return Prefer.SPEED if self.runs_on is RunsOn.GPUS else Prefer.MEMORY
+        return Prefer.SPEED if self.on_gpus else Prefer.MEMORY

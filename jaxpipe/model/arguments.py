@@ -34,13 +34,17 @@ def rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] 
     return [changed[function] for function in stages]
 
 
-def with_shares(schedule: Schedule, costs: Costs | None, *, first: bool, last: bool) -> Schedule:
+def with_shares(schedule: Schedule, costs: Costs | None, *, first: Function | None, last: Function | None) -> Schedule:
     """The schedule with L exactly where `last` is spread, and E and G where `first` is; PipelineError where it cannot be.
 
     They are placed by `costs` where these say how long a share takes.
     """
     table = schedule.encoded
-    ends = (("last", "L", last, table.spreads_last, spread_last), ("first", "E", first, table.spreads_first, spread_first))
+    spreads_first, spreads_last = (end is not None and end.spread for end in (first, last))
+    ends = (
+        ("last", "L", spreads_last, table.spreads_last, spread_last),
+        ("first", "E", spreads_first, table.spreads_first, spread_first),
+    )
     for name, kind, spread, there, _ in ends:
         if there and not spread:
             raise PipelineError(

@@ -29,7 +29,7 @@ def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
     issued: by its two ends, or among virtual devices of one process by all.
     """
     hop = float(np.max(costs.transfer))
-    if target.runs_on is RunsOn.GPUS:
+    if target.on_gpus:
         return priced_makespan(cost_parts(plan.ticks, costs), plan.segments, replace(target.overheads, hop=hop).prices(1.0))
     by_all = target.runs_on is RunsOn.ONE_CPU_PROCESS
     return awaited_at_once(cost_matrix(plan.ticks, costs), plan.segments, hop, by_all=by_all)

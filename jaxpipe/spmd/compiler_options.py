@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from ..lowering.target import RunsOn, Target
+from ..lowering.target import Target
 
 Options: TypeAlias = dict[str, str | bool]
 
@@ -40,6 +40,6 @@ def options_for(target: Target) -> Options:
 
     An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
     """
-    if target.runs_on is not RunsOn.GPUS:
+    if not target.on_gpus:
         return {}
     return _GPU | _BLOCKS_COMMUNICATE if target.overheads.on_host else dict(_GPU)
