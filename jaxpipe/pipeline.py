@@ -281,8 +281,8 @@ class Pipeline:
     def place_state(self, state: PyTree) -> Chunks | tuple[()]:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
 
-        A stage that takes `state` by keyword returns (x, new state); the next microbatch finds what the one before left, in the order
-        of the table.  State has no gradient; over data shards it is averaged at the end of a step (integers: the greatest).
+        A stage that takes `state` by keyword returns (x, new state).  The next microbatch finds what the one before left, in the order
+        of the table; no gradient goes back through it.  Over data shards it is averaged at the end of a step (integers: the greatest).
         """
         return self._placer.place_state(state)
 
@@ -322,7 +322,7 @@ class Pipeline:
         return (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
 
     def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed.
+        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; the state after it is dropped.
 
         A batch of any number of rows will do, such as the last one of a data set: it is cut into as many microbatches as its rows
         divide into, up to the schedule's.  (Each number of rows is a program of its own.)

@@ -26,6 +26,9 @@ class Model(Protocol):
     def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
         """The stage's output, the residuals that only I (or B) needs, and those that W needs."""
 
+    def recompute(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any]:
+        """R: the residuals of a forward that kept none; the forward's results are the model's already."""
+
     def last(self, microbatch: int, y: Any) -> Any:
         """The cotangent of the last stage's output (None in an evaluation), by all devices where it is spread; the model keeps the loss."""
 
@@ -180,7 +183,7 @@ def _forward(model: Model, device: _Device, f: Forward[int], *, spread: bool) ->
 
 def _recompute(model: Model, device: _Device, f: Forward[int]) -> None:
     """R: the residuals once more."""
-    _, by_input, by_weight = model.forward(f.stage, f.microbatch, device.pools[PoolName.X][f.x])
+    by_input, by_weight = model.recompute(f.stage, f.microbatch, device.pools[PoolName.X][f.x])
     device.pools[PoolName.RESIDUAL_INPUT][f.residual_input] = by_input
     device.pools[PoolName.RESIDUAL_WEIGHT][f.residual_weight] = by_weight
 
