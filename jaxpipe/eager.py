@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Leaves, PyTree, wider
+from .arrays import Leaves, PyTree, summable, wider
 from .model.functions import Loss, Returned, inverse_count
 from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from .program.interpret import interpret
@@ -251,8 +251,12 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
     else:
         losses = losses / job.data_size
         loss = jnp.mean(losses)
-    metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]) / len(auxes), *(aux["metrics"] for aux in auxes))
+    metrics = jax.tree.map(_mean, *(aux["metrics"] for aux in auxes))
     return {**found, "loss": loss, "losses": losses, "metrics": metrics}
+
+
+def _mean(*parts: Any) -> Any:
+    return sum(map(summable, parts)) / len(parts)
 
 
 def _merged_state(job: Job, shards: list[_Shard]) -> tuple[PyTree, ...]:
@@ -262,7 +266,7 @@ def _merged_state(job: Job, shards: list[_Shard]) -> tuple[PyTree, ...]:
 
     def merge(*parts: Any) -> Any:
         if jnp.issubdtype(jnp.result_type(parts[0]), jnp.inexact):
-            return sum(parts[1:], parts[0]) / len(parts)
+            return _mean(*parts).astype(parts[0].dtype)
         return jnp.max(jnp.stack(parts), axis=0)
 
     return job.layout.place_trees([jax.tree.map(merge, *trees) for trees in zip(*(shard.state for shard in shards), strict=True)])

@@ -90,7 +90,7 @@ class Pipeline:
             of the parameters, as actions E and G, and L, of the table: `spread_first` and `spread_last` put them in where it has none.
         data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
         loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
-        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches.
+        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches, in float32 at least.
         stage_loss: stages (or layers) return (x, loss); the losses are added to that of the microbatch.
         remat: "full", or a `jax.checkpoint` policy: what the backward of a stage recomputes.
         fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, described, wider
+from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
 
 
@@ -216,7 +216,7 @@ class Functions:
         loss = jnp.asarray(loss)
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise PipelineError(f"`{function.name}` must return a floating scalar as its loss; it returns {loss.dtype}{list(loss.shape)}")
-        return loss
+        return summable(loss)
 
     @staticmethod
     def _state(function: Function, found: dict[str, Any], extra: dict[str, PyTree]) -> PyTree:
@@ -252,9 +252,7 @@ class Functions:
             raise PipelineError(
                 f"`last` must return a floating scalar loss; it returns {out.dtype}{list(out.shape)}: take its mean, for instance"
             )
-        # Half a precision ends at 65504 (float16) or counts to 256 (bfloat16); losses are summed over the step.
-        out = out.astype(wider(out.dtype, jnp.float32))
-        return out, {"count": count, "metrics": metrics}
+        return summable(out), {"count": count, "metrics": metrics}
 
     @staticmethod
     def _count(count: Any) -> Any:
@@ -264,8 +262,7 @@ class Functions:
             raise PipelineError(
                 f"`last` must return (sum, count) with a scalar count; the count is {count.dtype}{list(count.shape)}: take its sum"
             )
-        wide = jnp.float32 if jnp.issubdtype(count.dtype, jnp.floating) else jnp.int32
-        return count.astype(wider(count.dtype, wide))
+        return summable(count)
 
     @staticmethod
     def _pair(out: Any, what: str) -> tuple[Any, Any]:
