@@ -80,7 +80,7 @@ class _Shard:
         self.frozen["stages"] = [_frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan)) for s, own in enumerate(self.stages)]
         self.like = params["stages"]
         self.total = jax.tree.map(self._zeros, {**self.outer, "stages": self.stages}, self.frozen)
-        self.given: dict[tuple[int, int], PyTree] = {}  # the state that the forward of a (stage, microbatch) found
+        self.given: dict[tuple[int, int], PyTree] = {}  # state that a forward found: stage, microbatch
         self.losses: list[Any] = [0.0] * job.num_microbatches
         self.aux: list[Any] = [None] * job.num_microbatches
 

@@ -179,7 +179,7 @@ def leaf_paths(tree: PyTree) -> set[str]:
 
 
 def with_loss(what: str, out: Any, *, stage_loss: bool) -> tuple[PyTree, Any]:
-    """x and the loss that a block returned, or None without `stage_loss`; PipelineError for another form."""
+    """x and the loss that a block returned (None without `stage_loss`); PipelineError otherwise."""
     if not stage_loss:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:

@@ -17,7 +17,8 @@ from ..errors import PipelineError
 from .common import End, key_of, leaf_paths, mesh_specs, no_key, wanted, with_keywords, with_loss
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
-FIXED = ("params", "perturbations")  # collections that a call never writes: `Module.perturb` adds nothing where it may not
+# Collections that a call never writes: `Module.perturb` adds nothing where it may not.
+FIXED = ("params", "perturbations")
 
 
 def unboxed_ends(
@@ -47,9 +48,9 @@ def applied(
     training: bool,
     stage_loss: bool,
 ) -> tuple[PyTree, Any, Variables]:
-    """A block's x, its loss (None without `stage_loss`) and the collections besides parameters after it.
+    """A block's x, its loss (None without `stage_loss`), and its other collections after the call.
 
-    Other collections may be written, so that what is sown is seen: it would be lost.
+    New collections may be written, so that what is sown is seen: it would be lost.
     """
     mutable = DenyList([*FIXED, *([] if training else rest)])
     run = partial(module.apply, {"params": params, **rest}, x, method=call, rngs=rngs, mutable=mutable, **keywords)

@@ -54,7 +54,7 @@ class Part:
         return nnx.merge(self.graph if training else self.graph_eval, own, self._streams(key), other)
 
     def state_of(self, modules: Any, what: str) -> PyTree:
-        """The variables that are neither parameters nor streams, as nested dicts; PipelineError where the call made or lost some."""
+        """What is neither parameters nor streams; PipelineError where the call made or lost some."""
         found = pure(nnx.split(modules, self.trainable, nnx.RngState, ...)[3])
         odd = leaf_paths(found) ^ leaf_paths(pure(self.rest))
         if odd:

@@ -27,7 +27,7 @@ class Model(Protocol):
         """The stage's output, the residuals that only I (or B) needs, and those that W needs."""
 
     def recompute(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any]:
-        """R: the residuals of a forward that kept none; the forward's results are the model's already."""
+        """R: the residuals of a forward that kept none; its results are the model's already."""
 
     def last(self, microbatch: int, y: Any) -> Any:
         """The cotangent of the last stage's output (None in an evaluation), by all devices where it is spread; the model keeps the loss."""
