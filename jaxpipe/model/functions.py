@@ -138,6 +138,7 @@ class Function:
 
 def _place(call: Callable[..., Any]) -> str:
     """Where a function was written."""
+    call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)
     name = getattr(call, "__qualname__", type(call).__name__)
     return name if code is None else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
