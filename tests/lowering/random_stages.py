@@ -32,8 +32,14 @@ REMATS: dict[str, Any] = {
     "save_only_these_names": POLICIES.save_only_these_names("kept"),
     "save_any_names_but_these": POLICIES.save_any_names_but_these("kept"),
     "save_anything_except_these_names": POLICIES.save_anything_except_these_names("kept"),
-    "save_from_both_policies": POLICIES.save_from_both_policies(POLICIES.dots_saveable, POLICIES.save_only_these_names("kept")),
-    "offload_dot_with_no_batch_dims": POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "save_from_both_policies": POLICIES.save_from_both_policies(
+        POLICIES.dots_saveable,
+        POLICIES.save_only_these_names("kept"),
+    ),
+    "offload_dot_with_no_batch_dims": POLICIES.offload_dot_with_no_batch_dims(
+        "device",
+        "pinned_host",
+    ),
     "save_and_offload_only_these_names": POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=["other"],
         names_which_can_be_offloaded=["kept"],
@@ -96,7 +102,8 @@ def dropout(p: Any, h: Any, world: World) -> Any:
 
 def best_of(p: Any, h: Any, world: World) -> Any:
     values, which = jax.lax.top_k(h @ p["a"], 2)
-    return h + jnp.take_along_axis(h, which, axis=-1).sum(-1, keepdims=True) * values.sum()
+    picked = jnp.take_along_axis(h, which, axis=-1).sum(-1, keepdims=True)
+    return h + picked * jnp.tanh(values).sum()
 
 
 def recurrent(p: Any, h: Any, world: World) -> Any:
@@ -109,8 +116,10 @@ def recurrent(p: Any, h: Any, world: World) -> Any:
 
 def counted(p: Any, h: Any, world: World) -> Any:
     """A loop whose trips are known when it runs; it has no gradient."""
-    start = jax.lax.stop_gradient(h @ p["a"])
-    return h + jax.lax.while_loop(lambda s: s[0] < world.extra["which"], lambda s: (s[0] + 1, jnp.sin(s[1])), (0, start))[1]
+    start = (0, jax.lax.stop_gradient(h @ p["a"]))
+    count = world.extra["which"]
+    end = jax.lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + 1, jnp.sin(s[1])), start)
+    return h + end[1]
 
 
 def low(p: Any, h: Any, world: World) -> Any:
@@ -131,7 +140,7 @@ LEAVES: dict[str, tuple[Run, Any]] = {
     "scale": (lambda p, h, w: h * w.shared["scale"], {}),
     "shared_matmul": (lambda p, h, w: h @ (w.shared["mix"] @ p["a"]), A),
     "norm": (
-        lambda p, h, w: h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1) * w.shared["scale"] * p["v"],
+        lambda p, h, w: h / jnp.sqrt(jnp.mean(h * h) + 1) * w.shared["scale"] * p["v"],
         {"v": VECTOR},
     ),
     "scaled_matmul": (
@@ -171,7 +180,7 @@ LEAVES: dict[str, tuple[Run, Any]] = {
     "counted": (counted, A),
     "microbatch": (lambda p, h, w: h * w.extra["weight"] + w.extra["which"], {}),
     "vmap": (lambda p, h, w: jax.vmap(lambda row: jnp.tanh(row @ p["a"]))(h), A),
-    "batched": (lambda p, h, w: h + jnp.einsum("rk,rkl->rl", h, h[:, :, None] * p["a"]), A),
+    "batched": (lambda p, h, w: h + jnp.einsum("rk,rkl->rl", h, jnp.sin(h)[..., None] * p["a"]), A),
     "low": (low, A),
     "lower": (lower, A),
 }
@@ -198,7 +207,8 @@ def sequence(rng: random.Random, depth: int) -> Piece:
 def piece(rng: random.Random, depth: int) -> Piece:
     """One of the leaves, or at a depth above 0 perhaps something that holds others."""
     if depth and rng.random() < 0.5:
-        return rng.choice((scanned, scanned, branched, rematerialised, jitted, looped, carried))(rng, depth - 1)
+        holders = (scanned, scanned, branched, rematerialised, jitted, looped, carried)
+        return rng.choice(holders)(rng, depth - 1)
     name = rng.choice(list(LEAVES))
     return Piece(*LEAVES[name], name)
 
@@ -226,7 +236,8 @@ def carried(rng: random.Random, depth: int) -> Piece:
             h = inner.run(params, h, world) * row
             return (count + 1, h), (jnp.sum(h), 2.0, count)
 
-        (count, h), (sums, twos, counts) = jax.lax.scan(trip, (jnp.int32(0), h), jnp.asarray([0.5, 1.5]))
+        start, rows = (jnp.int32(0), h), jnp.asarray([0.5, 1.5])
+        (count, h), (sums, twos, counts) = jax.lax.scan(trip, start, rows)
         return h + jnp.sum(sums * twos) / (count + counts[-1])
 
     return Piece(run, inner.shapes, f"carried({inner.text})")
@@ -239,7 +250,8 @@ def branched(rng: random.Random, depth: int) -> Piece:
 
     def run(params: Any, h: Any, world: World) -> Any:
         which = jnp.sum(h > 0) % len(branches) if by_value else world.extra["which"] % len(branches)
-        runs = [lambda h, p=p, each=each: each.run(p, h, world) for p, each in zip(params, branches, strict=True)]
+        pairs = zip(params, branches, strict=True)
+        runs = [lambda h, p=p, each=each: each.run(p, h, world) for p, each in pairs]
         return jax.lax.switch(which, runs, h)
 
     return Piece(
@@ -253,7 +265,10 @@ def rematerialised(rng: random.Random, depth: int) -> Piece:
     inner, (name, remat) = sequence(rng, depth), rng.choice(list(REMATS.items()))
 
     def run(params: Any, h: Any, world: World) -> Any:
-        return under(lambda p, h, shared: inner.run(p, h, World(shared, world.ids, world.extra)), remat)(params, h, world.shared)
+        def call(p: Any, h: Any, shared: Any) -> Any:
+            return inner.run(p, h, World(shared, world.ids, world.extra))
+
+        return under(call, remat)(params, h, world.shared)
 
     return Piece(run, inner.shapes, f"remat[{name}]({inner.text})")
 
@@ -278,12 +293,18 @@ def looped(rng: random.Random, depth: int) -> Piece:
 
 def under(call: Any, remat: Any) -> Any:
     """As `Pipeline` reads its `remat=`."""
-    return call if remat is None else jax.checkpoint(call, policy=None if remat == "full" else remat)
+    if remat is None:
+        return call
+    return jax.checkpoint(call, policy=None if remat == "full" else remat)
 
 
 def drawn(shapes: Any, seed: int) -> Any:
     numbers = np.random.default_rng(seed)
-    return jax.tree.map(lambda s: jnp.asarray(numbers.standard_normal(s) / 2), shapes, is_leaf=is_shape)
+
+    def draw(shape: Any) -> Any:
+        return jnp.asarray(numbers.standard_normal(shape) / 2)
+
+    return jax.tree.map(draw, shapes, is_leaf=is_shape)
 
 
 @dataclass(frozen=True)
