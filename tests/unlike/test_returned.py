@@ -74,6 +74,72 @@ def test_losses_of_layers():
     assert worst(pipe.canonical(grads)["stages"]["t"], wanted["stages"]) <= FLOAT64
 
 
+def layers_with(loss):
+    """Two layers after each other that return this loss, and one with a loss of another dtype."""
+
+    def plain(params, x):
+        return jnp.tanh(x @ params), loss(x) if callable(loss) else loss
+
+    def single(params, x):
+        return jnp.sin(x @ params), jnp.mean(x).astype(jnp.float32)
+
+    return {"t": plain, "u": single, "L": last}
+
+
+def of_layers(loss):
+    layers = layers_with(loss)
+    pipe = jp.Pipeline(layers=layers, layout="ttu|ttL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True)
+    own = {letter: draw([(count, WIDTH, WIDTH)])[0] for letter, count in (("t", 4), ("u", 1))}
+    return pipe, {"stages": own, "last": {}}, rows()
+
+
+def test_a_layer_may_return_a_python_number_as_its_loss():
+    def whole(params, microbatch, _):
+        t, (u,) = params["stages"]["t"], params["stages"]["u"]
+        x = jnp.tanh(jnp.tanh(microbatch["x"] @ t[0]) @ t[1])
+        total = 4 * 0.1 + jnp.mean(x).astype(jnp.float32).astype(x.dtype)
+        x = jnp.tanh(jnp.tanh(jnp.sin(x @ u) @ t[2]) @ t[3])
+        return total + last({}, x, microbatch)
+
+    pipe, canonical, batch = of_layers(0.1)
+    loss, grads = pipe.value_and_grad(pipe.place(canonical), batch)
+    wanted_loss, wanted = over_microbatches(whole)(canonical, batch)
+    # One of the losses is of float32.
+    assert abs(float(loss) - float(wanted_loss)) <= 1e-6 * float(wanted_loss)
+    assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [0.0, 2, np.float32(1), np.zeros(()), None, lambda x: jnp.mean(x).astype(jnp.bfloat16), lambda x: jnp.float16(6e4)],
+    ids=["float", "int", "numpy scalar", "numpy array", "None", "bfloat16", "float16"],
+)
+def test_losses_of_layers_may_have_any_floating_form(loss):
+    pipe, canonical, batch = of_layers(loss)
+    losses = jax.eval_shape(pipe.losses, pipe.place(canonical), batch)
+    assert losses.dtype in (jnp.float32, jnp.float64)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [((), r"float64\[0\]"), (True, r"bool\[\]"), (lambda x: jnp.sum(x, -1), r"float64\[2\]"), ({}, r"PyTreeDef\(\{\}\)")],
+    ids=["tuple", "bool", "vector", "dict"],
+)
+def test_what_is_no_loss_of_a_layer_is_refused(loss, text):
+    pipe, canonical, batch = of_layers(loss)
+    with pytest.raises(jp.PipelineError, match=r"`layers\['t'\]` must return a floating scalar as its loss; it returns " + text):
+        jax.eval_shape(pipe.losses, pipe.place(canonical), batch)
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("loss", [0, 0.5, None])
+def test_a_stage_may_return_a_python_number_as_its_loss(loss, remat):
+    options = {"last": last, "stage_loss": True, "remat": remat}
+    pipe = jp.Pipeline(lambda p, x: (x @ p, loss), schedule=build("1f1b"), mesh=mesh_of(2), **options)
+    params = pipe.place({"stages": draw([(2, WIDTH, WIDTH)])[0], "last": {}})
+    assert jax.eval_shape(pipe.losses, params, rows()).shape == (M,)
+
+
 def test_faults_of_losses():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH), "v": (2, WIDTH)}), "last": {}}
     for stage, text in [
