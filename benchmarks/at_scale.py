@@ -112,7 +112,7 @@ class Run:
             remat=choice.remat,
             memory=memory,
             most=1,
-            mesh=Target(overheads=Overheads(on_host=self.model.tensor > 1)),
+            mesh=Target(communicates=self.model.tensor > 1),
         )
         return plans.best
 

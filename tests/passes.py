@@ -8,7 +8,8 @@ from itertools import pairwise
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
-from jaxpipe.lowering.plan import choose_candidate
+from jaxpipe.lowering.candidates import span_candidates
+from jaxpipe.lowering.plan import cheapest, choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.liveness import LastUse, Liveness
@@ -36,13 +37,23 @@ def random_segments(rng, ticks):
     """Segments cut anywhere, of any period: `assign_slots` must be right for all of them."""
     stop = ticks.num_ticks
     marks = sorted({0, stop, *(rng.randint(0, stop) for _ in range(rng.randint(0, 2)))})
-    spans = [Span(a, b, min(b - a, rng.randint(1, 5)), rng.random() < 0.5) for a, b in pairwise(marks)]
-    return segments_of(spans, collect(ticks), beside=rng.random() < 0.5)
+    spans = [Span(a, b, min(b - a, rng.randint(1, 5))) for a, b in pairwise(marks)]
+    return segments_of(spans, collect(ticks))
+
+
+def cut(ticks):
+    """The cheapest segments of these ticks."""
+    return cheapest(ticks).segments
+
+
+def cuts(ticks):
+    """Every list of segments to choose from."""
+    return [segments_of(spans, collect(ticks)) for spans in span_candidates(ticks)]
 
 
 def exchanges(segments):
     """The permutes of each tick."""
-    return [segment.exchange(tick) for segment in segments for tick in range(segment.start, segment.stop)]
+    return [segment.template(tick).permutes for segment in segments for tick in range(segment.start, segment.stop)]
 
 
 def random_liveness(rng):
