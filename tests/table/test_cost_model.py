@@ -15,46 +15,8 @@ from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, program_makespa
 from jaxpipe.lowering.overheads import Overheads
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.spans import Span, segments_of
-from jaxpipe.program.templates import Part, parts_in_order
-from tests.passes import KEEP_ORDER, cuts, every_ticks, random_segments
+from tests.passes import KEEP_ORDER, cuts, every_ticks, random_segments, simulated
 from tests.strategies import schedules
-
-
-def simulated(costs, segments, transfer, forward_first=False):
-    """`program_makespan` again, from its definition: part by part, device by device, no trip left out."""
-    order = parts_in_order(forward_first)
-    time = [0.0] * costs.shape[-1]
-    for segment in segments:
-        under_way = {}
-
-        def place(point, segment=segment):
-            blocks = segment.templates[point.tick].blocks
-            return point.tick, order.index(Part.of(blocks[point.block].block.kind)) if point.block < len(blocks) else len(order)
-
-        together = {}  # permutes that are issued together and awaited together
-        for t in segment.transits:
-            issued = (0, 0) if t.from_before else place(t.issued)
-            together.setdefault((issued, place(t.written), t.from_before), []).append(t.permute)
-        for tick in range(segment.start, segment.stop):
-            trip, j = divmod(tick - segment.start, segment.period)
-            for part in range(len(order) + 1):
-                for (issued, written, from_before), permutes in together.items():
-                    if issued == (j, part) and (trip or not from_before):
-                        under_way.setdefault(written, []).append(over(time, permutes, transfer))
-                for done in under_way.pop((j, part), []):
-                    time = [max(both) for both in zip(time, done, strict=True)]
-                if part < len(order):
-                    time = [t + took for t, took in zip(time, costs[tick, part], strict=True)]
-        in_flight = [over(time, permutes, transfer) for (_, _, from_before), permutes in together.items() if from_before]
-        time = [max(times) for times in zip(time, *in_flight, strict=True)]
-    return max(time, default=0.0)
-
-
-def over(time, permutes, transfer):
-    """When permutes are over that devices issue at these times."""
-    ends = [(pair, p) for p in permutes for pair in p.pairs]
-    until = [max([t, *(time[e] for pair, _ in ends if d in pair for e in pair)]) for d, t in enumerate(time)]
-    return [t + transfer * len({id(p) for pair, p in ends if d in pair}) for d, t in enumerate(until)]
 
 
 @given(schedule=schedules())
