@@ -40,8 +40,10 @@ class Candidate(NamedTuple):
     def of(cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads) -> Candidate:
         """Price the segments."""
         durations, devices = tick_durations(ticks, costs), ticks.schedule.num_devices
-        priced = program_makespan(durations, segments, overheads)
-        return cls(ticks, segments, program_makespan(durations, segments), program_price(priced, segments, devices, overheads))
+        unit = FORWARD if costs is None else 1.0
+        own = overheads.in_unit(unit)
+        price = program_price(program_makespan(durations, segments, own), segments, devices, own, unit=unit)
+        return cls(ticks, segments, program_makespan(durations, segments), price)
 
 
 def candidates(schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED) -> tuple[Candidate, ...]:
@@ -49,21 +51,20 @@ def candidates(schedule: Schedule, *, costs: Costs | None = None, overheads: Ove
 
     All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2, where 1 is `FORWARD`.
     """
-    own = overheads.in_unit(FORWARD) if costs is None else overheads
     ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1), balanced_ticks(schedule)]
     ways += [joined_ticks(schedule)] if joins_weights(schedule).any() else []
-    return tuple(each for ticks in ways for each in candidates_of(ticks, costs, own))
+    return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))
 
 
 def candidates_of(ticks: Ticks, costs: Costs | None, overheads: Overheads) -> Iterator[Candidate]:
-    """Those of one way to assign ticks; overheads have the unit of the costs."""
+    """Those of one way to assign ticks."""
     for spans in span_candidates(ticks):
         yield Candidate.of(ticks, segments_of(spans, collect(ticks)), costs, overheads)
 
 
 def cheapest(ticks: Ticks) -> Candidate:
     """The cheapest of one way to assign ticks, without costs."""
-    return min(candidates_of(ticks, None, GUESSED.in_unit(FORWARD)), key=lambda each: each.price)
+    return min(candidates_of(ticks, None, GUESSED), key=lambda each: each.price)
 
 
 def choose_candidate(schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED) -> Candidate:
