@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from ..arrays import PyTree
 from ..errors import PipelineError, ScheduleError
 from ..lowering.offload import Offload
-from ..lowering.plan import Prefer
 from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 from ..transforms.spread_first import spread_first
@@ -94,14 +93,6 @@ def loss_of(value: Any) -> Loss:
         return value
     known = " or ".join(f"Loss.{member.name}" for member in Loss)
     raise PipelineError(f"loss must be {known}; got {value!r}")
-
-
-def prefer_of(value: Prefer | str | None, default: Prefer) -> Prefer:
-    """The choice; PipelineError for anything else."""
-    try:
-        return default if value is None else Prefer(value)
-    except ValueError:
-        raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
 
 
 def accumulate_of(dtype: Any) -> Any:

@@ -88,15 +88,14 @@ def _run_segment(program: Program, model: Model, devices: list[_Device], segment
                 continue
             for number, device in enumerate(devices):
                 _run_block(use, model, device, _record(program, tick, number), program)
-        exchange = segment.choice(tick)
-        for lane, permute in zip(template.lanes_of(exchange), template.exchanges[exchange], strict=True):
+        for lane, permute in enumerate(template.permutes):
             brought = [None] * len(devices)
             for source, target in permute.pairs:
                 brought[target] = devices[source].sent[permute.payload]
             pool = POOL_OF[permute.payload]
             trip, j = divmod(tick - segment.start, segment.period)
-            at = [int(of[trip]) for of in written[j, lane]] if (j, lane) in written else [tick, len(template.blocks)]
-            awaited.setdefault((at[0], at[1]), []).append((pool, lane, [(value, tick) for value in brought]))
+            at, block = written[j, lane]
+            awaited.setdefault((int(at[trip]), int(block[trip])), []).append((pool, lane, [(value, tick) for value in brought]))
         arrive(tick, len(template.blocks))
         for device, values in zip(devices, fetched, strict=True):
             for name, slot, value in values:
