@@ -129,7 +129,7 @@ class Function:
             weak = jax.typeof(found).weak_type and jnp.issubdtype(found.dtype, jnp.integer)
             if found.shape == () and (weak or jnp.issubdtype(found.dtype, jnp.floating)):
                 # Half a precision ends at 65504, and losses are summed.
-                return found.astype(wider(found.dtype, jnp.float32))
+                return summable(found)
             what = f"{found.dtype}{list(found.shape)}"
         raise PipelineError(f"`{self.name}` must return a floating scalar as its loss; it returns {what}")
 
