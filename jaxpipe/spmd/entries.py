@@ -18,6 +18,7 @@ from ..stage.code import StageCode, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from .compiler_options import options_for
+from .mapped import mapped
 
 # Values, and how each is split; None: as the partitioner likes.
 Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
@@ -120,13 +121,12 @@ def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *group
     Groups that are `donated` lie where the outputs do that are made of them, as pools and accumulators do in the step.
     """
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    manual = {job.axis, *job.data_axes}
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=_WHOLE, out_specs=_WHOLE, axis_names=manual, check_vma=False)
+    alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
 
-    lowered = jax.jit(mapped, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
+    lowered = jax.jit(alone, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
     return lowered.compile(compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes))))
 
 

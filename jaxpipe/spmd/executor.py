@@ -13,6 +13,7 @@ from ..model.partition import Partition
 from ..stage.job import Job
 from .body import Prepared, body, prepare
 from .entries import StageEntries, auto_axes, split_entries
+from .mapped import mapped, on_cpus
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,17 @@ class SpmdExecutor:
         """Do the job; it may be traced."""
         everywhere, rows, kept = PartitionSpec(), PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
         placed = self.partition.manual_specs(params)
-        blocking = any(device.platform == "cpu" for device in self.mesh.devices.flat)
+        blocking = on_cpus(self.mesh)
         spread = {"state": kept, "outputs": rows}
         entries = self._entries(job, placed, params, batch, rng, state)
-        found: tuple[dict[str, Any], dict[str, PyTree]] = jax.shard_map(
+        run = mapped(
             lambda p, b, r, s: body(job, p, b, r, s, blocking=blocking, entries=entries),
-            mesh=self.mesh,
+            self.mesh,
+            {job.axis, *job.data_axes},
             in_specs=(placed, rows, everywhere, kept),
             out_specs=({key: spread.get(key, everywhere) for key in job.results}, placed if job.training else everywhere),
-            axis_names={job.axis, *job.data_axes},
-            check_vma=False,
-        )(params, batch, rng, state)
+        )
+        found: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
         return found
 
     def _entries(
@@ -56,8 +57,5 @@ class SpmdExecutor:
 
         rows, kept, whole = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis), PartitionSpec()
         axes = {job.axis, *job.data_axes}
-        mapped = jax.shard_map(
-            trace, mesh=self.mesh, in_specs=(placed, rows, whole, kept), out_specs=whole, axis_names=axes, check_vma=False
-        )
-        jax.eval_shape(mapped, params, batch, rng, state)
+        jax.eval_shape(mapped(trace, self.mesh, axes, (placed, rows, whole, kept), whole), params, batch, rng, state)
         return split_entries(job, self.mesh, found[0].code, found[0].owned)
