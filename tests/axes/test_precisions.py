@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 import jaxpipe as jp
 from jaxpipe.debug import find_nonfinite
-from tests.axes.model import ROWS, SPECS, WIDTH, batch, build, canonical, first, last, like_truth, pipeline, stage, worst_error
+from tests.axes.model import ROWS, SPECS, WIDTH, batch, canonical, first, last, like_truth, pipeline, stage, worst_error
 from tests.oracle import oracle_outputs, oracle_value_and_grad
 from tests.tiers import slow
 from tests.tolerance import longest_chain, rounding
