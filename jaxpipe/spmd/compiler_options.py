@@ -35,6 +35,10 @@ _BLOCKS_COMMUNICATE: Options = {
 }
 
 
+# For what is compiled only to ask what the partitioner makes of it, on CPU devices: machine code as it is made soonest.
+ASKED_ON_CPUS: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+
+
 def options_for(target: Target) -> Options:
     """The options for what a program runs on; none but on NVIDIA GPUs.
 
