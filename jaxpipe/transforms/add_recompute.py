@@ -20,11 +20,13 @@ from ..table.check import check
 from ..table.kinds import Kind, Value, readers
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
+from ..table.typed import typed
 from .fewest_recomputed import fewest_recomputed
 
 _USERS = readers(Value.ACTIVATIONS)
 
 
+@typed()
 def add_recompute(
     schedule: Schedule,
     *,
@@ -78,6 +80,7 @@ def add_recompute(
     return (early if early.makespan < latest.makespan else latest).schedule
 
 
+@typed()
 def remove_recompute(schedule: Schedule) -> Schedule:
     """The table without R, everything else as it is: every F keeps its activations.
 
@@ -85,7 +88,7 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     >>> print(remove_recompute(jp.Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")).to_csv(), end="")
     0F0,0F1,0B0,0B1
     """
-    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.R] for row in schedule.rows])
+    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.R] for row in schedule.cells])
 
 
 def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None, max_activations: int | None) -> None:
