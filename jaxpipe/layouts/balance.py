@@ -175,6 +175,8 @@ def _require_whole(**numbers: object) -> None:
 def _cost_faults(costs: Sequence[float], stages: int, allow_empty: bool, sizes: Sequence[float] | None, most: float) -> list[str]:
     """Everything that is wrong with the arguments of `split_layers`."""
     _require_whole(stages=stages)
+    if not isinstance(allow_empty, bool):
+        return [f"allow_empty must be True or False; got {quoted(allow_empty)}"]
     if not is_flat(costs):
         return [f"costs must be a flat list of numbers, one per layer; got {quoted(costs)}"]
     if len(costs) > MAX_SPLIT or stages > MAX_SPLIT:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..errors import ScheduleError
+from .typed import set_typed
+
 
 class Objective(Enum):
     """What a schedule is made short in: the whole step, or the time of a microbatch in its steady state."""
@@ -41,6 +44,10 @@ class Certificate:
     bound: float
     proof: Proof
     max_activations: int | None = None
+
+    def __post_init__(self) -> None:
+        """ScheduleError for what is no objective, number or proof."""
+        set_typed(self, ScheduleError)
 
     @property
     def gap(self) -> float:

@@ -113,6 +113,8 @@ def _require_size(devices: int, chunks: int) -> None:
     """ScheduleError for what is not a number, or asks for far too many stages."""
     if not all(map(is_whole, (devices, chunks))):
         raise ScheduleError(f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers")
-    if devices > MAX_DEVICES or max(1, devices) * chunks > MAX_STAGES:
+    if devices < 0:
+        raise ScheduleError(f"devices={quoted(devices)} must be 0 or more")
+    if devices > MAX_DEVICES or max(1, int(devices)) * int(chunks) > MAX_STAGES:
         asked = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
         raise ScheduleError(f"{asked} are too many; a table has at most {MAX_DEVICES:,} devices and {MAX_STAGES:,} stages")

@@ -52,13 +52,12 @@ def set_typed(value: Any, error: type[JaxpipeError], *, but: Collection[str] = (
 
 
 def plain(number: Any) -> int | float:
-    """A number as Python's own int or float; infinite where it is too large for a float."""
-    if is_whole(number):
-        return int(number)
+    """A number as Python's own int or float; infinite where no float is so large."""
     try:
-        return float(number)
+        as_float = float(number)
     except OverflowError:
         return float("inf") if number > 0 else float("-inf")
+    return int(number) if is_whole(number) else as_float
 
 
 _hints = cache(get_type_hints)

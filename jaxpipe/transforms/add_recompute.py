@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, quoted
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations, simulate
 from ..simulation.timeline import Timeline
@@ -100,13 +100,15 @@ def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None
         raise ScheduleError("the table has no backward, so nothing is recomputed; give it B, or I and W, for every F")
     unknown = sorted(set(stages or ()) - set(range(schedule.num_stages)))
     if unknown:
-        raise ScheduleError(f"stages={unknown} do not exist; stages go from 0 to {schedule.num_stages - 1}")
+        raise ScheduleError(f"stages={quoted(unknown)} do not exist; stages go from 0 to {schedule.num_stages - 1}")
     if lead is not None and lead < 0:
-        raise ScheduleError(f"lead={lead} must be 0 or more, or None for no bound")
+        raise ScheduleError(f"lead={quoted(lead)} must be 0 or more, or None for no bound")
     if max_activations is not None and max_activations < 1:
-        raise ScheduleError(f"max_activations={max_activations} must be at least 1: the backward itself needs those of its microbatch")
+        raise ScheduleError(
+            f"max_activations={quoted(max_activations)} must be at least 1: the backward itself needs those of its microbatch"
+        )
     if max_activations is not None and lead is None:
-        raise ScheduleError(f"lead=None has no bound, so max_activations={max_activations} cannot be kept; write lead=1")
+        raise ScheduleError(f"lead=None has no bound, so max_activations={quoted(max_activations)} cannot be kept; write lead=1")
 
 
 def _recompute_of(cell: Cell) -> Action | None:

@@ -154,7 +154,7 @@ SEPARATED = ["0F0;0B0\n1F0;1B0\n", "0F0\t0B0\n", ";;0F0\n;0B0;\n", "0F0;(0F1;0B0
 
 @pytest.mark.parametrize("text", SEPARATED)
 def test_another_separator_is_named(text):
-    with pytest.raises(jp.ScheduleError, match="wrong separator .*; write a comma"):
+    with pytest.raises(jp.ScheduleError, match=r"wrong separator .*; write a comma"):
         Schedule.from_csv(text)
 
 
