@@ -172,7 +172,7 @@ def _require_whole(**numbers: object) -> None:
         raise LayoutError(listed("these are not numbers of layers, devices or stages", bad))
 
 
-def _cost_faults(costs: Sequence[float], stages: int, allow_empty: bool, sizes: Sequence[float] | None, most: float) -> list[str]:
+def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object, sizes: Sequence[float] | None, most: float) -> list[str]:
     """Everything that is wrong with the arguments of `split_layers`."""
     _require_whole(stages=stages)
     if not isinstance(allow_empty, bool):

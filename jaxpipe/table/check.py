@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation
+from ..errors import ScheduleError, Violation, quoted
 from .activations import Release, live_activations
 from .grid import grid
 from .run_order import Transfers
@@ -73,7 +73,7 @@ def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) ->
         if not len(over):
             continue
         number = table.first[device] + int(over[0])
-        message = f"device {device} may hold {most} activations, but holds {held[over[0]]} while {table.text(number)} runs"
+        message = f"device {device} may hold {quoted(most)} activations, but holds {held[over[0]]} while {table.text(number)} runs"
         found.append(Violation("memory", f"{message} and {held.max()} at its peak", *table.cell_of(number)))
     return found
 
