@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,7 @@ def balanced_layout(
     >>> str(balanced_layout("Et*8,L", {"E": 0.5, "t": 1, "L": 1.5}, devices=4))
     'Ett|tt|t*3|tL'
     """
-    _require_whole(devices=devices, chunks=chunks)
+    devices, chunks = _require_whole(devices=devices, chunks=chunks)
     model = parse_layout(layers, devices=1, letters=letters)
     if model.num_stages > 1:
         raise LayoutError(f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. 'Et*61,mL', or use parse_layout")
@@ -165,11 +166,12 @@ def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> 
     return cuts[::-1], float(best[layers])
 
 
-def _require_whole(**numbers: object) -> None:
-    """LayoutError that lists each argument that is not a whole number."""
+def _require_whole(**numbers: Any) -> tuple[int, ...]:
+    """The numbers as Python's own; LayoutError that lists each that is not a whole one."""
     bad = [f"{name} must be a whole number; got {quoted(n)}" for name, n in numbers.items() if not is_whole(n)]
     if bad:
         raise LayoutError(listed("these are not numbers of layers, devices or stages", bad))
+    return tuple(map(int, numbers.values()))
 
 
 def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object, sizes: Sequence[float] | None, most: float) -> list[str]:

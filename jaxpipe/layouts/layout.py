@@ -156,10 +156,11 @@ def _short(layout: Layout) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _require_devices(devices: object) -> None:
-    """LayoutError for what is not a number of devices."""
+def _require_devices(devices: object) -> int:
+    """The number of devices as Python's own; LayoutError for what is none."""
     if not is_whole(devices) or devices < 1:
         raise LayoutError(f"a layout needs devices >= 1; got {quoted(devices)}")
+    return int(devices)
 
 
 def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
@@ -177,7 +178,7 @@ def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
     bad = [c for c in letters if c in _SYNTAX or c.isspace() or c.isdigit()]
     if bad or len(set(letters)) != len(letters):
         raise LayoutError(f"letters={quoted(letters)} must be distinct characters, none of them a digit, a space or one of {_SYNTAX}")
-    _require_devices(devices)
+    devices = _require_devices(devices)
     if len(text) > MAX_SYMBOLS:
         raise LayoutError(f"the layout has {len(text):,} characters; {MAX_SYMBOLS:,} are the most (repeats are written t*3)")
     stages = tuple(_Reader(text, letters).read().split("|"))

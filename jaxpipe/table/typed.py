@@ -93,7 +93,7 @@ def _read(value: Any, hint: Any) -> Any:
 
 def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
     """A container, and what is in it; what can be read but once is not looked into."""
-    if isinstance(value, np.ndarray) and value.ndim:
+    if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, origin) or isinstance(value, str | bytes):
         return _MISFIT

@@ -186,12 +186,13 @@ def _is_simulated(table: Schedule, transfers: Transfers, where: str) -> None:
 
 
 def test_some_mutants():
-    accepted, refused = try_tables(1, 150)
-    assert accepted > 15
-    assert refused > 60
+    accepted, refused = try_tables(1, 100)
+    assert accepted > 10
+    assert refused > 40
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_many_mutants():
     accepted, refused = try_tables(int(os.environ.get("SEED", "1")), int(os.environ.get("TABLES", "20000")))
     print(f"{accepted:,} accepted, {refused:,} refused")
