@@ -43,7 +43,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOrder:
-    """`order` holds every action, each after all that it waits for; it is valid only where there are no `cycles`."""
+    """`order` holds every action, each after all that it waits for, where there are no `cycles`."""
 
     order: tuple[int, ...]
     cycles: tuple[tuple[Wait, ...], ...]

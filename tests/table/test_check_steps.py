@@ -6,6 +6,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe import Action, Kind, Overlap, Schedule, Transfers
+from jaxpipe.cli.main import main
 from tests.steps import steps
 
 # The most that any of these tables takes is 140 a cell: an invalid table has its faults listed and its grid drawn.
@@ -79,3 +80,12 @@ def test_very_many_devices_at_a_share_that_one_lacks():
     rows = [[Action(d, kind, 0) for kind in (Kind.F, Kind.L, Kind.B)] for d in range(1500)]
     rows[-1] = [*rows[-1][1:], rows[-1][0]]
     assert "order" in {v.rule for v in answered(Schedule.from_rows(rows)).violations}
+
+
+@pytest.mark.parametrize("text", SHARES.values(), ids=SHARES)
+def test_the_command_line_answers_too(tmp_path, capsys, text):
+    (tmp_path / "t.csv").write_text(text)
+    status = []
+    steps(lambda: status.append(main(["check", str(tmp_path / "t.csv")])), most=2 * FIXED)
+    assert status == [1]
+    assert "devices wait for each other" in capsys.readouterr().out
