@@ -39,7 +39,7 @@ def split_layers(
     faults = _cost_faults(costs, stages, allow_empty, sizes, most)
     if faults:
         raise LayoutError(listed("cannot split the layers", faults))
-    values = np.asarray(costs, dtype=np.float64)
+    values, most = np.asarray(costs, dtype=np.float64), plain(most)
     total = np.concatenate([[0.0], np.cumsum(values)])
     size = total[None, :] - total[:, None]  # [start, end] -> cost of a stage that holds layers start ... end - 1
     gap = np.arange(len(total))[None, :] - np.arange(len(total))[:, None]
@@ -183,13 +183,9 @@ def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object, sizes
         return [f"costs must be a flat list of numbers, one per layer; got {quoted(costs)}"]
     if len(costs) > MAX_SPLIT or stages > MAX_SPLIT:
         return [f"{len(costs):,} layers over {quoted(stages)} stages; {MAX_SPLIT:,} of each are the most"]
-    faults = [
-        f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0"
-        for i, cost in enumerate(costs)
-        if not (is_number(cost) and 0 <= plain(cost) <= MAX_COST)
-    ]
-    if sizes is not None and not (is_flat(sizes) and len(sizes) == len(costs) and all(map(is_number, sizes))):
-        faults.append(f"sizes must be a list of numbers, one per layer; got {quoted(sizes)}")
+    faults = [f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0" for i, cost in enumerate(costs) if not _is_cost(cost)]
+    if sizes is not None and not (is_flat(sizes) and len(sizes) == len(costs) and all(map(_is_cost, sizes))):
+        faults.append(f"sizes must be a list of finite numbers >= 0, one per layer; got {quoted(sizes)}")
     if not is_number(most):
         faults.append(f"most must be a number; got {quoted(most)}")
     if stages < 1:
@@ -197,6 +193,10 @@ def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object, sizes
     if not allow_empty and stages > len(costs):
         faults.append(f"{len(costs)} layers cannot fill {stages} stages; use at most {len(costs)}, or allow_empty=True for empty stages")
     return faults
+
+
+def _is_cost(value: object) -> bool:
+    return is_number(value) and 0 <= plain(value) <= MAX_COST
 
 
 def _even_faults(num_layers: int, devices: int, chunks: int, mtp_layers: int, fixed: dict[int, int]) -> list[str]:

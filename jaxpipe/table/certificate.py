@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, quoted
 from .typed import set_typed
 
 
@@ -60,6 +60,6 @@ class Certificate:
         return self.gap < 1e-9
 
     def __str__(self) -> str:
-        memory = "any memory" if self.max_activations is None else f"{self.max_activations} activations a device"
+        memory = "any memory" if self.max_activations is None else f"{quoted(self.max_activations)} activations a device"
         words = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
         return f"{self.objective.value} {self.value:g}, {words} for {memory} (bound {self.bound:g}: {self.proof.value})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,7 +55,7 @@ class Placement:
             raise ScheduleError(f"{quoted(stage_to_device)} is not a placement; give the device of each stage, such as [0, 1, 1, 0]")
         if len(stage_to_device) > MAX_STAGES:
             raise ScheduleError(f"the placement has {len(stage_to_device):,} stages; {MAX_STAGES:,} are the most")
-        entries = tuple(tuple(e) if isinstance(e, Iterable) else (e,) for e in stage_to_device)
+        entries = tuple(tuple(e) if is_flat(e) else (e,) for e in stage_to_device)
         bad = [s for s, e in enumerate(entries) if not e or not all(is_whole(d) and d >= 0 for d in e)]
         if bad:
             raise ScheduleError(f"stages {quoted(bad)} have no device, or a negative one; give every stage a device >= 0")
