@@ -11,8 +11,9 @@ from math import ceil
 
 from ..errors import ScheduleError, listed, quoted
 from ..table.certificate import Objective
-from ..table.limits import is_whole
+from ..table.limits import MAX_COUNT, is_whole
 from ..table.placement import Placement
+from ..table.typed import typed
 from .costs import Costs, StageCosts
 from .job_shop import JobShop
 
@@ -20,6 +21,7 @@ from .job_shop import JobShop
 _MOST_PAIRS, _MOST_STAGES = 1 << 13, 128
 
 
+@typed()
 def lower_bound(
     costs: Costs | None = None,
     *,
@@ -59,11 +61,11 @@ def lower_bound(
     >>> lower_bound(devices=4, max_activations=2, objective=Objective.PERIOD)
     4.5
     """
-    if not isinstance(objective, Objective):
-        raise ScheduleError(f"objective must be a jaxpipe.Objective, not {quoted(objective)}")
     if objective is Objective.PERIOD and microbatches is None:
         microbatches = 1
     places = _placements(devices, chunks, placement, microbatches, max_activations)
+    # No table holds so many: a larger cap is none.
+    max_activations = None if max_activations is None else min(max_activations, MAX_COUNT)
     costs = costs or Costs()
     times = cheapest(costs.for_stages(places[0].num_stages))
     assert microbatches is not None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..errors import ScheduleError, quoted
+from .typed import set_typed
+
 
 class Objective(Enum):
     """What a schedule is made short in: the whole step, or the time of a microbatch in its steady state."""
@@ -42,6 +45,10 @@ class Certificate:
     proof: Proof
     max_activations: int | None = None
 
+    def __post_init__(self) -> None:
+        """ScheduleError for what is no objective, number or proof."""
+        set_typed(self, ScheduleError)
+
     @property
     def gap(self) -> float:
         """By what fraction of the bound the value is above it, at most."""
@@ -53,6 +60,6 @@ class Certificate:
         return self.gap < 1e-9
 
     def __str__(self) -> str:
-        memory = "any memory" if self.max_activations is None else f"{self.max_activations} activations a device"
+        memory = "any memory" if self.max_activations is None else f"{quoted(self.max_activations)} activations a device"
         words = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
         return f"{self.objective.value} {self.value:g}, {words} for {memory} (bound {self.bound:g}: {self.proof.value})"
