@@ -11,7 +11,7 @@ from ..layouts.layout import Layout, LayoutError
 from ..schedules import build
 from ..schedules.registry import describe
 from ..simulation.costs import Costs
-from ..simulation.lower_bound import lower_bound
+from ..simulation.lower_bound import bound_beside
 from ..simulation.simulate import simulate
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
@@ -314,10 +314,9 @@ _PARTS = {
 
 def _result(lowered: _Lowered) -> PipelinePlan:
     """A plan as it is handed out."""
-    c, question = lowered.candidate, lowered.candidate.question
+    c = lowered.candidate
     timeline = simulate(c.schedule, c.costs)
-    cap = max(*timeline.peak_activations, c.schedule.num_chunks)
-    bound = lower_bound(c.costs, placement=c.schedule.placement, microbatches=question.microbatches, max_activations=cap)
+    bound, cap = bound_beside(timeline)
     proof, own = Proof.RELAXATION, c.schedule.certificate
     if own is not None and own.objective is Objective.MAKESPAN and own.bound > bound:
         bound, proof = own.bound, own.proof
@@ -325,7 +324,7 @@ def _result(lowered: _Lowered) -> PipelinePlan:
     times = c.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
     slow = max(range(len(whole)), key=lambda s: whole[s])
-    gap = f"; at most {certificate.gap:.1%} above the optimum for its layout and memory" if bound else ""
+    gap = f"; at most {certificate.gap:.1%} above the optimum for its layout, remat and memory" if bound else ""
     why = (
         f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms a microbatch, "
         f"the mean is {sum(whole) / len(whole) * 1e3:.3g} ms{gap}"
