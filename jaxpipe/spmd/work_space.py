@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -57,6 +57,17 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
     for run in runs:
         name = " with ".join(block.name for block in run)
         found[name] = max(found.get(name, 0), _temp(job, mesh, run))
+    return found
+
+
+def work_without_gradients(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
+    """The same of "first gradient" and "last", their gradients of parameters left out."""
+    found = {}
+    for block in outer_blocks(job, code, split=entries is not None):
+        if block.parameters:
+            rest = block.jaxpr.outvars[: block.totals_at] + block.jaxpr.outvars[block.totals_at + len(block.parameters) :]
+            bare = replace(block, jaxpr=block.jaxpr.replace(outvars=rest), parameters=())
+            found[block.name] = _temp(job, mesh, (bare,))
     return found
 
 
