@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -63,6 +63,17 @@ def step_blocks(job: Job, code: ModelCode, entries: Sequence[StageEntries] | Non
         runs += [(block,) for name, block in blocks.items() if name in kinds]
         runs += [(blocks["B"], blocks["F"])] if len(table.encoded.pairs) and "B" in kinds else []
     return runs
+
+
+def work_without_gradients(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
+    """The same of "first gradient" and "last", their gradients of parameters left out."""
+    found = {}
+    for block in outer_blocks(job, code, split=entries is not None):
+        if block.parameters:
+            rest = block.jaxpr.outvars[: block.totals_at] + block.jaxpr.outvars[block.totals_at + len(block.parameters) :]
+            bare = replace(block, jaxpr=block.jaxpr.replace(outvars=rest), parameters=())
+            found[block.name] = _temp(job, mesh, (bare,))
+    return found
 
 
 def stage_work_space(job: Job, mesh: Mesh, code: StageCode, entries: StageEntries) -> dict[str, int]:
