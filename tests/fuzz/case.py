@@ -140,10 +140,8 @@ def draw(seed: int) -> Case:
     if schedule.forward_only or last == "none":
         allowed = {"outputs", "place", "nonfinite"} | ({"evaluate", "fewer", "losses"} if last != "none" else set())
         calls = tuple(call for call in calls if call in allowed) or ("outputs",)
-    if first in SPREAD or last in SPREAD:
+    if first in SPREAD or last in SPREAD or any("normalised" in each for each in ops):
         calls = tuple(call for call in calls if call != "nonfinite") or ("place",)
-    if any("normalised" in each for each in ops):
-        calls = tuple(call for call in calls if call not in ("evaluate", "fewer", "losses", "outputs", "nonfinite")) or ("place",)
     return Case(
         seed=seed,
         form=form,

@@ -277,7 +277,7 @@ class Model:
         def own(ops: Sequence[str], width: int, stack: tuple[int, ...] = ()) -> Any:
             if "normalised" not in ops:
                 return {}
-            return {"mean": np.zeros((*stack, width)), "seen": np.zeros(stack, np.int32)}
+            return {"mean": self._array("mean", (*stack, width)), "seen": np.zeros(stack, np.int32)}
 
         if not any("normalised" in ops for ops in c.ops):
             return None

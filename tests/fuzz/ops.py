@@ -81,8 +81,9 @@ def _scaled_loop(p: Any, h: Any, k: Any) -> Any:
 
 def _normalised(_: Any, h: Any, k: Any) -> tuple[Any, Any]:
     own = jnp.mean(h.reshape(-1, h.shape[-1]), axis=0)
-    new = {"mean": 0.9 * k.state["mean"] + 0.1 * lax.stop_gradient(own), "seen": k.state["seen"] + 1}
-    return h - (own if k.training else k.state["mean"]), new
+    if not k.training:
+        return h - k.state["mean"], k.state
+    return h - own, {"mean": 0.9 * k.state["mean"] + 0.1 * lax.stop_gradient(own), "seen": k.state["seen"] + 1}
 
 
 OPS: dict[str, Op] = {

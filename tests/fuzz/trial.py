@@ -113,7 +113,10 @@ class Trial:
 
     @property
     def _frozen(self) -> Any:
-        names = {*self.case.frozen, "q"}
+        there = {jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(self.model.canonical)}
+        names = there & {*self.case.frozen, "q"}
+        if not names:
+            return None
         return (lambda path, _: path.split("/")[-1] in names) if self.case.seed % 2 else [rf"(^|/){name}$" for name in sorted(names)]
 
     def _trained(self, tree: Any) -> Any:
@@ -174,7 +177,7 @@ class Trial:
 
     def right_state(self, founds: list[Any]) -> Any:
         """The stages' state after a step: each takes the microbatches in the order of its row."""
-        c, count = self.case, self.case.microbatches
+        c, count, begin = self.case, self.case.microbatches, self.model.unstacked(self.model.state)
         order: dict[int, list[int]] = {}
         for _, _, action in self.schedule.actions():
             if action.kind is jp.Kind.F:
@@ -185,9 +188,9 @@ class Trial:
                 return {}
             means = []
             for shard in range(c.data):
-                mean = 0.0
-                for m in order[stage]:
-                    mean = 0.9 * mean + founds[shard * count + m][stage]["mean"]
+                mean = start = begin[stage]["mean"]
+                for m in order[stage]:  # every microbatch was given the same state by the plain model
+                    mean = 0.9 * (mean - start) + founds[shard * count + m][stage]["mean"]
                 means.append(mean)
             return {"mean": sum(means) / c.data, "seen": jnp.int32(count)}
 
@@ -357,7 +360,9 @@ def run(case: Case) -> tuple[str, str]:
     except Wrong as error:
         return "wrong", str(error)
     except Exception as error:
-        where = [f"{f.filename.split('/')[-1]}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__) if "jaxpipe" in f.filename]
+        where = [
+            f"{f.filename.split('/')[-1]}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__) if "jaxpipe" in f.filename
+        ]
         return "raw", f"{type(error).__name__}: {str(error)[:600]}\n  at {'; '.join(where[-3:])}"
     finally:
         gc.collect()
