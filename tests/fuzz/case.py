@@ -27,6 +27,8 @@ REMATS = (
 )
 ONE_MORE = ("grad", "evaluate", "fewer", "losses", "outputs", "train", "checkpoint", "jit", "lowered", "report", "nonfinite", "place")
 
+TRACED = ("checkpoint", "jit", "lowered", "report", "train")  # what the eager executor cannot do
+
 
 @dataclass(frozen=True)
 class Case:
@@ -126,7 +128,7 @@ def draw(seed: int) -> Case:
 
     form = one("alike", "alike", "list", "layers")
     stateless = ("normalised",) if copies or form == "layers" else ()
-    tied = chance(0.6) and (first in SPREAD and last in SPREAD or (first, last) == ("embed", "xent"))
+    tied = chance(0.6) and ((first in SPREAD and last in SPREAD) or (first, last) == ("embed", "xent"))
     without = (*stateless, *(("shared", "shared_scale") if tied and first in SPREAD else ()))
     changing = form == "list" and axes["tensor"] == 0 and chance(0.7)  # from stage to stage another width
     widths = tuple(int(n) for n in rng.integers(2, 7, size=stages)) if changing else ()
@@ -136,10 +138,13 @@ def draw(seed: int) -> Case:
     count = {"alike": 1, "list": stages, "layers": int(rng.integers(1, 4))}[form]
     ops = tuple(some(names, 3 if form != "layers" else 2, without=without) or ("dense",) for _ in range(count))
     carrier = "array" if "vocab" in (first, last) else one("array", "array", "tuple", "dict" if first != "none" else "tuple")
+    eager = chance(0.1)
     calls = (*(("step",) if last != "none" and not schedule.forward_only else ()), *some(list(ONE_MORE), 2))
     if schedule.forward_only or last == "none":
-        allowed = {"outputs", "place", "nonfinite"} | ({"evaluate", "fewer", "losses"} if last != "none" else set())
+        allowed = {"outputs", "place"} | ({"evaluate", "fewer", "losses"} if last != "none" else set())
         calls = tuple(call for call in calls if call in allowed) or ("outputs",)
+    if eager:
+        calls = tuple(call for call in calls if call not in TRACED) or ("place",)
     if first in SPREAD or last in SPREAD or any("normalised" in each for each in ops):
         calls = tuple(call for call in calls if call != "nonfinite") or ("place",)
     return Case(
@@ -174,7 +179,7 @@ def draw(seed: int) -> Case:
         accumulate=one("float32", "float32", "float64", None),
         prefer=one(None, None, "speed"),
         costs=chance(0.15),
-        eager=chance(0.1),
+        eager=eager,
         calls=calls,
     )
 
@@ -194,8 +199,8 @@ def _draw_table(rng: np.random.Generator, *, spreads: dict[str, bool]) -> dict[s
     while True:
         found: dict[str, Any] = {
             "table": str(rng.choice(jp.schedules.names())),
-            "devices": int(rng.choice([1, 2, 2, 2, 4])),
-            "microbatches": int(rng.choice([1, 2, 3, 4, 4, 5, 6, 7])),
+            "devices": int(rng.choice([1, 2, 2, 2, 2, 4])),
+            "microbatches": int(rng.choice([1, 2, 2, 3, 3, 4, 5, 7])),
             "chunks": [None, None, 1, 2][rng.integers(4)],
         }
         try:

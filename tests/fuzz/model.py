@@ -323,7 +323,7 @@ class Model:
         return found, told(0), told(stages - 1)
 
     def one(self, params: Any, states: Any, rows: Any, microbatch: Any, key: Any, *, training: bool) -> dict[str, Any]:
-        """What one microbatch gives: the loss (a sum where counts are), its count, metrics, outputs, and what each stage makes of its state."""
+        """What one microbatch gives: loss (a sum where there are counts), count, metrics, outputs, and the stages' new states."""
         contexts, before, after = self.contexts(key, microbatch)
         first, last = self.first(plain=True), self.last(plain=True)
         told = partial(_told, shared=params.get("shared", ()), training=training, microbatch=rows)

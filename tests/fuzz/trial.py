@@ -21,8 +21,8 @@ from jaxpipe.eager import EagerExecutor
 from .case import Case
 from .model import Model
 
-# Programs of float64 that XLA compiles apart lie 1e-12 of an array's largest entry from each other (tests/tolerance.py).  A drawn model may
-# multiply that: attention, normalisation and powers of random matrices by a hundred at most in what was seen.  A wrong result differs by 1e-3.
+# Programs of float64 that XLA compiles apart lie 1e-12 of an array's largest entry from each other (tests/tolerance.py).  A drawn
+# model may multiply that by a thousand: its weights are random, and no sum of it is long.  A wrong result is off by far more.
 TOLERANCE = 1e-9
 # A gradient that is a difference of terms a thousand times as large is compared with those.
 CANCELLED = 1e-3
