@@ -365,5 +365,6 @@ def run(case: Case) -> tuple[str, str]:
         ]
         return "raw", f"{type(error).__name__}: {str(error)[:600]}\n  at {'; '.join(where[-3:])}"
     finally:
+        jax.clear_caches()  # a case's programs are of no use to the next one
         gc.collect()
     return "ok", ""
