@@ -5,6 +5,7 @@ Every case runs in a worker, so that an abort or a hang is a finding and not the
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -13,12 +14,23 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
+import jax
+
 from tests.parity.workers import run_all
 
 from .case import Case, draw
 from .trial import run
 
 SECONDS = 240.0  # of a case
+
+
+def work(case: Case) -> tuple[str, str]:
+    """Run a case in a worker, whose memory does not grow."""
+    try:
+        return run(case)
+    finally:
+        jax.clear_caches()  # a case's programs are of no use to the next one
+        gc.collect()
 
 
 def outcome(done: Any) -> tuple[str, str]:
@@ -52,7 +64,7 @@ def shrunk(case: Case, wanted: str, budget: int = 60) -> Case:
         if budget <= 0:
             break
         budget -= 1
-        done = next(run_all(run, [small], workers=1, seconds=SECONDS))
+        done = next(run_all(work, [small], workers=1, seconds=SECONDS))
         if sort_of(*outcome(done))[:60] == wanted[:60]:
             return shrunk(small, wanted, budget)
     return case
@@ -62,11 +74,14 @@ def main() -> int:
     """1 where anything was wrong."""
     count, seed = int(os.environ.get("MODELS", "100")), int(os.environ.get("SEED", "0"))
     workers = int(os.environ.get("WORKERS", "1"))
+    print(f"MODELS={count} SEED={seed} WORKERS={workers}, at most {SECONDS:.0f} s a model", flush=True)
     found: Counter[str] = Counter()
     seen: Counter[str] = Counter()
-    for done in run_all(run, [draw(seed + i) for i in range(count)], workers=workers, seconds=SECONDS):
+    for done in run_all(work, [draw(seed + i) for i in range(count)], workers=workers, seconds=SECONDS):
         kind, text = outcome(done)
         found[kind] += 1
+        if found.total() % 50 == 0:
+            print(f"{found.total()} of {count}: {dict(found)}", flush=True)
         if kind == "ok":
             continue
         seen[sort_of(kind, text)] += 1

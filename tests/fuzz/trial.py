@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -364,7 +363,4 @@ def run(case: Case) -> tuple[str, str]:
             f"{f.filename.split('/')[-1]}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__) if "jaxpipe" in f.filename
         ]
         return "raw", f"{type(error).__name__}: {str(error)[:600]}\n  at {'; '.join(where[-3:])}"
-    finally:
-        jax.clear_caches()  # a case's programs are of no use to the next one
-        gc.collect()
     return "ok", ""
