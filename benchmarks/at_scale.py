@@ -28,8 +28,7 @@ from typing import Any
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output, write_all
-from jaxpipe.lowering.limits import Overheads
-from jaxpipe.lowering.plan import Plan, Prefer
+from jaxpipe.lowering.plan import Plan
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.result import PipelinePlan, gib
 from jaxpipe.planner.transformer import Transformer
@@ -112,7 +111,7 @@ class Run:
             remat=choice.remat,
             memory=memory,
             most=1,
-            mesh=Target(overheads=Overheads(on_host=self.model.tensor > 1)),
+            mesh=Target(communicates=self.model.tensor > 1),
         )
         return plans.best
 
@@ -207,18 +206,18 @@ class Clock:
         return result
 
 
-def largest(name: str, chunks: int, devices: int, microbatches: int, prefer: Prefer) -> Row:
+def largest(name: str, chunks: int, devices: int, microbatches: int) -> Row:
     """Build, check, simulate and lower one large table."""
     clock = Clock()
     table = clock(lambda: jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks))
     clock(lambda: jp.check(table))
     clock(lambda: jp.simulate(table).makespan)
-    plan = clock(lambda: Plan.of(table, prefer))
+    plan = clock(lambda: Plan.of(table))
     program = clock(plan.program)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     counts = (str(table.encoded.num_actions), str(program.num_ticks), str(sum(segment.size for segment in plan.segments)))
     size = (str(devices), str(chunks), str(microbatches))
-    return (name, prefer.value, *size, *counts, *(f"{s:.1f}" for s in clock.seconds), f"{sum(clock.seconds):.1f}", gib(peak))
+    return (name, *size, *counts, *(f"{s:.1f}" for s in clock.seconds), f"{sum(clock.seconds):.1f}", gib(peak))
 
 
 LARGEST = ("interleaved_1f1b:4", "looped_bfs:4", "interleaved_zb:4", "zbv:2", "v_half:2", "dualpipev:2", "zb_h1:1", "1f1b:1")
@@ -226,7 +225,7 @@ BUBBLES = ("model", "P", "M", "schedule", "simulated", "published", "difference"
 PLANS = ("run", "P x T", "M", "", "plan", "layout", "bubble", "program", "speed", "memory", "published")
 DUALPIPE = ("schedule", "P", "M", "bubble", "published", "formula", "activations", "published")
 _SECONDS = ("build", "check", "simulate", "plan", "program", "seconds")
-TABLES = ("table", "prefer", "P", "V", "M", "actions", "ticks", "blocks", *_SECONDS, "memory")
+TABLES = ("table", "P", "V", "M", "actions", "ticks", "blocks", *_SECONDS, "memory")
 TITLES = (
     "Bubble rates of the zero-bubble paper (table 5), for its profiled times; those of the fewest microbatches",
     "Plans of published runs, from their sizes",
@@ -246,7 +245,7 @@ NOTES = (
     ),
     ("F = I = W = 1, B = 2, F&B = 3.  The overlap of all-to-alls with compute, DualPipe's purpose, is left out.",),
     (
-        "prefer: memory, the least code, as on CPUs; speed, as on GPUs.  blocks: pieces of stage code in the program;",
+        "blocks: pieces of stage code in the program;",
         "memory: the process's peak so far.  One core.",
     ),
 )
@@ -263,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe()
     devices, microbatches = map(int, args.size.split(","))
     named = [text.partition(":") for text in args.tables]
-    tables = [largest(name, int(chunks), devices, microbatches, prefer) for name, _, chunks in named for prefer in Prefer]
+    tables = [largest(name, int(chunks), devices, microbatches) for name, _, chunks in named]
     whole = not args.only_tables
     runs = [row for name in args.runs for row in RUNS[name]().rows()] if whole else []
     bubbles = [row for model in ZERO_BUBBLE for row in model.rows()] if whole else []

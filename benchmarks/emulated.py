@@ -26,7 +26,7 @@ import jaxpipe as jp
 from benchmarks.emulated_worker import MARK, Case, Group
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.lowering.plan import Plan, Prefer, plan_of
+from jaxpipe.lowering.plan import Plan, plan_of
 
 SCHEDULES = ("gpipe:1", "1f1b:1", "1f1b_overlap:1", "interleaved_1f1b:2", "interleaved_1f1b_overlap:2", "zb_h1:1", "zb_h2:1")
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Result(
         f"Emulated devices: wall time of a step / makespan of its table (medians of {args.repeats}; F, I, W = {args.unit * 1e3:g} ms)",
         machine,
-        ("schedule", "P", "V", "M", "processes", "prefer", "ideal s", "wall/ideal", "(least)", "program", "empty ms/mb"),
+        ("schedule", "P", "V", "M", "processes", "ideal s", "wall/ideal", "(least)", "program", "empty ms/mb"),
         [row[:-1] for row in rows],
         NOTES,
     ).write(args.output)
@@ -66,7 +66,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
     parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="process counts (default: 1 and P, and 2 for P = 4)")
-    parser.add_argument("--prefer", nargs="+", choices=("memory", "speed"), default=("memory", "speed"), help="of Pipeline")
     parser.add_argument("--unit", type=float, default=0.01, metavar="SECONDS", help="how long F, I and W hold a device")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps that are timed")
     add_output(parser)
@@ -74,21 +73,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _cases(args: argparse.Namespace, devices: int, processes: int) -> Iterator[Case]:
-    """The cases of a group of processes; where `prefer` makes no difference to the program, only the first preference."""
+    """The cases of a group of processes."""
     for text, count in product(args.schedules, args.microbatches):
         name, _, chunks = text.partition(":")
-        seen: list[Plan] = []
-        for prefer in args.prefer:
-            case = Case(name, devices, int(chunks or 1), count, prefer)
-            plan = plan_for(case)
-            if plan not in seen:
-                seen.append(plan)
-                yield case
+        yield Case(name, devices, int(chunks or 1), count)
 
 
 def plan_for(case: Case) -> Plan:
     """The plan that `Pipeline` makes."""
-    return plan_of(case.build(), Prefer(case.prefer))
+    return plan_of(case.build())
 
 
 def _process_counts(asked: Sequence[int] | None, devices: int) -> Iterable[int]:
@@ -152,13 +145,12 @@ def _row(result: dict[str, Any], processes: int, unit: float) -> tuple[str, ...]
         str(case.chunks),
         str(case.microbatches),
         f"{processes} x {case.devices // processes}",
-        case.prefer,
         f"{ideal:.3f}",
         f"{result['step'] / ideal:.3f}",
         f"{min(result['steps']) / ideal:.3f}",
         f"{program:.3f}",
         f"{result['empty'] / case.microbatches * 1e3:.2f}",
-        f"{case.devices:3d} {case.schedule} {case.chunks} {case.microbatches:4d} {case.prefer} {processes:3d}",
+        f"{case.devices:3d} {case.schedule} {case.chunks} {case.microbatches:4d} {processes:3d}",
     )
 
 

@@ -1,7 +1,7 @@
 """A head on one device and spread over all, on emulated devices: wall time of a step against that of the model without a head.
 
     python -m benchmarks.emulated_head -o benchmarks/results/emulated_head.txt
-    python -m benchmarks.emulated_head --schedules 1f1b --heads NOWHERE WHOLE DEFERRED --head 8 --prefer memory \
+    python -m benchmarks.emulated_head --schedules 1f1b --heads NOWHERE WHOLE DEFERRED --head 8 \
         -o benchmarks/results/emulated_deferred_head.txt
 
 F, I and W of a stage hold a device for one unit; the head and its gradient hold it for `--head` units a microbatch, or each of P
@@ -28,7 +28,7 @@ from benchmarks.emulated_worker import ROW, layer_of, stage_of
 from benchmarks.hold import counts
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.table.action import Kind
 
 
@@ -77,7 +77,7 @@ def step_of(args: argparse.Namespace, table: jp.Schedule, head: Head) -> Callabl
 
     mesh = Mesh(np.array(jax.devices()[: args.devices]), ("pipe",))
     function = jp.spread(spread, dims=None) if head.on_all else last
-    pipe = jp.Pipeline(stage_of(args.unit, split=split), schedule=table, mesh=mesh, first=first, last=function, prefer=args.prefer)
+    pipe = jp.Pipeline(stage_of(args.unit, split=split), schedule=table, mesh=mesh, first=first, last=function)
     one = {"w": np.ones(1, np.float32)}
     own = {} if head is Head.NOWHERE else one
     params = pipe.place({"first": one, "stages": {"w": np.ones((table.num_stages, 1), np.float32)}, "last": own})
@@ -101,7 +101,7 @@ def measure(args: argparse.Namespace, name: str, head: Head) -> tuple[float, flo
         step()
         times.append(time.perf_counter() - begin)
     ideal = float(jp.simulate(table, costs).makespan)
-    return statistics.median(times), args.unit * ideal, plan_of(table, Prefer(args.prefer)).makespan / float(jp.simulate(table).makespan)
+    return statistics.median(times), args.unit * ideal, plan_of(table).makespan / float(jp.simulate(table).makespan)
 
 
 def _held(args: argparse.Namespace) -> float:
@@ -126,7 +126,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--unit", type=float, default=0.02, metavar="SECONDS", help="of F, I and W (0.02)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--heads", nargs="+", default=["NOWHERE", "LAST", "SPREAD"], choices=[h.name for h in Head], metavar="WHERE")
-    parser.add_argument("--prefer", default="speed", choices=[p.value for p in Prefer], help="what the program is lowered for (speed)")
     add_output(parser)
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", args.devices)

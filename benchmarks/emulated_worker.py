@@ -39,7 +39,6 @@ class Case:
     devices: int
     chunks: int
     microbatches: int
-    prefer: str = "memory"
     layout: str = ""  # the layers of each stage; a stage is one thing where it is empty
     units: tuple[tuple[str, float, float, float], ...] = ()  # letter, F, I and W of each layer
 
@@ -134,7 +133,7 @@ def layered(case: Case, schedule: jp.Schedule, mesh: Mesh, unit: float, *, split
     stages = {letter: {"w": np.ones((letters.count(letter), 1), np.float32)} for letter in own if letter not in "EL"}
     one = {"w": np.ones(1, np.float32)}
     costs = case.stage_costs(unit or 0.01)
-    pipe = jp.Pipeline(layers=layers, layout=case.layout, schedule=schedule, mesh=mesh, prefer=case.prefer, costs=costs)
+    pipe = jp.Pipeline(layers=layers, layout=case.layout, schedule=schedule, mesh=mesh, costs=costs)
     return pipe, pipe.place({"first": one, "stages": stages, "last": one})
 
 
@@ -152,7 +151,6 @@ def step_of(case: Case, unit: float) -> Callable[[], Any]:
         schedule=schedule,
         mesh=mesh,
         last=lambda params, x, microbatch: jnp.mean(x),
-        prefer=case.prefer,
     )
     params = pipe.place({"stages": {"w": np.ones((schedule.num_stages, 1), np.float32)}, "last": {}})
     return lambda: jax.block_until_ready(pipe.value_and_grad(params, batch))

@@ -19,7 +19,7 @@ import numpy as np
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.lowering.plan import Plan, Prefer
+from jaxpipe.lowering.plan import Plan
 from jaxpipe.schedules.registry import describe as describe_schedule
 from tests.gpu.programs import compile_step, gpu_fault, operations
 
@@ -34,10 +34,6 @@ COLUMNS = (
     "512",
     "worst",
     "sent",
-    "speed: 8",
-    "512",
-    "worst",
-    "sent",
     "HLO: 8",
     "512",
     "ratio",
@@ -47,12 +43,10 @@ COLUMNS = (
 )
 NOTES = (
     "M = 8, 512: blocks of stage code + permutes that are compiled;",
-    'speed: so too with prefer="speed" in place of "memory".',
     "worst: the most of M = 64 and 512 over M = 8, of blocks, or of blocks and a tenth of the permutes (with 35 instructions in these",
     "programs, where a block has 400 and more).",
     "sent: what 96 microbatches more send over what they send in the table.",
-    "speed spends code on kinds of ticks of the steady state, so that transfers run beside blocks.  8 microbatches have none, so its",
-    'code grows until about M = 32 and no further; with "memory", the default, the code is about the same for any M.',
+    "8 microbatches have little steady state, so code grows until about M = 32 and no further.",
     "HLO: instructions of the program that XLA has optimised for H100s.  CPU s: to trace and compile it, of all threads.",
 )
 
@@ -77,25 +71,25 @@ class Table:
 
 
 @cache
-def size(table: Table, microbatches: int, prefer: Prefer) -> tuple[int, int]:
+def size(table: Table, microbatches: int) -> tuple[int, int]:
     """Blocks of stage code and permutes of its program."""
-    plan = Plan.of(table.build(microbatches), prefer)
+    plan = Plan.of(table.build(microbatches))
     return sum(s.size for s in plan.segments), sum(s.permutes for s in plan.segments)
 
 
-def worst(table: Table, prefer: Prefer) -> float:
+def worst(table: Table) -> float:
     """The most that 64 or 512 microbatches take over 8."""
     found = []
-    few = size(table, FEW, prefer)
+    few = size(table, FEW)
     for microbatches in (MORE, MANY):
-        many = size(table, microbatches, prefer)
+        many = size(table, microbatches)
         found += [many[0] / few[0], (many[0] + 0.1 * many[1]) / (few[0] + 0.1 * few[1])]
     return max(found)
 
 
-def sent(table: Table, prefer: Prefer) -> float:
+def sent(table: Table) -> float:
     """What is sent in the steady state over what the table sends there."""
-    plans = [Plan.of(table.build(m), prefer) for m in (SHORT, LONG)]
+    plans = [Plan.of(table.build(m)) for m in (SHORT, LONG)]
     program = [sum(s.num_sends for s in plan.segments) for plan in plans]
     own = [int(np.sum(plan.ticks.schedule.encoded.crosses)) for plan in plans]
     return (program[1] - program[0]) / (own[1] - own[0])
@@ -120,9 +114,8 @@ def tables(names: Sequence[str], devices: Sequence[int]) -> Iterator[Table]:
 def line(table: Table, *, compile_it: bool) -> tuple[str, ...]:
     """A line of the table of results."""
     cells = [table.name, str(table.devices), str(table.chunks)]
-    for prefer in Prefer:
-        cells += ["{}+{}".format(*size(table, m, prefer)) for m in (FEW, MANY)]
-        cells += [f"{worst(table, prefer):.2f}", f"{sent(table, prefer):.2f}"]
+    cells += ["{}+{}".format(*size(table, m)) for m in (FEW, MANY)]
+    cells += [f"{worst(table):.2f}", f"{sent(table):.2f}"]
     if not compile_it:
         return (*cells, *[""] * 6)
     (few, few_seconds), (many, many_seconds) = compiled(table, FEW), compiled(table, MANY)

@@ -79,7 +79,7 @@ def median_walls(steps: Sequence[Callable[[], Any]], repeats: int) -> list[float
 
 def predicted(table: jp.Schedule, layout: str, costs: dict[str, LayerCost], hop: float) -> float:
     """Seconds of a hand-made pipeline, as `plan` has them of its own."""
-    where = Target.on(RunsOn.ONE_CPU_PROCESS)
+    where = Target(RunsOn.ONE_CPU_PROCESS)
     times = stage_costs(jp.parse_layout(layout, devices=table.num_devices), costs, remat=Remat.NONE, transfer=hop)
     return step_seconds(where, program_of(where, table, times), times)
 

@@ -63,7 +63,7 @@ def contenders(
 def predicted(case: Case, unit: float, runs_on: RunsOn) -> float:
     """Seconds of the program that is run, as `plan` has them of its own."""
     costs = case.stage_costs(unit)
-    target = Target.on(runs_on)
+    target = Target(runs_on)
     return step_seconds(target, program_of(target, case.build(), costs), costs)
 
 

@@ -30,7 +30,7 @@ from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.compiled import GpuProgram, compile_and_read, most_waits
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -179,7 +179,7 @@ def line(case: Case) -> tuple[str, ...]:
     """A line of the table."""
     begin = time.process_time()
     program, rows = case.program(), case.table().rows
-    ends, plan = case.bytes_of_ends, plan_of(case.table(), Prefer.SPEED)
+    ends, plan = case.bytes_of_ends, plan_of(case.table())
     asked = sum(segment.num_meeting_predicates for segment in plan.segments)
     memory, waits = program.memory, most_waits(program.predicates, max(map(len, rows)))
     step, bare = case.makespan(), case.makespan(head=False)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe import report as report_module
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.schedules.registry import describe
 from tests.gpu.programs import LAYERS, ROWS, TIME, WIDTH, first, gpu_mesh, last, shapes, stage
 
@@ -51,13 +51,12 @@ PROGRAM = (
     "table_makespan",
     "makespan",
     "late transfers",
-    "memory: blocks, transfers",
 )
 
 
 def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
     """What the plan alone tells: the first table's columns, found without compiling."""
-    plan, small = (plan_of(schedule, prefer) for prefer in (Prefer.SPEED, Prefer.MEMORY))
+    plan = plan_of(schedule)
     return (
         schedule.name,
         str(schedule.num_chunks),
@@ -67,13 +66,11 @@ def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
         f"{report_module.table_makespan(schedule):g}",
         f"{plan.makespan:g}",
         "/".join(map(str, plan.late_transfers)),
-        f"{sum(s.size for s in small.segments)}, {sum(s.num_sends for s in small.segments)}",
     )
 
 
 def program_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]:
     """The same of a report."""
-    small = found["prefer"]["memory"]
     return (
         schedule.name,
         str(schedule.num_chunks),
@@ -82,7 +79,6 @@ def program_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]
         str(found["blocks"]),
         *(f"{found[key]:g}" for key in ("table_makespan", "makespan")),
         "/".join(map(str, found["late_transfers"])),
-        f"{small['blocks']}, {small['transfers']}",
     )
 
 
@@ -125,7 +121,7 @@ def page() -> str:
         "",
         "Written by `docs/make_compile_report.py`. `Pipeline.compile_report(params, batch)` compiles the step, for shapes alone if you",
         f"like, and runs nothing. Here: {DEVICES} H100s that are only described, {MICROBATCHES} microbatches, {LAYERS} layers a stage of",
-        f'width {WIDTH} in bfloat16, {ROWS} rows of {TIME} tokens a microbatch, and `prefer="speed"`, as on GPUs.',
+        f"width {WIDTH} in bfloat16, {ROWS} rows of {TIME} tokens a microbatch.",
         "",
         "## The program",
         "",
@@ -133,7 +129,7 @@ def page() -> str:
         "",
         "Makespans have F = I = W = 1 and B = 2; only the two ends of a transfer wait for each other. late transfers: of those of the",
         "table that are needed no sooner than a tick after the one that makes them, those that the program awaits in a later tick, so",
-        'that a block runs beside them. The last column is that of `prefer="memory"`.',
+        "that a block runs beside them.",
         "",
         "## Memory and transfers of a device",
         "",

@@ -8,7 +8,6 @@ from .errors import CheckpointError, CostError, JaxpipeError, ParseError, Pipeli
 from .layouts.balance import balanced_layout, even_layout, split_layers
 from .layouts.layout import Layout, LayoutError, check_layout, parse_layout
 from .lowering.offload import Offload
-from .lowering.plan import Prefer
 from .planner.layer_cost import LayerCost
 from .planner.plan import plan
 from .planner.result import PipelinePlan, Plans
@@ -68,7 +67,6 @@ __all__ = [
     "Placement",
     "PlanError",
     "Plans",
-    "Prefer",
     "ProgramError",
     "Proof",
     "Release",

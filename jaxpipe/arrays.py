@@ -26,6 +26,17 @@ def wider(*dtypes: Any) -> Any:
         return jnp.result_type(*large)
 
 
+def summable(leaf: Any) -> Any:
+    """The leaf in a dtype in which those of all microbatches and data shards can be added.
+
+    Half a precision ends at 65504 (float16) or counts to 256 (bfloat16), and int32 wraps around.
+    In float32 a sum of n terms is off by at most n * 2**-24 of itself, for terms of one sign.
+    """
+    leaf = jnp.asarray(leaf)
+    inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return leaf.astype(wider(leaf.dtype, jnp.float32) if inexact else jnp.result_type(float))
+
+
 # Kinds of numpy's dtypes that JAX has no arrays of.
 _NO_NUMBERS = {"U": "strings", "S": "bytes", "M": "dates", "m": "times"}
 

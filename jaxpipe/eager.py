@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Leaves, PyTree, wider
+from .arrays import Leaves, PyTree, summable, wider
 from .errors import PipelineError
-from .model.functions import Loss, inverse_count
+from .model.functions import Loss, Returned, inverse_count
 from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from .program.interpret import interpret
 from .program.liveness import Liveness
 from .program.verify import verify
 from .stage.job import Job
 from .stage.model_code import make_extra, split_batch
+from .stage.state_gradient import check_state_gradient
 
 _OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
@@ -85,6 +86,7 @@ class _Shard:
         self.frozen["stages"] = [_frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan)) for s, own in enumerate(self.stages)]
         self.like = params["stages"]
         self.total = jax.tree.map(self._zeros, {**self.outer, "stages": self.stages}, self.frozen)
+        self.given: dict[tuple[int, int], PyTree] = {}  # state that a forward found: stage, microbatch
         self.losses: list[Any] = [0.0] * job.num_microbatches
         self.aux: list[Any] = [None] * job.num_microbatches
 
@@ -126,20 +128,35 @@ class _Shard:
 
     def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
         """A stage, and its vjp."""
-        extra = self._extra(stage, microbatch, self.functions.stages[stage].wants_arrays)
+        self.given[stage, microbatch] = self.state[stage]
+        y, returned, vjp = self._stage(stage, microbatch, x)
+        if not isinstance(returned.loss, tuple):
+            self.losses[microbatch] += returned.loss
         if "state" in self.functions.stages[stage].wants:
-            extra["state"] = self.state[stage]
+            self.state[stage] = returned.state
+        return y, None, vjp
+
+    def recompute(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any]:
+        """The vjp alone."""
+        return None, self._stage(stage, microbatch, x)[-1]
+
+    def _stage(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Returned, Any]:
+        """What a stage returns, given the state that its forward found, and its vjp."""
+        function, run = self.functions.stages[stage], partial(self.functions.run_stage, stage)
+        extra = self._extra(stage, microbatch, function.wants_arrays)
+        own, shared = self.stages[stage], self.outer["shared"]
+        if "state" in function.wants:
+            extra["state"] = self.given[stage, microbatch]
+            if self.job.training and microbatch == 0:
+                trained = [not frozen for frozen in jax.tree.leaves((self.frozen["stages"][stage], self.frozen["shared"]))]
+                check_state_gradient(function.name, run, (own, shared), x, extra, trained)
 
         def call(own: PyTree, shared: PyTree, x: PyTree) -> tuple[Any, Any]:
-            y, returned = self.functions.run_stage(stage, (own, shared), x, extra)
-            return (y, returned.loss), returned.state
+            y, returned = run((own, shared), x, extra)
+            return (y, returned.loss), returned
 
-        (y, loss), vjp, state = jax.vjp(call, self.stages[stage], self.outer["shared"], x, has_aux=True)
-        if not isinstance(loss, tuple):
-            self.losses[microbatch] += loss
-        if self.job.changes_state and "state" in self.functions.stages[stage].wants:
-            self.state[stage] = state
-        return y, None, lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype)))
+        (y, loss), vjp, returned = jax.vjp(call, own, shared, x, has_aux=True)
+        return y, returned, lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype)))
 
     def last(self, microbatch: int, y: Any) -> Any:
         """The loss and the cotangent of y."""
@@ -240,8 +257,12 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
     else:
         losses = losses / job.data_size
         loss = jnp.mean(losses)
-    metrics = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]) / len(auxes), *(aux["metrics"] for aux in auxes))
+    metrics = jax.tree.map(_mean, *(aux["metrics"] for aux in auxes))
     return {**found, "loss": loss, "losses": losses, "metrics": metrics}
+
+
+def _mean(*parts: Any) -> Any:
+    return sum(map(summable, parts)) / len(parts)
 
 
 def _merged_state(job: Job, shards: list[_Shard]) -> tuple[PyTree, ...]:
@@ -251,7 +272,7 @@ def _merged_state(job: Job, shards: list[_Shard]) -> tuple[PyTree, ...]:
 
     def merge(*parts: Any) -> Any:
         if jnp.issubdtype(jnp.result_type(parts[0]), jnp.inexact):
-            return sum(parts[1:], parts[0]) / len(parts)
+            return _mean(*parts).astype(parts[0].dtype)
         return jnp.max(jnp.stack(parts), axis=0)
 
     return job.layout.place_trees([jax.tree.map(merge, *trees) for trees in zip(*(shard.state for shard in shards), strict=True)])

@@ -102,7 +102,7 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 def _options(pipe: Any) -> str:
     """What else a pipeline was given."""
     functions, dtype = pipe.functions, pipe.accumulate_dtype
-    parts = [f"axis={pipe.axis!r}", f"data_axes={pipe.data_axes}", f"prefer={pipe.prefer.value}", f"loss={functions.loss.value}"]
+    parts = [f"axis={pipe.axis!r}", f"data_axes={pipe.data_axes}", f"loss={functions.loss.value}"]
     parts += [f"accumulate_dtype={None if dtype is None else np.dtype(dtype).name}"]
     parts += [f"layout={'|'.join(pipe.layout.layers.stages)!r}"] if pipe.layout.layers is not None else []
     return ", ".join([*parts, *(f"with {f.name}" for f in (functions.first, functions.last) if f is not None)])

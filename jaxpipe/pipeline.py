@@ -20,7 +20,7 @@ from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
 from .lowering.offload import Offload
-from .lowering.plan import Plan, Prefer, forward_plan, plan_of
+from .lowering.plan import forward_plan, plan_of
 from .lowering.step_time import StepTime, step_time
 from .lowering.target import Target
 from .model.arguments import (
@@ -31,7 +31,6 @@ from .model.arguments import (
     costs_of,
     loss_of,
     offload_of,
-    prefer_of,
     ready_made,
     rematerialised,
     with_shares,
@@ -90,7 +89,7 @@ class Pipeline:
             of the parameters, as actions E and G, and L, of the table: `spread_first` and `spread_last` put them in where it has none.
         data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
         loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
-        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches.
+        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches, in float32 at least.
         stage_loss: stages (or layers) return (x, loss); the losses are added to that of the microbatch.
         remat: "full", or a `jax.checkpoint` policy: what the backward of a stage recomputes.
         fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
@@ -105,8 +104,6 @@ class Pipeline:
             stage axis), or regular expressions of which one is found in the path.  They have no gradient (None stands in its place),
             no accumulator and no optimizer state, and any dtype.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
-        prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.  None is "speed" on
-            GPUs and "memory" elsewhere; either gives the same program on every backend.
         offload: "residuals" keeps in the host's memory what forwards leave for backwards that are some ticks away; it is fetched a tick
             ahead, beside compute, so that a device holds what the next ticks need.
         costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the program is chosen by them, since what its
@@ -154,7 +151,6 @@ class Pipeline:
         replicated_axes: Sequence[str] = (),
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
         accumulate_dtype: Any = jnp.float32,
-        prefer: Prefer | str | None = None,
         offload: Offload | str | None = None,
         costs: Costs | None = None,
         executor: Executor | None = None,
@@ -168,7 +164,6 @@ class Pipeline:
         self.data_axes = as_tuple(data_axes)
         self.accumulate_dtype = accumulate_of(accumulate_dtype)
         self._target = Target.of(self.mesh, (axis, *self.data_axes))
-        self.prefer = prefer_of(prefer, self._target.prefer)
         self.offload = offload_of(offload)
         self.costs = costs_of(costs, schedule)
         check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
@@ -281,8 +276,8 @@ class Pipeline:
     def place_state(self, state: PyTree) -> Chunks | tuple[()]:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
 
-        A stage that takes `state` by keyword returns (x, new state); the next microbatch finds what the one before left, in the order
-        of the table.  State has no gradient; over data shards it is averaged at the end of a step (integers: the greatest).
+        A stage that takes `state` by keyword returns (x, new state).  The next microbatch finds what the one before left, in the order
+        of the table; no gradient goes back through it.  Over data shards it is averaged at the end of a step (integers: the greatest).
         """
         return self._placer.place_state(state)
 
@@ -322,7 +317,7 @@ class Pipeline:
         return (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
 
     def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; state is read, not changed.
+        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; the state after it is dropped.
 
         A batch of any number of rows will do, such as the last one of a data set: it is cut into as many microbatches as its rows
         divide into, up to the schedule's.  (Each number of rows is a program of its own.)
@@ -371,8 +366,7 @@ class Pipeline:
         compiled, program = compile_and_try_to_read(lowered) if self._target.on_gpus else (lowered.compile(), None)
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         held, memory = self._predicted(traced[0], params, batch)
-        told = partial(report, prefer=self.prefer, other=self._plan_for, times=self._step_time())
-        described: dict[str, Any] = told(self.schedule, self._plan, traced[0][1], compiled, program, params=held)
+        described = report(self.schedule, self._plan, traced[0][1], compiled, program, params=held, times=self._step_time())
         return described | {"predicted": memory} | seconds
 
     def predict_memory(
@@ -476,16 +470,14 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        return replace(self._plan_for(self.prefer), offload=self.offload)
+        plan = plan_of(self.schedule, costs=self.costs, overheads=self._target.overheads)
+        return replace(plan, offload=self.offload)
 
     def _step_time(self) -> StepTime | None:
         """What a training step takes by its plan; None but on GPUs."""
         if not self._target.on_gpus or self.schedule.forward_only:
             return None
         return step_time(self._plan, self._target.overheads, self.costs)
-
-    def _plan_for(self, prefer: Prefer) -> Plan:
-        return plan_of(self.schedule, prefer, costs=self.costs, overheads=self._target.overheads)
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
@@ -538,9 +530,7 @@ class Pipeline:
         given, params = params, with_outer(params)
         table = without(self.schedule, {Kind.L}) if outputs else self.schedule  # what the last stage returns needs no `last`
         job = Job(
-            plan=self._plan
-            if training
-            else forward_plan(table, self._microbatches_of(batch), prefer=self.prefer, overheads=self._target.overheads),
+            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch), overheads=self._target.overheads),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,

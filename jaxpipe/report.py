@@ -8,7 +8,6 @@ The table and the program made of it:
     seconds             of a step, simulated from the plan and the pipeline's `costs` (without any, a forward of 5 ms); None but on GPUs
     predicate_seconds   of those, what predicates take; None but on GPUs
     loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be faster; None but on GPUs
-    prefer              {"memory" | "speed": {makespan, blocks, transfers, slots}}: what each choice gives
     ticks               lock-step ticks of the program
     num_segments, segments   pieces of code that are compiled once, and their text: which blocks and permutes each tick has
     blocks              pieces of stage code that are compiled, over all segments
@@ -47,7 +46,7 @@ What the text of the step compiled for NVIDIA GPUs says; None for other backends
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -59,7 +58,7 @@ from .compiled import GpuProgram, most_waits, steady
 from .jaxprs import needed_for
 from .jaxprs.sizes import nbytes
 from .jaxprs.slices import Split
-from .lowering.plan import Plan, Prefer
+from .lowering.plan import Plan
 from .lowering.step_time import StepTime
 from .program.ir import Program
 from .program.pools import Slots
@@ -82,8 +81,6 @@ def report(
     gpu_program: GpuProgram | None,
     *,
     params: Mapping[str, Any],
-    prefer: Prefer,
-    other: Callable[[Prefer], Plan],
     times: StepTime | None,
 ) -> dict[str, Any]:
     """Describe a compiled step; the module's docstring lists the keys.
@@ -95,8 +92,6 @@ def report(
         compiled: the `jax.stages.Compiled` step.
         gpu_program: what was read in its text, if it is for GPUs.
         params: shapes of the placed parameters, with shardings.
-        prefer: what `plan` was asked to keep.
-        other: the plan for another choice of that.
         times: what the step takes by its plan, if it is for GPUs.
     """
     return {
@@ -108,7 +103,6 @@ def report(
         "seconds": times and times.seconds,
         "predicate_seconds": times and times.predicates,
         "loses_to_1f1b": times and times.loses,
-        "prefer": {choice.value: _choice(plan if choice is prefer else other(choice), code) for choice in Prefer},
         **_memory(code),
         "parameter_bytes": {key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
         **_xla(compiled),
@@ -140,25 +134,14 @@ def table_makespan(schedule: Schedule) -> float:
     return simulate(schedule, Costs()).makespan
 
 
-def _choice(plan: Plan, code: ModelCode) -> dict[str, Any]:
-    """What another choice of `prefer` would give."""
-    program = plan.program(code.liveness)
-    return {
-        "makespan": plan.makespan,
-        "blocks": sum(segment.size for segment in plan.segments),
-        "transfers": sum(segment.num_sends for segment in plan.segments),
-        "slots": program.slots,
-    }
-
-
 def _sent(program: Program) -> dict[tuple[Payload, int], int]:
     """How many times each device sends each payload, a step."""
     found: dict[tuple[Payload, int], int] = {}
     for segment in program.segments:
-        for permute in (permute for tick in range(segment.start, segment.stop) for permute in segment.exchange(tick)):
+        for permute in (permute for template in segment.templates for permute in template.permutes):
             for source, _ in permute.pairs:
                 key = (permute.payload, source)
-                found[key] = found.get(key, 0) + 1
+                found[key] = found.get(key, 0) + segment.repeats
     return found
 
 

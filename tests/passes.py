@@ -8,11 +8,12 @@ from itertools import pairwise
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
-from jaxpipe.lowering.plan import choose_candidate
+from jaxpipe.lowering.candidates import span_candidates
+from jaxpipe.lowering.plan import cheapest, choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.liveness import LastUse, Liveness
-from jaxpipe.program.templates import Payload
+from jaxpipe.program.templates import Part, Payload, parts_in_order
 from jaxpipe.table.action import Action, Kind, parts
 
 MAKERS = {
@@ -36,13 +37,23 @@ def random_segments(rng, ticks):
     """Segments cut anywhere, of any period: `assign_slots` must be right for all of them."""
     stop = ticks.num_ticks
     marks = sorted({0, stop, *(rng.randint(0, stop) for _ in range(rng.randint(0, 2)))})
-    spans = [Span(a, b, min(b - a, rng.randint(1, 5)), rng.random() < 0.5) for a, b in pairwise(marks)]
-    return segments_of(spans, collect(ticks), beside=rng.random() < 0.5)
+    spans = [Span(a, b, min(b - a, rng.randint(1, 5))) for a, b in pairwise(marks)]
+    return segments_of(spans, collect(ticks))
+
+
+def cut(ticks):
+    """The cheapest segments of these ticks."""
+    return cheapest(ticks).segments
+
+
+def cuts(ticks):
+    """Every list of segments to choose from."""
+    return [segments_of(spans, collect(ticks)) for spans in span_candidates(ticks)]
 
 
 def exchanges(segments):
     """The permutes of each tick."""
-    return [segment.exchange(tick) for segment in segments for tick in range(segment.start, segment.stop)]
+    return [segment.template(tick).permutes for segment in segments for tick in range(segment.start, segment.stop)]
 
 
 def random_liveness(rng):
@@ -74,3 +85,40 @@ def inputs(schedule):
 def emitted(name, chunks, devices, microbatches, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
     return choose_candidate(schedule, **options)
+
+
+def simulated(costs, segments, transfer, forward_first=False):
+    """`program_makespan` again, from its definition: part by part, device by device, no trip left out."""
+    order = parts_in_order(forward_first)
+    time = [0.0] * costs.shape[-1]
+    for segment in segments:
+        under_way = {}
+
+        def place(point, segment=segment):
+            blocks = segment.templates[point.tick].blocks
+            return point.tick, order.index(Part.of(blocks[point.block].block.kind)) if point.block < len(blocks) else len(order)
+
+        together = {}  # permutes that are issued together and awaited together
+        for t in segment.transits:
+            issued = (0, 0) if t.from_before else place(t.issued)
+            together.setdefault((issued, place(t.written), t.from_before), []).append(t.permute)
+        for tick in range(segment.start, segment.stop):
+            trip, j = divmod(tick - segment.start, segment.period)
+            for part in range(len(order) + 1):
+                for (issued, written, from_before), permutes in together.items():
+                    if issued == (j, part) and (trip or not from_before):
+                        under_way.setdefault(written, []).append(over(time, permutes, transfer))
+                for done in under_way.pop((j, part), []):
+                    time = [max(both) for both in zip(time, done, strict=True)]
+                if part < len(order):
+                    time = [t + took for t, took in zip(time, costs[tick, part], strict=True)]
+        in_flight = [over(time, permutes, transfer) for (_, _, from_before), permutes in together.items() if from_before]
+        time = [max(times) for times in zip(time, *in_flight, strict=True)]
+    return max(time, default=0.0)
+
+
+def over(time, permutes, transfer):
+    """When permutes are over that devices issue at these times."""
+    ends = [(pair, p) for p in permutes for pair in p.pairs]
+    until = [max([t, *(time[e] for pair, _ in ends if d in pair for e in pair)]) for d, t in enumerate(time)]
+    return [t + transfer * len({id(p) for pair, p in ends if d in pair}) for d, t in enumerate(until)]

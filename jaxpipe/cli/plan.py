@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 from ..errors import quoted
-from ..lowering.limits import Overheads
 from ..lowering.target import Target
 from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.plan import SCHEDULES, plan
@@ -92,7 +91,7 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             remat=arguments.remat,
             search=arguments.search,
             progress=progress,
-            mesh=Target(overheads=Overheads(on_host=arguments.tensor > 1)),
+            mesh=Target(communicates=arguments.tensor > 1),
         )
     if arguments.output is not None:
         _draw(plans.best, arguments.output)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree
+from ..arrays import PyTree, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 
@@ -172,31 +172,49 @@ def no_key(what: str, error: Exception) -> PipelineError:
     return PipelineError(f"{what} draws random numbers, but the step got no key; pass rng=jax.random.key(...) ({error})")
 
 
+def leaf_paths(tree: PyTree) -> set[str]:
+    """Where the leaves of a tree are, "router/balance"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
+
+
+def with_loss(what: str, out: Any, *, stage_loss: bool) -> tuple[PyTree, Any]:
+    """x and the loss that a block returned (None without `stage_loss`); PipelineError otherwise."""
+    if not stage_loss:
+        return out, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise PipelineError(f"{what} must return (x, loss), since stage_loss=True; it returns {jax.tree.structure(out)}")
+    return out[0], summable(out[1])
+
+
 def scanned(
-    run: Callable[..., tuple[Any, PyTree]], *, groups: int, wants: frozenset[str], random: bool, stateful: bool
+    run: Callable[..., tuple[Any, Any, PyTree]], *, groups: int, wants: frozenset[str], random: bool, stateful: bool, stage_loss: bool
 ) -> Callable[..., Any]:
     """A stage that runs its groups of blocks in order.
 
     Args:
-        run: `run(params, state, x, key, given) -> (x, new state)` of one group; `given` holds the keywords.
+        run: `run(params, state, x, key, given) -> (x, loss, new state)` of one group; `given` holds the keywords.
         groups: of each stage.
         wants: keywords that `run` takes.
         random: whether it needs a key for each group.
         stateful: whether the stage takes and returns state.
+        stage_loss: whether the stage returns a loss, the sum of those of its groups.
     """
 
     def stage(params: PyTree, x: PyTree, **given: Any) -> Any:
         ctx = given.get("ctx")
         start = 0 if ctx is None else ctx.stage * groups
 
-        def group(x: PyTree, row: Any) -> tuple[PyTree, PyTree]:
+        def group(x: PyTree, row: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
             index, own, state = row
-            x, new = run(own, state, x, key_of(ctx, start + index) if random else None, given)
-            return x, jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)  # flax may widen statistics
+            x, loss, new = run(own, state, x, key_of(ctx, start + index) if random else None, given)
+            # flax may widen statistics.
+            return x, (loss, jax.tree.map(lambda after, before: after.astype(before.dtype), new, state))
 
         rows = (jnp.arange(groups), params, given["state"] if stateful else {})
-        x, state = jax.lax.scan(group, x, rows)
-        return (x, state) if stateful else x
+        x, (losses, state) = jax.lax.scan(group, x, rows)
+        found = (x, *([jnp.sum(losses, axis=0)] if stage_loss else []), *([state] if stateful else []))
+        return found if len(found) > 1 else x
 
     stage.stacks_layers = True  # type: ignore[attr-defined]  # what `Pipeline` reads: leaves are [S, layers, ...]
     more = {"ctx"} if random else set()

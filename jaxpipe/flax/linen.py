@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from .common import (
     wanted,
 )
 from .linen_layers import by_layout
-from .linen_parts import Variables, apart, difference, drawing, end_function, given_keywords, kind_of, params_of, streams, unboxed_ends
+from .linen_parts import Variables, apart, applied, difference, end_function, given_keywords, kind_of, params_of, streams, unboxed_ends
 from .models import Stages, check_cut, stack_size, stacked_specs
 
 
@@ -68,6 +67,7 @@ def from_linen(
     call: Callable[..., Any] | None = None,
     rngs: Sequence[str] = ("dropout",),
     rules: Mapping[str, Any] | None = None,
+    stage_loss: bool = False,
 ) -> Any:
     """Make the functions and canonical parameters of a pipeline from linen modules and their variables, as they are.
 
@@ -86,9 +86,12 @@ def from_linen(
             `lambda block, x, *, training: block(x, train=training)`.
         rngs: the collections for which modules draw random numbers.
         rules: where `nn.with_partitioning` names logical axes, the mesh axis of each (or None).
+        stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
+            microbatch.  A loss that blocks sow comes so: `call` reads it in `block.variables`.
 
     Raises:
-        PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
+        PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.  A step raises it for values that
+            blocks sow and nobody takes.
     """
     check_ends(first=first, last=last)
     check_cut("from_linen", num_stages, layout)
@@ -96,7 +99,9 @@ def from_linen(
         modules, boxed, stack = _blocks(blocks, variables)
         if stack:
             raise PipelineError("with layout=, give a list with each block's variables")
-        return by_layout(modules, boxed, layout, first=first, last=last, shared=shared, call=call, rngs=rngs, rules=rules)
+        return by_layout(
+            modules, boxed, layout, first=first, last=last, shared=shared, call=call, rngs=rngs, rules=rules, stage_loss=stage_loss
+        )
     assert num_stages is not None
     modules, boxed, stack = _blocks(blocks, variables)
     given = [nn.meta.unbox(dict(v)) for v in boxed]
@@ -120,12 +125,14 @@ def from_linen(
     if shared is not None:
         params["shared"] = params_of(*shared)
     group = tuple(modules[: max(length, 1)])
+    how = {"stateful": bool(jax.tree.leaves(state)), "stage_loss": stage_loss}
     return LinenStages(
-        stage=_stage(group, call, shared, rngs, per_stage=per_stage, pattern=max(length, 1), stateful=bool(jax.tree.leaves(state))),
+        stage=_stage(group, call, shared, rngs, per_stage=per_stage, pattern=max(length, 1), **how),
         first=None if first is None else end_function(first, "first", shared, rngs, ("microbatch",), total),
         last=None if last is None else end_function(last, "last", shared, rngs, ("x", "microbatch"), total + 1),
         params=params,
         state=state,
+        stage_loss=stage_loss,
         specs={**specs, "stages": _stage_specs(boxed, length, rules)},
         _pattern=length,
     )
@@ -167,21 +174,21 @@ def _stage(
     per_stage: int,
     pattern: int,
     stateful: bool,
+    stage_loss: bool,
 ) -> Callable[..., Any]:
     """The stage function: the blocks of a stage, scanned."""
     wants = frozenset() if call is None else wanted(call)
 
-    def run(params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]) -> tuple[PyTree, PyTree]:
-        keywords = given_keywords(shared, wants, given)
-        after = []
+    def run(params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]) -> tuple[PyTree, Any, PyTree]:
+        how = {"call": call, "keywords": given_keywords(shared, wants, given), "training": given["training"], "stage_loss": stage_loss}
+        losses, after = [], []
         for i, (module, own, rest) in enumerate(zip(modules, _each(params, pattern), _each(state, pattern), strict=True)):
-            mutable = sorted(rest) if given["training"] else []
-            how = {"method": call, "rngs": streams(rngs, key, i), "mutable": mutable}
-            x, new = drawing("a block", partial(module.apply, {"params": own, **rest}, x, **how, **keywords))
-            after.append({**rest, **new})
-        return x, (_join(after) if stateful else {})
+            x, loss, new = applied(module, own, rest, x, rngs=streams(rngs, key, i), **how)
+            losses.append(loss)
+            after.append(new)
+        return x, sum(losses) if stage_loss else None, (_join(after) if stateful else {})
 
-    return scanned(run, groups=per_stage, wants=wants | {"training"}, random=bool(rngs), stateful=stateful)
+    return scanned(run, groups=per_stage, wants=wants | {"training"}, random=bool(rngs), stateful=stateful, stage_loss=stage_loss)
 
 
 def _group(trees: Sequence[PyTree], start: int, length: int) -> PyTree:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from flax import linen as nn
 from ..arrays import PyTree
 from ..layouts.layout import Layout
 from .common import End, key_of, letters_of, mesh_specs, wanted, with_keywords
-from .linen_parts import Variables, apart, difference, drawing, end_function, given_keywords, kind_of, params_of, streams, unboxed_ends
+from .linen_parts import Variables, apart, applied, difference, end_function, given_keywords, kind_of, params_of, streams, unboxed_ends
 from .models import Layers, by_letter, check_stateless, each_end, layer_rows
 
 
@@ -47,6 +46,7 @@ def by_layout(
     call: Callable[..., Any] | None,
     rngs: Sequence[str],
     rules: Mapping[str, Any] | None,
+    stage_loss: bool,
 ) -> LinenLayers:
     """`from_linen` with `layout=`: the i-th block is the i-th letter of the layout that is neither E nor L."""
     first, last, shared, specs = unboxed_ends(first, last, shared, rules)
@@ -56,18 +56,24 @@ def by_layout(
     check_stateless({letter: apart(given[blocks[0]])[1] for letter, blocks in members.items()}, "batch_stats")
     trees = {letter: [apart(given[i])[0] for i in blocks] for letter, blocks in members.items()}
     params: dict[str, PyTree] = {"stages": {key: layer_rows(own) for key, own in trees.items()}}
-    layers = {letter: _layer(modules[blocks[0]], letter, call, shared, rngs) for letter, blocks in members.items()}
+    layers = {letter: _layer(modules[blocks[0]], letter, call, shared, rngs, stage_loss=stage_loss) for letter, blocks in members.items()}
     for key, letter, end, takes, number in each_end(first, last, len(given)):
         params[key] = params_of(end.modules, end.variables)
         layers[letter] = end_function(end, key, shared, rngs, takes, number)
     if shared is not None:
         params["shared"] = params_of(*shared)
     specs["stages"] = {key: mesh_specs(nn.get_partition_spec(apart(boxed[own[0]])[0]), rules) for key, own in members.items()}
-    return LinenLayers(layers, layout, params, specs, letters_of(layout))
+    return LinenLayers(layers, layout, params, specs, stage_loss, letters_of(layout))
 
 
 def _layer(
-    module: nn.Module, letter: str, call: Callable[..., Any] | None, shared: tuple[Any, Any] | None, rngs: Sequence[str]
+    module: nn.Module,
+    letter: str,
+    call: Callable[..., Any] | None,
+    shared: tuple[Any, Any] | None,
+    rngs: Sequence[str],
+    *,
+    stage_loss: bool,
 ) -> Callable[..., Any]:
     """The function of a layer."""
     wants = frozenset() if call is None else wanted(call)
@@ -75,8 +81,9 @@ def _layer(
     def layer(params: PyTree, x: PyTree, **given: Any) -> PyTree:
         ctx = given.get("ctx")
         key = key_of(ctx, ctx.layer) if rngs and ctx is not None else None
+        how: dict[str, Any] = {"call": call, "training": True, "stage_loss": stage_loss}
         keywords = given_keywords(shared, wants, given)
-        run = partial(module.apply, {"params": params}, x, method=call, rngs=streams(rngs, key, 0), **keywords)
-        return drawing("a block", run)
+        x, loss, _ = applied(module, params, {}, x, rngs=streams(rngs, key, 0), keywords=keywords, **how)
+        return (x, loss) if stage_loss else x
 
     return with_keywords(layer, ("params", "x"), wants | ({"ctx"} if rngs else set()), f"layer_{letter}")

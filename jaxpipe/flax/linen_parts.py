@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 from flax import errors
 from flax import linen as nn
+from flax.core import DenyList
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .common import End, key_of, mesh_specs, no_key, wanted, with_keywords
+from .common import End, key_of, leaf_paths, mesh_specs, no_key, wanted, with_keywords, with_loss
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
+# Collections that a call never writes: `Module.perturb` adds nothing where it may not.
+FIXED = ("params", "perturbations")
 
 
 def unboxed_ends(
@@ -32,6 +36,37 @@ def unboxed_ends(
     return first, last, shared, specs
 
 
+def applied(
+    module: nn.Module,
+    params: PyTree,
+    rest: Variables,
+    x: PyTree,
+    *,
+    call: Callable[..., Any] | None,
+    rngs: dict[str, Any],
+    keywords: dict[str, Any],
+    training: bool,
+    stage_loss: bool,
+) -> tuple[PyTree, Any, Variables]:
+    """A block's x, its loss (None without `stage_loss`), and its other collections after the call.
+
+    New collections may be written, so that what is sown is seen: it would be lost.
+    """
+    mutable = DenyList([*FIXED, *([] if training else rest)])
+    run = partial(module.apply, {"params": params, **rest}, x, method=call, rngs=rngs, mutable=mutable, **keywords)
+    out, new = drawing("a block", run)
+    made = leaf_paths(new) - leaf_paths(rest)
+    grown = [path for path in made if path.split("/")[0] in rest]
+    if grown or (made and not (stage_loss and call is not None)):
+        raise PipelineError(
+            "a block writes variables in a call, as sow() does, which a pipeline does not keep: "
+            f"{', '.join(sorted(grown or made))}. Take the sow() out, or return a loss of them: "
+            "stage_loss=True, call=function that returns (x, loss made of block.variables[...]). "
+            "(Leave out likewise what init() sowed into the variables that are given)"
+        )
+    return *with_loss("a block", out, stage_loss=stage_loss), {**rest, **{name: new[name] for name in new if name in rest}}
+
+
 def end_function(
     end: End, name: str, shared: tuple[Any, Any] | None, rngs: Sequence[str], positional: Sequence[str], index: int
 ) -> Callable[..., Any]:
@@ -41,10 +76,16 @@ def end_function(
     def function(params: PyTree, *arguments: Any, **given: Any) -> Any:
         key = key_of(given.get("ctx"), index) if rngs else None
         modules = bound(end.modules, end.variables, params, streams(rngs, key, 0))
+        before = leaf_paths([module.variables for module in jax.tree.leaves(modules)])
         try:
-            return drawing(f"`{name}`", lambda: end.call(modules, *arguments, **given_keywords(shared, wants, given)))
+            out = drawing(f"`{name}`", lambda: end.call(modules, *arguments, **given_keywords(shared, wants, given)))
         except errors.ModifyScopeVariableError as error:
             raise PipelineError(f"`{name}` changes its variables; only blocks may keep state (batch statistics): {error}") from error
+        made = leaf_paths([module.variables for module in jax.tree.leaves(modules)]) - before
+        if made:
+            names = ", ".join(sorted(path.split("/", 1)[1] for path in made))
+            raise PipelineError(f"`{name}` writes variables that a pipeline does not keep, as sow() does: {names}; return them instead")
+        return out
 
     return with_keywords(function, ("params", *positional), (wants - {"microbatch"}) | ({"ctx"} if rngs else set()), name)
 
@@ -75,7 +116,8 @@ def streams(names: Sequence[str], key: Any, block: int) -> dict[str, Any]:
 def bound(modules: Any, variables: Any, params: PyTree, rngs: dict[str, Any]) -> Any:
     """Modules, one or a tuple or dict of them, with parameters in them."""
     if isinstance(modules, nn.Module):
-        return modules.bind({**(variables or {}), "params": params}, rngs=rngs)
+        given = {**(variables or {}), "params": params}
+        return modules.bind(given, rngs=rngs, mutable=DenyList([*FIXED, *given]))
     if isinstance(modules, Mapping):
         return {name: bound(m, variables[name], params[name], rngs) for name, m in modules.items()}
     if modules is None:

@@ -27,11 +27,13 @@ class Stages:
     params: dict[str, PyTree]
     state: PyTree
     specs: dict[str, PyTree]  # what the modules' sharding metadata said of parameters
+    stage_loss: bool  # blocks return (x, loss)
 
     @property
     def functions(self) -> dict[str, Any]:
         """What `Pipeline` is given: the functions that there are, and `specs` where variables have sharding metadata."""
         found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
+        found["stage_loss"] = self.stage_loss or None
         found["specs"] = None if without_names(self.specs) else self.specs
         return {name: function for name, function in found.items() if function is not None}
 
@@ -44,11 +46,13 @@ class Layers:
     layout: Layout | str
     params: dict[str, PyTree]
     specs: dict[str, PyTree]  # what the modules' sharding metadata said of parameters
+    stage_loss: bool  # blocks return (x, loss)
 
     @property
     def functions(self) -> dict[str, Any]:
         """What `Pipeline` is given."""
         found: dict[str, Any] = {"layers": self.layers, "layout": self.layout}
+        found |= {"stage_loss": True} if self.stage_loss else {}
         return found | ({} if without_names(self.specs) else {"specs": self.specs})
 
 

@@ -23,6 +23,7 @@ from .common import (
     scanned,
     stacked,
     wanted,
+    with_loss,
 )
 from .models import Stages, check_cut, stack_size, stacked_specs
 from .nnx_layers import by_layout
@@ -73,6 +74,7 @@ def from_nnx(
     trainable: Any = nnx.Param,
     frozen: Any = None,
     rules: Mapping[str, Any] | None = None,
+    stage_loss: bool = False,
 ) -> Any:
     """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as they are.
 
@@ -93,9 +95,12 @@ def from_nnx(
         trainable: which variables are parameters (a filter of nnx); the blocks' others are state.
         frozen: which of them are not trained (a filter of nnx, `lambda path, v: not isinstance(v, nnx.LoRAParam)` say); see `Pipeline`.
         rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
+        stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
+            microbatch.  A loss that blocks sow comes so: `call` takes it with `nnx.capture`.
 
     Raises:
-        PipelineError: blocks do not divide into stages, are unlike, or share a variable.
+        PipelineError: blocks do not divide into stages, are unlike, or share a variable.  A step raises it for values that blocks sow and
+            nobody takes.
 
     Example:
         >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
@@ -107,7 +112,7 @@ def from_nnx(
     check_cut("from_nnx", num_stages, layout)
     if layout is not None:
         ends_given: dict[str, Any] = {"first": first, "last": last, "shared": shared, "call": call}
-        return by_layout(list(blocks), layout, **ends_given, trainable=trainable, frozen=frozen, rules=rules)
+        return by_layout(list(blocks), layout, **ends_given, trainable=trainable, frozen=frozen, rules=rules, stage_loss=stage_loss)
     assert num_stages is not None
     groups, stack = _groups(blocks, num_stages)
     parts = {"stages": Part.of(groups[0], trainable, stack=stack)}
@@ -129,12 +134,13 @@ def from_nnx(
         if end is not None:
             params.setdefault(key, {})
     return NnxStages(
-        stage=_stage(parts, call, per_stage),
+        stage=_stage(parts, call, per_stage, stage_loss=stage_loss),
         first=None if first is None else end_function(first, "first", parts, ("microbatch",), total),
         last=None if last is None else end_function(last, "last", parts, ("x", "microbatch"), total + 1),
         params=params,
         state=state,
         specs=_specs(parts, rules),
+        stage_loss=stage_loss,
         frozen=frozen_paths(parts, frozen),
         _parts=parts,
         _blocks=tuple(groups),
@@ -155,21 +161,24 @@ def _specs(parts: dict[str, Part], rules: Mapping[str, Any] | None) -> dict[str,
     return found
 
 
-def _stage(parts: dict[str, Part], call: Callable[..., Any] | None, per_stage: int) -> Callable[..., Any]:
+def _stage(parts: dict[str, Part], call: Callable[..., Any] | None, per_stage: int, *, stage_loss: bool) -> Callable[..., Any]:
     """The stage function: the blocks of a stage, scanned."""
     part = parts["stages"]
     wants = frozenset() if call is None else wanted(call)
-    stateful = bool(jax.tree.leaves(part.rest))
 
-    def run(params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    def run(params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]) -> tuple[PyTree, Any, PyTree]:
         training = given["training"]
         group = part.build(params, state, key, training=training)
         keywords = given_keywords(parts, wants, given)
+        losses = []
         for block in group if isinstance(group, tuple) else (group,):
-            x = calling("a block", part, key, training, block if call is None else lambda x, **k: call(block, x, **k), (x,), keywords)  # noqa: B023
-        return x, part.state_of(group) if stateful else {}
+            out = calling("a block", part, key, training, block if call is None else lambda x, **k: call(block, x, **k), (x,), keywords)  # noqa: B023
+            x, loss = with_loss("a block", out, stage_loss=stage_loss)
+            losses.append(loss)
+        return x, sum(losses) if stage_loss else None, part.state_of(group, "a block")
 
-    return scanned(run, groups=per_stage, wants=wants | {"training"}, random=part.random, stateful=stateful)
+    how = {"random": part.random, "stateful": bool(jax.tree.leaves(part.rest)), "stage_loss": stage_loss}
+    return scanned(run, groups=per_stage, wants=wants | {"training"}, **how)
 
 
 def _groups(blocks: Any, num_stages: int) -> tuple[list[Any], bool]:

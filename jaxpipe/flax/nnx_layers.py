@@ -11,7 +11,7 @@ from flax import nnx
 
 from ..arrays import PyTree
 from ..layouts.layout import Layout
-from .common import End, key_of, mesh_specs, wanted, with_keywords
+from .common import End, key_of, mesh_specs, wanted, with_keywords, with_loss
 from .models import Layers, by_letter, check_stateless, each_end, layer_rows
 from .nnx_parts import Part, calling, check_apart, difference, end_function, frozen_paths, given_keywords, kind_of, pure
 
@@ -53,6 +53,7 @@ def by_layout(
     trainable: Any,
     frozen: Any,
     rules: Mapping[str, Any] | None,
+    stage_loss: bool,
 ) -> NnxLayers:
     """`from_nnx` with `layout=`: the i-th block is the i-th letter of the layout that is neither E nor L."""
     numbers = by_letter(layout, [kind_of(block) for block in blocks], lambda i, j: difference(blocks[i], blocks[j]))
@@ -66,17 +67,17 @@ def by_layout(
     trees = {letter: [pure(nnx.split(block, trainable, ...)[1]) for block in members] for letter, members in own.items()}
     params: dict[str, PyTree] = {"stages": {letter: layer_rows(members) for letter, members in trees.items()}}
     params |= {key: pure(parts[key].params) for key in held}
-    layers = {letter: _layer(parts, letter, call) for letter in own}
+    layers = {letter: _layer(parts, letter, call, stage_loss=stage_loss) for letter in own}
     for key, letter, end, takes, number in each_end(first, last, len(blocks)):
         params.setdefault(key, {})
         layers[letter] = end_function(end, key, parts, takes, number)
     of_letters = {letter: mesh_specs(pure(nnx.get_partition_spec(parts[letter].params)), rules) for letter in own}
     specs = {"stages": of_letters, **{key: mesh_specs(pure(nnx.get_partition_spec(parts[key].params)), rules) for key in held}}
     names = frozenset(f"stages/{path}" if path.split("/")[0] in own else path for path in frozen_paths(parts, frozen))
-    return NnxLayers(layers, layout, params, specs, names, parts, own)
+    return NnxLayers(layers, layout, params, specs, stage_loss, names, parts, own)
 
 
-def _layer(parts: dict[str, Part], letter: str, call: Callable[..., Any] | None) -> Callable[..., Any]:
+def _layer(parts: dict[str, Part], letter: str, call: Callable[..., Any] | None, *, stage_loss: bool) -> Callable[..., Any]:
     """The function of a layer."""
     part = parts[letter]
     wants = frozenset() if call is None else wanted(call)
@@ -87,6 +88,8 @@ def _layer(parts: dict[str, Part], letter: str, call: Callable[..., Any] | None)
         block = part.build(params, pure(part.rest), key, training=given["training"])
         keywords = given_keywords(parts, wants, given)
         run = block if call is None else lambda x, **more: call(block, x, **more)
-        return calling("a block", part, key, given["training"], run, (x,), keywords)
+        out = calling("a block", part, key, given["training"], run, (x,), keywords)
+        part.state_of(block, "a block")
+        return with_loss("a block", out, stage_loss=True) if stage_loss else out
 
     return with_keywords(layer, ("params", "x"), wants | {"training"} | ({"ctx"} if part.random else set()), f"layer_{letter}")

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .common import End, key_of, no_key, wanted, with_keywords
+from .common import End, key_of, leaf_paths, no_key, wanted, with_keywords
 
 MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
 
@@ -53,17 +53,19 @@ class Part:
         other = jax.tree.unflatten(jax.tree.structure(self.rest), jax.tree.leaves(rest))
         return nnx.merge(self.graph if training else self.graph_eval, own, self._streams(key), other)
 
-    def state_of(self, modules: Any) -> PyTree:
-        """The variables that are neither parameters nor streams, as nested dicts; those made in the call are left out."""
+    def state_of(self, modules: Any, what: str) -> PyTree:
+        """What is neither parameters nor streams; PipelineError where the call made or lost some."""
         found = pure(nnx.split(modules, self.trainable, nnx.RngState, ...)[3])
-
-        def now(path: Any, _old: Any) -> Any:
-            node = found
-            for key in path:
-                node = node[key.key]
-            return node
-
-        return jax.tree_util.tree_map_with_path(now, pure(self.rest))
+        odd = leaf_paths(found) ^ leaf_paths(pure(self.rest))
+        if odd:
+            raise PipelineError(
+                f"{what} makes variables in a call, as sow() does, which a pipeline does not keep: "
+                f"{', '.join(sorted(odd))}. Take them where the module is called, x, sown = "
+                "nnx.capture(module, nnx.Intermediate)(x), and drop them or make a loss of them: blocks "
+                "return it with stage_loss=True, call=function that returns (x, loss). (Take what was "
+                "sown before out of the modules that are given: nnx.pop(module, nnx.Intermediate))"
+            )
+        return found
 
     def write(self, modules: Any, params: PyTree, rest: PyTree) -> None:
         """Set the modules' variables."""
@@ -115,7 +117,7 @@ def end_function(end: End, name: str, parts: dict[str, Part], positional: Sequen
             f"`{name}`", part, key, training, lambda *a, **k: call(modules, *a, **k), arguments, given_keywords(parts, wants, given)
         )
         if part is not None:
-            _check_constant(name, part, constants, part.state_of(modules))
+            _check_constant(name, part, constants, part.state_of(modules, f"`{name}`"))
         return out
 
     more = {"training", "ctx"} if random else {"training"}

@@ -4,7 +4,7 @@ from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
 from .eval_in_slots import run_both_in_slots, run_in_slots
-from .evaluate import literal_dtype
+from .evaluate import results_of
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
 from .numbers import into_scans
@@ -34,8 +34,8 @@ __all__ = [
     "is_light",
     "keep_first",
     "known_from",
-    "literal_dtype",
     "needed_for",
+    "results_of",
     "run_both_in_slots",
     "run_in_slots",
     "sink",

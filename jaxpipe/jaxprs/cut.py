@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -90,12 +90,19 @@ class _Maker:
     """Builds the two parts of one jaxpr."""
 
     def __init__(
-        self, jaxpr: core.Jaxpr, newvar: NewVar, recompute: Recompute | None, early: Callable[[core.JaxprEqn], bool] | None = None
+        self,
+        jaxpr: core.Jaxpr,
+        newvar: NewVar,
+        recompute: Recompute | None,
+        early: Callable[[core.JaxprEqn], bool] | None = None,
+        late: Collection[core.Var] = (),
     ) -> None:
+        """`late` are inputs that only the second part has: what its half of a scan has."""
         self._jaxpr = jaxpr
         self._newvar = newvar
         self._recompute = recompute
         self._early = early
+        self._late = set(late)
         self._weights: dict[core.Var, int] = {}  # of the stacks of scans
         self._first: list[core.JaxprEqn] = []
         self._second: list[core.JaxprEqn] = []
@@ -106,9 +113,11 @@ class _Maker:
         for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
             if isinstance(choice, Split):
                 self._split_scan(eqn, choice)
+            elif choice or self._may_be_early(eqn):
+                self._first.append(eqn)
             else:
-                (self._first if choice else self._second).append(eqn)
-        self._do_early()
+                self._second.append(eqn)
+                self._late.update(eqn.outvars)
         first_outs = [v for v, f in zip(jaxpr.outvars, outputs, strict=True) if f]
         second_outs = [v for v, f in zip(jaxpr.outvars, outputs, strict=True) if not f]
         crossing, again = self._crossing(second_outs, hidden)
@@ -122,19 +131,11 @@ class _Maker:
         weights = [self._weights.get(v, weight(v, maker_of.get(v))) for v in crossing]
         return Cut(first, second, tuple(v.aval for v in crossing), sum(weights), first_reads[:count], second_reads[:count])
 
-    def _do_early(self) -> None:
-        """Move to the first part what it may do too."""
-        if self._early is None:
-            return
-        late: set[core.Var] = set()
-        stay = []
-        for eqn in self._second:
-            if self._early(eqn) and not any(isinstance(v, core.Var) and v in late for v in eqn.invars):
-                self._first.append(eqn)
-            else:
-                stay.append(eqn)
-                late.update(eqn.outvars)
-        self._second = stay
+    def _may_be_early(self, eqn: core.JaxprEqn) -> bool:
+        """Whether the first part may do an equation of the second too, and has what it reads."""
+        if self._early is None or not self._early(eqn):
+            return False
+        return not any(isinstance(v, core.Var) and v in self._late for v in eqn.invars)
 
     def _crossing(self, second_outs: Sequence[Atom], hidden: frozenset[core.Var]) -> tuple[list[core.Var], list[core.JaxprEqn]]:
         """What the first part hands over, after deciding what the second part computes again."""
@@ -178,7 +179,11 @@ class _Maker:
         own = [*choice.carry_first, *choice.ys_first]
         body_carry = body.invars[consts : consts + carries]
         hidden = frozenset(v for v, f in zip(body_carry, choice.carry_first, strict=True) if f)
-        made = _Maker(body, core.gensym(), self._recompute, self._early).cut(choice.body, own, hidden=hidden)
+        late = [v for v, f in zip(body_carry, choice.carry_first, strict=True) if not f]
+        pairs = zip(body.invars, eqn.invars, strict=True)
+        late += [v for v, a in pairs if isinstance(a, core.Var) and a in self._late]
+        maker = _Maker(body, core.gensym(), self._recompute, self._early, late)
+        made = maker.cut(choice.body, own, hidden=hidden)
         firsts = [v for v, f in zip(eqn.outvars, own, strict=True) if f]
         seconds = [v for v, f in zip(eqn.outvars, own, strict=True) if not f]
         # A value that crosses in each trip and is an output of the scan too is stacked only once.
@@ -198,6 +203,7 @@ class _Maker:
         if outvars:
             body_first = made.first.replace(outvars=outs)
             self._first.append(_scan(eqn, body_first, made.first_reads, choice.carry_first, [], outvars))
+        self._late.update(seconds)
         if seconds:
             other = tuple(not f for f in choice.carry_first)
             self._second.append(_scan(eqn, made.second, made.second_reads, other, stacks, seconds))

@@ -11,14 +11,16 @@ from jax.extend import core
 
 
 def literal(atom: core.Literal) -> Any:
-    """The value of a literal."""
-    return jnp.asarray(atom.val, literal_dtype(atom))
-
-
-def literal_dtype(atom: core.Literal) -> Any:
-    """The dtype of a literal, whose value may be a plain number."""
+    """The value of a literal, which may be a plain number, as an array."""
     aval: Any = atom.aval
-    return aval.dtype
+    return jnp.asarray(atom.val, aval.dtype)
+
+
+def results_of(code: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
+    """Evaluate a jaxpr: arrays, also where an output is a literal."""
+    found = core.jaxpr_as_fun(code)(*arguments)
+    pairs = zip(found, code.jaxpr.outvars, strict=True)
+    return [literal(atom) if isinstance(atom, core.Literal) else value for value, atom in pairs]
 
 
 def never(row: Any, flags: Sequence[Any]) -> Any:

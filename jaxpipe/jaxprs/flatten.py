@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -34,8 +34,14 @@ _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
 
 def stores_on_host(jaxpr: core.Jaxpr) -> bool:
     """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that offload write it."""
+    return _has_move(jaxpr, {_Space.Host})
+
+
+def _has_move(jaxpr: core.Jaxpr, to: Collection[Any] = tuple(_Space)) -> bool:
+    """Whether anything in it, also in bodies, is moved to one of these memories."""
     return any(
-        (_is_move(eqn) and _Space.Host in eqn.params["devices"]) or any(map(stores_on_host, core.jaxprs_in_params(eqn.params)))
+        (_is_move(eqn) and not set(eqn.params["devices"]).isdisjoint(to))
+        or any(_has_move(inner, to) for inner in core.jaxprs_in_params(eqn.params))
         for eqn in jaxpr.eqns
     )
 
@@ -49,17 +55,51 @@ def _on_device(aval: Any) -> Any:
     return aval.update(memory_space=_Space.Device) if getattr(aval, "memory_space", None) is _Space.Host else aval
 
 
-def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same function without calls and moves to the host's memory; constants become literals or stay constants of the result.
+def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The same function with all values on the device, also in the bodies of loops and branches.
 
     What waits on the host is the program's to say: it moves what a forward keeps as a whole, ticks before it is read.
     """
-    gensym = core.gensym()
+    newvar = core.gensym()
+    env: dict[core.Var, Any] = {}
 
-    def newvar(aval: Any) -> core.Var:
-        return gensym(_on_device(aval))
+    def bind(variables: Sequence[core.Var]) -> list[core.Var]:
+        for v in variables:
+            env[v] = v if isinstance(v, core.DropVar) else newvar(_on_device(v.aval))
+        return [env[v] for v in variables]
 
-    jaxpr = closed.jaxpr
+    def read(atom: Atom) -> Atom:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    constvars, invars = bind(jaxpr.constvars), bind(jaxpr.invars)
+    eqns: list[core.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        inputs = [read(a) for a in eqn.invars]
+        if _is_move(eqn):
+            env.update(zip(eqn.outvars, inputs, strict=True))
+            continue
+        params = {name: _stays(value) for name, value in eqn.params.items()}
+        eqns.append(eqn.replace(invars=inputs, outvars=bind(eqn.outvars), params=params))
+    outvars = [read(a) for a in jaxpr.outvars]
+    return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+
+
+def _stays(value: Any) -> Any:
+    """A parameter of an equation: a body, or several, without moves."""
+    if isinstance(value, core.ClosedJaxpr):
+        return core.ClosedJaxpr(_without_moves(value.jaxpr), value.consts)
+    if isinstance(value, core.Jaxpr):
+        return _without_moves(value)
+    return tuple(map(_stays, value)) if type(value) is tuple else value
+
+
+def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same function without calls and moves between memories.
+
+    Constants become literals or stay constants of the result.
+    """
+    newvar = core.gensym()
+    jaxpr = _without_moves(closed.jaxpr) if _has_move(closed.jaxpr) else closed.jaxpr
     constvars = [newvar(v.aval) for v in jaxpr.constvars]
     invars = [newvar(v.aval) for v in jaxpr.invars]
     consts: list[tuple[core.Var, Any]] = list(zip(constvars, closed.consts, strict=True))
@@ -87,9 +127,6 @@ def _emit(
             consts.extend(zip(bound, inner_consts, strict=True))
             outs = _emit(inner, [*bound, *inputs], eqns, consts, newvar)
             env.update(zip(eqn.outvars, outs, strict=True))
-            continue
-        if _is_move(eqn):
-            env.update(zip(eqn.outvars, inputs, strict=True))
             continue
         params = eqn.params
         if eqn.primitive.name == "scan":

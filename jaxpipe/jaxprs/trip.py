@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.extend import core
 
 from .early import Early, evaluate_early, find_early
+from .evaluate import results_of
 from .slots import Slot, Target
 
 Answer: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"  # carry, pools, stacks
@@ -52,7 +53,7 @@ class Trip:
         """From the carry and what was read: what a trip makes, and the values of the body that are to be told."""
         jaxpr = self.body.jaxpr
         code = core.ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *told]), self.body.consts)
-        results = core.jaxpr_as_fun(code)(*self.fixed, *carry, *values)
+        results = results_of(code, *self.fixed, *carry, *values)
         count = len(jaxpr.outvars)
         return self._apart(carry, results[:count]), results[count:]
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..program.segments import Segment
 from ..program.templates import Payload
 from ..table.encoded import IntArray
-from .moments import Clock
+from .moments import Clock, template_numbers
 
 NO_PAYLOAD = -1
 
@@ -19,26 +19,16 @@ class Arrivals:
 
     def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int, clock: Clock) -> None:
         templates = [template for segment in segments for template in segment.templates]
-        self.widest = max((len(template.lanes) for template in templates), default=0)
-        self.choice = np.zeros(num_ticks, np.int64)
-        self._exchange = np.zeros(num_ticks, np.int64)
-        count = sum(len(p.exchanges) for p in templates)
-        payload = np.full((count, self.widest), NO_PAYLOAD)
-        self._lane = np.full((count, len(Payload), num_devices, num_devices), -1)
-        at = 0
-        for segment in segments:
-            ticks = slice(segment.start, segment.stop)
-            self.choice[ticks] = segment.chosen.ravel()
-            starts = at + np.cumsum([0, *(len(p.exchanges) for p in segment.templates)])[:-1]
-            self._exchange[ticks] = np.tile(starts, segment.repeats) + self.choice[ticks]
-            for template in segment.templates:
-                for number, exchange in enumerate(template.exchanges):
-                    for lane, permute in zip(template.lanes_of(number), exchange, strict=True):
-                        payload[at, lane] = permute.payload
-                        for source, target in permute.pairs:
-                            self._lane[at, permute.payload, source, target] = lane
-                    at += 1
-        self.payload = payload[self._exchange]
+        self.widest = max((len(template.permutes) for template in templates), default=0)
+        payload = np.full((len(templates), self.widest), NO_PAYLOAD)
+        self._lane = np.full((len(templates), len(Payload), num_devices, num_devices), -1)
+        for at, template in enumerate(templates):
+            for lane, permute in enumerate(template.permutes):
+                payload[at, lane] = permute.payload
+                for source, target in permute.pairs:
+                    self._lane[at, permute.payload, source, target] = lane
+        self._template = template_numbers(segments)
+        self.payload = payload[self._template]
         self.written = np.repeat(clock.after(np.arange(num_ticks))[:, None], self.widest, axis=1)
         for segment in segments:
             for transit in segment.transits:
@@ -49,6 +39,6 @@ class Arrivals:
 
     def find(self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray) -> tuple[IntArray, IntArray]:
         """The lane of the permute that carries each transfer, and the moment in which what it brings is written."""
-        lane = self._lane[self._exchange[tick], payload, source, target]
+        lane = self._lane[self._template[tick], payload, source, target]
         assert (lane >= 0).all(), "no permute carries a transfer"
         return lane, self.written[tick, lane]

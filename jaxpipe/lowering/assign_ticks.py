@@ -27,7 +27,7 @@ class Ticks:
     schedule: Schedule
     when: IntArray
     forward_first: bool = False  # in a tick with a forward and a backward, the forward runs first (else the backward does)
-    period: int = 1  # the period of the whole table's code, for which the ticks were made; 1 leaves it to `find_segments`
+    period: int = 1  # the period of the whole table's code, for which the ticks were made; 1 leaves it to `span_candidates`
 
     @cached_property
     def num_ticks(self) -> int:

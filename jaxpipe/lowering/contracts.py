@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from ..program.ir import Program
 from ..program.segments import Segment
@@ -17,8 +15,8 @@ from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, modulo_ticks, needs_of
 from .balanced_ticks import balanced_ticks
+from .plan import cheapest
 from .requirements import collect
-from .segments import find_segments
 from .slots import assign_slots
 
 Faults = tuple[str, ...]
@@ -68,7 +66,7 @@ def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
             need = requirements.kinds[requirements.codes[tick]]
             missing = set(need.blocks) - {use.block for use in segment.template(tick).blocks}
             found += [f"tick {tick} has no code for {block}" for block in sorted(missing)]
-            carried = {(p.payload, *pair): p.delay for p in segment.exchange(tick) for pair in p.pairs}
+            carried = {(p.payload, *pair): p.delay for p in segment.template(tick).permutes for pair in p.pairs}
             for edge, slack in need.slack.items():
                 delay = carried.get((Payload(edge.payload), edge.source, edge.target))
                 if delay is None or delay > slack:
@@ -78,12 +76,7 @@ def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
 
 def slots_faults(cut: Cut, program: Program) -> Faults:
     """The program has the cut's segments, and is valid (`program.verify`)."""
-    same = program.segments == cut.segments and np.array_equal(program.ticks.exchange[:, 0], _choices(cut.segments))
-    return (*(() if same else ("the program has other segments",)), *map(str, program_faults(program)))
-
-
-def _choices(segments: Sequence[Segment]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.concatenate([segment.chosen.ravel() for segment in segments] or [np.zeros(0, np.int64)])
+    return (*(() if program.segments == cut.segments else ("the program has other segments",)), *map(str, program_faults(program)))
 
 
 def _ticks(name: str, run: Callable[[Schedule], Ticks]) -> Contract[Schedule, Ticks]:
@@ -94,8 +87,8 @@ TICKS = (
     _ticks("assign_ticks", assign_ticks),
     _ticks("joined_ticks", joined_ticks),
     _ticks("modulo_ticks", modulo_ticks),
-    _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
     _ticks("balanced_ticks", balanced_ticks),
+    _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
 )
-SEGMENTS: Contract[Ticks, Cut] = Contract("find_segments", lambda ticks: Cut(ticks, find_segments(ticks)), segments_faults)
+SEGMENTS: Contract[Ticks, Cut] = Contract("cheapest", lambda ticks: Cut(ticks, cheapest(ticks).segments), segments_faults)
 SLOTS: Contract[Cut, Program] = Contract("assign_slots", lambda cut: assign_slots(cut.ticks, cut.segments), slots_faults)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ..program.segments import Loop, ticks_of
 from ..table.encoded import IntArray
-from .limits import LIMITS
 from .requirements import Requirements
+from .runs import runs_of_true
 from .spans import Span
-from .starts import runs_of_true
+
+# Pieces into which ticks are cut that come once, so that collectives have no predicate.
+MOST_PIECES = 24
+# Ticks of a trip between equal meetings; of the longer trips of interleaved tables, which come back after P V microbatches.
+SHORT_TRIP, LONG_TRIP = 12, 512
 
 
-class _Meetings(NamedTuple):
-    """Spans in which no meeting of all devices has a predicate, and the ticks of the steady state."""
-
-    steady: list[list[Span]]  # none there, and none cut around it
-    everywhere: list[list[Span]]
-    ticks: range
-
-
-def between_meetings(requirements: Requirements) -> _Meetings:
+def between_meetings(requirements: Requirements) -> Iterator[list[Span]]:
     """Cut at meetings: around the longest stretch of equal intervals, and everywhere.
 
     Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those come at equal intervals into trips,
@@ -31,15 +26,16 @@ def between_meetings(requirements: Requirements) -> _Meetings:
     of each direction: then what is at equal intervals within such a trip is a loop.
     """
     marks = requirements.meets
-    stop, found = len(marks), _Meetings([], [], range(0))
-    for longest in (LIMITS.longest_period, LIMITS.longest_cycle):
+    stop = len(marks)
+    for longest in (SHORT_TRIP, LONG_TRIP):
         steady = _equal_intervals(marks, 0, stop, longest=longest)
         if steady is not None:
             whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
-            found.steady.append([span for span in whole if span.start < span.stop])
-            found.everywhere.append(_few_pieces(_cut_at_meetings(marks, 0, stop, longest)))
-            found = found._replace(ticks=range(steady.start, steady.stop))
-    return found
+            yield [span for span in whole if span.start < span.stop]
+            pieces = _few_pieces(_cut_at_meetings(marks, 0, stop, longest))
+            yield pieces
+            for turn in (2, 3):
+                yield [span._replace(loops=_in_turns(span.loops, turn)) for span in pieces]
 
 
 def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
@@ -54,7 +50,7 @@ def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> li
 
 def _few_pieces(spans: list[Span]) -> list[Span]:
     """The spans; of those that come once, the ones with the most pieces share one code instead, where all have too many."""
-    left, uncut = LIMITS.most_pieces, set()
+    left, uncut = MOST_PIECES, set()
     for span in sorted((span for span in spans if span.loops and span.period == span.stop - span.start), key=_num_pieces):
         left -= _num_pieces(span)
         if left < 0:
@@ -62,10 +58,10 @@ def _few_pieces(spans: list[Span]) -> list[Span]:
     return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
 
 
-def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = LIMITS.longest_period) -> Span | None:
+def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = SHORT_TRIP) -> Span | None:
     """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips.
 
-    Trips that are longer than `LIMITS.longest_period` begin after their longest interval.
+    Trips that are longer than `SHORT_TRIP` begin after their longest interval.
     """
     best: Span | None = None
     mine = marks[start:stop]
@@ -76,13 +72,13 @@ def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = L
             first = np.flatnonzero(mine[begin : begin + period])
             if not len(first):
                 continue
-            after = int(np.diff(first, prepend=first[-1] - period).argmax()) if period > LIMITS.longest_period else 0
+            after = int(np.diff(first, prepend=first[-1] - period).argmax()) if period > SHORT_TRIP else 0
             at = begin + int(first[after])
             repeats = (begin + length + period - at) // period
             if repeats < 2 or (best is not None and repeats * period < best.stop - best.start + period):
                 continue
             span = Span(start + at, start + at + repeats * period, period, loops=_loops(mine[at : at + period]))
-            if period <= LIMITS.longest_period or _num_pieces(span) <= LIMITS.most_pieces:
+            if period <= SHORT_TRIP or _num_pieces(span) <= MOST_PIECES:
                 best = span
     return best
 
@@ -102,12 +98,12 @@ def _loops(marks: IntArray) -> tuple[Loop, ...]:
     return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
 
 
-def in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
+def _in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
     """The loops with so many templates that take turns, where one was for all ticks: devices may have long and short ticks in turn."""
     found: list[Loop] = []
     for loop in loops:
         if loop.body:
-            found.append(loop._replace(body=in_turns(loop.body, turn)))
+            found.append(loop._replace(body=_in_turns(loop.body, turn)))
             continue
         turns, rest = divmod(loop.times, turn)
         found += [Loop(turns, (Loop(1),) * turn)] if turns > 1 else [Loop(1)] * turns * turn

@@ -50,8 +50,12 @@ def places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
     for blocks, template in zip(number, templates, strict=True):
         for place, use in enumerate(template.blocks):
             blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
-    first = np.cumsum([0, *(segment.period for segment in segments)])
-    of = [np.tile(np.arange(segment.period) + at, segment.repeats) for segment, at in zip(segments, first.tolist(), strict=False)]
-    template_of = np.concatenate([*of, np.zeros(0, np.int64)])
-    found: IntArray = number[template_of[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)]
+    found: IntArray = number[template_numbers(segments)[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)]
     return found
+
+
+def template_numbers(segments: Sequence[Segment]) -> IntArray:
+    """Per tick, the number of its template among those of all segments."""
+    first = np.cumsum([0, *(segment.period for segment in segments)]).tolist()
+    found = [np.tile(np.arange(segment.period) + at, segment.repeats) for segment, at in zip(segments, first, strict=False)]
+    return np.concatenate([*found, np.zeros(0, np.int64)])

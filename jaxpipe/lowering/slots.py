@@ -87,7 +87,6 @@ class _Writer:
         moves = offload is Offload.RESIDUALS
         self._ticks = empty_ticks(ticks.num_ticks, table.num_devices, lanes, together=together, moves=moves)
         self._lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}  # by the table of their slots
-        self._ticks.exchange[:] = self._arrivals.choice[:, None]
 
     def program(self) -> Program:
         """Write the actions, then for each pool the slots of its values."""

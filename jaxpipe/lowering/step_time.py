@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,16 +10,16 @@ import numpy as np
 from ..schedules.registry import build
 from ..simulation.costs import Cost, Costs
 from ..table.schedule import Schedule
-from .cost_model import cost_parts, priced_makespan
-from .limits import Overheads
-from .plan import Plan, Prefer, plan_of
+from .cost_model import cost_parts, program_makespan
+from .overheads import FORWARD, Overheads
+from .plan import Plan, plan_of
 
 
 class StepTime(NamedTuple):
     """Seconds of a step, simulated from the plan."""
 
     seconds: float  # with all overheads
-    predicates: float  # of those, what predicates of blocks and of exchanges take
+    predicates: float  # of those, what predicates take
     one_f_one_b: float  # seconds of 1F1B with the same layers on as many devices
 
     @property
@@ -32,26 +33,26 @@ class StepTime(NamedTuple):
 
 
 def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> StepTime:
-    """Simulate a plan and the plan of 1F1B; `costs` in seconds, without any F = I = W = `overheads.forward`.
+    """Simulate a plan and the plan of 1F1B; `costs` in seconds, without any F = I = W = `FORWARD`.
 
     >>> import jaxpipe as jp
     >>> overheads = Overheads()
-    >>> plan = plan_of(jp.schedules.build("zb_h1", devices=4, microbatches=8), Prefer.SPEED)
+    >>> plan = plan_of(jp.schedules.build("zb_h1", devices=4, microbatches=8))
     >>> step_time(plan, overheads).loses
     False
     """
-    schedule, forward = plan.ticks.schedule, overheads.forward
-    seconds = costs or Costs(forward=forward, input_grad=forward, weight_grad=forward)
+    schedule = plan.ticks.schedule
+    seconds = costs or Costs(forward=FORWARD, input_grad=FORWARD, weight_grad=FORWARD)
     whole = merged(schedule, seconds)
     one_f_one_b = build("1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches)
-    plain = plan_of(one_f_one_b, Prefer.SPEED, costs=whole, overheads=overheads)
+    plain = plan_of(one_f_one_b, costs=whole, overheads=overheads)
     mine = _makespan(plan, overheads, seconds)
-    without = overheads.free_predicates()
+    without = replace(overheads, predicate=0.0)
     return StepTime(mine, mine - _makespan(plan, without, seconds), _makespan(plain, overheads, whole))
 
 
 def _makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
-    return priced_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads.prices(1.0))
+    return program_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads)
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .limits import ON_GPUS, Overheads
-from .plan import Prefer
+from .overheads import GUESSED, ON_HOST, Overheads
 
 
 class RunsOn(Enum):
@@ -32,27 +31,19 @@ class Target:
     """What a program runs on; without a mesh, NVIDIA GPUs along a pipe axis alone."""
 
     runs_on: RunsOn = RunsOn.GPUS
-    overheads: Overheads = ON_GPUS
+    communicates: bool = False  # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
 
     @classmethod
     def of(cls, mesh: Any, own: Sequence[str]) -> Target:
-        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates.
+        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates."""
+        return cls(RunsOn.of(mesh), any(size > 1 for name, size in mesh.shape.items() if name not in own))
 
-        Along others the partitioner puts collectives into blocks (tensor parallelism), which no CUDA graph takes.
-        """
-        return cls.on(RunsOn.of(mesh), on_host=any(size > 1 for name, size in mesh.shape.items() if name not in own))
-
-    @classmethod
-    def on(cls, runs_on: RunsOn, *, on_host: bool = False) -> Target:
-        """Of a kind of devices."""
-        return cls(runs_on, Overheads(on_host=on_host, threads=runs_on is RunsOn.ONE_CPU_PROCESS))
+    @property
+    def overheads(self) -> Overheads:
+        """What a program takes there besides the stages' work."""
+        return ON_HOST if self.communicates else GUESSED
 
     @property
     def on_gpus(self) -> bool:
         """Whether the devices are NVIDIA GPUs."""
         return self.runs_on is RunsOn.GPUS
-
-    @property
-    def prefer(self) -> Prefer:
-        """What a program is lowered for, where nothing is said."""
-        return Prefer.SPEED if self.on_gpus else Prefer.MEMORY

@@ -12,11 +12,14 @@ from ..program.segments import Point, Segment
 from ..program.templates import BlockUse, Part, Permute, TickTemplate, parts_in_order
 from ..table.encoded import IntArray
 from ..table.kinds import TOGETHER
-from .limits import LIMITS, Prices
+from .overheads import Overheads
 from .requirements import equal_rows
 
 # Partners of each device, and how long the permutes of each device last; None where they take no time.
 _Meeting: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
+
+# Trips of a segment from which on a cycle of different trips is looked for.
+MANY_TRIPS = 64
 
 
 class Durations(NamedTuple):
@@ -37,48 +40,49 @@ class Durations(NamedTuple):
         found: NDArray[np.float64] = self.of.sum(axis=1)[self.codes]
         return found
 
-    def of_trips(self, segment: Segment, prices: Prices | None) -> list[tuple[NDArray[np.float64], IntArray]]:
+    def of_trips(self, segment: Segment, overheads: Overheads) -> list[tuple[NDArray[np.float64], IntArray]]:
         """For each tick of a trip: `[i, part, device]`, with what its predicates take, and the i of each trip."""
         codes = self.codes[segment.start : segment.stop].reshape(segment.repeats, segment.period)
         found = []
         for j, template in enumerate(segment.templates):
             used, which = np.unique(codes[:, j], return_inverse=True)
             lengths = self.of[used]
-            found.append((lengths if prices is None else asking(lengths, template, prices), which))
+            found.append((with_predicates(lengths, template, overheads.predicate), which))
         return found
 
 
-def asking(lengths: NDArray[np.float64], template: TickTemplate, prices: Prices) -> NDArray[np.float64]:
-    """`[..., part, device]` with what a tick's predicates take: all devices are asked all; those of a block taken inside of it too."""
-    if not (prices.asked or prices.taken or prices.gate):
+def with_predicates(lengths: NDArray[np.float64], template: TickTemplate, predicate: float) -> NDArray[np.float64]:
+    """`[..., part, device]` with what a tick's predicates take.
+
+    Every device evaluates all of them, and where a block runs also those inside it.
+    """
+    if not predicate:
         return lengths
     inside = max((use.num_nested for use in template.blocks), default=0)
-    guarded = prices.taken if template.num_predicates else 0.0
-    found = lengths + np.where(lengths > 0, guarded + prices.asked * inside, 0.0)
-    found[..., 0, :] += prices.asked * template.num_predicates + prices.gate * (len(template.exchanges) > 1)
+    found = lengths + np.where(lengths > 0, predicate * inside, 0.0)
+    found[..., 0, :] += predicate * template.num_predicates
     return found
 
 
-class Passage(NamedTuple):
-    """A segment as it moves device times."""
+class DeviceTimes(NamedTuple):
+    """A segment as a function of device times."""
 
     code: _Code
     rows: tuple[tuple[NDArray[np.float64], ...], ...]  # for each step, how long devices run in it; nothing where it runs nothing
     which: tuple[list[int], ...]  # for each step, which of its rows is that of each trip
-    trips: IntArray  # equal numbers for trips of equal costs and exchanges
-    chosen: list[list[int]]
+    trips: IntArray  # equal numbers for trips of equal costs
     flies: bool  # trips leave something to the next
 
     @classmethod
-    def of(cls, segment: Segment, durations: Durations, *, transfer: float = 0.0, prices: Prices | None = None) -> Passage:
-        """Where each permute of a device lasts `transfer`; with prices predicates take time too."""
+    def of(cls, segment: Segment, durations: Durations, overheads: Overheads) -> DeviceTimes:
+        """Each permute of a device lasts a hop; predicates take time too."""
         _, num_parts, num_devices = durations.of.shape
-        ticks = durations.of_trips(segment, prices)
-        code = _Code.of(segment, num_parts, num_devices, transfer)
+        ticks = durations.of_trips(segment, overheads)
+        code = _Code.of(segment, num_parts, num_devices, overheads.hop)
         rows = tuple(tuple(ticks[step.tick][0][:, step.parts].sum(axis=1)) if step.runs else () for step in code.steps)
         which = [of.tolist() for _, of in ticks]
-        trips = equal_rows(np.column_stack([*(of for _, of in ticks), segment.chosen]))
-        return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips, segment.chosen.tolist(), bool(segment.in_flight))
+        trips = equal_rows(np.column_stack([of for _, of in ticks]))
+        return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips, bool(segment.in_flight))
 
     def after(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Device times after the segment, from device times before it."""
@@ -92,7 +96,7 @@ class Passage(NamedTuple):
                 continue
             earlier, before = before, time
             lasting = [rows[of[trip]] if rows else None for rows, of in zip(self.rows, self.which, strict=True)]
-            time = self.code.trip(time, lasting, self.chosen[trip], is_first=trip == 0)
+            time = self.code.trip(time, lasting, is_first=trip == 0)
             trip += 1
             # Trips of equal costs that moved all devices by the same time will go on doing so; the first begins with nothing in flight.
             seen = trip - begun - (self.flies and begun == 0)
@@ -118,7 +122,7 @@ class _Cycle(NamedTuple):
         """That of the trip in the middle; marks that never come where it has none."""
         never = cls(len(trips), 0, len(trips))
         middle = len(trips) // 2
-        if len(trips) < LIMITS.many_trips:
+        if len(trips) < MANY_TRIPS:
             return never
         for length in (np.flatnonzero(trips[middle + 1 :] == trips[middle]) + 1).tolist():
             if 3 * length > len(trips):
@@ -158,7 +162,6 @@ class _Step(NamedTuple):
     awaits: tuple[int, ...]  # numbers of issues
     tick: int
     parts: slice  # of that tick
-    chosen: tuple[_Meeting, ...]  # exchanges to choose among, when these parts are over
 
     @property
     def runs(self) -> bool:
@@ -184,9 +187,7 @@ class _Code(NamedTuple):
             (ends, _Issue(n, ends[2], _meeting(permutes, num_devices, transfer))) for n, (ends, permutes) in enumerate(groups.items())
         ]
         steps: list[_Step] = []
-        for j, template in enumerate(segment.templates):
-            exchanges = template.exchanges if len(template.exchanges) > 1 else ()
-            options = tuple(_meeting(exchange, num_devices, transfer) for exchange in exchanges)
+        for j in range(segment.period):
             busy = {p.block for ends, _ in issues for p in ends[:2] if p.tick == j}
             marks = sorted({0, *busy, num_parts})
             for start, stop in zip(marks, [*marks[1:], num_parts], strict=True):
@@ -194,12 +195,10 @@ class _Code(NamedTuple):
                 here = tuple(issue for ends, issue in issues if ends[0] == at)
                 awaits = tuple(issue.number for ends, issue in issues if ends[1] == at)
                 if start < stop or here or awaits:
-                    steps.append(_Step(here, awaits, j, slice(start, stop), options if stop == num_parts and start < stop else ()))
+                    steps.append(_Step(here, awaits, j, slice(start, stop)))
         return cls(tuple(steps), tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates))
 
-    def trip(
-        self, time: NDArray[np.float64], work: Sequence[NDArray[np.float64] | None], chosen: Sequence[int], *, is_first: bool
-    ) -> NDArray[np.float64]:
+    def trip(self, time: NDArray[np.float64], work: Sequence[NDArray[np.float64] | None], *, is_first: bool) -> NDArray[np.float64]:
         """Device times after it; `work`: how long devices run in each step.  Nothing is in flight before the first trip."""
         done: dict[int, NDArray[np.float64]] = {}
         for step, lasting in zip(self.steps, work, strict=True):
@@ -213,8 +212,6 @@ class _Code(NamedTuple):
                 time = np.full_like(time, time.max())
             if lasting is not None:
                 time = time + lasting
-            if step.chosen:
-                time = _over(time, step.chosen[chosen[step.tick]])
         return time
 
     def land(self, time: NDArray[np.float64]) -> NDArray[np.float64]:

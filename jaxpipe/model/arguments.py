@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..arrays import PyTree
 from ..errors import PipelineError, ScheduleError
 from ..lowering.offload import Offload
-from ..lowering.plan import Prefer
 from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 from ..transforms.spread_first import spread_first
@@ -30,8 +31,26 @@ def rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] 
     if remat != "full" and not callable(remat):
         raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
     policy = None if isinstance(remat, str) else remat
-    changed = {function: function.under(lambda call: jax.checkpoint(call, policy=policy)) for function in stages}
+    changed = {function: function.under(lambda call: _checkpointed(call, policy)) for function in stages}
     return [changed[function] for function in stages]
+
+
+def _checkpointed(call: Callable[..., Any], policy: Callable[..., bool] | None) -> Callable[..., Any]:
+    """The call under `jax.checkpoint`, which is given arrays alone: `training` stays a Python bool."""
+
+    @functools.wraps(call)
+    def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
+        leaves, tree = jax.tree.flatten((arguments, keywords))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+
+        def on_arrays(arrays: dict[int, Any]) -> PyTree:
+            given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+            arguments, keywords = jax.tree.unflatten(tree, given)
+            return call(*arguments, **keywords)
+
+        return jax.checkpoint(on_arrays, policy=policy)(arrays)
+
+    return run
 
 
 def with_shares(schedule: Schedule, costs: Costs | None, *, first: Function | None, last: Function | None) -> Schedule:
@@ -74,14 +93,6 @@ def loss_of(value: Any) -> Loss:
         return value
     known = " or ".join(f"Loss.{member.name}" for member in Loss)
     raise PipelineError(f"loss must be {known}; got {value!r}")
-
-
-def prefer_of(value: Prefer | str | None, default: Prefer) -> Prefer:
-    """The choice; PipelineError for anything else."""
-    try:
-        return default if value is None else Prefer(value)
-    except ValueError:
-        raise PipelineError(f'prefer must be "memory" or "speed"; got {value!r}') from None
 
 
 def accumulate_of(dtype: Any) -> Any:

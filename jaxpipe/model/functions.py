@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, described, wider
+from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
 
 
@@ -114,6 +114,25 @@ class Function:
         have = {"shared": shared, "training": training, **{k: extra.get(k) for k in ("ctx", "microbatch", "state")}}
         return self.calling(lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}), arguments, have["ctx"])
 
+    def loss_of(self, loss: Any) -> Any:
+        """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what is none.
+
+        None is no loss, and a Python number is one.
+        """
+        if loss is None:
+            return jnp.zeros((), jnp.float32)
+        try:
+            found = jnp.asarray(loss)
+        except (TypeError, ValueError):
+            what: Any = jax.tree.structure(loss)
+        else:
+            weak = jax.typeof(found).weak_type and jnp.issubdtype(found.dtype, jnp.integer)
+            if found.shape == () and (weak or jnp.issubdtype(found.dtype, jnp.floating)):
+                # Half a precision ends at 65504, and losses are summed.
+                return summable(found)
+            what = f"{found.dtype}{list(found.shape)}"
+        raise PipelineError(f"`{self.name}` must return a floating scalar as its loss; it returns {what}")
+
     def calling(self, call: Callable[[], Any], arguments: Sequence[PyTree], ctx: Any) -> Any:
         """Call it; an error from inside says which function it was and what it was given."""
         try:
@@ -138,6 +157,7 @@ class Function:
 
 def _place(call: Callable[..., Any]) -> str:
     """Where a function was written."""
+    call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)
     name = getattr(call, "__qualname__", type(call).__name__)
     return name if code is None else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
@@ -207,16 +227,8 @@ class Functions:
             why = " and ".join([*(["stage_loss=True"] if self.stage_loss else []), *(["it takes `state`"] if "state" in names else [])])
             raise PipelineError(f"`{function.name}` must return ({', '.join(names)}), since {why}; it returns {jax.tree.structure(out)}")
         found = dict(zip(names, out, strict=True))
-        return found["x"], Returned(self._scalar(function, found.get("loss", ())), self._state(function, found, extra))
-
-    @staticmethod
-    def _scalar(function: Function, loss: Any) -> Any:
-        if isinstance(loss, tuple):
-            return ()
-        loss = jnp.asarray(loss)
-        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise PipelineError(f"`{function.name}` must return a floating scalar as its loss; it returns {loss.dtype}{list(loss.shape)}")
-        return loss
+        loss = function.loss_of(found["loss"]) if self.stage_loss else ()
+        return found["x"], Returned(loss, self._state(function, found, extra))
 
     @staticmethod
     def _state(function: Function, found: dict[str, Any], extra: dict[str, PyTree]) -> PyTree:
@@ -252,9 +264,7 @@ class Functions:
             raise PipelineError(
                 f"`last` must return a floating scalar loss; it returns {out.dtype}{list(out.shape)}: take its mean, for instance"
             )
-        # Half a precision ends at 65504 (float16) or counts to 256 (bfloat16); losses are summed over the step.
-        out = out.astype(wider(out.dtype, jnp.float32))
-        return out, {"count": count, "metrics": metrics}
+        return summable(out), {"count": count, "metrics": metrics}
 
     @staticmethod
     def _count(count: Any) -> Any:
@@ -264,8 +274,7 @@ class Functions:
             raise PipelineError(
                 f"`last` must return (sum, count) with a scalar count; the count is {count.dtype}{list(count.shape)}: take its sum"
             )
-        wide = jnp.float32 if jnp.issubdtype(count.dtype, jnp.floating) else jnp.int32
-        return count.astype(wider(count.dtype, wide))
+        return summable(count)
 
     @staticmethod
     def _pair(out: Any, what: str) -> tuple[Any, Any]:

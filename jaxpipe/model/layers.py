@@ -171,7 +171,7 @@ def _stage_function(
     wants = frozenset(keyword for run in runs for keyword in given[run.letter].wants)
 
     def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
-        loss = jnp.zeros((), jnp.float32)
+        losses = []
         for run in runs:
             function = given[run.letter]
             own = {k: keywords[k] for k in function.wants}
@@ -183,8 +183,8 @@ def _stage_function(
                 return _pair(function, out, has_loss=has_loss)
 
             x, more = _run_layers(layer, run, params[run.letter][run.group], x, before + run.layer)
-            loss = loss if more is None else loss + more
-        return (x, loss) if has_loss else x
+            losses += [] if more is None else [more]
+        return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
 
     return Function(stage, f"stage of layers {letters!r}", wants)
 
@@ -195,7 +195,8 @@ def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:
         raise PipelineError(f"`{function.name}` must return (x, loss), since stage_loss=True; it returns {jax.tree.structure(out)}")
-    return out
+    x, loss = out
+    return x, None if loss is None else function.loss_of(loss)
 
 
 def _run_layers(layer: Callable[..., tuple[PyTree, Any]], run: _Run, stack: PyTree, x: PyTree, number: Any) -> tuple[PyTree, Any]:

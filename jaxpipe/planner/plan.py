@@ -348,7 +348,6 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         costs=c.costs,
         parts=lowered.memory,
         traced=lowered.traced,
-        prefer=c.question.target.prefer,
         axis=c.question.axes.pipe,
         data_axes=c.question.axes.data,
     )

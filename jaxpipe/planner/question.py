@@ -132,7 +132,7 @@ def _target(mesh: Any, axes: Axes) -> Target:
     if mesh is None:
         return Target()
     if isinstance(mesh, RunsOn):
-        return Target.on(mesh)
+        return Target(mesh)
     return mesh if isinstance(mesh, Target) else Target.of(mesh, (axes.pipe, *axes.data))
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, overload
 
-from ..lowering.plan import Prefer
 from ..simulation.costs import Costs
 from ..simulation.simulate import simulate
 from ..simulation.timeline import Timeline
@@ -32,7 +31,6 @@ class PipelinePlan:
         costs: of its stages, in seconds.
         parts: what a device's memory is for, from the sizes of its layers.
         traced: the same of a step of the traced model, without the optimizer's state (`plan(traced=)`).
-        prefer: what its program is lowered for, as `Pipeline` takes it.
         axis, data_axes: those of the mesh that it was planned for, as `Pipeline` takes them.
         certificate: how far from the lower bound its seconds are, and where the bound comes from.
     """
@@ -48,7 +46,6 @@ class PipelinePlan:
     costs: Costs = field(default_factory=Costs, compare=False)
     parts: Memory | None = field(default=None, compare=False)
     traced: Mapping[str, int] | None = field(default=None, compare=False)
-    prefer: Prefer = field(default=Prefer.SPEED, compare=False)
     certificate: Certificate | None = field(default=None, compare=False)
     axis: str = field(default="pipe", compare=False)
     data_axes: tuple[str, ...] = field(default=(), compare=False)
@@ -65,7 +62,7 @@ class PipelinePlan:
         """
         # By name: plans are made where JAX is not installed.
         made = import_module("jaxpipe.pipeline").Pipeline
-        mine = {"remat": self.remat, "prefer": self.prefer, "costs": self.costs, "axis": self.axis, "data_axes": self.data_axes}
+        mine = {"remat": self.remat, "costs": self.costs, "axis": self.axis, "data_axes": self.data_axes}
         return made(layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
@@ -79,7 +76,6 @@ class PipelinePlan:
             "seconds": self.seconds,
             "memory": list(self.memory),
             "memory_parts": None if self.parts is None else vars(self.parts) | {"total": self.parts.total},
-            "prefer": self.prefer.value,
             "lower_bound": self.lower_bound,
             "gap": self.certificate and self.certificate.gap,
             "certificate": self.certificate and str(self.certificate),

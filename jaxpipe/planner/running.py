@@ -8,18 +8,18 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..lowering.cost_model import cost_matrix, cost_parts, priced_makespan
+from ..lowering.cost_model import cost_matrix, cost_parts, program_makespan
 from ..lowering.plan import Plan, plan_of
 from ..lowering.target import RunsOn, Target
 from ..program.segments import Segment
-from ..program.templates import Exchange
+from ..program.templates import Permute
 from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 
 
 def program_of(target: Target, schedule: Schedule, costs: Costs) -> Plan:
-    """The plan of the program that `Pipeline(prefer=, costs=)` makes."""
-    return plan_of(schedule, target.prefer, costs=costs, overheads=target.overheads)
+    """The plan of the program that `Pipeline(costs=)` makes."""
+    return plan_of(schedule, costs=costs, overheads=target.overheads)
 
 
 def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
@@ -30,7 +30,7 @@ def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
     """
     hop = float(np.max(costs.transfer))
     if target.on_gpus:
-        return priced_makespan(cost_parts(plan.ticks, costs), plan.segments, replace(target.overheads, hop=hop).prices(1.0))
+        return program_makespan(cost_parts(plan.ticks, costs), plan.segments, replace(target.overheads, hop=hop))
     by_all = target.runs_on is RunsOn.ONE_CPU_PROCESS
     return awaited_at_once(cost_matrix(plan.ticks, costs), plan.segments, hop, by_all=by_all)
 
@@ -44,7 +44,7 @@ def awaited_at_once(costs: NDArray[np.float64], segments: Sequence[Segment], hop
     for segment in segments:
         for tick in range(segment.start, segment.stop):
             time = time + costs[tick]
-            exchange = segment.exchange(tick)
+            exchange = segment.template(tick).permutes
             if exchange and by_all:
                 time = np.full_like(time, time.max() + len(exchange) * hop)
             elif exchange:
@@ -52,7 +52,7 @@ def awaited_at_once(costs: NDArray[np.float64], segments: Sequence[Segment], hop
     return float(time.max(initial=0.0))
 
 
-def _met(time: NDArray[np.float64], exchange: Exchange, hop: float) -> NDArray[np.float64]:
+def _met(time: NDArray[np.float64], exchange: Sequence[Permute], hop: float) -> NDArray[np.float64]:
     """Device times when each has met those that it exchanges something with."""
     met = time.copy()
     for permute in exchange:

@@ -15,7 +15,7 @@ from .liveness import LastUse
 from .pools import POOL_OF, PoolName
 from .records import NOBODY, IntTable, pairs_of
 from .segments import Segment
-from .templates import Payload, Presence, TickTemplate
+from .templates import Payload, Presence
 
 Ints = NDArray[np.int64]
 # The kinds whose result is sent to another stage.
@@ -154,31 +154,21 @@ def _of_exchanges(program: Program, segment: Segment, pool: PoolName, blocks: Se
     for j, template in enumerate(segment.templates):
         ticks = ticks_of(segment, j)
         here = [block for block in blocks if block.ticks[0] == ticks[0]]
-        for number, exchange in enumerate(template.exchanges):
-            mine = ticks[program.ticks.exchange[ticks, 0] == number]
-            for lane, permute in zip(template.lanes_of(number), exchange, strict=True):
-                if POOL_OF[permute.payload] is not pool or not len(mine):
-                    continue
-                value = np.full((len(mine), devices), NOTHING, np.int64)
-                made = _made(program, ticks, here, permute.payload)[np.searchsorted(ticks, mine)]
-                for source, target in permute.pairs:
-                    value[:, target] = made[:, source]
-                arrival = program.ticks.arrivals[lane]
-                k, device = np.nonzero(arrival.takes[mine] != 0)
-                count = np.ones(len(k), np.int64)
-                slot = arrival.slot[mine][k, device].astype(np.int64)
-                tick, block = _written(segment, template, mine, lane)
-                place = np.where(block < segment.num_blocks(tick), 2 * block, _after(program))
-                yield Accesses(device, slot, tick[k], place[k], _WRITE * count + lane, value[k, device], np.zeros(len(k), bool))
-
-
-def _written(segment: Segment, template: TickTemplate, ticks: Ints, lane: int) -> tuple[Ints, Ints]:
-    """The tick in which what an exchange of these ticks brings is written to its slot, and before which of its blocks, or after all."""
-    if len(template.exchanges) > 1:  # over when its tick is
-        return ticks, np.full(len(ticks), len(template.blocks))
-    j = int(ticks[0] - segment.start) % segment.period
-    (transit,) = (t for t in segment.transits if (t.tick, t.lane) == (j, lane))
-    return segment.written(transit)
+        for lane, permute in enumerate(template.permutes):
+            if POOL_OF[permute.payload] is not pool:
+                continue
+            value = np.full((len(ticks), devices), NOTHING, np.int64)
+            made = _made(program, ticks, here, permute.payload)
+            for source, target in permute.pairs:
+                value[:, target] = made[:, source]
+            arrival = program.ticks.arrivals[lane]
+            k, device = np.nonzero(arrival.takes[ticks] != 0)
+            count = np.ones(len(k), np.int64)
+            slot = arrival.slot[ticks][k, device].astype(np.int64)
+            (transit,) = (t for t in segment.transits if (t.tick, t.lane) == (j, lane))
+            tick, block = segment.written(transit)
+            place = np.where(block < segment.num_blocks(tick), 2 * block, _after(program))
+            yield Accesses(device, slot, tick[k], place[k], _WRITE * count + lane, value[k, device], np.zeros(len(k), bool))
 
 
 def _during(block: int) -> int:

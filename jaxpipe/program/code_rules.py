@@ -58,7 +58,7 @@ def _shares(program: Program) -> IntTable:
     """`[tick, device]`: the kind of what all devices do together."""
     for share in program.ticks.shares:
         return share.kind
-    return np.full_like(program.ticks.exchange, NOBODY)
+    return np.full_like(program.ticks.forward.kind, NOBODY)
 
 
 def ticks_of(segment: Segment, j: int) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ class Rule(enum.Enum):
 
     SEGMENTS = "segments"  # the segments cover every tick once, in order
     PERMUTE = "permute"  # a permute has distinct sources and targets, and no cycle
-    EXCHANGE = "exchange"  # all devices choose alike, among what the template has; transfers end in the trip that begins them or the next
+    EXCHANGE = "exchange"  # what arrives has a permute; transfers end in the trip that begins them or the next
     ACTION = "action"  # every action of the table runs exactly once, on its device; so every gradient is added exactly once
     TOGETHER = "together"  # what all devices do together, they do in one tick, which has nothing else
     CODE = "code"  # what a device does is in its template's code, and the code does nothing that no device asked for

@@ -26,6 +26,9 @@ class Model(Protocol):
     def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
         """The stage's output, the residuals that only I (or B) needs, and those that W needs."""
 
+    def recompute(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any]:
+        """R: the residuals of a forward that kept none; its results are the model's already."""
+
     def last(self, microbatch: int, y: Any) -> Any:
         """The cotangent of the last stage's output (None in an evaluation), by all devices where it is spread; the model keeps the loss."""
 
@@ -85,15 +88,14 @@ def _run_segment(program: Program, model: Model, devices: list[_Device], segment
                 continue
             for number, device in enumerate(devices):
                 _run_block(use, model, device, _record(program, tick, number), program)
-        exchange = segment.choice(tick)
-        for lane, permute in zip(template.lanes_of(exchange), template.exchanges[exchange], strict=True):
+        for lane, permute in enumerate(template.permutes):
             brought = [None] * len(devices)
             for source, target in permute.pairs:
                 brought[target] = devices[source].sent[permute.payload]
             pool = POOL_OF[permute.payload]
             trip, j = divmod(tick - segment.start, segment.period)
-            at = [int(of[trip]) for of in written[j, lane]] if (j, lane) in written else [tick, len(template.blocks)]
-            awaited.setdefault((at[0], at[1]), []).append((pool, lane, [(value, tick) for value in brought]))
+            at, block = written[j, lane]
+            awaited.setdefault((int(at[trip]), int(block[trip])), []).append((pool, lane, [(value, tick) for value in brought]))
         arrive(tick, len(template.blocks))
         for device, values in zip(devices, fetched, strict=True):
             for name, slot, value in values:
@@ -180,7 +182,7 @@ def _forward(model: Model, device: _Device, f: Forward[int], *, spread: bool) ->
 
 def _recompute(model: Model, device: _Device, f: Forward[int]) -> None:
     """R: the residuals once more."""
-    _, by_input, by_weight = model.forward(f.stage, f.microbatch, device.pools[PoolName.X][f.x])
+    by_input, by_weight = model.recompute(f.stage, f.microbatch, device.pools[PoolName.X][f.x])
     device.pools[PoolName.RESIDUAL_INPUT][f.residual_input] = by_input
     device.pools[PoolName.RESIDUAL_WEIGHT][f.residual_weight] = by_weight
 

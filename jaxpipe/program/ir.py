@@ -30,7 +30,7 @@ class Program:
     @property
     def num_ticks(self) -> int:
         """T, the number of ticks."""
-        return int(self.ticks.exchange.shape[0])
+        return int(self.ticks.forward.kind.shape[0])
 
     @cached_property
     def slots(self) -> Slots:

@@ -72,7 +72,7 @@ class Share(Generic[A]):
 class Arrival(Generic[A]):
     """What a permute brings to a device: the slot that it writes, where `takes` is 1.
 
-    Elsewhere the slot keeps what it has: nothing is meant for the device and none of its slots is free, or the tick makes no such permute.
+    Elsewhere the slot keeps what it has: nothing is meant for the device and none of its slots is free, or the tick has no such permute.
     """
 
     slot: A
@@ -103,7 +103,6 @@ class TickRecord(Generic[A]):
 
     forward: Forward[A]
     backward: Backward[A]
-    exchange: A  # number of the exchange among those of the tick's template; the same on all devices
     arrivals: tuple[Arrival[A], ...]  # by lane of the template
     shares: tuple[Share[A], ...] = ()  # one where the table has L or E, else none
     moves: tuple[Move[A], ...] = ()  # one where anything waits on the host, else none
@@ -159,4 +158,4 @@ def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool 
     arrivals = tuple(Arrival(zeros(), zeros()) for _ in range(lanes))
     shares = (Share(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Share)}),) if together else ()
     moved = (Move(**{f.name: nobody() for f in fields(Move)}),) if moves else ()
-    return TickRecord(forward, backward, zeros(), arrivals, shares, moved)
+    return TickRecord(forward, backward, arrivals, shares, moved)

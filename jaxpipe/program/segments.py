@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..table.kinds import Kind
-from .templates import Exchange, Payload, Permute, TickTemplate
+from .templates import Payload, Permute, TickTemplate
 
 
 def room_of(period: int, j: int) -> int:
@@ -75,11 +75,8 @@ class Segment:
     start: int
     repeats: int
     templates: tuple[TickTemplate, ...]
-    choices: tuple[int, ...] = ()  # per tick, the exchange that it makes; empty where every template has just one
     # Ticks of a trip that share their code, each loop a scan within the trip; their permutes have no delay.  Empty: none do.
     loops: tuple[Loop, ...] = ()
-    # Transfers run beside blocks: issued after the blocks that make them, written to their slots before the first that may need them.
-    beside: bool = False
 
     @property
     def period(self) -> int:
@@ -133,38 +130,21 @@ class Segment:
         return self.repeats * sum(p.num_meeting_predicates for p in self.templates)
 
     @property
-    def num_arms(self) -> int:
-        """How many exchanges its ticks choose among, one tick after the other."""
-        return self.repeats * sum(p.num_arms for p in self.templates)
-
-    @cached_property
-    def chosen(self) -> NDArray[np.int64]:
-        """`[trip, template]`: the choices, 0 where there are none."""
-        shape = (self.repeats, self.period)
-        return np.array(self.choices or np.zeros(shape), np.int64).reshape(shape)
-
-    @cached_property
     def num_sends(self) -> int:
         """How many values it sends from one device to another, needed or not."""
-        return self._of_all_ticks([[sum(len(permute.pairs) for permute in exchange) for exchange in p.exchanges] for p in self.templates])
-
-    @cached_property
-    def num_made(self) -> int:
-        """How many permutes its ticks make, one tick after the other."""
-        return self._of_all_ticks([[len(exchange) for exchange in p.exchanges] for p in self.templates])
-
-    def _of_all_ticks(self, counts: Sequence[Sequence[int]]) -> int:
-        """The sum over its ticks of what their exchanges count; `counts[template][exchange]`."""
-        return sum(int(np.take(each, self.chosen[:, j]).sum()) for j, each in enumerate(counts))
+        return self.repeats * sum(len(permute.pairs) for p in self.templates for permute in p.permutes)
 
     @cached_property
     def transits(self) -> tuple[Transit, ...]:
-        """Every permute that all trips make; not those among which ticks choose, which are over when their tick is."""
+        """Every permute of a trip.
+
+        A transfer runs beside blocks: it is issued after the block that makes it, and written to its slot
+        before the first block that may need it.  Ticks that share code issue and write at their end.
+        """
         return tuple(
-            self._beside(lane, permute, j) if self.beside else self._at_ends(lane, permute, j)
+            self._at_end(lane, permute, j) if self.loops else self._beside(lane, permute, j)
             for j, template in enumerate(self.templates)
-            if len(template.exchanges) == 1
-            for lane, permute in zip(template.lanes_of(0), template.exchanges[0], strict=True)
+            for lane, permute in enumerate(template.permutes)
         )
 
     @property
@@ -176,11 +156,9 @@ class Segment:
         """When the blocks of a tick of a trip are over."""
         return Point(j, len(self.templates[j].blocks))
 
-    def _at_ends(self, lane: int, permute: Permute, j: int) -> Transit:
-        """Issued and written when ticks are over."""
-        if permute.delay and j == self.period - 1:
-            return Transit(lane, permute, j, Point(0, 0), self._end(permute.delay - 1), True)
-        return Transit(lane, permute, j, self._end(j), self._end(j + permute.delay), False)
+    def _at_end(self, lane: int, permute: Permute, j: int) -> Transit:
+        """Issued and written when its tick is over."""
+        return Transit(lane, permute, j, self._end(j), self._end(j), False)
 
     def _beside(self, lane: int, permute: Permute, j: int) -> Transit:
         """Issued when it is made, or where the next trip has more to run beside it, there; and written when it is needed."""
@@ -214,17 +192,9 @@ class Segment:
         """How many blocks the templates of these ticks have."""
         return np.array([len(template.blocks) for template in self.templates])[(tick - self.start) % self.period]
 
-    def choice(self, tick: int) -> int:
-        """The number of the exchange that a tick makes, among those of its template."""
-        return self.choices[tick - self.start] if self.choices else 0
-
     def template(self, tick: int) -> TickTemplate:
         """The template of a tick."""
         return self.templates[(tick - self.start) % self.period]
-
-    def exchange(self, tick: int) -> Exchange:
-        """The permutes that a tick makes."""
-        return self.template(tick).exchanges[self.choice(tick)]
 
     def __str__(self) -> str:
         head = f"ticks {self.start}..{self.stop - 1}: {self.repeats} x {self.period}"

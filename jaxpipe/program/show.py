@@ -25,7 +25,7 @@ def show(
     stage 2, which reads slot 1 of pool x and keeps residuals in slot 0 of pool w.  `<x2` is what arrives in slot 2 at the end of the tick,
     `i0 w0>h3` what goes to the host's memory and `h3>i1 w1` what comes back from it.
     """
-    num_ticks = len(ticks.exchange)
+    num_ticks = len(ticks.forward.kind)
     name = schedule.name or "schedule"
     shape = f"{schedule.num_devices} devices, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
     lines = [f"program of {name}: {shape}, {num_ticks} ticks", *(f"pool {pool}" for pool in pools)]
@@ -45,13 +45,12 @@ def show(
 def _cell(table: Encoded, ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int) -> str:
     """What one device does in one tick."""
     record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
-    template, choice = segment.template(tick), segment.choice(tick)
+    template = segment.template(tick)
     parts = [_backward(record.backward, table), _forward(record.forward, table)]
     parts += [_share(share, device, training=not table.forward_only, leaves=table.defers_last) for share in record.shares]
     if template.blocks and template.blocks[0].block.runs_forward:
         parts.reverse()
-    for lane, permute in zip(template.lanes_of(choice), template.exchanges[choice], strict=True):
-        arrival = record.arrivals[lane]
+    for arrival, permute in zip(record.arrivals, template.permutes, strict=False):
         if arrival.takes and any(target == device for _, target in permute.pairs):
             parts.append(f"<{POOL_OF[permute.payload].letter}{arrival.slot}" + (f"+{permute.delay}" if permute.delay else ""))
     for move in record.moves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ..table.kinds import RUNS_FORWARD, SHARES, TOGETHER, Kind
 
@@ -32,7 +32,7 @@ class Presence(enum.Enum):
 
 
 class Part(enum.IntEnum):
-    """Blocks of a tick by what they do with transfers."""
+    """Blocks of a tick by what they do with transfers, in the order in which most ticks have them."""
 
     APART = 0  # neither needs nor makes what is transferred
     BACKWARD = 1  # needs a cotangent and makes one
@@ -125,19 +125,15 @@ class Permute:
 PART_OF = {Payload.ACTIVATION: Part.FORWARD, Payload.COTANGENT: Part.BACKWARD}
 
 
-# The permutes that a tick makes at its end.
-Exchange: TypeAlias = tuple[Permute, ...]
-
-
 @dataclass(frozen=True)
 class TickTemplate:
-    """The static structure of one tick of a segment's period: backward blocks, forward blocks, then one of the exchanges.
+    """The static structure of one tick of a segment's period: its blocks in order, and its permutes.
 
-    With several exchanges the tick's number of one is data, the same on all devices, and the permutes have no delay.
+    The number of a permute is its lane: the arrival of that number in the tick's record.
     """
 
     blocks: tuple[BlockUse, ...]
-    exchanges: tuple[Exchange, ...]
+    permutes: tuple[Permute, ...]
     paired: bool = False  # some device runs a forward and a whole backward, maybe as one, so before them all must have arrived
 
     def after_makers(self, payload: Payload) -> int:
@@ -153,36 +149,15 @@ class TickTemplate:
         return min(touching, default=len(self.blocks))
 
     @property
-    def permutes(self) -> tuple[Permute, ...]:
-        """Those of all exchanges."""
-        return tuple(permute for exchange in self.exchanges for permute in exchange)
-
-    @property
     def num_predicates(self) -> int:
         """How many predicates of blocks a device is asked in a tick: of those that not every device runs."""
         return sum(use.active is not Presence.ALWAYS for use in self.blocks)
-
-    @property
-    def num_arms(self) -> int:
-        """How many exchanges a tick chooses among; 0 where it makes the one that there is."""
-        return sum(bool(exchange) for exchange in self.exchanges) if len(self.exchanges) > 1 else 0
 
     @property
     def num_meeting_predicates(self) -> int:
         """Those of them that are around what all devices do together."""
         return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.is_share)
 
-    @property
-    def lanes(self) -> tuple[Payload, ...]:
-        """What may arrive at the end of the tick, whichever exchange it makes: activations, then cotangents."""
-        return tuple(p for p in Payload for _ in range(max(sum(q.payload is p for q in exchange) for exchange in self.exchanges)))
-
-    def lanes_of(self, number: int) -> tuple[int, ...]:
-        """The lane of each permute of an exchange."""
-        exchange, first = self.exchanges[number], self.lanes.index
-        return tuple(first(p.payload) + sum(q.payload is p.payload for q in exchange[:i]) for i, p in enumerate(exchange))
-
     def __str__(self) -> str:
-        exchanges = [" ".join(f"({p})" for p in exchange) for exchange in self.exchanges]
-        text = exchanges[0] if len(exchanges) == 1 else "{" + " | ".join(text or "-" for text in exchanges) + "}"
-        return f"[{' '.join(map(str, self.blocks))}] {text}".rstrip()
+        permutes = " ".join(f"({permute})" for permute in self.permutes)
+        return f"[{' '.join(map(str, self.blocks))}] {permutes}".rstrip()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from ..errors import ProgramError
 from .accesses import accesses
 from .code_rules import code_faults, running, ticks_of
@@ -24,8 +26,8 @@ _MOST_SHOWN = 20
 def verify(program: Program) -> Program:
     """Return the program if it is valid, or raise ProgramError with every broken rule in `.faults`.
 
-    The rules are those of `Rule`: segments cover the ticks; permutes have distinct ends and no cycle; all devices choose the same
-    exchange; each action of the table runs exactly once, on its device, in code that its tick has; every read finds the value that it
+    The rules are those of `Rule`: segments cover the ticks; permutes have distinct ends and no cycle; each
+    action of the table runs exactly once, on its device, in code that its tick has; every read finds the value that it
     needs; nothing alive is overwritten; slots exist; and no pool is larger than its peak.
 
     Raises:
@@ -47,7 +49,7 @@ def verify(program: Program) -> Program:
 
 def faults(program: Program) -> tuple[Fault, ...]:
     """Every broken rule; what a broken structure means for values is looked at once the structure holds."""
-    found = list(_segment_faults(program.segments, program.num_ticks)) or list(_exchange_faults(program))
+    found = list(_segment_faults(program.segments, program.num_ticks)) or list(_lane_faults(program))
     if found:
         return tuple(found)
     blocks = running(program)
@@ -70,8 +72,6 @@ def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fau
                 yield from _permute_faults(permute)
                 if permute.delay > room_of(segment.period, j):
                     yield Fault(Rule.EXCHANGE, f"({permute}) of tick {j} is awaited too late for trips of {segment.period} ticks")
-                if permute.delay and len(template.exchanges) > 1:
-                    yield Fault(Rule.EXCHANGE, f"({permute}) is under a predicate, and must be over when that is")
     if tick != num_ticks:
         yield Fault(Rule.SEGMENTS, f"the segments end at tick {tick} of {num_ticks}")
 
@@ -93,27 +93,10 @@ def _permute_faults(permute: Permute) -> Iterator[Fault]:
 
 
 def _lane_faults(program: Program) -> Iterator[Fault]:
-    """No slot takes what arrives over a lane that the tick's exchange has not."""
+    """No slot takes what arrives over a lane that the tick's template has not."""
     for segment in program.segments:
         for j, template in enumerate(segment.templates):
             ticks = ticks_of(segment, j)
-            for number in range(len(template.exchanges)):
-                mine = ticks[program.ticks.exchange[ticks, 0] == number]
-                unused = sorted(set(range(len(program.ticks.arrivals))) - set(template.lanes_of(number)))
-                for tick in sorted(
-                    {int(mine[k]) for lane in unused for k in program.ticks.arrivals[lane].takes[mine].any(axis=1).nonzero()[0]}
-                ):
-                    yield Fault(Rule.EXCHANGE, "a slot takes what arrives over a lane that the exchange has not", tick)
-
-
-def _exchange_faults(program: Program) -> Iterator[Fault]:
-    """All devices make the same exchange, which their template has, and which the segment says."""
-    choice = program.ticks.exchange
-    for tick in (choice != choice[:, :1]).any(axis=1).nonzero()[0].tolist():
-        yield Fault(Rule.EXCHANGE, f"devices choose different exchanges: {choice[tick].tolist()}", tick)
-    yield from _lane_faults(program)
-    for segment in program.segments:
-        said = segment.chosen.ravel()
-        made = choice[segment.start : segment.stop, 0]
-        for tick in (said[: len(made)] != made).nonzero()[0].tolist():
-            yield Fault(Rule.EXCHANGE, f"devices make exchange {made[tick]}, the segment says {said[tick]}", segment.start + tick)
+            takes = [arrival.takes[ticks] for arrival in program.ticks.arrivals[len(template.permutes) :]]
+            for tick in ticks[np.any(takes, axis=(0, 2))] if takes else ():
+                yield Fault(Rule.EXCHANGE, "a slot takes what arrives over a lane that the tick has not", int(tick))

@@ -210,7 +210,6 @@ def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int,
         spreads_first=code.program.schedule.encoded.spreads_first,
         spreads_last=code.program.schedule.encoded.spreads_last,
         training=job.training,
-        changes_state=job.changes_state,
     )
 
 

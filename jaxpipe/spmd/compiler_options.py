@@ -42,4 +42,4 @@ def options_for(target: Target) -> Options:
     """
     if not target.on_gpus:
         return {}
-    return _GPU | _BLOCKS_COMMUNICATE if target.overheads.on_host else dict(_GPU)
+    return _GPU | _BLOCKS_COMMUNICATE if target.communicates else dict(_GPU)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Scalar
-from ..program.records import Arrival, TickRecord
+from ..program.records import Arrival
 from ..program.segments import Transit
-from ..program.templates import Payload, Permute, TickTemplate
-from .operands import SharedBuffers
+from ..program.templates import Payload, Permute
 from .shared_buffers import SharedBuffer
 from .state import State, given
 
@@ -61,32 +59,3 @@ def arrive(state: State, payload: Payload, buffer: SharedBuffer, arrival: Arriva
         leaves = [jnp.where(arrival.takes == 0, old, new) for old, new in zip(held, leaves, strict=True)]
     new = buffer.put_all(pool, arrival.slot, leaves)
     return state.updated(State(x=new) if payload is Payload.ACTIVATION else State(cotangent=new))
-
-
-def run_chosen(
-    template: TickTemplate, axis: str, buffers: SharedBuffers, row: TickRecord[Scalar], state: State, *, blocking: bool
-) -> State:
-    """One of several exchanges: that which the record names.  All devices choose the same, or senders would wait for nobody.
-
-    One conditional, which waits once: it is handed what is sent and returns what arrives, never a pool, since XLA:GPU copies what
-    passes through a conditional.  Lanes that the exchange has not give back what was sent, and no slot takes it.
-    """
-    lanes = template.lanes
-    sent = [given(state.sent_x if payload is Payload.ACTIVATION else state.sent_dx) for payload in lanes]
-
-    def branch(number: int) -> Callable[[list[Leaves]], list[Leaves]]:
-        def exchange(leaves: list[Leaves]) -> list[Leaves]:
-            found = list(leaves)
-            for lane, permute in zip(template.lanes_of(number), template.exchanges[number], strict=True):
-                found[lane] = [lax.ppermute(leaf, axis, permute.pairs) for leaf in leaves[lane]]
-            return found
-
-        return exchange
-
-    after_blocks = jnp.where(given(state.token), 0, row.exchange)
-    arrived = lax.switch(after_blocks, [branch(number) for number in range(len(template.exchanges))], sent)
-    for leaves in arrived if blocking else ():
-        state = settled(leaves, state)
-    for lane, (payload, leaves) in enumerate(zip(lanes, arrived, strict=True)):
-        state = arrive(state, payload, buffers.sent(payload), row.arrivals[lane], leaves, keep=True)
-    return state

@@ -81,9 +81,8 @@ class RunForward(_StageForward):
             part = part.updated(State(losses=state.losses))
         if last:
             part = part.updated(State(aux=state.aux))
-        if self.shared.changes_state:
-            own = chunk_part(given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks)
-            part = part.updated(State(stage_state=own))
+        own = chunk_part(given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks)
+        part = part.updated(State(stage_state=own))
         if not training:
             return part
         if use.block.keeps:
@@ -109,7 +108,7 @@ class RunForward(_StageForward):
         if code.loss is not None:
             loss, *rest = rest
             state = state.updated(State(losses=add_at(state.losses, row.microbatch, loss)))
-        if code.state and shared.changes_state:
+        if code.state:
             own = operand.write_state(given(state.stage_state[chunk]), rest)
             state = state.updated(State(stage_state=chunk_part(own, chunk, shared.num_chunks)))
         # What only the last stage returns is never sent; then no other kind takes it.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import Leaves, PyTree
+from ..arrays import Leaves, PyTree, summable
 from ..model.functions import Loss, inverse_count
 from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.placed import Chunks
@@ -68,7 +68,7 @@ def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, 
             return leaf
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return lax.pmax(leaf, job.data_axes)
-        return lax.psum(leaf, job.data_axes) / job.data_size
+        return (lax.psum(summable(leaf), job.data_axes) / job.data_size).astype(leaf.dtype)
 
     found = [
         jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in given(state.stage_state[v])])
@@ -83,7 +83,7 @@ def _losses(job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]) 
         return {}, None
     # Only the last stage's device wrote any of these; the others hold zeros.
     losses = lax.psum(state.losses, everyone)
-    aux = jax.tree.unflatten(code.last.aux_tree, [lax.psum(leaf, everyone) for leaf in given(state.aux)])
+    aux = jax.tree.unflatten(code.last.aux_tree, [lax.psum(summable(leaf), everyone) for leaf in given(state.aux)])
     if job.functions.loss is Loss.SUM_OVER_COUNT:
         count = jnp.sum(aux["count"])
         weight = inverse_count(count, losses.dtype)

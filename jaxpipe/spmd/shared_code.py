@@ -25,7 +25,6 @@ class SharedCode:
     operands: Operands
     outer_wants: frozenset[str]
     num_chunks: int
-    changes_state: bool  # the stages' own; otherwise it is only read
     spreads_first: bool  # `first` and its gradient are shares on every device, and blocks of their own
     spreads_last: bool  # `last` is a share on every device, and a block of its own
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient

@@ -24,7 +24,7 @@ from ..table.kinds import RECOMPUTE, Kind
 from .backward import RunBackward
 from .block import run_in_order, run_where
 from .clock import Clocked
-from .exchange import EXCHANGE, arrive, permuted, run_chosen, scope_of, settled
+from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
 from .forward import RunForward, RunRecompute
 from .host import Luggage, Moving, Packing
 from .pair import RunPair
@@ -161,9 +161,6 @@ class TickEmitter:
                     state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
             way, state = moves.store(way, state)
         state = moves.end(way, state)
-        if len(template.exchanges) > 1:
-            with jax.named_scope(EXCHANGE):
-                state = run_chosen(template, self.axis, self.shared.buffers, row, state, blocking=self.blocking)
         return self._transfers(code, Point(j, len(template.blocks)), rows, state, brought) if template.blocks else state
 
     def _transfers(self, code: _Code, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:

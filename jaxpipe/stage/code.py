@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ..arrays import Leaves
-from ..jaxprs import literal_dtype
+from ..jaxprs import results_of
 from ..program.liveness import Liveness
 
 
@@ -137,10 +137,7 @@ class LastCode:
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without constants."""
-    found = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*arguments)
-    # An output that is a literal is a plain number.
-    pairs = zip(found, jaxpr.outvars, strict=True)
-    return [jnp.asarray(value, literal_dtype(atom)) if isinstance(atom, core.Literal) else value for value, atom in pairs]
+    return results_of(core.ClosedJaxpr(jaxpr, []), *arguments)
 
 
 def inexact(leaf: Any) -> bool:

@@ -50,11 +50,6 @@ class Job:
         return replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes)) if sizes else self
 
     @property
-    def changes_state(self) -> bool:
-        """Whether the stages' own state goes on from microbatch to microbatch, or is only read."""
-        return self.training or self.outputs
-
-    @property
     def num_microbatches(self) -> int:
         """M."""
         return self.plan.ticks.schedule.num_microbatches

@@ -25,6 +25,7 @@ from .code import LastCode, ParamUse, StageCode, reads
 from .first import trace_spread_first
 from .job import Job
 from .last import trace_last
+from .state_gradient import check_state_gradient
 from .trace import trace_stage
 
 
@@ -142,10 +143,22 @@ def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
 
 def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree, uses: Sequence[ParamUse]) -> StageCode:
     """Trace one stage and check what it returns."""
-    call = partial(functions.run_stage, stage)
-    if not job.layout.unlike:
+    call, name = partial(functions.run_stage, stage), functions.stages[stage].name
+    if job.layout.unlike:
+        _check_takes(call, stage, params, x, extra)
+    else:
         _check_chain(lambda p, h, e: call(p, h, e)[0], params, x, extra)
-        return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra, uses), extra)
+    keeps_state = job.training and "state" in extra
+    if keeps_state:
+        check_state_gradient(name, call, params, x, extra, [use.trained for use in uses])
+    code = trace_stage(call, params, x, extra, uses)
+    if keeps_state:
+        _check_reads_of_state(name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes)
+    return code
+
+
+def _check_takes(call: Callable[..., PyTree], stage: int, params: PyTree, x: PyTree, extra: PyTree) -> None:
+    """PipelineError where a stage cannot be called with what the one before it returns."""
     before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
     try:
         jax.eval_shape(call, params, x, extra)
@@ -154,7 +167,6 @@ def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: Py
     except (TypeError, ValueError) as error:
         shapes = ", ".join(f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}" for p, a in jax.tree_util.tree_leaves_with_path(x))
         raise PipelineError(f"stage {stage} cannot take what {before} returns ({shapes}): {error}") from error
-    return _check_state(functions.stages[stage].name, trace_stage(call, params, x, extra, uses), extra)
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
@@ -168,17 +180,27 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
         )
 
 
-def _check_state(name: str, code: StageCode, extra: PyTree) -> StageCode:
-    """PipelineError where x depends on the state in a way that the backward would have to know: by then the state is another one."""
-    count = len(jax.tree.leaves(extra.get("state", ())))
+def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:
+    """PipelineError where a backward, or R, reads the state: by then it is not the forward's."""
+    count = len(jax.tree.leaves(extra["state"]))
     before = len(code.hoist.invars) + len(code.x_avals) + len(jax.tree.leaves(extra))
-    for jaxpr in (code.backward, code.input_grad, code.weight_grad):
-        if any(reads(jaxpr)[before - count : before]):
-            raise PipelineError(
-                f"the gradient of `{name}` depends on its state, which later microbatches have changed by the time of the backward; let x "
-                "depend on the state only where training=False, or put jax.lax.stop_gradient around all that it is multiplied with"
-            )
-    return code
+
+    def read_by(*jaxprs: core.Jaxpr) -> bool:
+        return any(any(reads(jaxpr)[before - count : before]) for jaxpr in jaxprs)
+
+    if read_by(code.backward, code.input_grad, code.weight_grad):
+        raise PipelineError(
+            f"the gradient of `{name}` depends on its state, which later microbatches have changed by "
+            "the time of the backward; let x depend on the state only where training=False, or put "
+            "jax.lax.stop_gradient around all that it is multiplied with. (With remat= the backward "
+            "runs the stage again, so x must not depend on the state at all)"
+        )
+    if recomputes and read_by(code.recompute):
+        raise PipelineError(
+            f"R in the table recomputes what the gradient of `{name}` needs, and that depends on the "
+            "state, which later microbatches have changed by then; let x depend on the state only "
+            "where training=False, or take R out with jaxpipe.remove_recompute"
+        )
 
 
 def _check_chain(call: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> None:

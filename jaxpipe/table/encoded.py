@@ -23,6 +23,7 @@ from .kinds import (
     KINDS,
     MESSAGES,
     RECEIVES,
+    RECOMPUTE,
     SHARES,
     SPREAD_FIRST,
     SPREAD_LAST,
@@ -173,6 +174,11 @@ class Encoded:
     def spreads_last(self) -> bool:
         """True where `last` is spread over the devices."""
         return bool(self.of_kinds(SPREAD_LAST).any())
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """True where a forward is run again for its backward."""
+        return bool(self.of_kinds(RECOMPUTE).any())
 
     @cached_property
     def defers_last(self) -> bool:

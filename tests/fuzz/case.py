@@ -27,7 +27,7 @@ REMATS = (
 )
 ONE_MORE = ("grad", "evaluate", "fewer", "losses", "outputs", "train", "checkpoint", "jit", "lowered", "report", "nonfinite", "place")
 
-TRACED = ("checkpoint", "jit", "lowered", "report", "train")  # what the eager executor cannot do
+TRACED = ("checkpoint", "jit", "lowered", "nonfinite", "report", "train")  # what the eager executor cannot do
 
 
 @dataclass(frozen=True)

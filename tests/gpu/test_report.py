@@ -56,7 +56,6 @@ def test_waits_and_overlap() -> None:
     assert plain["host_waits"] == 0
     beside, permutes = plain["permutes_beside_compute"]
     assert 0 < beside <= permutes
-    # Where ticks choose among exchanges, each asks once.
     assert split["host_waits"] < split["ticks"] / 2
     for found in (plain, split):
         total = found["argument_bytes"] + found["output_bytes"] + found["temp_bytes"]
@@ -71,7 +70,6 @@ def test_layers_that_are_recomputed_do_not_wait_for_the_host() -> None:
 
 @pytest.mark.slow
 def test_the_ramps_of_dualpipev_do_not_wait_for_the_host() -> None:
-    """Six devices are the fewest where it would choose among exchanges, were its ramps not cut into pieces."""
     assert report("dualpipev", microbatches=12, devices=6)["host_waits"] == 0
 
 

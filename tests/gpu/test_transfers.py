@@ -9,7 +9,7 @@ import pytest
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.compiled import compile_and_read, steady
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import compile_step, gpu_fault
 from tests.tiers import slow
 
@@ -50,9 +50,9 @@ def pairs_of(text: str) -> list[list[tuple[int, int]]]:
 def test_slack_is_used(name: str) -> None:
     """That between ticks, and that of a W which shares its tick with an F."""
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
-    late = sum(transit.is_late for segment in plan_of(schedule, Prefer.SPEED).segments for transit in segment.transits)
+    late = sum(transit.is_late for segment in plan_of(schedule).segments for transit in segment.transits)
     assert late > 0
-    assert overlapped_transfers(compile_step(schedule, prefer="speed").as_text()) >= late
+    assert overlapped_transfers(compile_step(schedule).as_text()) >= late
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_slack_is_used_beside_blocks_that_communicate() -> None:
 def test_transfers_are_those_of_the_plan_and_hold_no_cycle(name: str) -> None:
     """Each by itself: in ZB-V's, activations of one half go the way of the other's cotangents, and are awaited later."""
     schedule = jp.schedules.build(name, devices=4, microbatches=8)
-    plan = plan_of(schedule, Prefer.SPEED)
+    plan = plan_of(schedule)
     planned = [sorted(p.pairs) for s in plan.segments for position in s.templates for p in position.permutes]
     # Once more after the last trip, but that of the last segment, which nobody reads.
     planned += [sorted(t.permute.pairs) for s in plan.segments[:-1] for t in s.in_flight]
@@ -79,6 +79,6 @@ def test_transfers_are_those_of_the_plan_and_hold_no_cycle(name: str) -> None:
 def test_steady_state_moves_what_the_table_moves() -> None:
     """Each trip of 1F1B's steady state has just the table's transfers: two a neighbouring pair, one up and one down."""
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
-    steady = max(plan_of(schedule, Prefer.SPEED).segments, key=lambda s: s.repeats)
+    steady = max(plan_of(schedule).segments, key=lambda s: s.repeats)
     moved = sum(len(p.pairs) for position in steady.templates for p in position.permutes)
     assert moved == 2 * (schedule.num_devices - 1)

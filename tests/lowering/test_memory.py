@@ -8,10 +8,10 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import Plan
-from jaxpipe.lowering.segments import find_segments
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.liveness import LastUse, Liveness
 from tests.parity.engines import mesh_of
+from tests.passes import cut
 
 WIDTH, ROWS, LAYERS = 32, 64, 3
 # One activation of a microbatch, in bytes.
@@ -40,7 +40,7 @@ def compiled(name, microbatches, *, devices=4, **options):
 
 def program_of(schedule, liveness=None):
     ticks = assign_ticks(schedule)
-    return assign_slots(ticks, find_segments(ticks), liveness=liveness or Liveness())
+    return assign_slots(ticks, cut(ticks), liveness=liveness or Liveness())
 
 
 def pool_bytes(slots):

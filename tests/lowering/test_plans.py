@@ -9,11 +9,11 @@ from strategies import random_schedule
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.balanced_ticks import balanced_ticks
-from jaxpipe.lowering.plan import Plan, Prefer
-from jaxpipe.lowering.segments import find_segments
+from jaxpipe.lowering.plan import Plan
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
 from tests.parity.tolerance import FLOAT64
+from tests.passes import cuts
 from tests.tiers import slow
 
 TICKS = {
@@ -33,7 +33,7 @@ def model_of(stages):
 def agrees(schedule, how):
     """Run the table with these ticks and compare with the oracle."""
     ticks = TICKS[how](schedule)
-    follows(schedule, Plan(ticks, find_segments(ticks)))
+    follows(schedule, Plan(ticks, cuts(ticks)[-1]))
 
 
 def follows(schedule, plan):
@@ -55,7 +55,7 @@ def test_named_tables_give_the_same_numbers_in_every_layout(name, how):
 def test_what_is_in_flight_between_trips_gives_the_same_numbers(name):
     """The plans of GPUs, on other devices."""
     schedule = jp.schedules.build(name, devices=4, microbatches=12)
-    plan = Plan.of(schedule, Prefer.SPEED)
+    plan = Plan.of(schedule)
     assert any(segment.in_flight for segment in plan.segments) or name == "dualpipev", "DualPipe's steady state has no slack"
     ends = [(t.written.block, s.templates[t.written.tick].blocks) for s in plan.segments for t in s.transits]
     assert any(block < len(blocks) for block, blocks in ends) or name not in ("zb_h1", "zbv"), "written before a block that needs it"

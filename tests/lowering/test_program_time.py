@@ -1,17 +1,18 @@
 """The makespan of a lowered program simulated: by hand, against a second simulator, and for the catalogue."""
 
 import random
-from functools import cache
 
 import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
-from jaxpipe.lowering.plan import Plan, Prefer, plan_of
+from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, program_makespan
+from jaxpipe.lowering.overheads import Overheads
+from jaxpipe.lowering.plan import Plan, plan_of
 from jaxpipe.lowering.trips import _Cycle
 from jaxpipe.program.segments import Segment, room_of
-from jaxpipe.program.templates import Payload, Permute, TickTemplate
+from jaxpipe.program.templates import Part, Payload, Permute, TickTemplate
+from tests.passes import simulated
 
 SPLIT_OR_OVERLAPPED = ["1f1b_overlap", "interleaved_1f1b_overlap", "zb_1p", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "interleaved_zb"]
 KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_OR_OVERLAPPED]
@@ -19,59 +20,11 @@ KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT
 
 def tick(*pairs, delay=0):
     """A position whose only content is a permute of these pairs."""
-    return TickTemplate((), ((Permute(Payload.ACTIVATION, pairs, delay),) if pairs else (),))
+    return TickTemplate((), (Permute(Payload.ACTIVATION, pairs, delay),) if pairs else ())
 
 
 def once(*templates):
     return (Segment(0, 1, templates),)
-
-
-def by_definition(costs, segments, transfer):
-    """The same makespan from its definition, by recursion over (device, tick): no vectors, no trips that are skipped."""
-    ticks = [s.exchange(t) for s in segments for t in range(s.start, s.stop)]
-    ends = [s.stop - 1 for s in segments for _ in range(s.start, s.stop)]  # what is in flight then is awaited
-    starts = np.cumsum([0, *(s.period * s.repeats for s in segments)]).tolist()
-    assert [s.start for s in segments] == starts[:-1]
-    devices = range(costs.shape[1])
-    # What the last tick of a trip leaves to the next is issued when the trip is over.
-    leaves = {t for s in segments for t in range(s.start + s.period - 1, s.stop, s.period)}
-
-    @cache
-    def computed(device, t):
-        return (left(device, t - 1) if t else 0.0) + float(costs[t, device])
-
-    @cache
-    def left(device, t):
-        """When a device goes on to its next tick."""
-        times = [over(device, t)]
-        for issued in range(t + 1):
-            flying = [p for p in ticks[issued] if issued in leaves and p.delay and min(issued + p.delay, ends[issued]) == t]
-            for delay in {p.delay for p in flying}:
-                times.append(ended(device, [p for p in flying if p.delay == delay], lambda d, i=issued: (left if i < t else over)(d, i)))
-        return max(times)
-
-    @cache
-    def over(device, t):
-        """The same but for what is in flight from an earlier trip, or to the next."""
-        times = [computed(device, t)]
-        for issued in range(t + 1):
-            here = [p for p in ticks[issued] if not (issued in leaves and p.delay) and min(issued + p.delay, ends[issued]) == t]
-            for delay in {p.delay for p in here}:
-                times.append(ended(device, [p for p in here if p.delay == delay], lambda d, i=issued: computed(d, i)))
-        return max(times)
-
-    def ended(device, permutes, begun):
-        met = {d for p in permutes for pair in p.pairs if device in pair for d in pair} | {device}
-        return max(begun(d) for d in met) + transfer * _count(permutes, device)
-
-    for t in range(len(ticks)):  # keep the recursion shallow
-        for d in devices:
-            left(d, t)
-    return max((left(d, len(ticks) - 1) for d in devices), default=0.0)
-
-
-def _count(permutes, device):
-    return sum(any(device in pair for pair in p.pairs) for p in permutes)
 
 
 def test_only_the_two_ends_of_a_pair_wait():
@@ -102,10 +55,10 @@ def test_a_late_transfer_is_awaited_late():
 
 def test_each_permute_of_a_device_lasts():
     costs = np.array([[1.0, 1, 1]])
-    two = TickTemplate((), ((Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))),))
-    assert program_makespan(costs, once(two), transfer=0.25) == 1.5
-    assert program_makespan(costs, once(tick((0, 1))), transfer=0.25) == 1.25
-    assert program_makespan(costs, once(tick()), transfer=0.25) == 1
+    two = TickTemplate((), (Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))))
+    assert program_makespan(costs, once(two), Overheads(predicate=0.0, hop=0.25)) == 1.5
+    assert program_makespan(costs, once(tick((0, 1))), Overheads(predicate=0.0, hop=0.25)) == 1.25
+    assert program_makespan(costs, once(tick()), Overheads(predicate=0.0, hop=0.25)) == 1
 
 
 def test_no_ticks_take_no_time():
@@ -119,16 +72,15 @@ def test_a_second_simulator_agrees_on_random_programs(seed):
     for _ in range(rng.randint(1, 3)):
         period, repeats = rng.randint(1, 3), rng.randint(1, 12)
         templates = tuple(_random_position(rng, devices, room_of(period, j)) for j in range(period))
-        choices = tuple(rng.randrange(len(p.exchanges)) for _ in range(repeats) for p in templates)
-        segments.append(Segment(start, repeats, templates, choices))
+        segments.append(Segment(start, repeats, templates))
         start = segments[-1].stop
     # Whole costs are exact in floating point; half of the programs have equal trips, which are the ones that get skipped.
-    costs = np.array([[rng.randint(0, 4) for _ in range(devices)] for _ in range(start)], float)
+    costs = np.array([[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in range(start)], float)
     if seed % 2:
         for s in segments:
-            costs[s.start : s.stop] = np.tile(costs[s.start : s.start + s.period], (s.repeats, 1))
+            costs[s.start : s.stop] = np.tile(costs[s.start : s.start + s.period], (s.repeats, 1, 1))
     transfer = rng.choice([0.0, 0.25])
-    assert program_makespan(costs, segments, transfer=transfer) == by_definition(costs, segments, transfer)
+    assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=transfer)) == simulated(costs, segments, transfer)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -137,22 +89,20 @@ def test_cycles_of_different_trips_are_simulated_once(seed):
     rng = random.Random(seed)
     devices, period, length, repeats = 3, rng.randint(1, 2), rng.randint(2, 9), 90
     templates = tuple(_random_position(rng, devices, room_of(period, j)) for j in range(period))
-    cycle = [[[rng.randint(0, 4) for _ in range(devices)] for _ in templates] for _ in range(length)]
+    cycle = [[[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in templates] for _ in range(length)]
     trips = [cycle[trip % length] for trip in range(repeats)]
     for trip in (0, 1, 2, 70 + rng.randint(0, 15)):
-        trips[trip] = [[5] * devices for _ in templates]
-    choices = tuple(len(p.exchanges) - 1 for _ in trips for p in templates)
-    costs, segments = np.array(trips, float).reshape(-1, devices), [Segment(0, repeats, templates, choices)]
+        trips[trip] = [[[5] * devices for _ in Part] for _ in templates]
+    costs, segments = np.array(trips, float).reshape(-1, len(Part), devices), [Segment(0, repeats, templates)]
     assert _Cycle.of(np.array([0, 1, 2] * 30)).length == 3
-    assert program_makespan(costs, segments, transfer=0.25) == by_definition(costs, segments, 0.25)
+    assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=0.25)) == simulated(costs, segments, 0.25)
 
 
 def _random_position(rng, devices, room):
-    count = rng.choice([1, 1, 2, 3])
-    return TickTemplate((), tuple(_random_exchange(rng, devices, room if count == 1 else 0) for _ in range(count)))
+    return TickTemplate((), _random_permutes(rng, devices, room))
 
 
-def _random_exchange(rng, devices, room):
+def _random_permutes(rng, devices, room):
     permutes = []
     for payload in Payload:
         ends = list(range(devices))
@@ -167,19 +117,18 @@ def _random_exchange(rng, devices, room):
 def test_a_second_simulator_agrees_on_the_catalogue(name):
     schedule = jp.schedules.build(name, devices=4, microbatches=6)
     plan = plan_of(schedule)
-    costs = cost_matrix(plan.ticks, jp.Costs(forward=3, input_grad=4, weight_grad=2, backward=5))
-    assert program_makespan(costs, plan.segments) == by_definition(costs, plan.segments, 0.0)
+    costs = cost_parts(plan.ticks, jp.Costs(forward=3, input_grad=4, weight_grad=2, backward=5))
+    assert program_makespan(costs, plan.segments) == simulated(costs, plan.segments, 0.0, plan.ticks.forward_first)
 
 
 @pytest.mark.parametrize("name", jp.schedules.names())
 def test_bounds(name):
     """No device is faster than its own work."""
     schedule = jp.schedules.build(name, devices=4, microbatches=8)
-    for prefer in Prefer:
-        plan = plan_of(schedule, prefer)
-        work = cost_matrix(plan.ticks).sum(axis=0)
-        assert max(work) <= plan.makespan
-        assert work.tolist() == [3 * schedule.num_stages / 4 * 8] * 4, "the work of the program is the table's"
+    plan = plan_of(schedule)
+    work = cost_matrix(plan.ticks).sum(axis=0)
+    assert max(work) <= plan.makespan
+    assert work.tolist() == [3 * schedule.num_stages / 4 * 8] * 4, "the work of the program is the table's"
 
 
 def ratio(plan: Plan) -> float:

@@ -100,18 +100,6 @@ def test_what_depends_on_parameters_alone_is_hoisted():
     assert found["hoisted_bytes"] == 2 * WIDTH * WIDTH * 4
 
 
-def test_both_choices_of_prefer_are_described():
-    _, memory = report("1f1b", prefer="memory")
-    _, speed = report("1f1b", prefer="speed")
-    for found, own in ((memory, "memory"), (speed, "speed")):
-        assert set(found["prefer"]) == {"memory", "speed"}
-        chosen = found["prefer"][own]
-        assert chosen == {key: found[key] for key in ("makespan", "blocks", "transfers", "slots")}
-    assert memory["prefer"] == speed["prefer"]
-    # Speed compiles more code, and keeps the table's memory.
-    assert speed["slots"].residual_weight == memory["slots"].residual_weight
-
-
 def branching(params, x):
     """The derivative of a conditional is one equation that gives dx and dw."""
     return jax.lax.cond(jnp.sum(x) > 0, lambda: jnp.tanh(x @ params["w"]), lambda: jnp.sin(x @ params["w"]))

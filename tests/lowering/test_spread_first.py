@@ -13,7 +13,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import PipelineError
 from jaxpipe.eager import EagerExecutor
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.verify import faults
@@ -213,7 +213,7 @@ def test_what_waits_for_meetings_takes_few_slots(name):
     plain = jp.schedules.build(name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural)
     costs = jp.Costs(last=0.2, first=0, first_grad=0)
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
-    mine, bare = (plan_of(table, Prefer.SPEED).program().slots for table in (spread, jp.remove_spread(spread)))
+    mine, bare = (plan_of(table).program().slots for table in (spread, jp.remove_spread(spread)))
     assert mine.last == 1
     assert mine.first <= 2 + (name == "interleaved_1f1b")
     assert mine.x - bare.x <= 1 + (name == "interleaved_zb")

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import jaxpipe as jp
 from jaxpipe import Loss, PipelineError
 from jaxpipe.eager import EagerExecutor
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.templates import Presence
@@ -328,7 +328,7 @@ def test_meetings_in_ramps_have_no_predicate_where_few_pieces_of_code_do(name, d
     for microbatches in (4 * devices, 8 * devices):
         schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
         costs = jp.Costs(last=0.2, first=0, first_grad=0)
-        plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs), Prefer.SPEED)
+        plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs))
         assert sum(segment.num_meeting_predicates for segment in plan.segments) <= most
         assert faults(plan.program()) == ()
         once = [segment for segment in plan.segments if segment.repeats == 1]
@@ -361,7 +361,7 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
     asked, sizes = [], []
     for microbatches in (64, 128):
         schedule = jp.schedules.build(name, devices=4, microbatches=microbatches, chunks=chunks)
-        plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs), Prefer.SPEED)
+        plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs))
         asked.append(sum(segment.num_meeting_predicates for segment in plan.segments))
         sizes.append(sum(segment.stage_size for segment in plan.segments))
     assert asked[0] == asked[1]

@@ -18,6 +18,10 @@ from tests.tiers import slow
 from tests.tolerance import FLOAT64, apart, longest_chain
 
 WIDTH, ROWS = 4, 3
+POLICIES = jax.checkpoint_policies
+OFFLOAD = POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=["kept"], offload_src="device", offload_dst="pinned_host"
+)
 WORK = ("dot_general", "conv_general_dilated")
 
 
@@ -59,6 +63,12 @@ def perceptron(params, x, extra):
 
 def layers(params, x, extra):
     return jax.lax.scan(lambda h, p: (perceptron(p, h, extra), None), x, params)[0]
+
+
+def scaled_layers(params, x, extra):
+    """A scale that all layers share: its gradient is a carry of the backward scan."""
+    scale = params["scale"]
+    return jax.lax.scan(lambda h, p: (jnp.tanh((h * scale) @ (p * scale)), None), x, params["a"])[0]
 
 
 def remat_layers(params, x, extra):
@@ -109,6 +119,15 @@ def recurrent(params, x, extra):
         return state, state
 
     return jax.lax.scan(step, jnp.zeros_like(x[0]), x)[1]
+
+
+def offloaded_branch(params, x, extra):
+    """What one branch keeps goes to the host inside the branch; the other one has nothing of it."""
+
+    def kept(h):
+        return jnp.tanh(checkpoint_name(h @ params["a"], "kept"))
+
+    return jax.lax.cond(extra["flag"], kept, lambda h: h @ params["b"], x)
 
 
 def linear(params, x, extra):
@@ -227,7 +246,12 @@ STAGES = {
     "recurrent": (recurrent, MATRICES),
     "remat": (jax.checkpoint(perceptron), MATRICES),
     "remat of each layer": (remat_layers, STACKED),
-    "remat by policy": (jax.checkpoint(layers, policy=jax.checkpoint_policies.dots_saveable), STACKED),
+    "remat by policy": (jax.checkpoint(layers, policy=POLICIES.dots_saveable), STACKED),
+    "remat of a shared scale": (
+        jax.checkpoint(scaled_layers, policy=POLICIES.dots_saveable),
+        {"scale": (WIDTH,), "a": STACKED["a"]},
+    ),
+    "offload in a branch": (jax.checkpoint(offloaded_branch, policy=OFFLOAD), MATRICES),
     "nested jit": (nested_jit, MATRICES),
     "custom_vjp": (own_rule, MATRICES),
     "custom_vjp in a scan": (own_rule_in_a_scan, STACKED),
@@ -236,7 +260,7 @@ STAGES = {
     "scan in a scan": (scan_in_a_scan, STACKED),
     "reverse scan": (reverse_scan, MATRICES),
     "mixed precision": (mixed_precision, MATRICES),
-    "remat by name": (jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names("kept")), MATRICES),
+    "remat by name": (jax.checkpoint(named, policy=POLICIES.save_only_these_names("kept")), MATRICES),
     "sorted": (sorted_and_picked, MATRICES),
     "switch": (switched, MATRICES),
     "used twice": (used_twice, {"a": (WIDTH, WIDTH)}),
@@ -253,9 +277,24 @@ STAGES = {
 }
 X = (ROWS, WIDTH)
 # What is one equation is not cut, and I does it whole: stage -> the primitive, and the matmuls that are left for W.
-UNCUT = {"cond": ("cond", 0), "switch": ("cond", 0), "cond in a scan": ("cond", 3), "kernel": ("pure_callback", 1)}
+UNCUT = {
+    "cond": ("cond", 0),
+    "switch": ("cond", 0),
+    "cond in a scan": ("cond", 3),
+    "offload in a branch": ("cond", 0),
+    "kernel": ("pure_callback", 1),
+}
 # Remat asks for work to be done again.
-REMAT = ("remat", "remat of each layer", "remat by policy", "remat by name", "remat of custom_vjp", "remat of remat")
+REMAT = (
+    "offload in a branch",
+    "remat of a shared scale",
+    "remat",
+    "remat of each layer",
+    "remat by policy",
+    "remat by name",
+    "remat of custom_vjp",
+    "remat of remat",
+)
 
 
 def case_of(name):
@@ -432,6 +471,39 @@ def test_a_cast_parameter_is_hoisted_once_also_where_the_backward_would_cast_aga
     for jaxpr in (code.forward, code.backward):
         parameters = set(jaxpr.invars[len(code.consts) : len(code.consts) + 2])
         assert not any(eqn.primitive.name == "convert_element_type" and parameters & {*eqn.invars} for eqn in jaxpr.eqns)
+
+
+def spaces(jaxpr):
+    """The memories in which a jaxpr has values, also in its bodies."""
+    values = [*jaxpr.invars, *jaxpr.outvars]
+    values += [v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)]
+    inner = [body for eqn in jaxpr.eqns for body in jax.extend.core.jaxprs_in_params(eqn.params)]
+    return {v.aval.memory_space.name for v in values}.union(*map(spaces, inner))
+
+
+def sharded(params, x, extra):
+    """What is kept goes to the host inside `shard_map`."""
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P(None, "tensor"), jax.P("tensor"), jax.P()
+
+    def local(a, b, x):
+        return jax.lax.psum(jnp.tanh(checkpoint_name(x @ a, "kept")) @ b, "tensor")
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())
+    return split(params["a"], params["b"], x)
+
+
+@pytest.mark.parametrize("function", [offloaded_branch, sharded])
+def test_what_a_policy_offloads_is_left_on_the_device_also_in_bodies(function):
+    """The program itself moves residuals; it could not write a value on the host into a pool."""
+    params, x, extra = case_of("cond")[1:]
+    function = jax.checkpoint(function, policy=OFFLOAD)
+    plain = jax.make_jaxpr(jax.vjp, static_argnums=0)(function, params, x, extra)
+    assert spaces(plain.jaxpr) == {"Device", "Host"}
+    code = trace_stage(function, params, x, extra)
+    assert code.offloads
+    for piece in (code.forward, code.backward, code.input_grad):
+        assert spaces(piece) == {"Device"}
 
 
 def test_a_scan_that_returns_a_number_can_be_cut():

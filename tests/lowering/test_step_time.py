@@ -1,16 +1,16 @@
 """The price of predicates: a program is chosen and judged by them, in seconds against the stages' own."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.cost_model import cost_matrix, priced_makespan, program_makespan
-from jaxpipe.lowering.limits import Overheads, Prices
-from jaxpipe.lowering.plan import Prefer, plan_of
+from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
+from jaxpipe.lowering.overheads import ON_HOST, Overheads
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.step_time import merged, step_time
-from jaxpipe.lowering.trips import asking
-
-HOST = Overheads(on_host=True)  # collectives in the blocks: 15 us a wait
+from jaxpipe.lowering.trips import with_predicates
 
 
 def seconds(stage, chunks):
@@ -23,40 +23,38 @@ def test_every_device_is_asked_and_what_is_taken_asks_inside():
     plan = plan_of(jp.schedules.build("1f1b", devices=2, microbatches=3))
     costs = cost_matrix(plan.ticks)
     (segment,) = plan.segments
-    prices = Prices(transfer=0, traffic=0, block=0, asked=0.01, taken=0.001, gate=0.1)
     for tick in range(segment.start, segment.stop):
         template = segment.template(tick)
-        more = asking(costs[tick, None], template, prices)[0] - costs[tick]
-        asked = 0.01 * sum(use.active.value == "sometimes" for use in template.blocks) + 0.1 * (len(template.exchanges) > 1)
+        more = with_predicates(costs[tick, None], template, 0.01)[0] - costs[tick]
+        outside = 0.01 * sum(use.active.value == "sometimes" for use in template.blocks)
         for device in range(2):
             idle = costs[tick, device] == 0
             inside = max((use.num_nested for use in template.blocks), default=0)
-            guarded = 0.001 if template.num_predicates else 0
-            assert more[device] == pytest.approx(asked if idle else asked + guarded + 0.01 * inside)
-    assert priced_makespan(costs, plan.segments, prices) > program_makespan(costs, plan.segments)
+            assert more[device] == pytest.approx(outside if idle else outside + 0.01 * inside)
+    overheads = Overheads(predicate=0.01, hop=0.0)
+    assert program_makespan(costs, plan.segments, overheads) > program_makespan(costs, plan.segments)
 
 
 def test_zbv_loses_to_1f1b_where_stages_are_short():
     """Predicates that the host runs cost ZB-V, which asks several times as many, its advantage below some length of a forward."""
     table = jp.schedules.build("zbv", devices=8, microbatches=32)
-    plain = plan_of(jp.schedules.build("1f1b", devices=8, microbatches=32), overheads=HOST)
-    # The program that compiles least, with a choice of transfers in every tick.
+    plain = plan_of(jp.schedules.build("1f1b", devices=8, microbatches=32), overheads=ON_HOST)
     small = plan_of(table)
     asked, asked_1f1b = (sum(s.num_predicates for s in plan.segments) for plan in (small, plain))
     assert asked > 4 * asked_1f1b
-    overheads = Overheads(on_host=True, hop=0.0)
+    overheads = replace(ON_HOST, hop=0.0)
     found = {ms: step_time(small, overheads, seconds(ms * 1e-3, 2)) for ms in (0.5, 2.7)}
     assert found[0.5].loses
     assert "1F1B would take" in str(found[0.5])
     assert not found[2.7].loses
     # In CUDA graphs a predicate costs a fifth of that, and what is left of the choice weighs no more than the bubble.
-    assert not step_time(plan_of(table, Prefer.SPEED), Overheads(), seconds(2.7e-3, 2)).loses
+    assert not step_time(plan_of(table), Overheads(), seconds(2.7e-3, 2)).loses
 
 
 def test_a_program_is_chosen_by_the_costs():
     """Where stages are long, what a tick asks weighs nothing against code."""
     table = jp.schedules.build("zb_h1", devices=4, microbatches=16)
-    blocks = [sum(segment.size for segment in plan_of(table, Prefer.SPEED, costs=seconds(stage, 1)).segments) for stage in (2e-3, 5.0)]
+    blocks = [sum(segment.size for segment in plan_of(table, costs=seconds(stage, 1)).segments) for stage in (2e-3, 5.0)]
     assert blocks[0] > blocks[1]
 
 

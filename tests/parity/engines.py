@@ -41,7 +41,6 @@ def mesh_of(devices: int, **axes: int) -> Mesh:
 def pipeline(schedule: jp.Schedule, twin: Twin, **options: Any) -> jp.Pipeline:
     """The twin on a mesh of the schedule's devices, with the program that GPUs run."""
     options.setdefault("mesh", mesh_of(schedule.num_devices))
-    options.setdefault("prefer", "speed")
     return jp.Pipeline(twin.stage, schedule=schedule, first=twin.first, last=twin.last, **options)
 
 

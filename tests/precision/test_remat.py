@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 import jaxpipe as jp
+from jaxpipe.model.arguments import rematerialised
+from jaxpipe.model.functions import Function
 from tests.axes.model import worst_error
 from tests.parity.tolerance import FLOAT64
 
@@ -75,3 +77,36 @@ def test_the_numbers_stay_and_residuals_shrink(case: str) -> None:
     assert size < whole
     if wanted is not None:
         assert size == wanted
+
+
+def in_two_modes(params: Any, x: Any, *, ctx: jp.Context, training: bool, microbatch: Any) -> Any:
+    """Reads `training` in Python, as the guide shows it."""
+    assert ctx.axis is None
+    return jnp.tanh(x @ params) if training else x + 0 * microbatch["y"]
+
+
+@pytest.mark.parametrize("remat", ["full", NAMED], ids=["full", "names"])
+@pytest.mark.parametrize("by_letters", [False, True], ids=["stages", "layers"])
+def test_training_is_a_python_bool_under_remat(remat: Any, by_letters: bool) -> None:
+    given: dict[str, Any] = {"stage": in_two_modes, "last": last}
+    if by_letters:
+        given = {"layers": {"t": in_two_modes, "L": last}, "layout": "t|tL"}
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=MICROBATCHES)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("pipe",))
+    pipe = jp.Pipeline(**given, schedule=schedule, mesh=mesh, remat=remat)
+    own = np.ones((2, WIDTH, WIDTH))
+    params = pipe.place({"stages": {"t": own} if by_letters else own, "last": {}})
+    batch = {name: np.ones((ROWS * MICROBATCHES, WIDTH)) for name in "xy"}
+    assert "tanh" in pipe.lower(params, batch).as_text()
+    # In evaluation no stage changes x, which is what `last` compares it with.
+    assert pipe.evaluate(params, batch) == 0
+
+
+def test_a_stage_under_remat_is_named_where_it_was_written() -> None:
+    def broken(params: Any, x: Any) -> Any:
+        return x @ jnp.ones((1, 1)) + params
+
+    (changed,) = rematerialised([Function.of(broken, "stage")], "full")
+    with pytest.raises(TypeError) as caught:
+        changed.run(jnp.ones(3), jnp.ones((2, 3)), shared=(), extra={}, training=True)
+    assert "broken, test_remat.py" in "".join(caught.value.__notes__)

@@ -106,9 +106,7 @@ def test_wrong_segments_are_found():
     blocks, *others = first.templates
     fewer = replace(first, templates=(replace(blocks, blocks=blocks.blocks[1:]), *others))
     assert any("no code" in fault for fault in SEGMENTS.faults(ticks, Cut(ticks, (fewer, *rest))))
-    silent = tuple(
-        replace(s, choices=(), templates=tuple(replace(template, exchanges=((),)) for template in s.templates)) for s in cut.segments
-    )
+    silent = tuple(replace(s, templates=tuple(replace(template, permutes=()) for template in s.templates)) for s in cut.segments)
     assert any("not carried" in fault for fault in SEGMENTS.faults(ticks, Cut(ticks, silent)))
 
 

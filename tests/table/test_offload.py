@@ -12,13 +12,13 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.offload import Offload
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.segments import find_segments
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.pools import UNDER_WAY
 from jaxpipe.program.records import NOBODY, Move
 from jaxpipe.program.verify import faults, verify
 from jaxpipe.transforms.forward_only import forward_only
+from tests.passes import cut
 from tests.strategies import few, schedules
 
 
@@ -54,7 +54,7 @@ def test_nothing_waits_where_that_saves_nothing(name):
 @given(schedules())
 def test_any_table_with_values_on_the_host_is_sound(schedule):
     ticks = assign_ticks(schedule)
-    segments = find_segments(ticks)
+    segments = cut(ticks)
     plain, program = assign_slots(ticks, segments), assign_slots(ticks, segments, offload=Offload.RESIDUALS)
     verify(program)
     assert program.slots.residual_weight <= plain.slots.residual_weight + 1  # what comes may overlap what leaves

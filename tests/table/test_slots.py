@@ -9,11 +9,10 @@ from hypothesis import given
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.plan import Prefer, choose_candidate
-from jaxpipe.lowering.segments import find_segments
+from jaxpipe.lowering.plan import choose_candidate
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.verify import faults, verify
-from tests.passes import every_ticks, random_liveness, random_segments
+from tests.passes import cut, every_ticks, random_liveness, random_segments
 from tests.strategies import few, random_schedule, schedules
 from tests.tiers import exhaustive, slow
 
@@ -33,11 +32,10 @@ def test_random_tables_run_right(seed, count):
 
 
 @pytest.mark.parametrize(("seed", "count"), [(8, 2), slow(7, 12)])
-@pytest.mark.parametrize("prefer", Prefer)
-def test_what_is_chosen_for_random_tables_runs_right(prefer, seed, count):
+def test_what_is_chosen_for_random_tables_runs_right(seed, count):
     rng = random.Random(seed)
     for _ in range(count):
-        ticks, segments, *_ = choose_candidate(random_schedule(rng), prefer=prefer)
+        ticks, segments, *_ = choose_candidate(random_schedule(rng))
         verify(assign_slots(ticks, segments))
 
 
@@ -52,15 +50,14 @@ def test_named_tables_run_right(name, devices, counts):
             schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
         except jp.ScheduleError:
             continue  # not defined for so few microbatches
-        for prefer in Prefer:
-            ticks, segments, *_ = choose_candidate(schedule, prefer=prefer)
-            verify(assign_slots(ticks, segments))
+        ticks, segments, *_ = choose_candidate(schedule)
+        verify(assign_slots(ticks, segments))
 
 
 @few
 @given(schedules())
 def test_residual_slots_are_the_simulated_peak(schedule):
-    program = assign_slots(assign_ticks(schedule), find_segments(assign_ticks(schedule)))
+    program = assign_slots(assign_ticks(schedule), cut(assign_ticks(schedule)))
     if schedule.forward_only:
         assert program.slots.residual_weight == program.slots.residual_input == 1  # the least that a pool can have
         return

@@ -13,14 +13,13 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.requirements import collect
-from jaxpipe.lowering.segments import find_segments
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.faults import Rule
 from jaxpipe.program.templates import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import faults, verify
 from jaxpipe.table.action import Kind
-from tests.passes import exchanges, inputs, places
+from tests.passes import cut, exchanges, inputs, places
 from tests.tiers import slow
 
 SLOTS = {
@@ -40,7 +39,7 @@ def sound_program():
     """A program with several slots in each pool, chunks, local hand-overs and I and W apart."""
     schedule = jp.schedules.build("zbv", devices=2, microbatches=6)
     ticks = assign_ticks(schedule)
-    return assign_slots(ticks, find_segments(ticks))
+    return assign_slots(ticks, cut(ticks))
 
 
 def entries(program, half, field):
@@ -108,14 +107,6 @@ def test_a_value_that_is_overwritten_is_found():
     assert Rule.OVERWRITTEN in rules_broken(broken)
 
 
-def test_devices_that_choose_different_exchanges_are_found():
-    program = sound_program()
-    exchange = program.ticks.exchange.copy()
-    tick = int(np.argmax(exchange[:, 0]))
-    exchange[tick, 1] = 0
-    assert rules_broken(replace(program, ticks=replace(program.ticks, exchange=exchange))) == {Rule.EXCHANGE}
-
-
 @pytest.mark.slow
 def test_a_message_in_the_wrong_slot_is_found():
     program = sound_program()
@@ -126,9 +117,7 @@ def test_a_message_in_the_wrong_slot_is_found():
     assert len(sent) == 6 * 2 * 2  # six microbatches, forward and back, over two of three stage boundaries
     for maker, action, payload in sent:
         (source, made), (target, _) = where[maker], where[action]
-        segment = next(s for s in program.segments if s.start <= made < s.stop)
-        lanes = segment.templates[(made - segment.start) % segment.period].lanes_of(segment.choice(made))
-        (lane,) = (n for n, p in zip(lanes, made_in[made], strict=True) if p.payload is payload and (source, target) in p.pairs)
+        (lane,) = (n for n, p in enumerate(made_in[made]) if p.payload is payload and (source, target) in p.pairs)
         size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
         arrival = program.ticks.arrivals[lane]
         for wrong in (
@@ -157,11 +146,10 @@ def first_block(change):
 
 def first_permute(change):
     def broken(position):
-        first_exchange, *others = position.exchanges
-        if not first_exchange:
+        if not position.permutes:
             return position
-        first, *rest = first_exchange
-        return replace(position, exchanges=((change(first), *rest), *others))
+        first, *rest = position.permutes
+        return replace(position, permutes=(change(first), *rest))
 
     return broken
 
@@ -231,14 +219,14 @@ def test_a_missing_tick_is_found():
 def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
     """Beside blocks it is written before the first that may need it, and no later."""
     ticks = assign_ticks(jp.schedules.build("zb_h1", devices=4, microbatches=8))
-    segments = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True)
+    segments = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
     program = assign_slots(ticks, segments)
     assert any(t.permute.payload is payload and t.from_before for t in segments[0].transits)
     assert not faults(program)
     right = TickTemplate.before_readers
     late = {Payload.ACTIVATION: 3, Payload.COTANGENT: 2}  # after F, after I
     monkeypatch.setattr(TickTemplate, "before_readers", lambda self, of: late[of] if of is payload else right(self, of))
-    broken = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True)
+    broken = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
     broken_rules = rules_broken(replace(program, segments=broken))
     assert broken_rules
     assert broken_rules <= {Rule.VALUE, Rule.OVERWRITTEN}
@@ -248,11 +236,11 @@ def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkey
     """In a tick with W and then F, what arrives for F may take the slot of the input that W is the last to read."""
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
     ticks = joined_ticks(schedule)
-    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True))
+    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks)))
     assert program.slots.x == plan_of(schedule).program().slots.x
     assert not faults(program)
     monkeypatch.setattr(TickTemplate, "before_readers", lambda *_: 0)
-    early = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks), beside=True)
+    early = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
     found = faults(replace(program, segments=early))
     assert {fault.rule for fault in found} == {Rule.OVERWRITTEN}
     assert all("pool x " in fault.message for fault in found)

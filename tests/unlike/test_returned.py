@@ -1,11 +1,14 @@
 """Stages that return a loss of their own, or keep state from microbatch to microbatch, give the numbers of one device."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.eager import EagerExecutor
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_unlike import draw, over_microbatches, worst
@@ -71,6 +74,72 @@ def test_losses_of_layers():
     assert worst(pipe.canonical(grads)["stages"]["t"], wanted["stages"]) <= FLOAT64
 
 
+def layers_with(loss):
+    """Two layers after each other that return this loss, and one with a loss of another dtype."""
+
+    def plain(params, x):
+        return jnp.tanh(x @ params), loss(x) if callable(loss) else loss
+
+    def single(params, x):
+        return jnp.sin(x @ params), jnp.mean(x).astype(jnp.float32)
+
+    return {"t": plain, "u": single, "L": last}
+
+
+def of_layers(loss):
+    layers = layers_with(loss)
+    pipe = jp.Pipeline(layers=layers, layout="ttu|ttL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True)
+    own = {letter: draw([(count, WIDTH, WIDTH)])[0] for letter, count in (("t", 4), ("u", 1))}
+    return pipe, {"stages": own, "last": {}}, rows()
+
+
+def test_a_layer_may_return_a_python_number_as_its_loss():
+    def whole(params, microbatch, _):
+        t, (u,) = params["stages"]["t"], params["stages"]["u"]
+        x = jnp.tanh(jnp.tanh(microbatch["x"] @ t[0]) @ t[1])
+        total = 4 * 0.1 + jnp.mean(x).astype(jnp.float32).astype(x.dtype)
+        x = jnp.tanh(jnp.tanh(jnp.sin(x @ u) @ t[2]) @ t[3])
+        return total + last({}, x, microbatch)
+
+    pipe, canonical, batch = of_layers(0.1)
+    loss, grads = pipe.value_and_grad(pipe.place(canonical), batch)
+    wanted_loss, wanted = over_microbatches(whole)(canonical, batch)
+    # One of the losses is of float32.
+    assert abs(float(loss) - float(wanted_loss)) <= 1e-6 * float(wanted_loss)
+    assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [0.0, 2, np.float32(1), np.zeros(()), None, lambda x: jnp.mean(x).astype(jnp.bfloat16), lambda x: jnp.float16(6e4)],
+    ids=["float", "int", "numpy scalar", "numpy array", "None", "bfloat16", "float16"],
+)
+def test_losses_of_layers_may_have_any_floating_form(loss):
+    pipe, canonical, batch = of_layers(loss)
+    losses = jax.eval_shape(pipe.losses, pipe.place(canonical), batch)
+    assert losses.dtype in (jnp.float32, jnp.float64)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [((), r"float64\[0\]"), (True, r"bool\[\]"), (lambda x: jnp.sum(x, -1), r"float64\[2\]"), ({}, r"PyTreeDef\(\{\}\)")],
+    ids=["tuple", "bool", "vector", "dict"],
+)
+def test_what_is_no_loss_of_a_layer_is_refused(loss, text):
+    pipe, canonical, batch = of_layers(loss)
+    with pytest.raises(jp.PipelineError, match=r"`layers\['t'\]` must return a floating scalar as its loss; it returns " + text):
+        jax.eval_shape(pipe.losses, pipe.place(canonical), batch)
+
+
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("loss", [0, 0.5, None])
+def test_a_stage_may_return_a_python_number_as_its_loss(loss, remat):
+    options = {"last": last, "stage_loss": True, "remat": remat}
+    pipe = jp.Pipeline(lambda p, x: (x @ p, loss), schedule=build("1f1b"), mesh=mesh_of(2), **options)
+    params = pipe.place({"stages": draw([(2, WIDTH, WIDTH)])[0], "last": {}})
+    assert jax.eval_shape(pipe.losses, params, rows()).shape == (M,)
+
+
 def test_faults_of_losses():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH), "v": (2, WIDTH)}), "last": {}}
     for stage, text in [
@@ -97,16 +166,15 @@ def start(stages):
     return {"mean": np.zeros((stages, WIDTH)), "seen": np.zeros(stages, np.int32)}
 
 
-def one_by_one(params, state, batch, *, training):
+def one_by_one(params, state, batch, stage):
     """Losses and the state after every stage has seen every microbatch in order."""
     losses = []
     for m in range(M):
         x = batch["x"][m * ROWS : (m + 1) * ROWS]
         for s in range(len(params["stages"]["w"])):
             own = jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"])
-            x, new = normalised(own, x, state=jax.tree.map(lambda leaf, s=s: leaf[s], state), training=training)
-            if training:
-                state = jax.tree.map(lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new)
+            x, new = stage(own, x, state=jax.tree.map(lambda leaf, s=s: leaf[s], state))
+            state = jax.tree.map(lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new)
         losses.append(last({}, x, {"y": batch["y"][m * ROWS : (m + 1) * ROWS]}))
     return jnp.mean(jnp.stack(losses)), state
 
@@ -121,21 +189,75 @@ def test_state_goes_from_microbatch_to_microbatch_and_from_step_to_step(name):
     for _ in range(2):
         (loss, state), grads = pipe.value_and_grad(params, rows(), state=state)
         (wanted_loss, expected), wanted = jax.value_and_grad(
-            lambda p, expected=expected: one_by_one(p, expected, rows(), training=True), has_aux=True
+            lambda p, expected=expected: one_by_one(p, expected, rows(), partial(normalised, training=True)), has_aux=True
         )(canonical)
         assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
         assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
         assert worst(pipe.canonical_state(state), jax.tree.map(jnp.asarray, expected)) <= FLOAT64
     evaluated = pipe.evaluate(params, rows(), state=state)
-    wanted_loss, _ = one_by_one(canonical, expected, rows(), training=False)
+    wanted_loss, _ = one_by_one(canonical, expected, rows(), partial(normalised, training=False))
     assert abs(float(evaluated) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+
+
+def everything(params, x, *, state, training):
+    """A loss, statistics and a counter of one stage."""
+    x, new = normalised(params, x, state=state, training=training)
+    return x, jnp.mean(jnp.square(x @ params["v"])), new
+
+
+def with_metrics(params, x, microbatch):
+    error = x - microbatch["y"]
+    return jnp.mean(jnp.square(error)), {"worst": jnp.max(jnp.abs(error)), "above": jnp.sum(error > 0)}
+
+
+def all_one_by_one(params, state, batch, training):
+    """(the mean loss, (losses, metrics, state, what the last stage returns))."""
+    losses, metrics, outputs = [], [], []
+    for m in range(M):
+        microbatch = jax.tree.map(lambda leaf, m=m: leaf[m * ROWS : (m + 1) * ROWS], batch)
+        x, total = microbatch["x"], 0.0
+        for s in range(2):
+            own, kept = jax.tree.map(lambda leaf, s=s: leaf[s], (params["stages"], state))
+            x, loss, new = everything(own, x, state=kept, training=training)
+            state = jax.tree.map(lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new)
+            total += loss
+        loss, found = with_metrics({}, x, microbatch)
+        losses.append(total + loss)
+        metrics.append(found)
+        outputs.append(x)
+    averages = jax.tree.map(lambda *parts: sum(parts) / M, *metrics)
+    return jnp.mean(jnp.stack(losses)), (jnp.stack(losses), averages, state, jnp.concatenate(outputs))
+
+
+@pytest.mark.parametrize("executor", [None, EagerExecutor()], ids=["compiled", "eager"])
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+def test_recomputation_adds_losses_and_state_once(name, executor):
+    schedule = jp.add_recompute(build(name))
+    pipe = jp.Pipeline(
+        everything, schedule=schedule, mesh=mesh_of(2), last=with_metrics, stage_loss=True, has_metrics=True, executor=executor
+    )
+    canonical = {"stages": draw({"w": (2, WIDTH, WIDTH), "v": (2, WIDTH)}), "last": {}}
+    params, state, batch = pipe.place(canonical), pipe.place_state(start(2)), rows()
+    found, grads = pipe.value_and_grad(params, batch, state=state)
+    (loss, (losses, metrics, after, _)), wanted = jax.value_and_grad(all_one_by_one, has_aux=True)(canonical, start(2), batch, True)
+    assert worst((*found[:2], pipe.canonical_state(found[2])), (loss, metrics, after)) <= FLOAT64
+    assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
+    aux = pipe.loss(params, batch, state=state)
+    assert worst((aux[0], aux[1][0], pipe.canonical_state(aux[1][1])), (loss, metrics, after)) <= FLOAT64
+    # Forwards alone hand state on likewise.
+    loss, (losses, metrics, after, outputs) = all_one_by_one(canonical, start(2), batch, False)
+    assert worst(pipe.evaluate(params, batch, state=state), (loss, metrics)) <= FLOAT64
+    assert worst(pipe.losses(params, batch, state=state), losses) <= FLOAT64
+    rows_of_last, new = pipe.outputs(params, batch, state=state)
+    assert worst((rows_of_last, pipe.canonical_state(new)), (outputs, after)) <= FLOAT64
 
 
 def test_state_of_data_shards_is_averaged():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
     pipe = jp.Pipeline(normalised, schedule=build("1f1b"), mesh=mesh_of(2, data=2), last=last, data_axes=("data",))
     (_, state), _ = pipe.value_and_grad(pipe.place(canonical), rows(2), state=pipe.place_state(start(2)))
-    halves = [one_by_one(canonical, start(2), jax.tree.map(lambda a, h=h: a[h * 8 : h * 8 + 8], rows(2)), training=True)[1] for h in (0, 1)]
+    training, halves = partial(normalised, training=True), [jax.tree.map(lambda a, h=h: a[h * 8 : h * 8 + 8], rows(2)) for h in (0, 1)]
+    halves = [one_by_one(canonical, start(2), half, training)[1] for half in halves]
     found = pipe.canonical_state(state)
     assert worst(found["mean"], (halves[0]["mean"] + halves[1]["mean"]) / 2) <= FLOAT64
     assert found["seen"].tolist() == [M, M]
