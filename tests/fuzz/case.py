@@ -67,7 +67,6 @@ class Case:
     remat: str | None = None
     offload: str | None = None
     accumulate: str | None = "float32"
-    prefer: str | None = None
     costs: bool = False
     eager: bool = False
     calls: tuple[str, ...] = ("step",)
@@ -177,7 +176,6 @@ def draw(seed: int) -> Case:
         remat=one(*REMATS) if chance(0.3) else None,
         offload="residuals" if chance(0.15) else None,
         accumulate=one("float32", "float32", "float64", None),
-        prefer=one(None, None, "speed"),
         costs=chance(0.15),
         eager=eager,
         calls=calls,

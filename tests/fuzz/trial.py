@@ -94,7 +94,6 @@ class Trial:
             replicated_axes=tuple(name for name in ("other", "tensor") if name in sizes),
             frozen=self._frozen,
             accumulate_dtype=None if c.accumulate is None else jnp.dtype(c.accumulate),
-            prefer=c.prefer,
             offload=c.offload,
             costs=jp.Costs(forward=1e-3, input_grad=2e-3, weight_grad=1e-3, unit="seconds, made up") if c.costs else None,
             executor=EagerExecutor() if c.eager else None,
