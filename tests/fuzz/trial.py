@@ -309,13 +309,24 @@ class Trial:
 
         return step(self.placed, opt_state)
 
-    def _call_train(self) -> None:
-        params, _ = self._trained_once()
+    def _plain_update(self) -> tuple[Any, Any]:
+        """Updates and state of the optimizer in the model without a pipeline, for gradients of the same dtypes."""
         optimizer, plain = self._optimizer(), self._trained(self.model.canonical)
-        grads = jax.tree.map(lambda g, p: g.astype(jnp.promote_types(p.dtype, jnp.float32)), self._step_right["grads"], plain)
-        updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(plain), plain)
+        least = self.case.accumulate
+        grads = jax.tree.map(
+            lambda g, p: g.astype(p.dtype if least is None else jnp.promote_types(p.dtype, least)), self._step_right["grads"], plain
+        )
+        return jax.jit(optimizer.update)(grads, optimizer.init(plain), plain)
+
+    def _call_train(self) -> None:
+        params, opt_state = self._trained_once()
+        forms = [
+            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (opt_state, self.pipe.init(self._optimizer(), params))
+        ]
+        if forms[0] != forms[1]:
+            raise Wrong(f"train: state of {forms[1]} becomes {forms[0]}")
         found = self._trained(self.pipe.canonical(params))
-        wanted = optax.apply_updates(plain, updates)
+        wanted = optax.apply_updates(self._trained(self.model.canonical), self._plain_update()[0])
         same("train", {key: found[key] for key in wanted}, wanted)
 
     def _call_checkpoint(self) -> None:
@@ -325,7 +336,7 @@ class Trial:
             with Checkpoints(folder, self.pipe) as checkpoints:
                 checkpoints.save(1, state)
             plain = jax.tree.map(jnp.asarray, self.model.canonical)
-            like = {"params": plain, "opt_state": self._optimizer().init(self._trained(plain))}
+            like = {"params": plain, "opt_state": self._plain_update()[1]}
             with Checkpoints(folder, None) as checkpoints:
                 _, whole = checkpoints.restore(like)
             with Checkpoints(folder, self.pipe) as checkpoints:
