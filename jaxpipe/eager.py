@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arrays import Leaves, PyTree, summable, wider
+from .errors import PipelineError
 from .model.functions import Loss, Returned, inverse_count
 from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from .program.interpret import interpret
@@ -44,7 +45,12 @@ class EagerExecutor:
     def run(
         self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-        """Do the job."""
+        """Do the job; PipelineError under `jax.jit`, since an eager program needs numbers."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch, rng, state))):
+            raise PipelineError(
+                "the eager executor runs one operation after the other and cannot be traced: call the step outside of jax.jit and "
+                "`pipe.jit`; `lower`, `compile_report` and `predict_memory` need a pipeline without executor="
+            )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
         job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})
         program = verify(job.plan.program(Liveness()))

@@ -39,7 +39,7 @@ from .model.by_path import path_faults
 from .model.functions import Functions, Loss
 from .model.leaf_plan import is_plan
 from .model.mesh import automatic, jit_on_mesh, on_mesh
-from .model.optimizer_state import state_shardings
+from .model.optimizer_state import init_as_updated, state_shardings
 from .model.param_layout import check_canonical, with_outer
 from .model.partition import Partition
 from .model.placed import Chunks
@@ -237,7 +237,8 @@ class Pipeline:
     def init(self, optimizer: Any, params: dict[str, PyTree]) -> PyTree:
         """`optimizer.init(params)`, with every array where a training step leaves it: moments beside their parameters, counts on the mesh.
 
-        `optimizer.init` by itself leaves counts on one device, so that the step is compiled a second time for what the first returns.
+        `optimizer.init` by itself leaves counts on one device, and moments in the dtype of parameters where gradients are wider, so
+        that the step is compiled a second time for what the first returns.
         ShapeDtypeStructs give ShapeDtypeStructs with shardings.
 
         Raises:
@@ -250,12 +251,13 @@ class Pipeline:
         faults = path_faults(optimizer, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), placed))
         if faults:
             raise PipelineError.listing("this optimizer needs the model's own view", faults)
-        state = jax.eval_shape(optimizer.init, placed)
+        begin = init_as_updated(optimizer, self.accumulate_dtype)
+        state = jax.eval_shape(begin, placed)
         beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
         to = state_shardings(self.mesh, state, placed, beside, buffer_spec=self.partition.buffer_spec)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
             return jax.tree.map(lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), state, to)
-        return jit_on_mesh(self.mesh, optimizer.init, to)(placed)
+        return jit_on_mesh(self.mesh, begin, to)(placed)
 
     def trained(self, tree: dict[str, PyTree], *, like: Mapping[str, PyTree] | None = None) -> dict[str, PyTree]:
         """Placed parameters, or a tree like them, with None for those that are `frozen`: what an optimizer is for.

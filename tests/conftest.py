@@ -19,7 +19,7 @@ from hypothesis import settings
 
 NUM_DEVICES = 8
 # Compare numbers of compiled programs: what is run under several instruction sets (`make test-numeric ISA=AVX2`).
-NUMERIC = ("axes", "checkpoint", "flax", "lowering", "models", "parity", "precision", "unlike")
+NUMERIC = ("axes", "checkpoint", "flax", "fuzz", "lowering", "models", "parity", "precision", "unlike")
 # XLA's names for --xla_cpu_max_isa.
 INSTRUCTION_SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX", "AMX_FP16")
 NO_JAX = ("table", "schedules", "passes", "render", "simulate")

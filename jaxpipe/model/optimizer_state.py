@@ -9,10 +9,32 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
-from ..arrays import PyTree
+from ..arrays import PyTree, wider
 from .forms import Buffer
 from .mesh import trimmed
 from .packed import Packed
+
+
+def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTree]:
+    """`optimizer.init`, with the dtypes that an update leaves: moments of bfloat16 parameters have those of the gradients, for instance.
+
+    `accumulate` is the least dtype of gradients; None: they have the parameters' own.
+    """
+
+    def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if accumulate is None else wider(leaf.dtype, accumulate))
+
+    def init(params: PyTree) -> PyTree:
+        state = optimizer.init(params)
+        try:
+            after = jax.eval_shape(optimizer.update, jax.tree.map(gradient, params), state, params)[1]
+        except TypeError:  # it wants more than gradients (the loss, for instance)
+            return state
+        if jax.tree.structure(after) != jax.tree.structure(state):
+            return state
+        return jax.tree.map(lambda leaf, new: leaf if leaf.dtype == new.dtype else leaf.astype(new.dtype), state, after)
+
+    return init
 
 
 def state_shardings(

@@ -81,7 +81,10 @@ def _by_layers(
             f"the model is given by layers, so leave {', '.join(both)} out; layers {EMBEDDING} and {LOSS} are first and last"
         )
     if isinstance(layout, str):
-        layout = parse_layout(layout, devices=placement.num_devices, letters="".join(sorted({*LETTERS, *layers})))
+        # Where each stage stands is the table's to say: on some device fewer than on another, in a table of one's own.
+        even = placement.num_stages % placement.num_devices == 0
+        devices = placement.num_devices if even else 1
+        layout = parse_layout(layout, devices=devices, letters="".join(sorted({*LETTERS, *layers})))
     used = set(layout.layers)
     faults = [
         f"the layout {str(layout)!r} has layers {letter!r}, but layers= has no function for it" for letter in sorted(used - set(layers))

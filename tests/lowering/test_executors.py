@@ -96,3 +96,13 @@ def test_state_outputs_and_unlike_layers():
     batch = {"x": jax.random.normal(key, (8, WIDTH))}
     close(eager.value_and_grad(placed, batch, state=state), compiled.value_and_grad(placed, batch, state=state))
     close(eager.outputs(placed, batch, state=state), compiled.outputs(placed, batch, state=state))
+
+
+@pytest.mark.parametrize("call", ["jit", "jax.jit", "lower", "compile_report", "predict_memory"])
+def test_the_eager_executor_says_that_it_cannot_be_traced(call):
+    _, pipe = pipelines("gpipe", devices=1, microbatches=2)
+    canonical, batch = case(pipe.schedule)
+    params = pipe.place(canonical)
+    calls = {"jit": pipe.jit(pipe.value_and_grad), "jax.jit": jax.jit(pipe.evaluate)}
+    with pytest.raises(jp.PipelineError, match=r"cannot be traced: call the step outside of jax\.jit"):
+        (calls[call] if call in calls else getattr(pipe, call))(params, batch)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 from jax.extend import core
 from jax.sharding import Mesh
@@ -151,3 +153,38 @@ def test_gradients_are_summed_in_float32(dtype: Any, accumulate: Any, wanted: fl
     found = gradient(dtype, accumulate)
     assert found.dtype == (accumulate or dtype)
     assert float(found[0]) == wanted  # exact: powers of two, and sums that float32 holds
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+def test_the_optimizers_state_is_begun_as_a_step_leaves_it(unlike: bool) -> None:
+    """Gradients of bfloat16 parameters are float32, and so are their moments: the step is compiled once, and a run may resume."""
+    schedule = jp.schedules.build("gpipe", devices=2, microbatches=2)
+    functions = [lambda p, x: x @ p, lambda p, x: x @ p["w"]]
+    pipe = jp.Pipeline(
+        functions if unlike else functions[0],
+        schedule=schedule,
+        mesh=jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]),
+        last=lambda p, x, microbatch: jnp.mean(x**2),
+    )
+    weight = jnp.ones((3, 3), jnp.bfloat16)
+    params = pipe.place({"stages": [weight, {"w": weight}] if unlike else jnp.stack([weight] * 2), "last": {}})
+    optimizer = optax.adam(0.1)
+    state = pipe.init(optimizer, params)
+    _, grads = pipe.value_and_grad(params, {"x": jnp.ones((2, 3), jnp.bfloat16)})
+    _, after = jax.jit(optimizer.update)(grads, state, params)
+    assert jax.tree.leaves(state[0].mu)[0].dtype == jnp.float32
+    assert jax.tree.map(lambda leaf: leaf.dtype, state) == jax.tree.map(lambda leaf: leaf.dtype, after)
+    shapes = pipe.init(optimizer, jax.eval_shape(lambda: params))
+    assert jax.tree.map(lambda leaf: leaf.dtype, shapes) == jax.tree.map(lambda leaf: leaf.dtype, state)
+
+
+def test_an_optimizer_that_wants_the_loss_is_begun_as_it_says() -> None:
+    pipe = jp.Pipeline(
+        lambda p, x: x @ p,
+        schedule=jp.schedules.build("gpipe", devices=1, microbatches=1),
+        mesh=jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]),
+        last=lambda p, x, microbatch: jnp.mean(x**2),
+    )
+    params = pipe.place({"stages": jnp.ones((1, 3, 3), jnp.bfloat16), "last": {}})
+    optimizer = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
+    assert jax.tree.leaves(pipe.init(optimizer, params)[0][0].mu)[0].dtype == jnp.bfloat16

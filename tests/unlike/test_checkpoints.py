@@ -1,6 +1,7 @@
 """What one layout of layers saved, another goes on with: moments and parameters are written layer by layer."""
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -74,6 +75,17 @@ def test_stages_with_functions_of_their_own_resume(tmp_path):
         _, resumed = checkpoints.restore(begin(pipes[1], optimizer, canonical))
     _, losses = train(pipes[1], optimizer, resumed, 2, rows())
     assert max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True)) <= FLOAT64
+
+
+def test_stages_of_a_list_may_have_scalars():
+    functions = [lambda p, x: x * p["s"], lambda p, x: x @ p["w"]]
+    pipe = jp.Pipeline(functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2), last=head)
+    canonical = {"stages": [{"s": 2.0}, draw({"w": (3, 4)})], "last": draw({"head": (4, 2)})}
+    state = {"params": pipe.place(jax.tree.map(jnp.asarray, canonical))}
+    portable = PortableState(pipe)
+    found = portable.of(state)
+    assert worst(found["params"], canonical) == 0  # numbers are moved, not computed
+    assert worst(portable.placed(found, state), state) == 0
 
 
 def label(path):

@@ -259,6 +259,23 @@ def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
     assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
 
 
+def test_a_layout_for_a_table_whose_stages_do_not_divide_over_its_devices():
+    def actions(text):
+        return ",".join(f"{stage_and_kind}{m}" for stage_and_kind in text.split() for m in range(M))
+
+    schedule = jp.Schedule.from_csv(f"{actions('0F 2F 2B 0B')}\n{actions('1F 1B')}")
+    pipe = jp.Pipeline(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tt|L", schedule=schedule, mesh=mesh_of(2))
+    layout, key = jp.parse_layout("Et|tt|L", devices=1), jax.random.key(1)
+    canonical = by_letter(layout)
+    found_loss, grads = pipe.value_and_grad(pipe.place(canonical), tokens(), rng=key)
+    wanted_loss, wanted = over_microbatches(layered_loss(layout, key))(canonical, tokens())
+    assert abs(float(found_loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+    found = pipe.canonical(grads)
+    assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
+    with pytest.raises(jp.PipelineError, match=r"has 2 stages but the schedule has 3.*write 2 bars"):
+        jp.Pipeline(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tL", schedule=schedule, mesh=mesh_of(2))
+
+
 def test_no_stage_computes_layers_that_it_does_not_have():
     """Matmuls of each kind of stage: its own layers', counted in the forwards that the program holds."""
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)

@@ -1,0 +1,239 @@
+"""A case: everything that is chosen about a model, a table, a mesh, settings and calls; it is drawn from a number and prints as text."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+import jaxpipe as jp
+from tests.strategies import random_schedule
+
+from .ops import OPS, OUTER
+
+LETTERS = "abc"
+SPREAD = ("vocab", "spread")  # how `first` and `last` may be written for all devices at once
+REMATS = (
+    "full",
+    "dots_saveable",
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "save_only_these_names",
+    "offload_dot_with_no_batch_dims",
+)
+ONE_MORE = ("grad", "evaluate", "fewer", "losses", "outputs", "train", "checkpoint", "jit", "lowered", "report", "nonfinite", "place")
+
+TRACED = ("checkpoint", "jit", "lowered", "nonfinite", "report", "train")  # what the eager executor cannot do
+
+
+@dataclass(frozen=True)
+class Case:
+    """Defaults are the simplest choice; only what differs from them is printed."""
+
+    seed: int = 0  # of weights and rows
+    form: str = "alike"  # or "list", "layers"
+    ops: tuple[tuple[str, ...], ...] = (("dense",),)  # alike: of all stages; list: of each; layers: of each letter
+    widths: tuple[int, ...] = ()  # list: what each stage takes
+    layout: str = ""
+    carrier: str = "array"  # what goes from stage to stage; or "dict", "tuple"
+    rank: int = 2
+    width: int = 4
+    first: str = "none"  # or "linear", "embed", or one of SPREAD
+    last: str = "mse"  # or "none", "xent", or one of SPREAD
+    first_ops: tuple[str, ...] = ()
+    last_ops: tuple[str, ...] = ()
+    vocab: int = 6
+    tied: bool = False
+    loss: str = "MEAN"
+    metrics: bool = False
+    stage_loss: bool = False
+    odd: bool = False  # None and empty trees among parameters
+    mixed: bool = False  # float32 and bfloat16 parameters
+    frozen: tuple[str, ...] = ()  # names of leaves
+    table: str = "gpipe"  # a name, or a number: a random table
+    passes: tuple[str, ...] = ()
+    devices: int = 1
+    chunks: int | None = None
+    microbatches: int = 2
+    rows: int = 1  # of a microbatch on a data shard
+    mesh: tuple[tuple[str, int], ...] = (("pipe", 1),)
+    explicit: bool = False
+    fsdp: bool = False
+    outer: bool = False
+    remat: str | None = None
+    offload: str | None = None
+    accumulate: str | None = "float32"
+    costs: bool = False
+    eager: bool = False
+    calls: tuple[str, ...] = ("step",)
+
+    def __str__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default or f.default is MISSING]
+        return f"Case({', '.join(given)})"
+
+    @property
+    def data(self) -> int:
+        """Data shards."""
+        return dict(self.mesh).get("data", 1)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether an end runs on all devices at once."""
+        return self.first in SPREAD or self.last in SPREAD
+
+    @property
+    def every_op(self) -> set[str]:
+        """The ops of all stages and both ends."""
+        return {op for ops in (*self.ops, self.first_ops, self.last_ops) for op in ops}
+
+
+@cache
+def schedule_of(table: str, devices: int, microbatches: int, chunks: int | None, passes: tuple[str, ...]) -> jp.Schedule:
+    """The table, after its transforms."""
+    if table.isdigit():
+        schedule = random_schedule(random.Random(int(table)), recompute=int(table) % 2 == 0)
+    else:
+        schedule = jp.schedules.build(table, devices=devices, microbatches=microbatches, chunks=chunks)
+    for name in passes:
+        schedule = getattr(jp, name)(schedule)
+    return schedule
+
+
+def draw(seed: int) -> Case:
+    """The case of this number."""
+    rng = np.random.default_rng(seed)
+
+    def one(*choices: Any) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    def chance(p: float) -> bool:
+        return bool(rng.random() < p)
+
+    last, first = one("mse", "mse", "xent", "none", *SPREAD), one("none", "linear", "embed", *SPREAD)
+    table = _draw_table(rng, spreads={"first": first in SPREAD, "last": last in SPREAD})
+    schedule = schedule_of(**table)
+    stages, copies = schedule.num_stages, schedule.placement.is_bidirectional
+    mesh, axes = _draw_mesh(rng, schedule.num_devices)
+    names = [name for name, op in OPS.items() if not (op.moves and axes["tensor"] > 1)]
+    outer = [name for name in OUTER if name in names]
+
+    def some(known: list[str], most: int, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+        found = [str(n) for n in rng.choice([n for n in known if n not in without], size=rng.integers(0, most + 1))]
+        return tuple(n for i, n in enumerate(found) if n != "normalised" or n not in found[:i])
+
+    form = one("alike", "alike", "list", "layers")
+    stateless = ("normalised",) if copies or form == "layers" else ()
+    tied = chance(0.6) and ((first in SPREAD and last in SPREAD) or (first, last) == ("embed", "xent"))
+    without = (*stateless, *(("shared", "shared_scale") if tied and first in SPREAD else ()))
+    changing = form == "list" and axes["tensor"] == 0 and chance(0.7)  # from stage to stage another width
+    widths = tuple(int(n) for n in rng.integers(2, 7, size=stages)) if changing else ()
+    width = one(2, 4, 4, 6)
+    widths = (*widths[:-1], width) if tied and widths else widths  # the head has the width of the embedding
+    without = (*without, "shared") if changing else without
+    count = {"alike": 1, "list": stages, "layers": int(rng.integers(1, 4))}[form]
+    ops = tuple(some(names, 3 if form != "layers" else 2, without=without) or ("dense",) for _ in range(count))
+    carrier = "array" if "vocab" in (first, last) else one("array", "array", "tuple", "dict" if first != "none" else "tuple")
+    eager = chance(0.1)
+    calls = (*(("step",) if last != "none" and not schedule.forward_only else ()), *some(list(ONE_MORE), 2))
+    if schedule.forward_only or last == "none":
+        allowed = {"outputs", "place"} | ({"evaluate", "fewer", "losses"} if last != "none" else set())
+        calls = tuple(call for call in calls if call in allowed) or ("outputs",)
+    if eager:
+        calls = tuple(call for call in calls if call not in TRACED) or ("place",)
+    if first in SPREAD or last in SPREAD or any("normalised" in each for each in ops):
+        calls = tuple(call for call in calls if call != "nonfinite") or ("place",)
+    return Case(
+        seed=seed,
+        form=form,
+        ops=ops,
+        widths=widths,
+        layout=_draw_layout(rng, stages, count) if form == "layers" else "",
+        carrier=carrier,
+        rank=one(2, 2, 3),
+        width=width,
+        first=first,
+        last=last,
+        first_ops=some(outer, 1, without=("shared", "shared_scale")) if first in ("linear", "embed") else (),
+        last_ops=some(outer, 1, without=("shared", "shared_scale")) if last in ("mse", "xent") else (),
+        vocab=one(4, 5, 6, 7),
+        tied=tied,
+        loss=one("MEAN", "MEAN", "SUM_OVER_COUNT"),
+        metrics=chance(0.3),
+        stage_loss=chance(0.25),
+        odd=chance(0.2),
+        mixed=chance(0.2),
+        frozen=tuple(str(n) for n in rng.choice(["w", "s", "bias", "head", "table"], size=rng.integers(1, 3))) if chance(0.2) else (),
+        **table,
+        rows=one(1, 2, 3),
+        mesh=mesh,
+        explicit=chance(0.3),
+        fsdp=chance(0.4) and axes["data"] > 0,
+        outer=chance(0.2),
+        remat=one(*REMATS) if chance(0.3) else None,
+        offload="residuals" if chance(0.15) else None,
+        accumulate=one("float32", "float32", "float64", None),
+        costs=chance(0.15),
+        eager=eager,
+        calls=calls,
+    )
+
+
+def _draw_table(rng: np.random.Generator, *, spreads: dict[str, bool]) -> dict[str, Any]:
+    """The arguments of `schedule_of`."""
+    if rng.random() < 0.25:
+        number = str(rng.integers(10_000))
+        schedule = schedule_of(number, 0, 0, None, ())
+        return {
+            "table": number,
+            "devices": schedule.num_devices,
+            "microbatches": schedule.num_microbatches,
+            "chunks": None,
+            "passes": (),
+        }
+    while True:
+        found: dict[str, Any] = {
+            "table": str(rng.choice(jp.schedules.names())),
+            "devices": int(rng.choice([1, 2, 2, 2, 2, 4])),
+            "microbatches": int(rng.choice([1, 2, 2, 3, 3, 4, 5, 7])),
+            "chunks": [None, None, 1, 2][rng.integers(4)],
+        }
+        try:
+            schedule = schedule_of(**found, passes=())
+        except jp.ScheduleError:
+            continue
+        if schedule.num_stages > 8:
+            continue
+        whole = [] if spreads["first"] or spreads["last"] else ["merge_backward"]
+        passes = [str(n) for n in rng.choice(["split_backward", *whole, "add_recompute"], size=rng.integers(0, 2))]
+        for end in ("first", "last"):
+            passes += [f"spread_{end}"] if spreads[end] and rng.random() < 0.4 else []
+        passes += ["defer_last"] if "spread_last" in passes and rng.random() < 0.5 else []
+        try:
+            schedule_of(**found, passes=tuple(passes))
+        except jp.ScheduleError:
+            passes = []
+        return {**found, "passes": tuple(passes)}
+
+
+def _draw_mesh(rng: np.random.Generator, devices: int) -> tuple[tuple[tuple[str, int], ...], dict[str, int]]:
+    """Axes in any order, of at most 8 devices; sizes of those that may be there, 0 for those that are not."""
+    sizes = {"data": int(rng.choice([0, 0, 1, 2])), "tensor": int(rng.choice([0, 0, 0, 0, 1, 2])), "other": int(rng.choice([0] * 9 + [2]))}
+    while devices * np.prod([max(size, 1) for size in sizes.values()]) > 8:
+        sizes[max(sizes, key=lambda name: sizes[name])] = 0
+    axes = [("pipe", devices), *((name, size) for name, size in sizes.items() if size)]
+    return tuple(axes[i] for i in rng.permutation(len(axes))), sizes
+
+
+def _draw_layout(rng: np.random.Generator, stages: int, letters: int) -> str:
+    """Each letter at least once, on any of the stages, some of them empty."""
+    layers = [*LETTERS[:letters], *(LETTERS[i] for i in rng.integers(letters, size=rng.integers(0, stages + 3)))]
+    if rng.random() < 0.5:
+        rng.shuffle(layers)
+    else:
+        layers.sort()
+    bars = sorted(rng.integers(0, len(layers) + 1, size=stages - 1))
+    return "|".join("".join(layers[a:b]) for a, b in zip([0, *bars], [*bars, len(layers)], strict=True))
