@@ -144,7 +144,7 @@ def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: i
         faults.append("a transformer layer t comes after a multi-token-prediction layer m; put every m after the last t")
     for letter, expected in (("t", num_layers), ("m", mtp_layers)):
         if expected is not None and layers.count(letter) != expected:
-            faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {expected}")
+            faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {quoted(expected)}")
     if faults:
         raise LayoutError(listed(f"the layout {_short(layout)} is not a complete model", faults))
     return layout
