@@ -1,4 +1,4 @@
-"""Reductions over axes of the mesh, written as XLA can compile them beside axes that are left to the partitioner."""
+"""Reductions over mesh axes, as XLA can compile them beside axes left to the partitioner."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ _WIDE = jnp.dtype(jnp.float32)
 class Reductions:
     """What is changed of them: none of it changes a number.
 
-    `alone` are the axes of one device.  The partitioner fails on a reduction over these alone ("must be in (partial) manual partitioning
-    mode"), so they are left out.  `widen`: reductions of bfloat16 are done in float32.  XLA:CPU does that by itself, and aborts the process
-    where JAX has put a sharding into what is reduced with ("Invalid binary instruction opcode copy").
+    `alone` are the axes of one device, which are left out: the partitioner fails on a reduction
+    over these alone ("must be in (partial) manual partitioning mode").  `widen`: reductions of
+    bfloat16 are done in float32.  XLA:CPU does that by itself, but it aborts the process ("Invalid
+    binary instruction opcode copy") where JAX has put a sharding into the function that reduces.
     """
 
     alone: Set[str]
     widen: bool
 
     def within(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-        """A jaxpr with its reductions changed, also in loops, branches and calls; the same object where there is nothing to change."""
+        """The jaxpr with its reductions changed, also in loops, branches and calls.
+
+        It is the same object where there is nothing to change, so that calls stay shared.
+        """
         eqns = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
         same = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
         return jaxpr if same else jaxpr.replace(eqns=eqns)

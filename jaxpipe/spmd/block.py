@@ -18,7 +18,7 @@ class Block(abc.ABC):
 
     @property
     def together(self) -> bool:
-        """Whether all devices run it at once, and those where the predicate does not hold drop what it gives."""
+        """Whether all devices run it, and those where the predicate is False drop the result."""
         return False
 
     @abc.abstractmethod
@@ -46,7 +46,9 @@ def run_in_order(presence: Presence, predicate: Flag, block: Block, state: State
 
 
 def _run(presence: Presence, predicate: Flag, start: Flag | None, block: Block, state: State) -> tuple[Flag, State]:
-    """A flag that is False once the block is over, and the state after it; `start`: True, once the block may start.
+    """A flag that is False once the block is over, and the state after it.
+
+    `start`: True, once the block may start; None where nothing is awaited.
 
     A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at most one trip updates
     them in place, and of it only carries what the block writes.  Where the predicate is known, nothing is tested.
@@ -64,7 +66,7 @@ def _run(presence: Presence, predicate: Flag, start: Flag | None, block: Block, 
 
 
 def _run_together(predicate: Flag, start: Flag | None, block: Block, state: State) -> tuple[Flag, State]:
-    """The same on all devices at once: the loop has one trip on each, and is there for what it comes after and before."""
+    """The same on all devices.  The loop has one trip on each: it keeps blocks in order."""
 
     def once(part: State) -> State:
         return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), _checked(block, state.updated(part)), part)

@@ -35,9 +35,9 @@ from .state import Gradients, State
 from .tick import TickEmitter
 
 _CANNOT_BE_TIMED = (
-    "this step cannot be profiled on CPU devices: its functions permute over a mesh axis (ring attention does; the partitioner does for a "
-    "roll, slice or concatenation along a dimension that is split), so all devices run every block at once; profile it without that axis, "
-    "or on GPUs"
+    "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
+    "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
+    "slice or concatenation along a dimension that is split); profile it without that axis, or on GPUs"
 )
 
 
@@ -86,7 +86,8 @@ def body(
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
     """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out like `params`).
 
-    It is given what `prepare` is.  `blocking`: the devices are CPUs; `together`: the partitioner permutes in blocks (see `permutes`).
+    It is given what `prepare` is.  `blocking`: the devices are CPUs.  `together`: the partitioner
+    permutes in blocks (see `permutes`).
     """
     start = prepare(job, params, batch, rng, kept)
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last

@@ -35,7 +35,8 @@ _BLOCKS_COMMUNICATE: Options = {
 }
 
 
-# For what is compiled only to ask what the partitioner makes of it, on CPU devices: machine code as it is made soonest.
+# For programs that are only asked what the partitioner makes of them, on CPU devices: the
+# machine code that is made soonest.
 ASKED_ON_CPUS: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
 

@@ -120,8 +120,8 @@ def compiled_alone(
 ) -> Any:
     """A piece of a device's program compiled by itself for the mesh: it takes a list for each group and returns one.
 
-    Groups that are `donated` lie where the outputs do that are made of them, as pools and accumulators do in the step.  `asked`: it is
-    asked what the partitioner makes of it, and neither run nor measured.
+    Groups that are `donated` lie where the outputs do that are made of them, as pools and accumulators do in the step.
+    `asked`: the result is only asked what the partitioner made of it, neither run nor measured.
     """
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)

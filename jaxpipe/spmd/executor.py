@@ -47,8 +47,9 @@ class SpmdExecutor:
     def _asked(
         self, job: Job, placed: PyTree, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[tuple[StageEntries, ...] | None, bool]:
-        """What the partitioner says of the blocks: how pools keep what stages store, where it splits that, and whether it makes permutes on
-        CPU devices; the model is traced once more for that.
+        """How pools keep what stages store, where the partitioner splits it; whether it permutes.
+
+        The second is asked on CPU devices only.  The model is traced once more for either.
         """
         waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
         if not auto_axes(self.mesh, job) or not (job.training or waits):

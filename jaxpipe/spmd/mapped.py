@@ -14,7 +14,7 @@ from ..jaxprs import Reductions
 
 
 def mapped(function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
-    """The function, of which each device of these axes has a call; its reductions over them are such as XLA compiles."""
+    """`jax.shard_map` of the function, whose reductions are such as XLA compiles."""
     alone = {name for name, size in mesh.shape.items() if size == 1}
     changes = Reductions(alone, widen=on_cpus(mesh))
 

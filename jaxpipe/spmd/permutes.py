@@ -1,8 +1,9 @@
-"""Whether blocks that some devices run, while others do not, permute among themselves: what XLA:CPU cannot do.
+"""Whether the partitioner permutes in blocks that some devices run while others do not.
 
-Every permute of XLA:CPU waits for all devices of the program, also those that it moves nothing to.  In a block under a predicate some of
-them wait in the permute of one block and some in that of another, until XLA ends the process.  So where any block permutes, all devices run
-every block at once, and keep what it gives where its predicate holds (see `block`).
+Every permute of XLA:CPU waits for all devices of the program, also those that it moves nothing to.
+Under a predicate some of them wait in the permute of one block and some in that of another, until
+XLA ends the process.  So where any block permutes, all devices run every block at once, and keep
+what it gives where its predicate holds (see `block`).
 """
 
 from __future__ import annotations

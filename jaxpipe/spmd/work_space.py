@@ -87,7 +87,7 @@ def _temp(job: Job, mesh: Mesh, blocks: Sequence[Block]) -> int:
 
 
 def compiled_blocks(job: Job, mesh: Mesh, blocks: Sequence[Block], *, asked: bool = False) -> Any:
-    """Blocks that run as one, compiled alone; they read and write slots of pools as they do in the step."""
+    """Blocks that run as one, compiled alone; they read and write slots as in the step."""
     parts = [_part(job, block) for block in blocks]
     count = len(parts)
 
@@ -170,7 +170,7 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
 
 
 def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
-    """`first`, its gradient, and `last` with its gradient; of forwards alone, `first` and `last`."""
+    """`first`, its gradient, `last` with its gradient; of forwards alone, `first` and `last`."""
 
     def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
         start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]

@@ -58,7 +58,7 @@ class ModelCode:
 
     @property
     def permutes(self) -> bool:
-        """Whether a function that some devices run, and others not, permutes over an axis of the mesh, as ring attention does."""
+        """Whether a function that not all devices run at once permutes, as ring attention does."""
         jaxprs = [jaxpr for kind in self.kinds for jaxpr in (kind.forward, kind.evaluate, kind.backward)]
         table = self.program.schedule.encoded
         jaxprs += [] if table.spreads_first else [self.first.forward, self.first.evaluate]

@@ -1,6 +1,7 @@
-"""Blocks that permute on CPU devices, where a permute waits for all: all run every block at once, and get the numbers of one device.
+"""Blocks that permute, on CPU devices: every call gives the numbers of one device.
 
-XLA:CPU ends the process where devices wait in permutes of different blocks, so these run in processes of their own.
+XLA:CPU ends the process where devices wait in permutes of different blocks, so each case runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ STAGES = {f.__name__: f for f in (rolled, sliced, concatenated, weights_rolled)}
 
 
 def partitioner(name: str, schedule: str) -> None:
-    """In a process of its own: every call, of a stage or of a last that the partitioner permutes for."""
+    """In a process of its own: a stage, or a last, that the partitioner permutes for."""
     table = build(schedule, M)
     functions = {"stage": STAGES.get(name, rolled), "last": last_rolled if name == "last" else last}
     if name == "last":
@@ -68,7 +69,7 @@ def partitioner(name: str, schedule: str) -> None:
 
 
 def ring(axis: str, schedule: str) -> None:
-    """In a process of its own: a stage that passes its rows along a data axis, or its columns along the tensor axis."""
+    """In a process of its own: a stage that passes rows along the data axis, or columns."""
     table = build(schedule, M)
     pairs = [(0, 1), (1, 0)]
 

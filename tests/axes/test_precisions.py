@@ -1,4 +1,4 @@
-"""Parameters of few bits, summed in their own dtype, on meshes with axes of one device or of several: the numbers of one device."""
+"""Parameters of few bits, summed in their own dtype, on meshes with axes of one device too."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 @cache
 def truth(stages: int, dtype: str) -> tuple[Any, Any, int]:
-    """Loss and gradients, and outputs, of the rounded weights in float64; and the roundings on the way."""
+    """(loss, gradients), outputs, of the rounded weights in float64; the roundings on the way."""
     params, rows = (jax.tree.map(lambda a: np.asarray(a, np.float64), cast(tree, dtype)) for tree in (canonical(stages), batch(M)))
     step = jax.jit(lambda p, b: oracle_value_and_grad(p, b, **FUNCTIONS, microbatches=1))
     chain = longest_chain(lambda p, b: oracle_value_and_grad(p, b, **FUNCTIONS, microbatches=1), params, rows)
@@ -89,7 +89,7 @@ def with_metrics(params: Any, x: Any, microbatch: Any) -> Any:
 
 
 def reduced(name: str) -> tuple[jp.Pipeline, Any, Any, Any]:
-    """(pipeline, its parameters, loss, canonical gradients) of stages that reduce over data shards in bfloat16."""
+    """(pipeline, parameters, loss, gradients) of stages that reduce over data in bfloat16."""
     mesh, options = grid(name)
     schedule = jp.schedules.build("1f1b", devices=mesh.shape["pipe"], microbatches=M)
     pipe = pipeline(schedule, mesh=mesh, specs=SPECS, stage=reducing, last=with_metrics, has_metrics=True, **options)
