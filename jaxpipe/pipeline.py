@@ -36,11 +36,11 @@ from .model.arguments import (
     rematerialised,
     with_shares,
 )
-from .model.by_path import path_faults
 from .model.functions import Functions, Loss
 from .model.leaf_plan import is_plan
 from .model.mesh import automatic, jit_on_mesh, on_mesh
 from .model.optimizer_state import state_shardings
+from .model.own_rules import check_rules
 from .model.param_layout import check_canonical, with_outer
 from .model.partition import Partition
 from .model.placed import Chunks
@@ -183,6 +183,7 @@ class Pipeline:
             outer=shard_outer,
             specs=specs,
             layered=model.layout.layers is not None,
+            numbered=model.layout.unlike and model.layout.layers is None,
             frozen=frozen_filter(frozen),
             cuts=self._cuts,
         )
@@ -239,22 +240,22 @@ class Pipeline:
         """
         return self._placer.canonical(placed, spread=spread)
 
-    def init(self, optimizer: Any, params: dict[str, PyTree]) -> PyTree:
+    def init(self, optimizer: Any, params: dict[str, PyTree], *, as_placed: bool = False) -> PyTree:
         """`optimizer.init(params)`, with every array where a training step leaves it: moments beside their parameters, counts on the mesh.
 
         `optimizer.init` by itself leaves counts on one device, so that the step is compiled a second time for what the first returns.
-        ShapeDtypeStructs give ShapeDtypeStructs with shardings.
+        ShapeDtypeStructs give ShapeDtypeStructs with shardings.  `as_placed` says that rules for one array are meant for placed ones.
 
         Raises:
-            PipelineError: masks or labels tell parameters by paths that unlike stages keep in one array (see `jaxpipe.per_layer`).
+            PipelineError: by its path, rank, shape or norm the optimizer does something else with a placed array than with the model's own
+                (see `jaxpipe.per_layer`).  Masks and labels that are trees and no functions are taken as they are.
 
         Example:
             opt_state = pipe.init(optimizer, params)
         """
         placed = self.trained(self._placer.checked(params))
-        faults = path_faults(optimizer, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), placed))
-        if faults:
-            raise PipelineError.listing("this optimizer needs the model's own view", faults)
+        if not as_placed:
+            check_rules(optimizer, *self._placer.shapes(placed))
         state = jax.eval_shape(optimizer.init, placed)
         beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
         to = state_shardings(self.mesh, state, placed, beside, buffer_spec=self.partition.buffer_spec)
@@ -594,6 +595,6 @@ class Pipeline:
             *batch_faults(batch, self.schedule.num_microbatches if training else 1, data_shards=self._data_size),
             *key_faults(rng),
             *state_faults(state, self.layout.home, wanted=self.functions.has_state),
-        ]
+        ] or self.partition.frozen_faults(params)
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)

@@ -31,7 +31,7 @@ class UnlikeStages:
         _check_shapes(path, stages, rules)
 
         def spread(like: PyTree) -> PyTree:
-            return jax.tree.map(lambda a: PartitionSpec(axis if a.shape and a.shape[0] % count == 0 else None), like)
+            return jax.tree.map(lambda a: PartitionSpec(axis) if a.shape and a.shape[0] % count == 0 else PartitionSpec(), like)
 
         def arrange(stages: PyTree) -> PyTree:
             return layout.canonical_stages(_filled(stages, whole))
