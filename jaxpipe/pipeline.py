@@ -96,14 +96,14 @@ class Pipeline:
         fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
             gathered once a step.
         shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis likewise.
-        specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the axis of stages (or layers): a
-            tree like the canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
+        specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the axis of stages (or layers): a tree
+            like the canonical parameters (or one for all of a list of stages); one spec may stand for a subtree, what is left out is whole.
         replicated_axes: mesh axes along which parameters and rows are whole, as for a function that uses such an axis by itself (a
             sharding constraint, a `shard_map` inside a stage).  An axis of several devices that is in no argument is an error: they
             would all do the same work.
-        frozen: parameters that are not trained: a function of a path, "stages/w", and the parameter's shape and dtype (without the
-            stage axis), or regular expressions of which one is found in the path.  They have no gradient (None stands in its place),
-            no accumulator and no optimizer state, and any dtype.
+        frozen: parameters that are not trained: a function of a canonical path, "stages/w" ("stages/1/w" of a list), and the shape and
+            dtype (without the axis of stages or layers), or regular expressions, each found in some path.  They have no gradient (None
+            stands in its place), no accumulator and no optimizer state, and any dtype.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         prefer: "memory" compiles little code; "speed" compiles more of it where transfers can then run beside compute.  None is "speed" on
             GPUs and "memory" elsewhere; either gives the same program on every backend.
@@ -247,8 +247,7 @@ class Pipeline:
         ShapeDtypeStructs give ShapeDtypeStructs with shardings.  `as_placed` says that rules for one array are meant for placed ones.
 
         Raises:
-            PipelineError: by its path, rank, shape or norm the optimizer does something else with a placed array than with the model's own
-                (see `jaxpipe.per_layer`).  Masks and labels that are trees and no functions are taken as they are.
+            PipelineError: it has rules for paths, ranks, shapes or norms, and placed arrays have others (see `jaxpipe.per_layer`).
 
         Example:
             opt_state = pipe.init(optimizer, params)
