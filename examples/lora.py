@@ -96,7 +96,7 @@ def main() -> None:
     base = draw(DEVICES, LAYERS, WIDTH, WIDTH)
     lora = {"a": draw(DEVICES, LAYERS, WIDTH, RANK), "b": np.zeros((DEVICES, LAYERS, RANK, WIDTH), np.float32)}
     rows = {"x": draw(ROWS, 8), "y": draw(ROWS, 2)}
-    frozen = ("first", "last", "base", "scale")  # regular expressions of paths; a function of path and shape will do too
+    frozen = ("first", "last", "base|scale")  # regular expressions of paths; a function of path and shape will do too
 
     whole = train("all", {**outer, "stages": {"base": base, **lora}}, None, rows, mesh)
     thin = train("LoRA", {**outer, "stages": {"base": base, **lora}}, frozen, rows, mesh)

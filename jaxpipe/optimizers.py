@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -13,14 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .errors import PipelineError
-from .jaxprs import drop_dead, flatten
 from .model.apart import apart, together
-from .model.by_path import is_renamed
-from .model.forms import Sharing, TreeForm, unlike_paths
+from .model.forms import Own, Sharing, TreeForm, by_name
 from .model.mesh import explicit_context
+from .model.own_rules import inputs_of, is_probed, rules_of
 from .model.packed import Packed
 from .model.packed_state import pack_state, state_sharing, unpack_state
 from .model.param_layout import OUTER
+from .model.placed import Chunks
+from .model.specs import path_text
+from .model.spread import cut_off, padded_like
 from .pipeline import Pipeline
 
 
@@ -62,47 +64,49 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
             which are so, and else False; where the pipeline is given by `layers=`, a rule acts on each layer anyway.
 
     Raises:
-        PipelineError: the update of a parameter depends on the gradient of another; or unlike stages have parameters of one path but of
-            different shapes.
+        PipelineError: the update of a parameter depends on the gradient of another; or the rule tells stages of a list apart by number.
     """
     checked: set[Any] = set()
     layer_axis = pipe.layout.stacks if layer_axis is None else layer_axis
 
     def view(key: str, tree: PyTree) -> dict[str, _Stack]:
-        return _stacks(pipe, tree, layer_axis=layer_axis) if key == "stages" else {"": _Stack({key: tree}, 0)}
+        return _stacks(pipe, tree, layer_axis=layer_axis) if key == "stages" else {"": _Stack({key: cut_off(tree)}, 0)}
 
-    def kept(chunk: PyTree, states: dict[str, PyTree]) -> PyTree:
-        """The states of a chunk: each device's own, where the others are of other kinds."""
-        if not isinstance(chunk, Packed):
-            return tuple(states.values())
-        known = {form: _own_states(pipe, chunk, form, optimizer, layer_axis=layer_axis) for form in chunk.forms if form is not None}
-        own = [None if form is None else known[form] for form in chunk.forms]
-        found = pack_state(pipe.mesh, pipe.axis, states, own, _state_sharing(pipe, chunk))
+    def kept(key: str, v: int, tree: PyTree, states: dict[str, PyTree]) -> PyTree:
+        """The states of a tree, of chunk `v`: each device's own, where the others are of other kinds; cut over the devices as it is."""
+        if not isinstance(tree, Packed):
+            return tuple(states.values()) if key == "stages" else padded_like(tuple(states.values()), {key: tree})
+        known = {form: _own_states(pipe, tree, form, optimizer, layer_axis=layer_axis) for form in tree.forms if form is not None}
+        own = [None if form is None else known[form] for form in tree.forms]
+        found = pack_state(pipe.mesh, pipe.axis, states, own, _state_sharing(pipe, tree, v))
         return tuple(states.values()) if found is None else found
 
     def taken(states: PyTree, stacks: Mapping[str, _Stack]) -> dict[str, PyTree]:
         """The inverse."""
         if not isinstance(states, Packed):
-            return dict(zip(stacks, states, strict=True))
+            return dict(zip(stacks, cut_off(states), strict=True))
         likes = {name: jax.eval_shape(partial(stack.apply, optimizer.init), stack.tree) for name, stack in stacks.items()}
         return unpack_state(pipe.mesh, pipe.axis, states, likes)
 
     def init(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        if is_renamed(params["stages"]):
+        if is_probed():
             return {}
+        if pipe.layout.unlike and pipe.layout.layers is None:
+            _check_stages(pipe, optimizer, params["stages"], lambda chunk: view("stages", apart(pipe.mesh, pipe.axis, chunk)))
 
-        def start(key: str, tree: PyTree) -> PyTree:
+        def start(key: str, tree: PyTree, v: int = 0) -> PyTree:
             stacks = view(key, apart(pipe.mesh, pipe.axis, tree))
-            return kept(tree, {name: stack.apply(optimizer.init, stack.tree) for name, stack in stacks.items()})
+            return kept(key, v, tree, {name: stack.apply(optimizer.init, stack.tree) for name, stack in stacks.items()})
 
         found: dict[str, PyTree] = {key: start(key, params[key]) for key in OUTER if key in params}
-        return {**found, "stages": params["stages"].map(lambda chunk: start("stages", chunk))}
+        stages = params["stages"]
+        return {**found, "stages": stages.like(start("stages", chunk, v) for v, chunk in enumerate(stages))}
 
     def update(grads: Mapping[str, PyTree], state: Mapping[str, PyTree], params: Any = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        if is_renamed(grads["stages"]):
+        if is_probed():
             return dict(grads), state
 
-        def one(key: str, chunk: PyTree, states: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+        def one(key: str, chunk: PyTree, states: PyTree, own: PyTree, v: int = 0) -> tuple[PyTree, PyTree]:
             like, chunk, own = chunk, apart(pipe.mesh, pipe.axis, chunk), apart(pipe.mesh, pipe.axis, own)
             stacks = view(key, chunk)
             weights = dict.fromkeys(stacks) if own is None else {name: stack.tree for name, stack in view(key, own).items()}
@@ -113,39 +117,63 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
                     lambda g, s, p: _update(optimizer, g, s, p, extra, checked), stack.tree, before[name], weights[name]
                 )
             joined = _joined(key, chunk, updates, layered=pipe.layout.layers is not None)
-            return together(pipe.mesh, pipe.axis, joined, like), kept(like, after)
+            return together(pipe.mesh, pipe.axis, joined, like), kept(key, v, like, after)
 
         both = {key: one(key, grads[key], state[key], None if params is None else params[key]) for key in OUTER if key in grads}
         chunks = [
-            one("stages", chunk, states, None if params is None else params["stages"][v])
+            one("stages", chunk, states, None if params is None else params["stages"][v], v)
             for v, (chunk, states) in enumerate(zip(grads["stages"], state["stages"], strict=True))
         ]
         like = grads["stages"].like
-        updates = {key: found[0] for key, found in both.items()} | {"stages": like(_there(pipe, v, u) for v, (u, _) in enumerate(chunks))}
+        updates = {key: padded_like(found[0], grads[key]) for key, found in both.items()}
+        updates |= {"stages": like(_there(pipe, v, u) for v, (u, _) in enumerate(chunks))}
         return updates, {key: found[1] for key, found in both.items()} | {"stages": like(_spread(pipe, s) for _, s in chunks)}
 
     return PerLayer(init, update)
 
 
+def _check_stages(pipe: Pipeline, optimizer: Optimizer, stages: Chunks, stacks_of: Callable[[PyTree], Mapping[str, _Stack]]) -> None:
+    """PipelineError where a rule tells the stages of a list apart by their numbers: those of a chunk go through it together."""
+    own = {"stages": jax.eval_shape(pipe.layout.canonical_stages, stages)}
+    faults = []
+    for v, chunk in enumerate(stages):
+        seats = _seats(chunk.forms, layered=False)
+        for name, stack in stacks_of(chunk).items():
+            tree = jax.tree.map(lambda leaf, axes=stack.axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), stack.tree)
+            rules = rules_of(optimizer, own, tree)
+            for leaf, owns in by_name(chunk.forms, pipe.layout.stage_at(v), layered=False).items():
+                path = "/".join(seats[leaf].names)
+                if rules is None or seats[leaf].stack != name or path not in rules[1]:
+                    continue
+                faults += [f"{one.path!r}, which it gives as {path!r}" for one, _ in owns if rules[0][one.path] != rules[1][path]]
+    if faults:
+        raise PipelineError.listing(
+            "per_layer gives a rule the tree of a stage, without its number in the list, since stages of several devices go through it "
+            "together; this optimizer does something else by the whole path, so write its masks and labels for paths without numbers",
+            faults,
+        )
+
+
 def _own_states(pipe: Pipeline, chunk: Packed, form: TreeForm, optimizer: Optimizer, *, layer_axis: bool) -> dict[str, PyTree]:
     """The states (shapes) of those layers that one device has, by stack."""
     lies = zip(form.paths, form.shapes, chunk.of_form(form), strict=True)
-    own = {path: None if leaf is None else jax.ShapeDtypeStruct((1, *shape), leaf.dtype) for path, shape, leaf in lies}
-    stacks = _stacks(pipe, Packed(own, (form,)), layer_axis=layer_axis)
+    own: dict[str, Any] = {name: None for other in chunk.forms if other is not None for name in other.paths}
+    own |= {name: None if leaf is None else jax.ShapeDtypeStruct((1, *shape), leaf.dtype) for name, shape, leaf in lies}
+    stacks = _stacks(pipe, Packed(own, chunk.forms), layer_axis=layer_axis)
     states = {name: jax.eval_shape(partial(stack.apply, optimizer.init), stack.tree) for name, stack in stacks.items()}
     found: dict[str, PyTree] = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states)
     return found
 
 
-def _state_sharing(pipe: Pipeline, chunk: Packed) -> Sharing:
-    """Which leaves of such states may lie in one buffer: what follows a parameter, as it is split."""
+def _state_sharing(pipe: Pipeline, chunk: Packed, v: int) -> Sharing:
+    """Which leaves of such states of chunk `v` may lie in one buffer: what follows a parameter, as it is split."""
     layered = pipe.layout.layers is not None
-    known = {path: shape for form in chunk.forms if form is not None for path, shape in zip(form.paths, form.shapes, strict=True)}
-    ends = {path: (_group(path, layered=layered), "/".join(["", "stages", *_names(path, layered=layered)])) for path in known}
+    known = {name: owns[0] for name, owns in by_name(chunk.forms, pipe.layout.stage_at(v), layered=layered).items()}
+    seats = _seats(chunk.forms, layered=layered)
 
-    def parameter_of(path: str, shape: tuple[int, ...]) -> str | None:
-        below = {p: end for p, (group, end) in ends.items() if not group or path.startswith(f"{group}/")}
-        return next((p for p, end in below.items() if f"/{path}".endswith(end) and known[p] == shape), None)
+    def parameter_of(path: str, shape: tuple[int, ...]) -> Own | None:
+        below = [name for name, seat in seats.items() if not seat.stack or path.startswith(f"{seat.stack}/")]
+        return next((known[name][0] for name in below if f"/{path}".endswith(seats[name].end) and known[name][1] == shape), None)
 
     return state_sharing(pipe.partition.sharing, parameter_of)
 
@@ -164,24 +192,22 @@ class _Stack(NamedTuple):
 
 
 def _stacks(pipe: Pipeline, chunk: PyTree, *, layer_axis: bool) -> dict[str, _Stack]:
-    """A chunk's leaves, those together that stack as many layers, by the name of the stack."""
+    """A chunk's leaves, those together that stack as many layers, by the name of the stack; none where nothing is trained."""
+    layered = pipe.layout.layers is not None
+    axes = 2 if layered or layer_axis else 1
     if not isinstance(chunk, Packed):
         faults = _layer_faults(chunk) if layer_axis else []
         if faults:
             raise PipelineError.listing("layer_axis=True wants leaves of stages [S, layers, ...]", faults)
-        return {"": _Stack({"stages": chunk}, 2 if layer_axis else 1)}
-    odd = sorted(unlike_paths([form for form in chunk.forms if form is not None]))
-    if odd:
-        raise PipelineError.listing(
-            "per_layer wants one shape for the parameters of a path, but stages that share a chunk give them several; rename them",
-            odd,
-        )
-    layered = pipe.layout.layers is not None
-    groups: dict[str, dict[str, Any]] = {}
-    for path, leaf in chunk.leaves.items():
-        groups.setdefault(_group(path, layered=layered), {})[path] = leaf
-    axes = 2 if layered or layer_axis else 1
-    return {name: _Stack({"stages": _nested(groups[name], layered=layered)}, axes) for name in sorted(groups)}
+        return {"": _Stack({"stages": chunk}, axes)} if jax.tree.leaves(chunk) else {}
+    found: dict[str, dict[str, Any]] = {}
+    for leaf, (stack, names) in _seats(chunk.forms, layered=layered).items():
+        *above, last = names
+        node = found.setdefault(stack, {})
+        for name in above:
+            node = node.setdefault(name, {})
+        node[last] = chunk.leaves[leaf]
+    return {name: _Stack(found[name], axes) for name in sorted(found) if jax.tree.leaves(found[name])}
 
 
 def _layer_faults(chunk: PyTree) -> list[str]:
@@ -193,47 +219,54 @@ def _layer_faults(chunk: PyTree) -> list[str]:
     return [f"{jax.tree_util.keystr(path, simple=True, separator='/')} is [P, ...] of {np.shape(leaf)}" for path, leaf in leaves]
 
 
-def _group(path: str, *, layered: bool) -> str:
-    """Leaves of one group stack as many layers: those of a letter's stack, "t/0"."""
-    return "/".join(path.split("/")[:2]) if layered else ""
+class _Seat(NamedTuple):
+    """Where a leaf of a chunk stands for a rule: in which stack, and where in {"stages": one layer's tree}."""
+
+    stack: str
+    names: tuple[str, ...]
+
+    @property
+    def end(self) -> str:
+        """How the paths of what follows it end."""
+        return "/".join(["", *self.names])
 
 
-def _names(path: str, *, layered: bool) -> list[str]:
-    """Where a leaf stands in its layer: under its letter, without the number of the stack."""
-    names = path.split("/")
-    return [names[0], *names[2:]] if layered else names
+def _seats(forms: Sequence[TreeForm | None], *, layered: bool) -> dict[str, _Seat]:
+    """The seat of each leaf, by name.
 
-
-def _nested(leaves: Mapping[str, Any], *, layered: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *names, last = _names(path, layered=layered)
-        node = found
-        for name in names:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return found
+    Leaves of one stack have as many layers: those of a letter's stack, "t/0".  Those of one path that have names of their own, as some
+    of them are frozen or of another shape, stand in stacks "1", "2".
+    """
+    paths = {name: path for form in forms if form is not None for name, path in zip(form.paths, form.tree_paths, strict=True)}
+    split = {name: [part for part in path.split("/") if part] for name, path in paths.items()}
+    if layered:
+        return {name: _Seat("/".join(parts[:2]), ("stages", parts[0], *parts[2:])) for name, parts in split.items()}
+    same: dict[str, list[str]] = {}
+    for name in sorted(paths):
+        same.setdefault(paths[name], []).append(name)
+    one = len(same) == len(paths)
+    return {name: _Seat("" if one else str(same[path].index(name) + 1), ("stages", *split[name])) for name, path in paths.items()}
 
 
 def _joined(key: str, like: PyTree, updates: Mapping[str, PyTree], *, layered: bool) -> PyTree:
     """The inverse of `_stacks`."""
     if not isinstance(like, Packed):
-        return updates[""][key]
+        return updates[""][key] if updates else like
 
-    def leaf(path: str) -> Any:
-        node = updates[_group(path, layered=layered)][key]
-        for name in _names(path, layered=layered):
-            node = node[name]
+    def leaf(seat: _Seat) -> Any:
+        node = updates.get(seat.stack, {})
+        for name in seat.names:
+            node = None if not node else node[name]
         return node
 
-    return Packed({path: leaf(path) for path in like.leaves}, like.forms)
+    return Packed({name: leaf(seat) for name, seat in _seats(like.forms, layered=layered).items()}, like.forms)
 
 
 def _there(pipe: Pipeline, chunk: int, updates: PyTree) -> PyTree:
     """Updates of stages that a device does not have stay zero, whatever a rule makes of zeros."""
 
     def masked(leaf: Any, there: list[bool]) -> Any:
-        if all(there):
+        if leaf is None or all(there):
             return leaf
         return jnp.where(np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, jnp.zeros_like(leaf))
 
@@ -272,15 +305,12 @@ def _update(optimizer: Optimizer, grads: PyTree, state: PyTree, params: PyTree, 
 
 def _check_apart(update: Callable[..., PyTree], shapes: tuple[PyTree, PyTree, PyTree]) -> None:
     """PipelineError where the update of one array depends on the gradient of another: the rule spans more than a layer."""
-    flat = flatten(jax.make_jaxpr(update)(*shapes)).jaxpr
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
-    if len(flat.outvars) != len(paths):
+    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
+    reads = inputs_of(jax.make_jaxpr(update)(*shapes))
+    if len(reads) != len(paths):
         return  # updates that are left out, as of a mask
-    start = len(flat.constvars)
-    jaxpr = flat.replace(constvars=[], invars=[*flat.constvars, *flat.invars])
-    for i, out in enumerate(jaxpr.outvars):
-        reads = drop_dead(jaxpr.replace(outvars=[out]))[1][start : start + len(paths)]
-        others = [path for j, path in enumerate(paths) if reads[j] and j != i]
+    for i, mine in enumerate(reads):
+        others = [path for j, path in enumerate(paths) if mine >> j & 1 and j != i]
         if others:
             raise PipelineError(
                 f"under per_layer the update of {paths[i]!r} depends on the gradient of {others[0]!r}: a rule that spans parameters, as "

@@ -35,11 +35,11 @@ from .model.arguments import (
     rematerialised,
     with_shares,
 )
-from .model.by_path import path_faults
 from .model.functions import Functions, Loss
 from .model.leaf_plan import is_plan
 from .model.mesh import automatic, jit_on_mesh, on_mesh
 from .model.optimizer_state import init_as_updated, state_shardings
+from .model.own_rules import check_rules
 from .model.param_layout import check_canonical, with_outer
 from .model.partition import Partition
 from .model.placed import Chunks
@@ -95,14 +95,14 @@ class Pipeline:
         fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
             gathered once a step.
         shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis likewise.
-        specs: PartitionSpecs for axes that are left to the partitioner (tensor parallelism), without the axis of stages (or layers): a
-            tree like the canonical parameters, in which one spec may stand for a whole subtree and parameters left out are not split.
+        specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the axis of stages (or layers): a tree
+            like the canonical parameters (or one for all of a list of stages); one spec may stand for a subtree, what is left out is whole.
         replicated_axes: mesh axes along which parameters and rows are whole, as for a function that uses such an axis by itself (a
             sharding constraint, a `shard_map` inside a stage).  An axis of several devices that is in no argument is an error: they
             would all do the same work.
-        frozen: parameters that are not trained: a function of a path, "stages/w", and the parameter's shape and dtype (without the
-            stage axis), or regular expressions of which one is found in the path.  They have no gradient (None stands in its place),
-            no accumulator and no optimizer state, and any dtype.
+        frozen: parameters that are not trained: a function of a canonical path, "stages/w" ("stages/1/w" of a list), and the shape and
+            dtype (without the axis of stages or layers), or regular expressions, each found in some path.  They have no gradient (None
+            stands in its place), no accumulator and no optimizer state, and any dtype.
         accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
         offload: "residuals" keeps in the host's memory what forwards leave for backwards that are some ticks away; it is fetched a tick
             ahead, beside compute, so that a device holds what the next ticks need.
@@ -178,6 +178,7 @@ class Pipeline:
             outer=shard_outer,
             specs=specs,
             layered=model.layout.layers is not None,
+            numbered=model.layout.unlike and model.layout.layers is None,
             frozen=frozen_filter(frozen),
             cuts=self._cuts,
         )
@@ -234,23 +235,22 @@ class Pipeline:
         """
         return self._placer.canonical(placed, spread=spread)
 
-    def init(self, optimizer: Any, params: dict[str, PyTree]) -> PyTree:
+    def init(self, optimizer: Any, params: dict[str, PyTree], *, as_placed: bool = False) -> PyTree:
         """`optimizer.init(params)`, with every array where a training step leaves it: moments beside their parameters, counts on the mesh.
 
         `optimizer.init` by itself leaves counts on one device, and moments in the dtype of parameters where gradients are wider, so
         that the step is compiled a second time for what the first returns.
-        ShapeDtypeStructs give ShapeDtypeStructs with shardings.
+        ShapeDtypeStructs give ShapeDtypeStructs with shardings.  `as_placed` says that rules for one array are meant for placed ones.
 
         Raises:
-            PipelineError: masks or labels tell parameters by paths that unlike stages keep in one array (see `jaxpipe.per_layer`).
+            PipelineError: it has rules for paths, ranks, shapes or norms, and placed arrays have others (see `jaxpipe.per_layer`).
 
         Example:
             opt_state = pipe.init(optimizer, params)
         """
         placed = self.trained(self._placer.checked(params))
-        faults = path_faults(optimizer, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), placed))
-        if faults:
-            raise PipelineError.listing("this optimizer needs the model's own view", faults)
+        if not as_placed:
+            check_rules(optimizer, *self._placer.shapes(placed))
         begin = init_as_updated(optimizer, self.accumulate_dtype)
         state = jax.eval_shape(begin, placed)
         beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
@@ -586,6 +586,6 @@ class Pipeline:
             *batch_faults(batch, self.schedule.num_microbatches if training else 1, data_shards=self._data_size),
             *key_faults(rng),
             *state_faults(state, self.layout.home, wanted=self.functions.has_state),
-        ]
+        ] or self.partition.frozen_faults(params)
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)

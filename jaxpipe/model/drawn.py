@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ def place_drawn(layout: ParamLayout, mesh: Mesh, axis: str, stages: PyTree, shar
     spread = _over(mesh, lambda leaf: _split_along_another_dim(leaf, axis, mesh.shape[axis]))
     if layout.unlike or any(layout.stage_at(v) != tuple(range(layout.placement.num_stages)) for v in range(layout.num_owned)):
         stages = jax.tree.map(spread, stages)
-    placed = layout.place_stages(stages)
+    placed = layout.place_stages(stages, replace(sharing, apart=True))
     if not layout.unlike:
         return placed
     placed = jax.tree.map(_over(mesh, lambda leaf: PartitionSpec(axis, *_free(leaf.ndim - 1))), placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,10 +71,11 @@ def state_shardings(
     def of_node(path: Any, node: Any) -> PyTree:
         if not isinstance(node, Packed):
             return lies(path, node)
-        found = {name: lies((*path, DictKey(name)), leaf) for name, leaf in node.leaves.items() if leaf is not None}
+        found = {name: jax.tree.map(partial(lies, (*path, DictKey(name))), leaf) for name, leaf in node.leaves.items() if leaf is not None}
         for buffer in node.buffers:
-            if buffer.name in found:
-                found[buffer.name] = NamedSharding(mesh, buffer_spec(buffer, node.leaves[buffer.name].shape))
+            leaf = node.leaves[buffer.name]
+            if getattr(leaf, "shape", ())[1:] == (*buffer.counts, buffer.size):  # and no state of another form
+                found[buffer.name] = NamedSharding(mesh, buffer_spec(buffer, leaf.shape))
         return Packed({name: found.get(name) for name in node.leaves}, node.forms, node.buffers)
 
     return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=lambda node: isinstance(node, Packed))

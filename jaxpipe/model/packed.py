@@ -72,12 +72,14 @@ class Packed:
         return [None if leaves[place.at] is None else place.take(leaves[place.at]) for place in self.places(form, pinned=pinned)]
 
 
-def pack(stages: Sequence[PyTree | None], sharing: Sharing | None = None) -> Packed:
+def pack(stages: Sequence[PyTree | None], numbers: Sequence[int], sharing: Sharing | None = None) -> Packed:
     """The stages of one chunk, by device; PipelineError where a path has leaves of different dtypes."""
-    forms = tuple(None if stage is None else TreeForm.of(stage) for stage in stages)
+    if sharing is None:
+        forms = tuple(None if stage is None else TreeForm.of(stage) for stage in stages)
+    else:
+        forms = sharing.named(stages, numbers)
     dtypes = _dtypes(forms, stages)
-    buffers = () if sharing is None else sharing.buffers([form for form in forms if form is not None], dtypes)
-    return _packed(stages, forms, buffers)
+    return _packed(stages, forms, () if sharing is None else sharing.buffers(forms, numbers, dtypes))
 
 
 def pack_like(stages: Sequence[PyTree | None], like: Packed) -> Packed:

@@ -11,7 +11,7 @@ from jax.tree_util import keystr
 
 from ..arrays import PyTree
 from .apart import apart, together
-from .forms import Lie, Sharing, TreeForm
+from .forms import Group, Lie, Own, Sharing, TreeForm
 from .packed import Packed
 
 ByStack: TypeAlias = "Mapping[str, PyTree]"  # trees by the name of a stack of layers, "t/0"; "" where a stage is one
@@ -38,7 +38,7 @@ def pack_state(mesh: Mesh, axis: str, states: ByStack, own: Sequence[ByStack | N
             shapes.setdefault(path, set()).add(shape)
     if shapes != {path: {tuple(leaf.shape[1:])} for path, leaf in leaves.items()}:
         return None
-    buffers = sharing.buffers(known, {path: leaf.dtype for path, leaf in leaves.items()})
+    buffers = sharing.buffers(forms, range(len(forms)), {path: leaf.dtype for path, leaf in leaves.items()})
     inside = {path: buffer for buffer in buffers for path in buffer.paths}
     rows = {
         buffer.name: jax.ShapeDtypeStruct((len(forms), *buffer.counts, buffer.size), leaves[buffer.paths[0]].dtype) for buffer in buffers
@@ -57,26 +57,26 @@ def unpack_state(mesh: Mesh, axis: str, packed: Packed, likes: ByStack) -> dict[
     }
 
 
-def state_sharing(sharing: Sharing, parameter_of: Callable[[str, tuple[int, ...]], str | None]) -> Sharing:
+def state_sharing(sharing: Sharing, parameter_of: Callable[[str, tuple[int, ...]], Own | None]) -> Sharing:
     """Which leaves of such a state share a buffer: all of one dtype, those that follow a parameter split as it is.
 
-    `parameter_of`, of a leaf's path and shape, is the path of the parameter that it belongs to, if it has its shape.
+    `parameter_of`, of a leaf's path and shape, is the parameter that it belongs to, if it has its shape.
     """
 
-    def lie(path: str, leaf: jax.ShapeDtypeStruct) -> Lie | None:
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+    def lie(own: Own, dtype: Any) -> Lie | None:
+        if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
             return None
-        name = parameter_of(path, leaf.shape)
-        found = None if name is None else sharing.lie(name, leaf)
-        return Lie("state", () if found is None else found.parts)
+        parameter = parameter_of(own.path.split("/", 2)[2], own.shape)  # below "stages" and a number
+        found = None if parameter is None else sharing.lie(parameter, dtype)
+        return Lie(Group.STATE, () if found is None else found.parts)
 
     return Sharing(lie, sharing.multiple, sharing.pinned)
 
 
 def _tree(own: ByStack) -> PyTree:
     """{"t/0": state, "t/1": state} -> {"t": (state, state)}, as a stage's own parameters are."""
-    if "" in own:
-        return own[""]
+    if not any("/" in name for name in own):
+        return own.get("", dict(own))
     letters = {name.split("/")[0] for name in own}
     stacks = {letter: [name for name in own if name.split("/")[0] == letter] for letter in letters}
     return {letter: tuple(own[name] for name in sorted(stacks[letter], key=_number)) for letter in sorted(letters)}

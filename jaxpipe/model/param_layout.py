@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import PyTree, array_faults
 from ..errors import PipelineError
 from ..table.placement import Placement
-from .forms import Sharing
+from .forms import Sharing, TreeForm
 from .layers import LayerMap
 from .packed import Packed, pack, pack_like
 from .placed import Chunks, Home
@@ -53,6 +53,11 @@ class ParamLayout:
     def num_owned(self) -> int:
         """The most stages that one device owns: the length of the placed `stages` tuple."""
         return max(len(row) for row in self.owned)
+
+    @property
+    def num_leading(self) -> int:
+        """The axes of stages and of layers that canonical leaves have before those of one layer."""
+        return int(not self.unlike or self.layers is not None) + self.stacks
 
     @cached_property
     def home(self) -> Home:
@@ -95,9 +100,10 @@ class ParamLayout:
         return Chunks((jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed), self.home)
 
     def _place_unlike(self, trees: Sequence[PyTree], sharing: Sharing | None, like: Chunks | None) -> Chunks:
-        chunks = [[None if s < 0 else trees[s] for s in self.stage_at(v)] for v in range(self.num_owned)]
+        numbers = [self.stage_at(v) for v in range(self.num_owned)]
+        chunks = [[None if s < 0 else trees[s] for s in at] for at in numbers]
         if like is None:
-            return Chunks((pack(chunk, sharing) for chunk in chunks), self.home)
+            return Chunks((pack(chunk, at, sharing) for chunk, at in zip(chunks, numbers, strict=True)), self.home)
         return Chunks((pack_like(chunk, old) for chunk, old in zip(chunks, like, strict=True)), self.home)
 
     def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
@@ -123,36 +129,34 @@ class ParamLayout:
             return self._place_unlike(trees, None, like)
         return self.place_stages(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
 
+    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm | None:
+        """What a stage has of its owned chunk; None where stages are alike."""
+        device = self.placement.devices_of[stage][0]
+        chunk = chunks[self.owned[device].index(stage)]
+        return chunk.forms[device] if isinstance(chunk, Packed) else None
+
     def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
         """One stage's own tree of shapes, given each owned chunk on one device (leaves without the axis of devices)."""
         if not owned:
             return ()
-        device = self.placement.devices_of[stage][0]
-        chunk = owned[self.owned[device].index(stage)]
-        if not isinstance(chunk, Packed):
+        chunk, form = owned[self.owned[self.placement.devices_of[stage][0]].index(stage)], self.form_of(stage, owned)
+        if form is None:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
-        form = chunk.forms[device]
-        assert form is not None
         leaves = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(form.shapes, chunk.of_form(form), strict=True)]
         return jax.tree.unflatten(form.tree, leaves)
 
     def leaves_of(self, stage: int, chunks: Sequence[PyTree], is_leaf: Callable[[Any], bool]) -> list[Any]:
         """What trees like owned chunks hold for the leaves of one stage, in its own order."""
-        device = self.placement.devices_of[stage][0]
-        chunk = chunks[self.owned[device].index(stage)]
-        if not isinstance(chunk, Packed):
+        chunk, form = chunks[self.owned[self.placement.devices_of[stage][0]].index(stage)], self.form_of(stage, chunks)
+        if form is None:
             return jax.tree.leaves(chunk, is_leaf=is_leaf)
-        form = chunk.forms[device]
-        assert form is not None
-        return chunk.of_form(form)
+        found: list[Any] = chunk.of_form(form)
+        return found
 
     def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
         """Where a stage's leaves lie in those of a chunk; None where stages are alike."""
-        if not isinstance(chunks[chunk], Packed):
-            return None
-        device = self.placement.devices_of[stage][0]
-        form = chunks[self.owned[device].index(stage)].forms[device]
-        return chunks[chunk].places(form, pinned=True)
+        form = self.form_of(stage, chunks)
+        return None if form is None else chunks[chunk].places(form, pinned=True)
 
     def faults(self, stages: PyTree) -> list[str]:
         """What is wrong with the canonical parameters, or state, of the stages."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import Part
-from .forms import Buffer, Lie, Sharing
+from .forms import Buffer, Group, Lie, Own, Sharing
 from .leaf_plan import LeafPlan, is_plan
+from .own import Owners, gaps, owners
 from .packed import Packed
 from .placed import Chunks
-from .specs import by_path, holds, names_of, path_text, spec_faults
+from .specs import Patterns, by_path, holds, names_of, path_text, spec_faults
 from .spread import Cuts
 
 
@@ -35,14 +35,18 @@ class Partition:
     outer: bool = False  # first, last and shared are split over the pipe axis
     specs: Mapping[str, PyTree] | None = None  # canonical specs without the axis of stages or layers, of those parameters that are split
     layered: bool = False  # stages are made of layers
+    numbered: bool = False  # stages are a list
     frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
     cuts: Cuts = field(default_factory=lambda: Cuts(1))  # which parameters are cut over the pipe axis, for functions that are spread
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
-        specs = self.specs or {}
-        faults = [f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}" for key in specs if key not in params]
-        found = {key: self._tree(key, tree, specs.get(key), faults) for key, tree in params.items()}
+        faults = [
+            f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}" for key in self._given if key not in params
+        ]
+        lying = owners(params)
+        found = {key: self._tree(key, tree, lying[key], faults) for key, tree in params.items()}
+        faults += self._unused(params, lying)
         if faults:
             raise PipelineError.listing("these specs do not fit", faults)
         return found
@@ -62,74 +66,89 @@ class Partition:
             for name, dtype in odd
         ]
 
-    def _tree(self, key: str, tree: PyTree, spec: PyTree, faults: list[str]) -> PyTree:
-        """Plans by path: a spec holds for the parameter that it names and for all below it; what no spec names is whole."""
-        given = by_path(spec)
-        stages = tree if isinstance(tree, Chunks) else None
-        chunks = (tree,) if stages is None else stages
-        found = []
-        for chunk in chunks:
-            own: list[str] = []
-            found.append(self._leaves(key, chunk, given, own))
-            if isinstance(chunk, Packed):
-                for buffer in chunk.buffers:
-                    leaf = chunk.leaves[buffer.name]
-                    own += [] if leaf is None else self.sharing.faults(buffer, chunk.forms, leaf.dtype)
-            faults += [fault for fault in own if fault not in faults]  # chunks whose stages are alike have the same ones
-        names = [self._name(key, path) for chunk in chunks for path in _paths(chunk)]
-        unused = [prefix for prefix in given if prefix and not any(holds(prefix, name) for name in names)]
-        faults += [f"{key}: specs name {prefix!r}, but the parameters are {list(dict.fromkeys(names))}" for prefix in unused]
-        return found[0] if stages is None else stages.like(found)
+    def frozen_faults(self, params: Mapping[str, PyTree]) -> list[str]:
+        """Expressions of frozen= that are found in the path of none of the placed parameters."""
+        if not isinstance(self.frozen, Patterns):
+            return []
+        return self.frozen.faults(list(dict.fromkeys(own.path for found in jax.tree.leaves(owners(params)) for own in found.of)))
 
-    def _leaves(self, key: str, tree: PyTree, given: Mapping[str, Any], faults: list[str]) -> PyTree:
+    @cached_property
+    def _given(self) -> dict[str, dict[str, Any]]:
+        """Specs by the paths at which they are given, below each key."""
+        return {key: by_path(tree) for key, tree in (self.specs or {}).items()}
+
+    def _name(self, path: str) -> str:
+        """A parameter's path as specs know it: one tree of specs may stand for all stages of a list."""
+        key, _, name = path.partition("/")
+        by_stage = isinstance((self.specs or {}).get("stages"), list | tuple)
+        return name.partition("/")[2] if key == "stages" and self.numbered and not by_stage else name
+
+    def _spec(self, path: str) -> Any:
+        """The spec that holds for a parameter: one that is given for it, or for all below a path; what no spec names is whole."""
+        name = self._name(path)
+        return next((spec for prefix, spec in self._given.get(path.partition("/")[0], {}).items() if holds(prefix, name)), None)
+
+    def _unused(self, params: Mapping[str, PyTree], lying: Mapping[str, PyTree]) -> list[str]:
+        """Specs of what there is not."""
+        found = []
+        for key, given in self._given.items():
+            names = list(dict.fromkeys(self._name(own.path) for owns in jax.tree.leaves(lying.get(key)) for own in owns.of))
+            known = [*names, *(self._name(path) for path in gaps({key: params.get(key)}))]
+            unused = [prefix for prefix in given if prefix and not any(holds(prefix, name) for name in known)]
+            found += [f"{key}: specs name {prefix!r}, but the parameters are {names}" for prefix in unused if key in params]
+        return found
+
+    def _tree(self, key: str, tree: PyTree, lying: PyTree, faults: list[str]) -> PyTree:
+        if not isinstance(tree, Chunks):
+            return self._leaves(key, tree, lying, faults)
+        found = []
+        for chunk, owns in zip(tree, lying, strict=True):
+            own: list[str] = []
+            found.append(self._leaves(key, chunk, owns, own))
+            faults += [fault for fault in own if fault not in faults]  # chunks whose stages are alike have the same ones
+        return tree.like(found)
+
+    def _leaves(self, key: str, tree: PyTree, lying: PyTree, faults: list[str]) -> PyTree:
         buffers = {buffer.name: buffer for buffer in tree.buffers} if isinstance(tree, Packed) else {}
 
-        def leaf_plan(path: Any, leaf: Any) -> LeafPlan:
+        def leaf_plan(path: Any, leaf: Any, owns: Owners) -> LeafPlan:
             buffer = buffers.get(path_text(path))
+            if isinstance(tree, Packed):
+                faults.extend(self.sharing.faults(owns.names, leaf.dtype, buffer))
             if buffer is not None:
                 plan = self._leaf(key, key, leaf, buffer.spec, faults, None)
-                return replace(plan, frozen=buffer.group is _Group.FROZEN, pinned=buffer.pinned)
-            name = self._name(key, path_text(path))
-            own, cut = self._spec_of(key, name, given), self.cuts.dim(key, path)
-            return self._leaf(key, f"{key}/{name}" if name else key, leaf, own, faults, cut)
+                return replace(plan, frozen=buffer.group is Group.FROZEN, pinned=buffer.pinned)
+            own = owns.of[0]
+            plan = self._leaf(key, own.path, leaf, self._of_stack(own.path), faults, self.cuts.dim(key, path))
+            return replace(plan, frozen=self._is_frozen(own, leaf.dtype))
 
-        return jax.tree_util.tree_map_with_path(leaf_plan, tree)
+        return jax.tree_util.tree_map_with_path(leaf_plan, tree, lying)
 
-    def _spec_of(self, key: str, name: str, given: Mapping[str, Any]) -> Any:
-        """The spec that holds for a parameter, of a stage's own dims."""
-        own = next((spec for prefix, spec in given.items() if holds(prefix, name)), None)
-        if self.layered and key == "stages" and isinstance(own, PartitionSpec):
-            return PartitionSpec(None, *own)  # the layers of a stage are stacked
-        return own
+    def _of_stack(self, path: str) -> Any:
+        """The spec of a parameter as a stage has it: the layers of a stage are stacked."""
+        spec = self._spec(path)
+        stacked = self.layered and path.startswith("stages/") and isinstance(spec, PartitionSpec)
+        return PartitionSpec(None, *spec) if stacked else spec
 
     @cached_property
     def sharing(self) -> Sharing:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and trained ones, split over the same axes."""
-        given = by_path((self.specs or {}).get("stages"))
 
-        def lie(path: str, leaf: jax.ShapeDtypeStruct) -> Lie | None:
-            name = self._name("stages", path)
-            spec = self._spec_of("stages", name, given)
-            if self._spec_faults(name, leaf.shape, spec):
+        def lie(own: Own, dtype: Any) -> Lie | None:
+            spec = self._spec(own.path)
+            if self._spec_faults(own.path, own.shape, spec):
                 return None  # told where the parameter is read by itself
             parts = tuple(
                 Part(dim, names_of(entry), count)
-                for dim, entry in enumerate(() if spec is None else spec)
+                for dim, entry in enumerate(self._of_stack(own.path) or ())
                 if (count := math.prod(self.mesh[axis] for axis in names_of(entry))) > 1
             )
-            if self._is_frozen(f"stages/{name}", leaf.shape, leaf.dtype):
-                return Lie(_Group.FROZEN, parts)
-            return Lie(_Group.TRAINED, parts) if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+            if self._is_frozen(own, dtype):
+                return Lie(Group.FROZEN, parts)
+            return Lie(Group.TRAINED, parts) if jnp.issubdtype(dtype, jnp.inexact) else None
 
         left = any(size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes))
-        return Sharing(lie, 1 if self.fsdp is None else self.mesh[self.fsdp], left)
-
-    def _name(self, key: str, name: str) -> str:
-        """A parameter's path as the user knows it: a stage's stacks of a letter, "t/0/w" and "t/1/w", are one parameter, "t/w"."""
-        if not self.layered or key != "stages":
-            return name
-        letter, _, *rest = name.split("/")
-        return "/".join([letter, *rest])
+        return Sharing(lie, 1 if self.fsdp is None else self.mesh[self.fsdp], left, self.layered)
 
     def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str], cut: int | None) -> LeafPlan:
         stage = key == "stages"
@@ -150,11 +169,11 @@ class Partition:
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
         held = None if cut is None else (self.axis, cut)
-        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), self._is_frozen(where, shape, leaf.dtype), held)
+        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), cut=held)
 
-    def _is_frozen(self, where: str, shape: tuple[int, ...], dtype: Any) -> bool:
-        """What the user's filter says of a parameter, of which it sees the shape without the stage axis."""
-        return self.frozen is not None and bool(self.frozen(where, jax.ShapeDtypeStruct(shape, dtype)))
+    def _is_frozen(self, own: Own, dtype: Any) -> bool:
+        """What the user's filter says of a parameter."""
+        return self.frozen is not None and bool(self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype)))
 
     def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
         return spec_faults(where, shape, spec, mesh=self.mesh, axis=self.axis, data_axes=self.data_axes)
@@ -170,17 +189,3 @@ class Partition:
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """What `shard_map` is told of placed parameters, and of their gradients."""
         return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params), is_leaf=is_plan)
-
-
-class _Group(Enum):
-    """Parameters of which some share a buffer."""
-
-    TRAINED = "trained"
-    FROZEN = "frozen"
-
-
-def _paths(chunk: PyTree) -> list[str]:
-    """The paths of a tree's leaves; of those that lie in buffers, their own."""
-    names = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(chunk)]
-    inside = {buffer.name: buffer.paths for buffer in chunk.buffers} if isinstance(chunk, Packed) else {}
-    return [path for name in names for path in inside.get(name, (name,))]

@@ -38,7 +38,7 @@ class Placer:
         if faults := self._cuts.faults(params):
             raise PipelineError.listing("these parameters cannot be cut over the devices", faults)
         like = jax.eval_shape(self._arranged, params)
-        if faults := self._partition.dtype_faults(like):
+        if faults := [*self._partition.frozen_faults(like), *self._partition.dtype_faults(like)]:
             raise PipelineError.listing("these parameters do not fit the pipeline", faults)
         to = self._partition.shardings(self._mesh, like)
         if _has(params, jax.ShapeDtypeStruct):
@@ -54,6 +54,14 @@ class Placer:
         to = self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed) if spread else None
         params: dict[str, PyTree] = self._jitted(self._rearranged, tree, to)(tree)
         return params
+
+    def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+        """The shapes of placed parameters, and those that the canonical ones have without the axes of stages and layers."""
+        like: dict[str, PyTree] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(placed))
+        own = jax.eval_shape(self._rearranged, like)
+        lead = self._layout.num_leading
+        stages = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), own["stages"])
+        return like, {**own, "stages": stages}
 
     def checked(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The tree; PipelineError where it is not placed for this pipeline's schedule."""

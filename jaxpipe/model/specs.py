@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+
+_MOST_PATHS = 20  # that a message lists
 
 
 def by_path(specs: PyTree) -> dict[str, Any]:
@@ -47,6 +51,27 @@ def axes_of(specs: Any) -> set[Any]:
     return {name for spec in leaves if isinstance(spec, PartitionSpec) for entry in spec for name in names_of(entry)}
 
 
+@dataclass(frozen=True)
+class Patterns:
+    """The filter of frozen parameters that regular expressions of paths make."""
+
+    of: tuple[re.Pattern[str], ...]
+
+    def __call__(self, path: str, _leaf: Any) -> bool:
+        """Whether one of them is found in a path."""
+        return any(pattern.search(path) for pattern in self.of)
+
+    def faults(self, paths: Sequence[str]) -> list[str]:
+        """Expressions that are found in none of these paths."""
+        known = f"{', '.join(paths[:_MOST_PATHS])}{f' and {len(paths) - _MOST_PATHS} more' if len(paths) > _MOST_PATHS else ''}"
+        found = []
+        for pattern in (pattern.pattern for pattern in self.of if not any(map(pattern.search, paths))):
+            close = get_close_matches(re.sub(r"[\\^$]", "", pattern), paths, n=2)
+            hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+            found.append(f"frozen: {pattern!r} is found in the path of no parameter; {hint}the paths are {known}")
+        return found
+
+
 def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
     """The filter of frozen parameters, from a function or from regular expressions of paths."""
     if given is None:
@@ -58,12 +83,11 @@ def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise PipelineError(f"frozen must be a function of a path and a shape, or regular expressions of paths; got {given!r}")
     try:
-        compiled = [re.compile(pattern) for pattern in patterns]
+        return Patterns(tuple(map(re.compile, patterns)))
     except re.error as error:
         raise PipelineError(
             f"frozen: {error.pattern!r} is no regular expression ({error}); `re.escape(path)` makes one of a path"
         ) from None
-    return lambda path, _leaf: any(pattern.search(path) for pattern in compiled)
 
 
 def spec_faults(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -93,19 +93,40 @@ def cut_off(tree: PyTree) -> PyTree:
     """The tree with arrays of their own size, without padding."""
 
     def own(leaf: Any) -> Any:
-        if not is_padded(leaf):
-            return leaf
+        if not is_padded(leaf) or leaf.array is None:
+            return bare(leaf)
         return jax.lax.slice_in_dim(leaf.array, 0, leaf.size, axis=leaf.dim)
 
     return jax.tree.map(own, tree, is_leaf=is_padded)
+
+
+def padded_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The inverse of `cut_off`: arrays of the tree that belong to a padded one of `like`, by path and shape, with as much padding.
+
+    A path may have more before that of `like`, as that of an optimizer's moment has.
+    """
+    wide = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(like, is_leaf=is_padded) if is_padded(leaf)]
+
+    def pad(path: tuple[Any, ...], leaf: Any) -> Any:
+        for own, to in wide:
+            if path[len(path) - len(own) :] != own or (leaf is None) is not (to.array is None):
+                continue
+            shape = () if leaf is None else jnp.shape(to.array)
+            if leaf is None or jnp.shape(leaf) == tuple(to.size if dim == to.dim else size for dim, size in enumerate(shape)):
+                return (
+                    to if leaf is None else replace(to, array=jnp.pad(leaf, [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)]))
+                )
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(pad, tree, is_leaf=lambda node: node is None)
 
 
 def cut_shardings(tree: PyTree) -> PyTree:
     """Shardings for `cut_off` of what has these: a dim that does not divide is whole on every device."""
 
     def own(leaf: Any) -> Any:
-        if not is_padded(leaf):
-            return leaf
+        if not is_padded(leaf) or leaf.array is None:
+            return bare(leaf)
         spec = [None if d == leaf.dim else entry for d, entry in enumerate(leaf.array.spec)]
         return NamedSharding(leaf.array.mesh, PartitionSpec(*spec))
 

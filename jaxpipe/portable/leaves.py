@@ -69,6 +69,8 @@ def without_padding(leaf: Any, mesh: Mesh | None) -> Any:
     if not is_padded(leaf):
         return leaf
     array, dim, size = leaf.array, leaf.dim, leaf.size
+    if array is None:
+        return None  # frozen
     if len(array.shape) <= dim or mesh is None:
         return array
     shape = (*array.shape[:dim], min(size, array.shape[dim]), *array.shape[dim + 1 :])
@@ -82,6 +84,8 @@ def padded(like: Any, value: Any) -> Any:
     """The inverse, for leaves laid out like `like`."""
     if not is_padded(like):
         return value
+    if like.array is None:
+        return like
     shape, sharding = like.array.shape, like.array.sharding
     if isinstance(value, jax.ShapeDtypeStruct):
         return replace(like, array=jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding))

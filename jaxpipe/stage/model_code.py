@@ -116,7 +116,7 @@ def trace_model(
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
         uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
-        key = (function, _form(params), _form(state), _form(x), tuple(uses))
+        key = (function, _form(params), _form(state), _form(x), tuple(uses), job.layout.form_of(stage, owned))  # and where they lie
         if key not in kinds:
             extra = make_extra(batch, rng, index, index, function.wants_arrays)
             if "state" in function.wants:

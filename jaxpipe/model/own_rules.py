@@ -1,0 +1,166 @@
+"""Whether an optimizer does with placed parameters what it does with the model's own, whose paths, ranks and shapes are others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import reduce
+from itertools import count, product
+from operator import or_
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ..arrays import PyTree
+from ..errors import PipelineError
+from ..jaxprs import flatten
+from .own import owners
+from .specs import path_text
+
+# What is done with each parameter alone, by path: the texts of equations.
+Rules: TypeAlias = "dict[str, tuple[str, ...]]"
+
+_LAYOUT = frozenset({"shape", "sharding", "broadcast_dimensions"})  # parameters of equations that say where numbers lie
+_probed = ContextVar("_probed", default=False)
+
+
+def is_probed() -> bool:
+    """Whether an optimizer is traced only to see what its rules are: one that gets the model's own arrays anyway need not act."""
+    return _probed.get()
+
+
+@contextmanager
+def _probe() -> Iterator[None]:
+    token = _probed.set(True)
+    try:
+        yield
+    finally:
+        _probed.reset(token)
+
+
+def check_rules(optimizer: Any, placed: Mapping[str, PyTree], own: Mapping[str, PyTree]) -> None:
+    """PipelineError for parameters of which the optimizer makes something else where they are placed; all are shapes.
+
+    What acts on each number alone does the same whatever the shape of an array is, and what spans all parameters (clipping by the global
+    norm) meets every number once.  So equations that matter to one parameter alone must be the same.
+    """
+    rules = rules_of(optimizer, placed, own)
+    if rules is None:
+        return
+    shapes = {path_text(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(dict(own))}
+    leaves = zip(jax.tree_util.tree_leaves_with_path(dict(placed)), jax.tree.leaves(owners(placed)), strict=True)
+    faults = {
+        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} lies in {path_text(path)!r} of shape {leaf.shape}, with "
+        "which the optimizer does something else"
+        for (path, leaf), lying in leaves
+        for parameter in lying.of
+        if rules[0][path_text(path)] != rules[1][parameter.path]
+    }
+    if faults:
+        raise PipelineError.listing(
+            "this optimizer has rules for paths, ranks, shapes or norms of single arrays, and placed arrays have others than the model's "
+            "own; wrap such rules, with their masks and labels, as jaxpipe.per_layer(pipe, optimizer), or write "
+            "pipe.init(..., as_placed=True) where they are meant for placed arrays",
+            faults.values(),
+        )
+
+
+def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None:
+    """The rules for each tree of shapes; None where the optimizer cannot be asked, as one whose mask is a tree of another form."""
+    # Beside one parameter alone a rule for all would look like one for it.
+    beside = {"~": jax.ShapeDtypeStruct((), jnp.float32)}
+    for more, extra in product((beside, {}), ({}, {"value": 0.0})):
+        try:
+            with _probe():
+                return [_rules_of(optimizer, {**tree, **more}, extra) for tree in trees]
+        except Exception:  # of the optimizer, which is the user's own: where it cannot be used at all, `init` says so
+            continue
+    return None
+
+
+def _rules_of(optimizer: Any, tree: dict[str, PyTree], extra: dict[str, Any]) -> Rules:
+    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    state = jax.eval_shape(optimizer.init, tree)
+    closed, shapes = jax.make_jaxpr(lambda g, s, p: optimizer.update(g, s, p, **extra), return_shape=True)(tree, state, tree)
+    if len(jax.tree.leaves(shapes[0])) != len(paths):
+        raise ValueError("not an update for each parameter")
+    numbers, nodes = count(), list[_Node]()
+    given = [next(numbers) for _ in closed.jaxpr.invars]
+    ends: dict[int, int] = {}  # by value, the results that it matters to, updates first: a bit each
+    for i, out in enumerate(_graph(closed, given, nodes, numbers)):
+        ends[out] = ends.get(out, 0) | 1 << i
+    for node in reversed(nodes):
+        for value in node.reads:
+            ends[value] = ends.get(value, 0) | _any(ends, node.writes)
+    live = updates = (1 << len(paths)) - 1  # results that matter to updates, of this step or of a later one
+    for _ in range(len(given)):
+        read = (k for k in range(len(paths), len(given) - len(paths)) if ends.get(given[k], 0) & live)
+        if live == (live := live | sum(1 << k for k in read)):
+            break
+    made_of: dict[int, int] = {}  # by value, the parameters of which it reads the gradient, or themselves
+    for i in range(len(paths)):
+        made_of[given[i]] = made_of[given[i - len(paths)]] = 1 << i
+    found: list[list[str]] = [[] for _ in paths]
+    for node in nodes:
+        origin, matters = _any(made_of, node.reads), _any(ends, node.writes) & live
+        made_of.update(dict.fromkeys(node.writes, origin))
+        about = matters & updates or origin
+        if node.text and matters and about & origin and about.bit_count() == 1:
+            found[about.bit_length() - 1].append(node.text)
+    return dict(zip(paths, map(tuple, found), strict=True))
+
+
+def inputs_of(closed: core.ClosedJaxpr) -> list[int]:
+    """For each result of a function, the inputs on which it depends: a bit each."""
+    numbers, nodes = count(), list[_Node]()
+    made_of = {next(numbers): 1 << i for i in range(len(closed.jaxpr.invars))}
+    outs = _graph(closed, list(made_of), nodes, numbers)
+    for node in nodes:
+        made_of.update(dict.fromkeys(node.writes, _any(made_of, node.reads)))
+    return [made_of.get(out, 0) for out in outs]
+
+
+def _any(bits: Mapping[int, int], values: Sequence[int]) -> int:
+    return reduce(or_, (bits.get(value, 0) for value in values), 0)
+
+
+class _Node(NamedTuple):
+    """An equation: what it does, the numbers of the values that it reads, and of those that it makes."""
+
+    text: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+def _graph(closed: core.ClosedJaxpr, given: Sequence[int], nodes: list[_Node], numbers: Iterator[int]) -> list[int]:
+    """Append the equations of a jaxpr, with those of both branches of a condition; return the numbers of its results."""
+    flat = flatten(closed).jaxpr
+    known: dict[Any, int] = {var: next(numbers) for var in flat.constvars} | dict(zip(flat.invars, given, strict=True))
+
+    def number(atom: Any) -> int:
+        return next(numbers) if isinstance(atom, core.Literal) else known[atom]
+
+    for eqn in flat.eqns:
+        reads = tuple(number(atom) for atom in eqn.invars)
+        writes = tuple(next(numbers) for _ in eqn.outvars)
+        known.update(zip(eqn.outvars, writes, strict=True))
+        if eqn.primitive.name != "cond":
+            nodes.append(_Node(_text(eqn), reads, writes))
+            continue
+        branches = [_graph(branch, reads[1:], nodes, numbers) for branch in eqn.params["branches"]]
+        nodes += [_Node("cond", (reads[0], *values), (out,)) for out, *values in zip(writes, *branches, strict=True)]
+    return [number(atom) for atom in flat.outvars]
+
+
+def _text(eqn: core.JaxprEqn) -> str:
+    """What an equation does to numbers, with shapes where it does not act on each by itself; nothing where it only repeats them."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        return ""
+    literals = [str(atom.val) for atom in eqn.invars if isinstance(atom, core.Literal)]
+    shapes = [shape for atom in (*eqn.invars, *eqn.outvars) if (shape := getattr(atom.aval, "shape", ()))]
+    params = [(key, str(value)) for key, value in sorted(eqn.params.items()) if key not in _LAYOUT]
+    by_number = len(set(shapes)) < 2 and not any("ax" in key or "dim" in key for key, _ in params)
+    return f"{eqn.primitive.name} {literals} {params} {'' if by_number else shapes}"
