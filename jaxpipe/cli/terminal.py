@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rich.text import Text
 T = TypeVar("T")
 # Wide enough that no line of plain output is wrapped.
 _NEVER_FOLD = 1_000_000
+_PATIENCE = 10.0  # seconds without a word
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,25 @@ class Terminal:
 
     @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A function that is told (done, of how many) and shows it as a progress bar, on a terminal's stderr only."""
+        """A function that is told (done, of how many) and shows it on stderr: a bar on a terminal, else a line if it takes long."""
         if not self.err.is_terminal:
-            yield _nothing
+            yield self._once(what)
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.err, transient=True) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done, of: progress.update(task, completed=done, total=of)
+
+    def _once(self, what: str) -> Callable[[int, int], None]:
+        """A function that is told (done, of how many), and says so once, when some seconds have passed."""
+        late = [time.monotonic() + _PATIENCE]
+
+        def tell(done: int, of: int) -> None:
+            if late and time.monotonic() > late[0]:
+                late.clear()
+                self.complain(f"{what}: {done} of {of} done")
+
+        return tell
 
     def track(self, items: Sequence[T], what: str) -> Iterator[T]:
         """Iterate over items with a progress bar, on a terminal's stderr only."""
@@ -78,10 +91,6 @@ class Terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.err, transient=True) as progress:
             yield from progress.track(items, description=what)
-
-
-def _nothing(done: int, of: int) -> None:
-    """Progress that nobody watches."""
 
 
 def make_terminal() -> Terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ..arrays import PyTree
+from ..errors import PipelineError, quoted
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
+from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import prepare
 from ..spmd.entries import StageEntries, auto_axes, compiled_alone, split_entries
 from ..spmd.work_space import Block, outer_blocks, stage_blocks, whole_entries
@@ -112,6 +115,19 @@ def compile_block(step: Traced, block: Block) -> Any:
 
     inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
     return compiled_alone(step.job, step.mesh, lambda values: run(block.jaxpr, *values), inputs)
+
+
+def refuse_layers(layers: Any, params: Any) -> None:
+    """PipelineError for layers and parameters that are not by letter."""
+    if not isinstance(layers, Mapping) or not all(isinstance(letter, str) for letter in layers):
+        raise PipelineError(f"layers must be a mapping from letters to functions, not {quoted(layers)}")
+    stages = params.get("stages") if isinstance(params, Mapping) else None
+    if not isinstance(stages, Mapping):
+        raise PipelineError(f"params must be a mapping with 'stages', itself one from letters to parameters, not {quoted(params)}")
+    keys = {FIRST: "first", LAST: "last"}
+    missing = [letter for letter in layers if (keys[letter] not in params if letter in keys else letter not in stages)]
+    if missing:
+        raise PipelineError(f"params have nothing for the layers {', '.join(missing)}; give {{}} to those without parameters")
 
 
 def shape_of(leaf: Any) -> Any:

@@ -18,7 +18,7 @@ from ..schedules import build
 from ..spmd.entries import outer_specs
 from ..spmd.memory import hoisted_bytes
 from ..spmd.work_space import stage_work_space
-from .blocks import shape_of
+from .blocks import refuse_layers, shape_of
 from .measured import Measured, measure_blocks
 from .peak import Peak
 from .sizes import gradient_bytes, parameter_bytes
@@ -57,6 +57,7 @@ def measure_layers(
     >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
     (256, 128, True)
     """
+    refuse_layers(layers, params)
     letters = "".join(letter for letter in layers if letter not in (FIRST, LAST))
     layout = "|".join(letters)
     layout = (FIRST if FIRST in layers else "") + layout + (LAST if LAST in layers else "")

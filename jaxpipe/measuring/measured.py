@@ -9,6 +9,7 @@ from typing import Any
 from ..arrays import PyTree
 from ..errors import PipelineError, quoted
 from ..pipeline import Pipeline
+from ..table.limits import is_whole
 from .blocks import Traced, blocks_of, compile_block, traced
 from .peak import Peak
 from .sizes import StageBytes
@@ -30,8 +31,11 @@ def measure_blocks(
     pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, repeats: int, peak: Peak | None
 ) -> Measured:
     """Trace the step, compile every block of it alone, and time or estimate each."""
-    if repeats < 1:
-        raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
+    faults = [] if isinstance(pipe, Pipeline) else [f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"]
+    faults += [] if is_whole(repeats) and repeats >= 1 else [f"repeats must be at least 1, not {quoted(repeats)}"]
+    faults += [] if peak is None or isinstance(peak, Peak) else [f"peak must be a jaxpipe.Peak, or None, not {quoted(peak)}"]
+    if faults:
+        raise PipelineError.listing("this cannot be measured", faults)
     step = traced(pipe, params, batch, rng, state)
     sizes = tuple(StageBytes.of(kind, entries) for kind, entries in zip(step.code.kinds, step.entries, strict=True))
     blocks = {name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()}

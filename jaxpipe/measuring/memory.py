@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..planner.result import PipelinePlan
-from .blocks import shape_of
+from .blocks import refuse_layers, shape_of
 
 
 def traced_memory(
@@ -26,6 +26,7 @@ def traced_memory(
         layers, params, microbatch, options: as for `measure_layers`.
         mesh: of the pipeline.
     """
+    refuse_layers(layers, params)
     shapes = jax.tree.map(shape_of, dict(params))
 
     def found(plan: PipelinePlan) -> dict[str, int]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
 from ..layouts.layout import Layout
-from ..lowering.plan import Plan
+from ..program.pools import Slots
+from ..simulation.timeline import Timeline
 from ..table.kinds import Kind
 from ..table.placement import Placement
+from ..table.schedule import Schedule
 from .layer_cost import FIRST, LAST, LayerCost, Remat, is_first, is_last, total
 
 # Buffers of one boundary each besides the pools: what is sent forwards and backwards.
@@ -39,15 +41,26 @@ class Memory:
         return self.stages + self.outer + self.residuals + self.stash + self.boundaries + self.workspace + self.batch + self.summed
 
 
+def least_bytes(layers: str, costs: Mapping[str, LayerCost], devices: int) -> float:
+    """Parameters, gradients and optimizer state that some device holds, however layers are split."""
+    inner = sum(costs[c].held_bytes for c in layers if c not in (FIRST, LAST))
+    return inner / devices + sum(costs[c].held_bytes for c in {*layers} & {FIRST, LAST})
+
+
+def least_slots(timeline: Timeline) -> Slots:
+    """Entries of pools that any program of a simulated table has: it keeps the order of rows, so that as many forwards are kept."""
+    return Slots(x=1, residual_input=1, residual_weight=max(timeline.peak_activations), cotangent=1, stash=1, first=1)
+
+
 def memory_of(
-    layout: Layout, placement: Placement, costs: Mapping[str, LayerCost], plan: Plan, *, remat: Remat, in_place: bool = True
+    layout: Layout, schedule: Schedule, costs: Mapping[str, LayerCost], slots: Slots, *, remat: Remat, in_place: bool = True
 ) -> Memory:
-    """The memory of a device for a schedule's plan; pools are as large as on the device that needs most.
+    """The memory of a device for a program of a schedule; pools are as large as on the device that needs most.
 
     `in_place` says whether gradients are summed over devices where they are, as on GPUs and not on CPU devices.
     """
-    slots = plan.program().slots
-    splits = bool(plan.ticks.schedule.encoded.of_kinds((Kind.I,)).any())
+    placement = schedule.placement
+    splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
     inner = _inner(layout)
     kept = _slot_bytes([_kept(letters, costs, "residuals") for letters in inner])
     left = _slot_bytes([_kept(letters, costs, "stash") for letters in inner])
@@ -58,7 +71,6 @@ def memory_of(
     full = remat is Remat.FULL
     # Recomputed residuals are arrays of the block that uses them, which the work space of a layer does not have.
     again = 0.0 if splits or not full else kept
-    microbatches = plan.ticks.schedule.num_microbatches
     found = Memory(
         stages=_chunk_bytes(inner, placement, costs, "held_bytes"),
         outer=total(outer, "held_bytes"),
@@ -69,7 +81,9 @@ def memory_of(
             total(outer[:1], "workspace"), total(outer[1:], "workspace"), *(costs[c].workspace for letters in inner for c in letters)
         )
         + again,
-        batch=microbatches * total(outer, "batch") + total(outer, "hoisted") + _chunk_bytes(inner, placement, costs, "hoisted"),
+        batch=schedule.num_microbatches * total(outer, "batch")
+        + total(outer, "hoisted")
+        + _chunk_bytes(inner, placement, costs, "hoisted"),
     )
     ticks = found.residuals + found.stash + found.boundaries + found.workspace
     return found if in_place else replace(found, summed=max(0.0, total(outer, "gradient_bytes") - ticks))

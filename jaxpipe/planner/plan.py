@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
-from ..lowering.plan import Plan
+from ..program.pools import Slots
 from ..schedules import build
 from ..schedules.registry import describe
 from ..simulation.costs import Costs
@@ -20,8 +20,8 @@ from ..table.schedule import Schedule
 from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
-from .memory import Memory, memory_of, optimizer_bytes
-from .question import Axes, Question, questions
+from .memory import Memory, least_bytes, least_slots, memory_of, optimizer_bytes
+from .question import Axes, Question, questions, refuse
 from .result import PipelinePlan, Plans, Rejected, gib
 from .running import program_of, step_seconds
 
@@ -73,7 +73,7 @@ def plan(
         search: seconds of search by OR-tools for a shorter table than the best one (the extra `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
-        progress: is told (how many candidates are done, of how many).
+        progress: is told (how many choices are simulated, of how many), then (how many candidates are lowered, of how many).
         traced: the memory of a step by what it is for, and its "total", of the traced model (`traced_memory` makes it); it takes the place
             of the sums of layers' sizes for every plan that is lowered.
         mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.  Among virtual CPU devices of one process,
@@ -85,8 +85,8 @@ def plan(
         Plans, a sequence with `.rejected`: what was left out, and why.
 
     Raises:
-        PlanError: a letter, or a number of microbatches, has no cost, there are fewer layers than devices, nothing fits (with the
-            nearest plan), the mesh has no such axes, or numbers look as if they were in other units.
+        PlanError: an argument is of another kind, a letter or a number of microbatches has no cost, there are fewer layers than
+            devices, nothing fits (with the nearest plan), the mesh has no such axes, or numbers look as if they were in other units.
 
     >>> t = LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
     >>> head = LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
@@ -94,26 +94,34 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
+    given: dict[str, Any] = {"layers": layers, "costs": costs, "microbatches": microbatches, "transfer": transfer, "schedules": schedules}
+    given |= {"chunks": chunks, "remat": remat, "search": search, "seed": seed, "most": most, "progress": progress, "traced": traced}
+    refuse(given | {"axis": axis, "data_axes": data_axes})
     axes = Axes(axis, (data_axes,) if isinstance(data_axes, str) else tuple(data_axes))
     asked = questions(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat, mesh, axes)
-    candidates, rejected = _candidates(asked, progress)
+    candidates, rejected = _candidates(_roomy(asked), progress)
     candidates.sort(key=lambda c: c.seconds)
     candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
     candidates.sort(key=lambda c: c.seconds)
     fitting: list[_Lowered] = []
     beyond: list[_Lowered] = []
-    for candidate in candidates:
+    for done, candidate in enumerate(candidates):
         # No program is shorter than its table, so what comes now cannot be among the best any more.
         if len(fitting) >= most and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]:
             break
-        lowered = _lower(candidate, traced)
+        lowered = _least(candidate)
+        # Sums of layers' sizes say nothing of a traced model.
+        if memory is None or traced is not None or lowered.needs <= memory:
+            lowered = _lower(candidate, traced)
         (fitting if memory is None or lowered.needs <= memory else beyond).append(lowered)
+        if progress is not None:
+            progress(done + 1, len(candidates))
     if not fitting:
         raise _nothing_fits(asked[0], beyond, rejected)
     if search:
         fitting += _searched(min(fitting, key=lambda f: f.seconds), search, seed, traced)
     fitting.sort(key=lambda f: (f.seconds, f.needs))
-    rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))}", b.seconds) for b in beyond]
+    rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds) for b in beyond]
     return Plans(tuple(_result(f) for f in fitting[:most]), tuple(rejected))
 
 
@@ -193,9 +201,9 @@ def _room(candidate: _Candidate) -> int:
     """How many activations a device has room for, besides all else that it holds."""
     question = candidate.question
     assert question.memory is not None, "where memory has no limit, nothing is computed again"
-    lowered = program_of(question.target, candidate.schedule, candidate.costs)
-    held = _memory(candidate, lowered)
-    each = held.residuals / lowered.program().slots.residual_weight
+    slots = program_of(question.target, candidate.schedule, candidate.costs).program().slots
+    held = _memory(candidate, slots)
+    each = held.residuals / slots.residual_weight
     free = question.memory - (held.total - held.residuals)
     return int(free / each) if each else candidate.schedule.num_stages * candidate.schedule.num_microbatches
 
@@ -230,9 +238,8 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
     if question.memory is None:
         return None, enough
     trial = _built(question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout)
-    lowered = program_of(question.target, trial.schedule, trial.costs)
-    held = _memory(trial, lowered)
-    slots = lowered.program().slots
+    slots = program_of(question.target, trial.schedule, trial.costs).program().slots
+    held = _memory(trial, slots)
     each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
     room = question.memory - (held.total - held.residuals - held.boundaries)
     fits = int(room / each) if each else 2 * enough
@@ -264,18 +271,22 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     question = candidate.question
     lowered = program_of(question.target, candidate.schedule, candidate.costs)
     seconds = step_seconds(question.target, lowered, candidate.costs)
-    found = _Lowered(candidate, seconds, _memory(candidate, lowered))
+    found = _Lowered(candidate, seconds, _memory(candidate, lowered.program().slots))
     if traced is None:
         return found
     moments = optimizer_bytes(candidate.layout, candidate.schedule.placement, question.costs)
     return replace(found, traced=traced(_plan(found)), optimizer=moments)
 
 
-def _memory(candidate: _Candidate, lowered: Plan) -> Memory:
+def _memory(candidate: _Candidate, slots: Slots) -> Memory:
     """What a device holds of it, by sums of layers' sizes."""
-    question, placement = candidate.question, candidate.schedule.placement
-    in_place = question.target.on_gpus
-    return memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat, in_place=in_place)
+    costs, in_place = candidate.question.costs, candidate.question.target.on_gpus
+    return memory_of(candidate.layout, candidate.schedule, costs, slots, remat=candidate.remat, in_place=in_place)
+
+
+def _least(candidate: _Candidate) -> _Lowered:
+    """What its program takes and holds at the least."""
+    return _Lowered(candidate, candidate.seconds, _memory(candidate, least_slots(simulate(candidate.schedule, candidate.costs))))
 
 
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
@@ -292,6 +303,20 @@ def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None)
     return [lowered] if fits and lowered.seconds < best.seconds else []
 
 
+def _roomy(asked: Sequence[Question]) -> list[Question]:
+    """Those for which parameters, gradients and optimizer state alone fit; PlanError where that is none."""
+    least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in asked]
+    found = [q for needs, q in least if q.memory is None or needs <= q.memory]
+    if found:
+        return found
+    needs, question = min(least, key=lambda each: each[0])
+    assert question.memory is not None
+    raise PlanError(
+        f"nothing fits into {gib(question.memory)} a device: the nearest is an even split of the layers, which needs {gib(needs)} for "
+        f"parameters, gradients and optimizer state alone, {gib(needs - question.memory)} more; {_ADVICE}"
+    )
+
+
 def _nothing_fits(question: Question, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]) -> PlanError:
     """By how much, and what comes nearest."""
     if not beyond:
@@ -304,9 +329,14 @@ def _nothing_fits(question: Question, beyond: Sequence[_Lowered], rejected: Sequ
     part, held = max(vars(near.memory).items(), key=lambda item: item[1])
     return PlanError(
         f"nothing fits into {gib(question.memory)} a device: the nearest is {near.candidate.words}, layout {near.candidate.layout}, "
-        f"which needs {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, {_PARTS[part]}); use more "
-        "devices or smaller microbatches, allow other chunks and remat='full', or shard parameters and optimizer state over another axis"
+        f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, {_PARTS[part]}); {_ADVICE}"
     )
+
+
+_ADVICE = (
+    "use more devices or smaller microbatches, allow other chunks and remat='full', "
+    "or shard parameters and optimizer state over another axis"
+)
 
 
 _PARTS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,60 @@ from .layer_cost import LayerCost, Remat
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _REMATS = tuple(kind.value for kind in Remat)
 _LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
+
+
+class _Kind(NamedTuple):
+    """Which values an argument takes, and what to write."""
+
+    accepts: Callable[[Any], bool]
+    wants: str
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value >= 1
+
+
+def _are(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is a sequence of values that are accepted."""
+    return lambda value: isinstance(value, Collection) and not isinstance(value, str | Mapping) and all(map(accepts, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_hop(value: object) -> bool:
+    return is_number(value) and 0 <= value < float("inf")
+
+
+def _is_function(value: object) -> bool:
+    return value is None or callable(value)
+
+
+_KINDS = {
+    "layers": _Kind(_is_text, "a text with a letter for each layer, such as 'Et*80,L'"),
+    "costs": _Kind(lambda v: isinstance(v, Mapping), "a mapping, {'t': jaxpipe.LayerCost(...)}"),
+    "microbatches": _Kind(lambda v: _is_count(v) or _are(_is_count)(v), "a whole number of at least 1, or a few of them"),
+    "transfer": _Kind(lambda v: _is_hop(v) or (isinstance(v, Mapping) and _are(_is_hop)(list(v.values()))), "seconds, 0 or more"),
+    "schedules": _Kind(lambda v: v is None or _is_text(v) or _are(_is_text)(v), "names of schedules, such as ('1f1b', 'zb_h1')"),
+    "chunks": _Kind(_are(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
+    "remat": _Kind(_are(lambda v: v is None or _is_text(v)), "some of (None, 'full', 'stages')"),
+    "search": _Kind(_is_hop, "seconds, 0 or more"),
+    "seed": _Kind(lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
+    "most": _Kind(_is_count, "a whole number of at least 1"),
+    "progress": _Kind(_is_function, "a function of (done, of), or None"),
+    "traced": _Kind(_is_function, "a function of a plan, as jaxpipe.traced_memory makes it, or None"),
+    "axis": _Kind(_is_text, "the name of a mesh axis"),
+    "data_axes": _Kind(lambda v: _is_text(v) or _are(_is_text)(v), "names of mesh axes"),
+}
+
+
+def refuse(given: Mapping[str, Any]) -> None:
+    """PlanError that lists the arguments of `plan` of another kind than they must be."""
+    wrong = {name: value for name, value in given.items() if not _KINDS[name].accepts(value)}
+    if wrong:
+        faults = [f"{name} must be {_KINDS[name].wants}, not {quoted(value)}" for name, value in wrong.items()]
+        raise PlanError.listing("there is no plan for this", faults)
 
 
 class Axes(NamedTuple):
@@ -57,12 +111,10 @@ class Question:
         axes: Axes,
     ) -> Question:
         """PlanError that lists everything that is wrong."""
-        counts = {"devices": devices, "microbatches": microbatches, **{f"chunks[{i}]": n for i, n in enumerate(chunks)}}
-        faults = [f"{name} must be a whole number of at least 1, not {quoted(n)}" for name, n in counts.items() if not _is_count(n)]
+        faults = [] if _is_count(devices) else [f"devices must be a whole number of at least 1, not {quoted(devices)}"]
+        faults += [f"costs has a key {quoted(c)}; its keys are the letters of layers" for c in costs if not _is_text(c)]
         faults += [f"remat holds {quoted(r)}; it is None, 'full' or 'stages'" for r in remat if r not in _REMATS]
         names = [schedules] if isinstance(schedules, str) else list(schedules)
-        if not (is_number(transfer) and transfer >= 0):
-            faults.append(f"transfer must be seconds, 0 or more, not {quoted(transfer)}")
         if memory is not None and not (is_number(memory) and memory > 0):
             faults.append(f"memory must be bytes that a device has, or None, not {quoted(memory)}")
         faults += _mesh_faults(mesh, axes, devices)
@@ -102,14 +154,16 @@ def questions(
     *rest: Any,
 ) -> tuple[Question, ...]:
     """One for each number of microbatches; PlanError where costs are not given for each."""
-    if not isinstance(microbatches, Sequence):
+    if is_whole(microbatches):
         if any(is_whole(key) for key in costs):
             raise PlanError(
                 "costs are given by number of microbatches, but microbatches is one number; "
                 f"write microbatches={tuple(costs)} or give the costs of that number alone"
             )
-        assert not isinstance(transfer, Mapping)
+        if isinstance(transfer, Mapping):
+            raise PlanError("transfer is given by number of microbatches, but microbatches is one number; give its seconds alone")
         return (Question.of(layers, costs, devices, microbatches, memory, transfer, *rest),)
+    assert not isinstance(microbatches, int)
     counts = tuple(dict.fromkeys(microbatches))
     if not counts:
         raise PlanError("microbatches is empty; give one number or a few to choose among, such as (8, 16)")
@@ -122,10 +176,6 @@ def questions(
     hops = {count: transfer.get(count, 0.0) if isinstance(transfer, Mapping) else transfer for count in counts}
     found = (Question.of(layers, costs[count], devices, count, memory, hops[count], *rest) for count in counts)
     return tuple(replace(question, one_of_many=len(counts) > 1) for question in found)
-
-
-def _is_count(value: object) -> bool:
-    return is_whole(value) and value >= 1
 
 
 def _target(mesh: Any, axes: Axes) -> Target:

@@ -185,6 +185,22 @@ def test_costs_as_json_that_make_no_sense():
             jp.Costs.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: jp.measure(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}), "pipe must be a jaxpipe.Pipeline"),
+        (lambda: jp.measure(None, {}, {}, repeats="a", peak=3), "peak must be a jaxpipe.Peak"),
+        (lambda: jp.measure_layers([layer], PARAMS, BATCH), "layers must be a mapping from letters to functions"),
+        (lambda: jp.measure_layers(LAYERS, None, BATCH), "params must be a mapping with 'stages'"),
+        (lambda: jp.measure_layers(LAYERS, {"stages": {}}, BATCH), "nothing for the layers E, t, L"),
+        (lambda: jp.traced_memory(LAYERS, 3, BATCH, mesh=None), "params must be a mapping with 'stages'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(call, message):
+    with pytest.raises(jp.PipelineError, match=message):
+        call()
+
+
 def test_no_rounds_are_refused(pipe):
     with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
         jp.measure(pipe, pipe.place(PARAMS), BATCH, repeats=0)

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.cli import terminal
 from jaxpipe.cli.main import main
 from jaxpipe.lowering.overheads import ON_HOST
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.step_time import step_time
 from jaxpipe.lowering.target import RunsOn
+from jaxpipe.planner import plan as planner
 from jaxpipe.planner.layer_cost import Remat
 from jaxpipe.planner.layers import balanced
+from jaxpipe.planner.memory import least_slots
 from jaxpipe.planner.running import awaited_at_once
 from jaxpipe.program.segments import Segment
 from jaxpipe.program.templates import Payload, Permute, TickTemplate
@@ -123,6 +126,39 @@ def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
     assert all(max(p.memory) <= limit for p in fewer)
     with pytest.raises(jp.PlanError, match=r"nothing fits into 4\.7 GiB a device: the nearest is .* which needs .* more"):
         jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
+
+
+def test_what_cannot_fit_is_not_lowered(monkeypatch):
+    """Parameters alone are too much before any table is built, and activations before any table is lowered."""
+
+    def refused(*arguments, **options):
+        raise AssertionError("it took long")
+
+    monkeypatch.setattr(planner, "program_of", refused)
+    with pytest.raises(jp.PlanError, match=r"nothing fits into 6\.1 GiB a device: the nearest is zb_h1.* needs at least .* more"):
+        jp.plan(MODEL, COSTS, **SHAPE, memory=6.6e9)
+    monkeypatch.setattr(planner, "build", refused)
+    with pytest.raises(jp.PlanError, match=r"an even split of the layers, which needs 6\.0 GiB for parameters, .* 1\.3 GiB more"):
+        jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
+
+
+@pytest.mark.parametrize("name", jp.schedules.names())
+def test_no_program_has_fewer_slots_than_is_said_before_it_is_made(name):
+    for devices, microbatches in ((2, 1), (4, 6)):
+        schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+        made, least = (vars(slots) for slots in (plan_of(schedule).program().slots, least_slots(jp.simulate(schedule))))
+        assert all(made[pool] >= least[pool] for pool in least)
+
+
+def test_progress_is_told_of_choices_and_of_programs(monkeypatch, capsys):
+    told = []
+    jp.plan(MODEL, COSTS, **SHAPE, progress=lambda done, of: told.append((done, of)))
+    assert told[: told[0][1]] == [(i + 1, told[0][1]) for i in range(told[0][1])]
+    assert told[told[0][1]][0] == 1
+    monkeypatch.setattr(terminal, "_PATIENCE", 0)
+    sizes = ["--layers", "6", "--width", "1024", "--vocab", "32000", "-P", "2", "-M", "4", "--schedules", "1f1b", "zb_h1", "-V", "1"]
+    assert main(["plan", *sizes]) == 0
+    assert capsys.readouterr().err == "planning: 1 of 4 done\n"
 
 
 def test_numbers_of_microbatches_have_costs_of_their_own():
@@ -251,6 +287,17 @@ def test_auto_uses_the_memory_that_there_is():
         ({"layers": "Et|tL"}, "already holds '|'"),
         ({"schedules": ("zbv",), "chunks": (1,)}, "no schedule can be built"),
         ({"mesh": "cpu"}, "mesh must be a jax.sharding.Mesh"),
+        ({"most": 0}, "most must be a whole number of at least 1, not 0"),
+        ({"transfer": {1: 2}}, "transfer is given by number of microbatches, but microbatches is one number"),
+        ({"transfer": {4: "fast"}, "microbatches": (4,), "costs": {4: COSTS}}, "transfer must be seconds"),
+        ({"layers": 8, "costs": None, "chunks": 1, "axis": 0}, "costs must be a mapping"),
+        ({"costs": {**COSTS, 3.5: T}}, "costs has a key 3.5"),
+        ({"costs": {**COSTS, "t": jp.Costs()}}, "must be a jaxpipe.LayerCost"),
+        ({"microbatches": ([],)}, "microbatches must be a whole number of at least 1"),
+        ({"microbatches": np.array([4.5])}, "microbatches must be a whole number of at least 1"),
+        ({"schedules": 1}, "schedules must be names"),
+        ({"search": "long", "seed": -1}, "seed must be a whole number of at least 0"),
+        ({"progress": 1, "traced": "it"}, "traced must be a function of a plan"),
     ],
 )
 def test_faults_are_named(change, message):
