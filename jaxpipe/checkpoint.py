@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from .arrays import PyTree
-from .errors import CheckpointError
+from .errors import CheckpointError, quoted
 from .pipeline import Pipeline
 from .portable import PortableState
 
@@ -19,6 +22,9 @@ try:
     import orbax.checkpoint as ocp
 except ImportError as error:
     raise ImportError("jaxpipe.checkpoint needs orbax-checkpoint, which is not installed: pip install 'jaxpipe[checkpoint]'") from error
+
+
+_LAYERS = 3  # of orbax, that keep an error of the last save each, and raise it when they are closed
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -35,12 +41,19 @@ class Checkpoints:
     Each is written in the background under a temporary name and renamed when it is whole (orbax's atomic commit), so that a run
     that is killed in the middle of a save keeps the one before.  Every process of a run calls every method.
 
+    A save that fails (a full disk, say) is told by a CheckpointError of the next `save`, which then has not begun, of `wait` or of
+    `close`.  What it has written is removed, the checkpoints before it stay, and the run may go on and save again.
+
     Args:
         folder: made if it is not there.
         pipe: the pipeline whose states these are; None for a plain program with canonical parameters.
         keep: how many stay; None for all.
         layer_axis: leaves of stages are [S, layers, ...]; they are written as [S * layers, ...], so that a run with another number
             of stages can resume.
+        must_save: False: a save that fails only warns, so that training goes on without it.
+
+    Raises:
+        CheckpointError: the folder cannot be made.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -58,11 +71,21 @@ class Checkpoints:
     >>> folder.cleanup()
     """
 
-    def __init__(self, folder: Path | str, pipe: Pipeline | None, *, keep: int | None = 2, layer_axis: bool = False) -> None:
+    def __init__(
+        self, folder: Path | str, pipe: Pipeline | None, *, keep: int | None = 2, layer_axis: bool = False, must_save: bool = True
+    ) -> None:
         self._portable = PortableState(pipe, layer_axis)
         self._damaged: dict[int, str] = {}  # what a resumed run will write again
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
-        self._manager = ocp.CheckpointManager(Path(folder).resolve(), options=options)
+        self._must_save = must_save
+        self._writing: int | None = None  # the step whose save began last, until it is waited for
+        self._keep = keep
+        self._folder = Path(folder).resolve()
+        try:
+            self._manager = self._opened()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder} cannot be a folder of checkpoints ({_reason(error)}); name one that can be made"
+            ) from error
 
     @property
     def latest(self) -> int | None:
@@ -73,19 +96,34 @@ class Checkpoints:
     @property
     def steps(self) -> tuple[int, ...]:
         """All steps that were saved whole, the oldest first."""
-        return tuple(sorted(self._manager.all_steps()))
+        written = (step for step in self._manager.all_steps() if step != self._writing or (self._folder / str(step)).exists())
+        return tuple(sorted(written))
 
     def save(self, step: int, state: Mapping[str, PyTree]) -> None:
-        """Write a state; returns when it is copied, so that its buffers may be donated at once.
+        """Write a state; returns when it is copied, so that its buffers may be donated at once.  A step that is there stays as it is.
 
         Raises:
-            CheckpointError: the state holds something that belongs to the schedule and not to the model; all faults are listed.
+            CheckpointError: the state holds something that belongs to the schedule and not to the model (all faults are listed); this
+                step cannot follow those that are there; or this save failed, or the one before it, and then this one has not begun.
         """
+        self.wait()
         canonical = self._portable.of(state)
-        if self._damaged.pop(step, None) is not None:
-            self._manager.delete(step)
+        _check_number(step)
+        for damaged in [found for found in self._damaged if found >= step]:
+            del self._damaged[damaged]
+            self._manager.delete(damaged)
+        if step in self.steps:
+            return
+        if self.latest is not None and step < self.latest:
+            raise CheckpointError(
+                f"step {step} cannot be saved after step {self.latest}, which {self._folder} has; delete what comes after "
+                f"step {step} there, or name another folder"
+            )
+        self._sweep()
         about = {"leaves": _leaves(canonical)}
-        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)))
+        self._writing = step
+        with self._told():
+            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)))
 
     def restore(self, like: Mapping[str, PyTree], *, step: int | None = None) -> tuple[int, dict[str, PyTree]]:
         """(step, state) of the newest or a given step, laid out and spread like `like`.
@@ -98,8 +136,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there is no such step, or it holds another model's state (all differences are listed); no step, or not the
-                one that was asked for, can be read.
+                one that was asked for, can be read; or the last save failed.
         """
+        self.wait()
         target = self._portable.of(jax.tree.map(_shape_of, dict(like)))
         if step is not None:
             return step, self._read(self._step(step), target, like)
@@ -117,13 +156,25 @@ class Checkpoints:
         raise CheckpointError.listing("no checkpoint can be read", self._damaged.values())
 
     def wait(self) -> None:
-        """Until the last save is whole."""
-        self._manager.wait_until_finished()
+        """Until the last save is whole.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        with self._told():
+            self._manager.wait_until_finished()
+        self._writing = None
 
     def close(self) -> None:
-        """Wait, and free what the manager holds."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait, and free what the manager holds.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -132,6 +183,40 @@ class Checkpoints:
         self.close()
 
     # Inside
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Where a save may fail: says so, removes what it has written, which may fill the disk, and begins anew."""
+        try:
+            yield
+        except Exception as error:  # what a file that cannot be written makes orbax raise depends on the file
+            for _ in range(_LAYERS):
+                with suppress(Exception):
+                    self._manager.close()
+            self._sweep()
+            with suppress(OSError):
+                self._manager = self._opened()
+            why = (
+                f"the checkpoint of step {self._writing} was not saved in {self._folder} ({_reason(error)}). What was written of it is "
+                f"removed; steps {list(self.steps)} stay. Once there is room, or the folder can be written, the run can save again"
+            )
+            if self._must_save:
+                raise CheckpointError(why) from error
+            warnings.warn(f"{why}; it goes on", stacklevel=4)
+
+    def _sweep(self) -> None:
+        """Remove what saves that were cut off have left, while none runs; of one that failed just now, threads may write a little more."""
+        if jax.process_index() == 0:
+            for left in self._folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _opened(self) -> ocp.CheckpointManager:
+        """A manager of what lies in the folder."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Threads that wait for folders wait for twenty minutes where these cannot be made, and keep the process.
+        made = ocp.AsyncOptions(create_directories_asynchronously=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, async_options=made)
+        return ocp.CheckpointManager(self._folder, options=options)
 
     def _read(self, step: int, target: PyTree, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The state of a step; DamagedCheckpointError where its files cannot be read."""
@@ -149,16 +234,16 @@ class Checkpoints:
     def _damage(self, step: int, error: Exception) -> DamagedCheckpointError:
         text = (str(error).strip().splitlines() or [""])[0][:200]
         return DamagedCheckpointError(
-            f"the checkpoint of step {step} in {self._manager.directory} is damaged and cannot be read ({type(error).__name__}: {text})"
+            f"the checkpoint of step {step} in {self._folder} is damaged and cannot be read ({type(error).__name__}: {text})"
         )
 
     def _step(self, step: int | None) -> int:
         """The step to restore."""
         found = self.latest if step is None else step
         if found is None:
-            raise CheckpointError(f"{self._manager.directory} holds no checkpoint; start afresh, or name the folder of an earlier run")
+            raise CheckpointError(f"{self._folder} holds no checkpoint; start afresh, or name the folder of an earlier run")
         if found not in self.steps:
-            raise CheckpointError(f"{self._manager.directory} holds no checkpoint of step {found}; it has steps {list(self.steps)}")
+            raise CheckpointError(f"{self._folder} holds no checkpoint of step {found}; it has steps {list(self.steps)}")
         return found
 
     def _check(self, step: int, wanted: Mapping[str, list[Any]], stored: Mapping[str, list[Any]]) -> None:
@@ -172,7 +257,7 @@ class Checkpoints:
         hint = ""
         if not self._portable.layer_axis and any("stages" in name.split("/") for name in both):
             hint = "\n(another number of stages can resume only where both runs say Checkpoints(..., layer_axis=True))"
-        where = f"step {step} of {self._manager.directory} was saved by another model or optimizer:\n"
+        where = f"step {step} of {self._folder} was saved by another model or optimizer:\n"
         raise CheckpointError(where + "\n".join(f"  {f}" for f in faults) + hint, tuple(faults))
 
 
@@ -180,6 +265,18 @@ def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
     """Path -> [dtype, shape] of every leaf, as JSON keeps it."""
     leaves = jax.tree_util.tree_leaves_with_path(canonical)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves}
+
+
+def _check_number(step: Any) -> None:
+    """CheckpointError unless it is a whole number from 0 on."""
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise CheckpointError(f"a step is a whole number from 0 on, but got {quoted(step)}")
+
+
+def _reason(error: Exception) -> str:
+    """What the error says; of tensorstore's, which tells each layer's part, the last: the file, and why it was not written."""
+    text = " ".join(str(error).split()).rpartition("Failed writing: ")[2]
+    return f"{type(error).__name__}: {text[:400]}"
 
 
 def _aval(entry: list[Any]) -> str:

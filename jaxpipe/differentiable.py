@@ -15,6 +15,11 @@ from .errors import PipelineError
 
 T = TypeVar("T")
 
+_NO_GRADIENT = (
+    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
+    "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
+)
+
 
 def differentiable_loss(
     value: Callable[..., dict[str, Any]], value_and_grad: Callable[..., tuple[dict[str, Any], PyTree]]
@@ -52,8 +57,8 @@ def differentiable_loss(
     return call
 
 
-def without_gradient(function: Callable[..., T], message: str) -> Callable[..., T]:
-    """The function, which raises PipelineError with this message where JAX differentiates it."""
+def without_gradient(function: Callable[..., T], method: str) -> Callable[..., T]:
+    """The function of this method, which raises PipelineError where JAX differentiates it."""
 
     @jax.custom_vjp
     def guarded(*arguments: PyTree) -> T:
@@ -61,7 +66,7 @@ def without_gradient(function: Callable[..., T], message: str) -> Callable[..., 
 
     def forward(*arguments: PyTree) -> tuple[T, None]:
         if any(_moves(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_primal)):
-            raise PipelineError(message)
+            raise PipelineError(_NO_GRADIENT.format(method))
         return function(*jax.tree.map(_plain, arguments, is_leaf=_is_primal)), None
 
     def backward(_kept: None, _cotangents: Any) -> Any:

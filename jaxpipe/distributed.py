@@ -21,16 +21,12 @@ from .arrays import PyTree
 from .errors import JaxpipeError, PipelineError
 from .fingerprint import check_same, fingerprint
 from .pipeline import Pipeline
-from .processes import LastWords, RollCall, client, roll_text
+from .processes import Causes, LastWords, RollCall, client, roll_text, service_address
 
 __all__ = ["Watchdog", "check_same", "crossings", "fingerprint", "global_batch", "local_rows", "make_mesh"]
 
 _AGAIN = "Start the job again, and it goes on from the newest checkpoint"
 _LAST = 3.0  # seconds that process 0, which holds what the others ask, stays after it has failed
-_DIED = (
-    "It was killed (out of memory, perhaps), or ended by JAX because process 0, which coordinates the job, or another one is gone: see the "
-    "lines above, and the logs of the others"
-)
 _NO_SERVICE = "Process 0, which coordinates the job, is gone: its log says why"
 FAILED, TIMED_OUT = 1, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help
 
@@ -160,9 +156,10 @@ class Watchdog:
         limit = self._next if seconds is None else seconds
         self._where = name
         if self._roll is None and client() is not None and jax.process_count() > 1:
-            self._roll, self._last = RollCall(lambda: self._where, self._without_service), LastWords()
+            self._roll = RollCall(lambda: self._where, self._without_service)
+            self._last = LastWords(Causes.of(jax.process_index(), jax.process_count()), service_address())
         if self._last is not None:
-            self._last.say(f"jaxpipe: {_here()}: died in {name}. {_DIED}. {_AGAIN}")
+            self._last.say(f"jaxpipe: {_here()}: died in {name}. {{}}. {_AGAIN}")
         timer = threading.Timer(limit, self._overdue, (name, limit))
         timer.daemon = True
         timer.start()
@@ -180,7 +177,7 @@ class Watchdog:
             timer.cancel()
             self._where = f"what comes after {name}"
             if self._last is not None:
-                self._last.say(f"jaxpipe: {_here()}: died after {name}. {_DIED}. {_AGAIN}")
+                self._last.say(f"jaxpipe: {_here()}: died after {name}. {{}}. {_AGAIN}")
         if seconds is None:
             self._next = self.seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -48,7 +49,7 @@ from .model.read import read_model
 from .model.specs import axes_of, frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
-from .same_code import SameCode, jit_same, key_of
+from .same_code import jit_same, key_of
 from .simulation.costs import Costs
 from .simulation.timeline import Timeline
 from .spmd.compiler_options import options_for
@@ -59,11 +60,6 @@ from .table.check import check
 from .table.kinds import Kind
 from .table.schedule import Schedule
 from .transforms.place_together import without
-
-_NO_GRADIENT = (
-    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
-    "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
-)
 
 
 class Pipeline:
@@ -112,7 +108,7 @@ class Pipeline:
         executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
             program in eager JAX, for debugging.
 
-    Pipelines of equal arguments, functions being the same objects, share what is traced and compiled, as calls of one `jax.jit` do.
+    Pipelines of equal arguments, functions being the same objects, share what is traced and compiled.  It is freed with the last of them.
 
     Raises:
         ScheduleError: the table breaks a rule.
@@ -194,10 +190,11 @@ class Pipeline:
         self.layout = model.layout
         self._compared = False  # with the other processes, where there are some
         self._placer = Placer(mesh=self.mesh, axis=axis, layout=self.layout, partition=self.partition, cuts=self._cuts)
-        step, forwards = self._jitted(self._step), self._jitted(self._forwards)
-        self._jit_step = without_gradient(step, _NO_GRADIENT.format("value_and_grad"))
-        self._jit_evaluate = without_gradient(self._jitted(self._evaluate), _NO_GRADIENT.format("evaluate"))
-        self._jit_outputs = without_gradient(self._jitted(self._outputs), _NO_GRADIENT.format("outputs"))
+        code = copy(self)  # has not what is compiled from it: without circles, a dropped pipeline is freed at once
+        step, forwards = self._jitted(code._step), self._jitted(code._forwards)
+        self._jit_step = without_gradient(step, "value_and_grad")
+        self._jit_evaluate = without_gradient(self._jitted(code._evaluate), "evaluate")
+        self._jit_outputs = without_gradient(self._jitted(code._outputs), "outputs")
         # What stages hand from microbatch to microbatch is known after a step alone.
         self._jit_loss = differentiable_loss((lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step)
 
@@ -437,10 +434,11 @@ class Pipeline:
         """The function compiled, with the options where it is called from outside of any other `jax.jit`."""
         if not self._executor.compiles:
             return function
-        same = SameCode((function.__name__, self._key), function)
+        key = (function.__name__, self._key)
+        inner = jit_same(key, function)
         if not self.compiler_options:
-            return jit_same(same)
-        inner, outermost = jit_same(same), jit_same(same, compiler_options=self.compiler_options)
+            return inner
+        outermost = jit_same(key, function, compiler_options=self.compiler_options)
 
         def call(*arguments: Any) -> Any:
             traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))

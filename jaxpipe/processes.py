@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import json
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,6 +27,11 @@ _LEAVE = 10.0  # seconds that a process waits until the others have read why the
 def client() -> Any:
     """The client of JAX's coordination service; None where `jax.distributed` was not initialized."""
     return distributed.global_state.client
+
+
+def service_address() -> str:
+    """Where process 0 answers, "host:port"."""
+    return str(distributed.global_state.coordinator_address)
 
 
 def compare(found: Mapping[str, str], processes: Sequence[int], *, wait: float = _WAIT) -> None:
@@ -166,31 +173,71 @@ def roll_text(found: Mapping[int, str], me: int, count: int) -> str:
     return "; ".join([*parts, *(f"{_named(members, 'is', 'are')} in {where}" for where, members in groups.items())])
 
 
+@dataclass(frozen=True)
+class Causes:
+    """What is said of the end of a process, where process 0, which holds the service, still answers, and where it does not."""
+
+    answers: str
+    silent: str
+
+    @classmethod
+    def of(cls, me: int, count: int) -> Causes:
+        """Those of a process of so many.
+
+        >>> Causes.of(1, 2).answers
+        'It was killed (out of memory, perhaps): process 0, the only other one, still answers'
+        """
+        killed = "It was killed (out of memory, perhaps)"
+        other = f"process {1 - me}" if count == 2 else "another process"
+        unknown = f"{killed}, or ended by JAX because {other} is gone: see the lines above, and the logs of the others"
+        if me == 0:
+            return cls(unknown, unknown)
+        here = f"{killed}: process 0, the only other one, still answers" if count == 2 else f"{unknown}. Process 0 still answers"
+        return cls(here, "Process 0, which coordinates the job, does not answer: it is gone, and JAX ends the others. Its log says why")
+
+
 class LastWords:
     """Says what a process was doing in its place, where it dies without a word of its own: killed, or ended by JAX or the system.
 
-    A shell reads lines from the process, and prints the last one to its standard error when the pipe ends.
+    Another process reads lines from it.  When the pipe ends, that one asks whether process 0 still answers, and prints the last line,
+    with one of the causes for its "{}", to their standard error.
     """
 
-    _SHELL = """trap '' INT TERM; while IFS= read -r line; do last=$line; done; [ -z "$last" ] || printf '%s\\n' "$last" >&2"""
+    _READER = """
+import signal, socket, sys
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, signal.SIG_IGN)
+cause, silent, address, limit = sys.argv[1:]
+line = ""
+for line in sys.stdin:
+    pass
+if line.strip():
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), float(limit)).close()
+    except OSError:
+        cause = silent
+    print(line.strip().replace("{}", cause), file=sys.stderr)
+"""
 
-    def __init__(self) -> None:
-        self._shell = subprocess.Popen(["sh", "-c", self._SHELL], stdin=subprocess.PIPE, text=True)
+    def __init__(self, causes: Causes, address: str) -> None:
+        command = [sys.executable, "-S", "-E", "-c", self._READER, causes.answers, causes.silent, address, str(_ANSWER)]
+        self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         atexit.register(self.close)
 
     def say(self, line: str) -> None:
         """What is printed where nothing else is said before the process ends."""
-        pipe = self._shell.stdin
+        pipe = self._reader.stdin
         if pipe is None or pipe.closed:
             return
-        with suppress(OSError):  # the shell is gone
+        with suppress(OSError):  # the reader is gone
             pipe.write(line.replace("\n", " ") + "\n")
             pipe.flush()
 
     def close(self) -> None:
         """Nothing needs to be said."""
         self.say("")
-        if self._shell.stdin is not None:
-            self._shell.stdin.close()
+        if self._reader.stdin is not None:
+            self._reader.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._shell.wait(_ANSWER)
+            self._reader.wait(_ANSWER)

@@ -1,26 +1,23 @@
-"""Functions that share what JAX has compiled for an equal one: a pipeline built a second time does not compile again."""
+"""Functions that share what JAX has compiled for one of an equal key: a pipeline built a second time does not compile again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 
-
-@dataclass(frozen=True)
-class SameCode:
-    """A function, equal to others of an equal key."""
-
-    key: Any
-    function: Callable[..., Any] = field(compare=False)
+_HELD: WeakValueDictionary[Any, Callable[..., Any]] = WeakValueDictionary()
 
 
-def jit_same(same: SameCode, **options: Any) -> Callable[..., Any]:
-    """`jax.jit` of the function, which finds what was traced and compiled for an equal one."""
-    return partial(jax.jit(_run, static_argnums=0, **options), same)
+def jit_same(key: Any, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit` of the function, or what this returned for an earlier one of an equal key and equal options, if somebody holds it."""
+    whole = (key, key_of(options))
+    found = _HELD.get(whole)
+    if found is None:
+        found = _HELD[whole] = jax.jit(function, **options)
+    return found
 
 
 def key_of(settings: Mapping[str, Any]) -> Any:
@@ -39,7 +36,3 @@ def _hashable(value: Any) -> Any:
     if type(value) in (list, tuple):
         return tuple(map(_hashable, value))
     return value
-
-
-def _run(same: SameCode, *arguments: Any) -> Any:
-    return same.function(*arguments)

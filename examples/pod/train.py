@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--text", type=Path, default=Path(pydoc_data.topics.__file__), help="what to learn: any file, read as bytes")
     p.add_argument("--checkpoints", type=Path, default=Path("out/pod"), help="a folder that all processes see (out/pod)")
     p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints, and one at the end (50); 0 for none")
+    p.add_argument("--train-on-unsaved", action="store_true", help="warn where a checkpoint cannot be saved, and train on (stop)")
     return p
 
 
@@ -109,7 +110,7 @@ def main() -> None:
     # Under jit the parameters are made where they belong: no process ever holds the whole model.
     params = jax.jit(lambda key: pipe.place(model.init(key)))(jax.random.key(0))
     opt_state = pipe.init(optimizer, params)
-    checkpoints, done = Checkpoints(args.checkpoints, pipe, layer_axis=True), 0
+    checkpoints, done = Checkpoints(args.checkpoints, pipe, layer_axis=True, must_save=not args.train_on_unsaved), 0
     if checkpoints.latest is not None:
         done, state = checkpoints.restore({"params": params, "opt_state": opt_state})
         params, opt_state = state["params"], state["opt_state"]

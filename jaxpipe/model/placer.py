@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ class Placer:
         self._layout = layout
         self._partition = partition
         self._cuts = cuts
+        self._rules = copy(self)  # has not what is compiled from it: without circles, a dropped placer is freed at once
         self._compiled: dict[Any, Callable[[PyTree], PyTree]] = {}
 
     def place(self, params: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -44,15 +46,15 @@ class Placer:
         if _has(params, jax.ShapeDtypeStruct):
             shapes: dict[str, PyTree] = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
             return shapes
-        drawn = _has(params, jax.core.Tracer)
-        placed: dict[str, PyTree] = self._jitted(self._arranged_where_drawn if drawn else self._arranged, params, to)(params)
+        drawn, rules = _has(params, jax.core.Tracer), self._rules
+        placed: dict[str, PyTree] = self._jitted(rules._arranged_where_drawn if drawn else rules._arranged, params, to)(params)
         return placed
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else they are wherever they are wanted."""
         tree = self.checked(placed)
         to = self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed) if spread else None
-        params: dict[str, PyTree] = self._jitted(self._rearranged, tree, to)(tree)
+        params: dict[str, PyTree] = self._jitted(self._rules._rearranged, tree, to)(tree)
         return params
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from typing import Any
 
 import jax
@@ -43,6 +45,34 @@ def test_an_equal_pipeline_is_compiled_once() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))  # one program, run twice
     jax.eval_shape(build(accumulate_dtype=None).value_and_grad, params, batch_of())
     assert len(traced) > count
+
+
+def programs() -> int:
+    return len(jax.devices()[0].client.live_executables())
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "outputs", "loss", "jit"])
+def test_a_dropped_pipeline_is_freed_with_its_programs(call: str) -> None:
+    """At once, as `jax.jit` of a dropped function is; what a stage closes over goes with it."""
+    refs, counts = [], []
+    gc.collect()  # what other tests have left
+    for k in range(3):
+        held = jnp.full((WIDTH, WIDTH), 0.1 * k)
+        pipe = pipe_of(lambda p, x, held=held: stage(p, x @ held))
+        params, batch = pipe.place(params_of()), batch_of()
+        if call == "loss":
+            jax.value_and_grad(pipe.loss)(params, batch)
+        elif call == "jit":
+            pipe.jit(lambda p, b, pipe=pipe: pipe.value_and_grad(p, b))(params, batch)
+        else:
+            getattr(pipe, call)(params, batch)
+        before = programs()
+        refs += [weakref.ref(pipe), weakref.ref(held)]
+        del pipe, held, params, batch
+        counts.append((programs(), len(jax.live_arrays())))
+        assert programs() < before
+    assert [ref() for ref in refs] == [None] * 6
+    assert counts[2] <= counts[1]  # the first one compiles what all of them use
 
 
 # Of `ticks`: the loop over trips, and reading and unpacking a row.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.distributed import Watchdog, check_same, crossings, fingerprint, global_batch, local_rows, make_mesh
-from jaxpipe.processes import differences, roll_text
+from jaxpipe.processes import Causes, LastWords, differences, roll_text
 
 from .jobs import free_port, start
 
@@ -156,6 +157,31 @@ def test_a_fingerprint_differs_where_what_is_computed_does():
 def test_a_roll_call_names_who_is_silent_and_who_is_elsewhere():
     assert roll_text({0: "step 7", 1: "step 6"}, 0, 2) == "process 1 is in step 6"
     assert roll_text({}, 0, 2) == "process 1 is gone or stopped (no answer in 2 s)"
+
+
+@pytest.mark.parametrize(("count", "answers"), [(2, True), (2, False), (3, True), (3, False)])
+def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answers, capfd):
+    with socket.socket() as service:
+        service.bind(("127.0.0.1", 0))
+        if answers:
+            service.listen()
+        words = LastWords(Causes.of(1, count), f"127.0.0.1:{service.getsockname()[1]}")
+        words.say("died before")
+        words.say("died in step 7. {}. Again")
+        words._reader.communicate()  # the pipe ends without a word
+    said = capfd.readouterr().err
+    assert said.startswith("died in step 7. ")
+    assert said.endswith(". Again\n")
+    assert ("Process 0, which coordinates the job, does not answer: it is gone" in said) == (not answers)
+    assert ("It was killed" in said) == answers
+    assert ("another process is gone" in said) == (answers and count == 3)
+
+
+def test_last_words_are_not_said_at_a_good_end(capfd):
+    words = LastWords(Causes.of(0, 2), "127.0.0.1:1")
+    words.say("died in step 7. {}")
+    words.close()
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.slow
