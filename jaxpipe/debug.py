@@ -20,6 +20,7 @@ from .model.functions import Functions, Loss
 from .model.packed import Packed
 from .pipeline import Pipeline
 from .spmd.body import shard_key
+from .spmd.mapped import mapped
 from .stage.model_code import make_extra, split_batch
 
 OUTER_WANTS = frozenset({"microbatch", "ctx"})
@@ -175,13 +176,12 @@ class _Search:
             body = self._forward(call) if phase is Phase.FORWARD else self._backward(call)
             everywhere, rows = PartitionSpec(), self.rows
             self._compiled[key] = jax.jit(
-                jax.shard_map(
+                mapped(
                     body,
-                    mesh=self.mesh,
+                    self.mesh,
+                    {self.pipe.axis, *self.pipe.data_axes},
                     in_specs=(everywhere, rows, rows, everywhere, everywhere, everywhere),
                     out_specs=(rows, everywhere),
-                    axis_names={self.pipe.axis, *self.pipe.data_axes},
-                    check_vma=False,
                 )
             )
         where = jnp.int32(stage), jnp.int32(microbatch)

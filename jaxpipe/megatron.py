@@ -13,6 +13,7 @@ from typing import NamedTuple
 from .errors import ScheduleError, quoted
 from .table.action import Action, Kind
 from .table.limits import MAX_COUNT, MAX_PAIRS
+from .table.typed import typed
 
 
 class VirtualMicrobatch(NamedTuple):
@@ -35,6 +36,7 @@ class WarmupCounts(NamedTuple):
         return self.remaining == 0
 
 
+@typed()
 def schedule_table(microbatches: int, chunks: int, *, group_size: int) -> tuple[VirtualMicrobatch, ...]:
     """The (microbatch, chunk) pairs in forward order: a group of microbatches goes through chunk 0, 1, ..., then the next group.
 
@@ -55,6 +57,7 @@ def schedule_table(microbatches: int, chunks: int, *, group_size: int) -> tuple[
     )
 
 
+@typed()
 def warmup_counts(
     microbatches: int,
     *,
@@ -91,6 +94,7 @@ def warmup_counts(
     return WarmupCounts(total, warmup, total - warmup)
 
 
+@typed()
 def execution_order(table: Sequence[tuple[int, int]], *, chunks: int, warmup: int) -> tuple[int, ...]:
     """The order in which a device runs its chunks: +c is a forward of chunk c - 1, -c a backward of chunk c - 1.
 
@@ -113,6 +117,7 @@ def execution_order(table: Sequence[tuple[int, int]], *, chunks: int, warmup: in
     return (*forward[:warmup], *steady, *cooldown)
 
 
+@typed()
 def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tuple[Action, ...]:
     """A device's row of a table from its execution order: chunk c is stage c * P + d, microbatches are counted per chunk.
 

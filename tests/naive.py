@@ -11,6 +11,7 @@ from jaxpipe.table.schedule import Schedule
 
 SENDS = {Kind.SEND_F, Kind.SEND_B}
 RECVS = {Kind.RECV_F, Kind.RECV_B}
+SHARES = {Kind.E, Kind.G, Kind.L, Kind.H}  # the number before them is their device's
 
 
 def is_complete(s: Schedule) -> bool:
@@ -178,3 +179,146 @@ def deferred(s: Schedule) -> Schedule:
             cells += [t for a in halves for t in transfers(a, before=False)]
         rows.append(cells)
     return s.with_rows(rows)
+
+
+def accepts(s: Schedule, transfers: Transfers = Transfers.RENDEZVOUS) -> bool:
+    """Whether a table is valid: everything once, in its place, and all of it runs."""
+    return _is_whole(s) and _is_at_home(s) and _pairs_well(s) and _sends_what_crosses(s) and _comes_to_its_end(s, transfers)
+
+
+def _actions(s: Schedule, *kinds: Kind) -> list[Action]:
+    """All actions of some kinds (of every kind where none is named), both halves of pairs."""
+    return [a for row in s.rows for c in row for a in parts(c) if not kinds or a.kind in kinds]
+
+
+def _is_whole(s: Schedule) -> bool:
+    """Everything that belongs to each stage and microbatch, and to each device and microbatch, once, and nothing else."""
+    actions = _actions(s)
+    stages, devices, microbatches = range(s.num_stages), range(s.num_devices), range(s.num_microbatches)
+    known = set(_actions(s, *SHARES))
+    if len(set(actions)) < len(actions) or not actions:
+        return False
+    if not all(a.microbatch in microbatches and a.stage in (devices if a in known else stages) for a in actions):
+        return False
+    has = {kind: {(a.stage, a.microbatch) for a in actions if a.kind is kind} for kind in Kind}
+    every, shares = {(s, m) for s in stages for m in microbatches}, {(d, m) for d in devices for m in microbatches}
+    backwards = bool(_actions(s, Kind.B, Kind.I, Kind.W, Kind.R, Kind.G, Kind.H))
+    if has[Kind.F] != every or has[Kind.I] != has[Kind.W] or has[Kind.B] & has[Kind.I]:
+        return False
+    if backwards and has[Kind.B] | has[Kind.I] != every:
+        return False
+    if any(has[kind] not in (set(), shares) for kind in (Kind.E, Kind.G, Kind.L)) or has[Kind.H] not in (set(), has[Kind.L]):
+        return False
+    if any(has[kind] for kind in (Kind.E, Kind.G, Kind.L)) and len(stages) < len(devices):
+        return False
+    return bool(has[Kind.E]) == bool(has[Kind.G]) or not backwards
+
+
+def _is_at_home(s: Schedule) -> bool:
+    """Each share on its device, everything else on a device of its stage, and where its microbatch's F is."""
+    home = {a: d for d, row in enumerate(s.rows) for c in row for a in parts(c)}
+    if s.placement.num_devices != s.num_devices:
+        return False
+    for a, device in home.items():
+        if a.kind in SHARES:
+            if a.stage != device:
+                return False
+        elif a.kind.is_compute and (device not in s.placement.devices_of[a.stage] or home[a._replace(kind=Kind.F)] != device):
+            return False
+    return True
+
+
+def _pairs_well(s: Schedule) -> bool:
+    """Each pair is of an F and a B or I, and not of the same stage and microbatch."""
+    pairs = [cell for row in s.rows for cell in row if isinstance(cell, Overlap)]
+    return all(f.kind is Kind.F and b.kind in (Kind.B, Kind.I) and (f.stage, f.microbatch) != (b.stage, b.microbatch) for f, b in pairs)
+
+
+def _sends_what_crosses(s: Schedule) -> bool:
+    """In a table with SEND and RECV: those that are needed, on the right devices, and no others."""
+    home = {a: d for d, row in enumerate(s.rows) for c in row for a in parts(c)}
+    there = {a: home[a] for a in home if a.kind in SENDS | RECVS}
+    wanted: dict[Action, int] = {}
+    for a in home:
+        stage, kind, m = a
+        fed = {Kind.F: (stage - 1, (Kind.F,)), Kind.B: (stage + 1, (Kind.B, Kind.I)), Kind.I: (stage + 1, (Kind.B, Kind.I))}.get(kind)
+        for feeder in () if fed is None else (Action(fed[0], k, m) for k in fed[1]):
+            if feeder in home and home[feeder] != home[a]:
+                receive = Action(stage, Kind.RECV_F if kind is Kind.F else Kind.RECV_B, m)
+                wanted |= {receive: home[a], mate(receive): home[feeder]}
+    return not there or there == wanted
+
+
+def _comes_to_its_end(s: Schedule, transfers: Transfers) -> bool:
+    """Whether the devices come to the ends of their rows, each at one cell at a time."""
+    head = [0] * s.num_devices
+    done: set[Action] = set()
+    every = set(_actions(s))
+    home = {a: d for d, row in enumerate(s.rows) for c in row for a in parts(c)}
+    sends = bool(every & {a for a in every if a.kind in SENDS | RECVS})
+
+    def at(d: int) -> tuple[Action, ...]:
+        return parts(s.rows[d][head[d]]) if head[d] < len(s.rows[d]) else ()
+
+    def made(stage: int, m: int, *kinds: Kind) -> bool:
+        return any(Action(stage, kind, m) in done for kind in kinds)
+
+    def arrived(a: Action, stage: int, receive: Kind, *kinds: Kind) -> bool:
+        """Whether what another stage makes is on this action's device."""
+        feeder = next(f for kind in kinds if (f := Action(stage, kind, a.microbatch)) in every)
+        if not sends or home[feeder] == home[a]:
+            return feeder in done
+        message = Action(a.stage, receive, a.microbatch)
+        return message in done and (transfers is not Transfers.ASYNC or mate(message) in done)
+
+    def ready(a: Action) -> bool:
+        stage, kind, m = a
+        first, last = 0, s.num_stages - 1
+        if kind in (Kind.SEND_F, Kind.R, Kind.B, Kind.I) and not made(stage, m, Kind.F):
+            return False
+        if kind is Kind.F:
+            if stage > first:
+                return arrived(a, stage - 1, Kind.RECV_F, Kind.F)
+            return Action(0, Kind.E, m) not in every or made(0, m, Kind.E)
+        if kind in (Kind.B, Kind.I):
+            if a._replace(kind=Kind.R) in every and not made(stage, m, Kind.R):
+                return False
+            if stage < last:
+                return arrived(a, stage + 1, Kind.RECV_B, Kind.B, Kind.I)
+            return Action(0, Kind.L, m) not in every or made(0, m, Kind.L)
+        if kind is Kind.W:
+            return made(stage, m, Kind.I)
+        if kind is Kind.SEND_B:
+            return made(stage, m, Kind.B, Kind.I)
+        if kind is Kind.H:
+            return made(stage, m, Kind.L)
+        if kind is Kind.L:
+            return made(last, m, Kind.F)
+        if kind is Kind.G:
+            return made(first, m, Kind.B, Kind.I)
+        return True
+
+    def group(d: int) -> tuple[int, ...]:
+        """The devices that go on together with this one; none where it must wait."""
+        cell = at(d)
+        if not all(ready(a) for a in cell):
+            return ()
+        if len(cell) == 1 and cell[0].kind in (Kind.E, Kind.L, Kind.G):
+            _, kind, m = cell[0]
+            return tuple(range(s.num_devices)) if all(at(e) == (Action(e, kind, m),) for e in range(s.num_devices)) else ()
+        if len(cell) == 1 and cell[0].kind in SENDS | RECVS and transfers is not Transfers.ASYNC:
+            other = mate(cell[0])
+            if transfers is Transfers.BUFFERED:
+                return (d,) if cell[0].kind in SENDS or other in done else ()
+            e = home[other]
+            return (d, e) if at(e) == (other,) and ready(other) else ()
+        return (d,)
+
+    while any(h < len(row) for h, row in zip(head, s.rows, strict=True)):
+        moving = next((found for d, row in enumerate(s.rows) if head[d] < len(row) and (found := group(d))), ())
+        if not moving:
+            return False
+        for d in moving:
+            done.update(at(d))
+            head[d] += 1
+    return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from itertools import product
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from jaxpipe.table.action import Action, Cell, Kind, Overlap
 from jaxpipe.table.kinds import COMPUTE, SHARES
 from jaxpipe.table.placement import Placement
+from jaxpipe.table.run_order import Transfers
 from jaxpipe.table.schedule import Schedule
 
 
@@ -104,3 +107,28 @@ def _needs(rng: random.Random, stages: int, microbatches: int, *, recompute: boo
 def _may_overlap(one: Action, other: Action) -> bool:
     """True for an F and a B or I (both ready, so neither needs the other)."""
     return (one.kind is Kind.F) != (other.kind is Kind.F) and not {Kind.W, Kind.R} & {one.kind, other.kind}
+
+
+def every_table(devices: int, microbatches: int) -> Iterator[Schedule]:
+    """Every valid table of one stage a device without idle cells, pairs or R: each backward is B, or I and W."""
+    placement = Placement.loop(devices=devices)
+    rows = [list(_rows(stage, microbatches)) for stage in range(devices)]
+    for chosen in product(*rows):
+        table = Schedule.from_rows(chosen, placement=placement, num_microbatches=microbatches)
+        if not table.violations_under(Transfers.RENDEZVOUS):
+            yield table
+
+
+def _rows(stage: int, microbatches: int) -> Iterator[tuple[Action, ...]]:
+    """Every order of a stage's actions in which F of a microbatch comes before its B, or its I and W."""
+    for kinds in product(((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)), repeat=microbatches):
+        left = {m: tuple(Action(stage, kind, m) for kind in each) for m, each in enumerate(kinds)}
+        yield from _merges(left)
+
+
+def _merges(left: dict[int, tuple[Action, ...]]) -> Iterator[tuple[Action, ...]]:
+    """Every order that keeps that of each microbatch."""
+    if not any(left.values()):
+        yield ()
+    for m, (action, *rest) in ((m, each) for m, each in left.items() if each):
+        yield from ((action, *later) for later in _merges(left | {m: tuple(rest)}))

@@ -15,7 +15,7 @@ from ..render.bars import costs_of, number, title_of
 from ..schedules import names
 from ..schedules.registry import describe
 from ..simulation.costs import Cost, Costs
-from ..simulation.lower_bound import lower_bound
+from ..simulation.lower_bound import bound_beside
 from ..simulation.simulate import simulate
 from ..simulation.timeline import Timeline
 from ..table.kinds import KINDS
@@ -97,7 +97,7 @@ def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         schedule = load(arguments.source, arguments, costs if gives_costs(arguments) else None, transfers=transfers)
         t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
-        terminal.write(json.dumps(_timeline_facts(t) | ({} if t.schedule.forward_only else {"lower_bound": _bound(t)})))
+        terminal.write(json.dumps(_timeline_facts(t) | ({} if t.schedule.forward_only else {"lower_bound": bound_beside(t)[0]})))
         return True
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
     head = (("makespan", number(t.makespan)), ("span", number(t.span)), ("bubble", f"{t.bubble:.2%}"))
@@ -112,23 +112,13 @@ def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     return True
 
 
-def _bound(t: Timeline) -> float:
-    """What no schedule goes below that has this one's costs and placement, and its peak of activations as a cap."""
-    return lower_bound(
-        t.costs,
-        placement=t.schedule.placement,
-        microbatches=t.schedule.num_microbatches,
-        max_activations=max(max(t.peak_activations), t.schedule.num_chunks),
-    )
-
-
 def _gap_words(t: Timeline) -> str:
     """How far from optimal a schedule can be."""
-    bound = _bound(t)
+    bound, held = bound_beside(t)
     gap = t.makespan / bound - 1 if bound else 0.0
-    held = max(t.peak_activations)
+    memory = "" if held is None else f" and at most {held} activations a device without R"
     within = "none is shorter" if gap < _NO_GAP else f"it is at most {gap:.2%} longer than the shortest"
-    return f"lower bound {number(bound)} for this placement and at most {held} activations a device: {within}"
+    return f"lower bound {number(bound)} for this placement{memory}: {within}"
 
 
 def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:

@@ -8,6 +8,7 @@ from .evaluate import results_of
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
 from .numbers import into_scans
+from .reductions import Reductions
 from .scan_residuals import sink
 from .slices import known_from, needed_for
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
@@ -20,6 +21,7 @@ __all__ = [
     "InSlots",
     "Part",
     "Piece",
+    "Reductions",
     "Slot",
     "Target",
     "Total",

@@ -142,7 +142,7 @@ def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any,
     carry = [jnp.asarray(_load(env, v)).astype(b.aval.dtype) for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)]
     scanned = [env[v] if isinstance(v, core.Var) else v.val for v in eqn.invars[consts + carries :]]
     found = [targets.get(v) for v in eqn.outvars[carries:]]
-    trip = Trip.of(body, [_load(env, v) for v in eqn.invars[:consts]], carries, found, scanned)
+    trip = Trip(body, [_load(env, v) for v in eqn.invars[:consts]], carries, found)
     return Loop(
         length=eqn.params["length"],
         reverse=eqn.params.get("reverse", False),

@@ -1,8 +1,7 @@
-"""Evaluate one equation of a jaxpr, or a literal; make XLA evaluate one thing after another."""
+"""Evaluate one equation of a jaxpr, or a literal."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +20,6 @@ def results_of(code: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
     found = core.jaxpr_as_fun(code)(*arguments)
     pairs = zip(found, code.jaxpr.outvars, strict=True)
     return [literal(atom) if isinstance(atom, core.Literal) else value for value, atom in pairs]
-
-
-def never(row: Any, flags: Sequence[Any]) -> Any:
-    """False, since no row of a scan is negative, but XLA cannot know that before all flags are there.
-
-    What depends on it comes after what they depend on; barriers are gone when XLA orders operations.
-    """
-    return jnp.logical_and(row < 0, functools.reduce(jnp.logical_or, flags))
 
 
 def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

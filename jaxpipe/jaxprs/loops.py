@@ -11,10 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
-from .evaluate import never
 from .slots import Piece, Slot
-from .stagger import Stagger, find_stagger
-from .trip import Answer, Made, Trip
+from .trip import Answer, Trip
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,7 @@ class Loop:
 
 
 def run_loops(loops: Sequence[Loop]) -> list[Answer]:
-    """Loops of one length as one: in each trip all read, then compute, then store; one alone stores some rows earlier (`early`).
-
-    Of two, the first does not begin with its largest arrays before the second is done with its own (`stagger`).
+    """Loops of one length as one: in each trip all read, then compute, then store.
 
     Rows are read, stored and stacked by an index that is scanned: XLA:GPU makes no CUDA graph of a loop whose slices follow its counter.
     Where the partitioner splits values, scan stacks them itself: collectives keep such a loop out of graphs, and XLA reads its own
@@ -45,14 +41,6 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
     """
     length, reverse = loops[0].length, loops[0].reverse
     by_scan = _is_split_further()
-    stagger = _stagger(*loops) if len(loops) == 2 else None
-
-    def computed(carries: list[list[Any]], read: list[list[Any]], rows: list[Any], now: Mapping[int, Any]) -> list[Made]:
-        if stagger is None:
-            return [loop.trip.compute(carry, values)[0] for loop, carry, values in zip(loops, carries, read, strict=True)]
-        ahead, (done,) = loops[1].trip.compute(carries[1], read[1], (stagger.after,))
-        read[0][stagger.value] = _row_of(loops[0].scanned[stagger.value], now, _row_after(rows[0], done))
-        return [loops[0].trip.compute(carries[0], read[0])[0], ahead]
 
     def trip(state: list[Answer], rows: list[Any]) -> tuple[list[Answer], list[list[Any]]]:
         # What one loop reads of a pool that another writes, it reads as that one carries it.
@@ -60,13 +48,11 @@ def run_loops(loops: Sequence[Loop]) -> list[Answer]:
         read = [[_row_of(x, now, row) for x in loop.scanned] for loop, row in zip(loops, rows, strict=True)]
         if by_scan and len(loops) > 1:
             state, read = _read_before_writing(loops, state, read)
-        carries, pools = [carry for carry, _, _ in state], [pools for _, pools, _ in state]
-        if len(loops) == 1:
-            after = [loops[0].trip.alone(carries[0], read[0], pools[0], rows[0])]
-        else:
-            found = computed(carries, read, rows, now)
-            stored = [loop.trip.store(old, row, made.rows) for loop, old, row, made in zip(loops, pools, rows, found, strict=True)]
-            after = [(made.carry, new, made.stacks) for made, new in zip(found, stored, strict=True)]
+        found = [loop.trip.compute(carry, values) for loop, (carry, _, _), values in zip(loops, state, read, strict=True)]
+        after = [
+            (made.carry, loop.trip.store(pools, row, made.rows), made.stacks)
+            for loop, (_, pools, _), row, made in zip(loops, state, rows, found, strict=True)
+        ]
         ys = [stack for _, _, stack in after]
         stacks = [[] if by_scan else _with_rows(old, row, new) for (_, _, old), row, new in zip(state, rows, ys, strict=True)]
         return [(carry, pools, stack) for (carry, pools, _), stack in zip(after, stacks, strict=True)], ys if by_scan else []
@@ -107,24 +93,11 @@ def _may_be_late(loop: Loop, loops: Sequence[Loop]) -> list[bool]:
     return [not (isinstance(x, Slot) and id(x.pool) in written) for x in loop.scanned]
 
 
-def _stagger(back: Loop, ahead: Loop) -> Stagger | None:
-    """What the first of two loops reads late."""
-    start = len(ahead.trip.body.jaxpr.invars) - len(ahead.scanned)
-    carried = ahead.trip.body.jaxpr.invars[start - len(ahead.carry) : start]
-    return find_stagger(ahead.trip.body.jaxpr, back.trip.body.jaxpr, carried=carried, scanned=_may_be_late(back, (back, ahead)))
-
-
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
     """A row of what is scanned; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
         return scanned._replace(pool=now.get(id(scanned.pool), scanned.pool)).load_row(row)
     return scanned.load_row(row) if isinstance(scanned, Piece) else lax.dynamic_index_in_dim(scanned, row, 0, keepdims=False)
-
-
-def _row_after(row: Any, done: Any) -> Any:
-    """The same row, but XLA cannot know that before `done` is there."""
-    element = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
-    return row + never(row, [element != 0]).astype(row.dtype)
 
 
 def _is_split_further() -> bool:

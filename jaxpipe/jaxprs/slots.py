@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.sharding import PartitionSpec
 
 from .entry import Entry
 
@@ -50,26 +48,6 @@ class Slot(NamedTuple):
         value = self.entry.pack_row(value.astype(self.pool.dtype))
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
-
-    @property
-    def shows_rows(self) -> bool:
-        """Whether `shows` can tell of a row."""
-        return self.entry.by_row and self.pool.size > 0 and jnp.issubdtype(self.pool.dtype, jnp.number)
-
-    def shows(self, row: Any) -> Any:
-        """Whether the first number of `pool[index, row]` is not 0; where it is split, each device says it of its own part."""
-
-        def first(pool: Any, index: Any, row: Any) -> Any:
-            start = (index, row, *(jnp.int32(0) for _ in pool.shape[2:]))
-            return (lax.dynamic_slice(pool, start, (1,) * pool.ndim) != 0).reshape(())
-
-        if not self.entry.parts:
-            return first(self.pool, self.index, row)
-        # Asked of the partitioner, it would be one device's number sent to all.
-        axes = {name for part in self.entry.parts for name in part.axes}
-        one = PartitionSpec()
-        own = jax.shard_map(first, in_specs=(self.entry.pool_spec, one, one), out_specs=one, axis_names=axes, check_vma=False)
-        return own(self.pool, self.index, row)
 
 
 class Piece(NamedTuple):

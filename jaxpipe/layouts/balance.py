@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import listed, quoted
-from ..table.limits import MAX_COST, MAX_STAGES, is_number, is_whole
+from ..table.limits import MAX_COST, MAX_STAGES, is_flat, is_number, is_whole
+from ..table.typed import plain, typed
 from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
 
 # Layers and stages; the search keeps the cost of every contiguous run of layers, a matrix of this size squared.
@@ -34,10 +36,10 @@ def split_layers(
     >>> [len(layers) for layers in split_layers([3, 1, 1, 1, 1, 2], stages=3)]
     [1, 3, 2]
     """
-    faults = _cost_faults(costs, stages, allow_empty)
+    faults = _cost_faults(costs, stages, allow_empty, sizes, most)
     if faults:
         raise LayoutError(listed("cannot split the layers", faults))
-    values = np.asarray(costs, dtype=np.float64)
+    values, most = np.asarray(costs, dtype=np.float64), plain(most)
     total = np.concatenate([[0.0], np.cumsum(values)])
     size = total[None, :] - total[:, None]  # [start, end] -> cost of a stage that holds layers start ... end - 1
     gap = np.arange(len(total))[None, :] - np.arange(len(total))[:, None]
@@ -71,7 +73,7 @@ def balanced_layout(
     >>> str(balanced_layout("Et*8,L", {"E": 0.5, "t": 1, "L": 1.5}, devices=4))
     'Ett|tt|t*3|tL'
     """
-    _require_whole(devices=devices, chunks=chunks)
+    devices, chunks = _require_whole(devices=devices, chunks=chunks)
     model = parse_layout(layers, devices=1, letters=letters)
     if model.num_stages > 1:
         raise LayoutError(f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. 'Et*61,mL', or use parse_layout")
@@ -80,7 +82,7 @@ def balanced_layout(
         if missing:
             raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {quoted(layers)} one")
         costs = [costs[letter] for letter in model.layers]
-    if not _is_flat(costs):
+    if not is_flat(costs):
         raise LayoutError(f"costs={quoted(costs)} must be a number for each letter, or for each layer")
     if len(costs) != len(model.layers):
         raise LayoutError(f"{len(costs)} costs are given for {len(model.layers)} layers; give each layer, or each letter, one")
@@ -88,6 +90,7 @@ def balanced_layout(
     return Layout(tuple(model.layers[r.start : r.stop] for r in pieces), devices)
 
 
+@typed(LayoutError)
 def even_layout(
     num_layers: int,
     *,
@@ -110,8 +113,6 @@ def even_layout(
     >>> str(even_layout(6, devices=4, count_embedding=True, count_loss=True))
     'Et|tt|tt|tL'
     """
-    optional = {name: n for name, n in (("first_device", first_device), ("last_device", last_device)) if n is not None}
-    _require_whole(num_layers=num_layers, devices=devices, chunks=chunks, mtp_layers=mtp_layers, **optional)
     fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
     faults = _even_faults(num_layers, devices, chunks, mtp_layers, fixed)
     if (first_device is not None or last_device is not None) and (count_embedding or count_loss):
@@ -165,35 +166,37 @@ def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> 
     return cuts[::-1], float(best[layers])
 
 
-def _require_whole(**numbers: object) -> None:
-    """LayoutError that lists each argument that is not a whole number."""
+def _require_whole(**numbers: Any) -> tuple[int, ...]:
+    """The numbers as Python's own; LayoutError that lists each that is not a whole one."""
     bad = [f"{name} must be a whole number; got {quoted(n)}" for name, n in numbers.items() if not is_whole(n)]
     if bad:
         raise LayoutError(listed("these are not numbers of layers, devices or stages", bad))
+    return tuple(map(int, numbers.values()))
 
 
-def _is_flat(costs: object) -> bool:
-    """True for a list, a tuple or an array of one dimension."""
-    return isinstance(costs, Sequence) and not isinstance(costs, str | bytes) if not hasattr(costs, "ndim") else costs.ndim == 1
-
-
-def _cost_faults(costs: Sequence[float], stages: int, allow_empty: bool) -> list[str]:
+def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object, sizes: Sequence[float] | None, most: float) -> list[str]:
     """Everything that is wrong with the arguments of `split_layers`."""
     _require_whole(stages=stages)
-    if not _is_flat(costs):
+    if not isinstance(allow_empty, bool):
+        return [f"allow_empty must be True or False; got {quoted(allow_empty)}"]
+    if not is_flat(costs):
         return [f"costs must be a flat list of numbers, one per layer; got {quoted(costs)}"]
     if len(costs) > MAX_SPLIT or stages > MAX_SPLIT:
         return [f"{len(costs):,} layers over {quoted(stages)} stages; {MAX_SPLIT:,} of each are the most"]
-    faults = [
-        f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0"
-        for i, cost in enumerate(costs)
-        if not (is_number(cost) and 0 <= cost <= MAX_COST)
-    ]
+    faults = [f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0" for i, cost in enumerate(costs) if not _is_cost(cost)]
+    if sizes is not None and not (is_flat(sizes) and len(sizes) == len(costs) and all(map(_is_cost, sizes))):
+        faults.append(f"sizes must be a list of finite numbers >= 0, one per layer; got {quoted(sizes)}")
+    if not is_number(most):
+        faults.append(f"most must be a number; got {quoted(most)}")
     if stages < 1:
         faults.append(f"stages must be >= 1; got {quoted(stages)}")
     if not allow_empty and stages > len(costs):
         faults.append(f"{len(costs)} layers cannot fill {stages} stages; use at most {len(costs)}, or allow_empty=True for empty stages")
     return faults
+
+
+def _is_cost(value: object) -> bool:
+    return is_number(value) and 0 <= plain(value) <= MAX_COST
 
 
 def _even_faults(num_layers: int, devices: int, chunks: int, mtp_layers: int, fixed: dict[int, int]) -> list[str]:

@@ -10,6 +10,7 @@ from itertools import groupby
 from ..errors import ParseError, listed, quoted
 from ..table.limits import MAX_STAGES, is_whole
 from ..table.placement import Placement
+from ..table.typed import set_typed, typed
 
 LETTERS = "EtmL"
 # A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a hundred thousand layers.
@@ -48,6 +49,7 @@ class Layout:
     def __post_init__(self) -> None:
         """LayoutError where the stages do not divide over the devices."""
         _require_devices(self.num_devices)
+        set_typed(self, LayoutError)
         if len(self.stages) > MAX_STAGES:
             raise LayoutError(f"the layout has {len(self.stages):,} stages; {MAX_STAGES:,} are the most")
         if not self.stages or len(self.stages) % self.num_devices:
@@ -83,10 +85,12 @@ class Layout:
         """All layers in model order, one letter per layer."""
         return "".join(self.stages)
 
+    @typed(LayoutError)
     def count(self, letter: str) -> tuple[int, ...]:
         """Per stage, how many layers of this letter it holds."""
         return tuple(stage.count(letter) for stage in self.stages)
 
+    @typed(LayoutError)
     def layer_ids(self, letter: str) -> tuple[range, ...]:
         """Per stage, the numbers of its layers of this letter, counted from 0 through the whole model.
 
@@ -99,6 +103,7 @@ class Layout:
             start += number
         return tuple(ids)
 
+    @typed(LayoutError)
     def stage_costs(self, costs: Mapping[str, float]) -> tuple[float, ...]:
         """Per stage, the sum of its layers' costs, e.g. for `Costs(forward=...)`; LayoutError names letters without a cost."""
         missing = sorted(set(self.layers) - set(costs))
@@ -122,6 +127,7 @@ class Layout:
         return _canonical(self.stages)
 
 
+@typed(LayoutError)
 def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: int | None = None) -> Layout:
     """Return the layout if it is a complete language model in order: one E, first; t, then m; one L, last.
 
@@ -138,7 +144,7 @@ def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: i
         faults.append("a transformer layer t comes after a multi-token-prediction layer m; put every m after the last t")
     for letter, expected in (("t", num_layers), ("m", mtp_layers)):
         if expected is not None and layers.count(letter) != expected:
-            faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {expected}")
+            faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {quoted(expected)}")
     if faults:
         raise LayoutError(listed(f"the layout {_short(layout)} is not a complete model", faults))
     return layout
@@ -150,10 +156,11 @@ def _short(layout: Layout) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _require_devices(devices: object) -> None:
-    """LayoutError for what is not a number of devices."""
+def _require_devices(devices: object) -> int:
+    """The number of devices as Python's own; LayoutError for what is none."""
     if not is_whole(devices) or devices < 1:
         raise LayoutError(f"a layout needs devices >= 1; got {quoted(devices)}")
+    return int(devices)
 
 
 def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
@@ -171,7 +178,7 @@ def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
     bad = [c for c in letters if c in _SYNTAX or c.isspace() or c.isdigit()]
     if bad or len(set(letters)) != len(letters):
         raise LayoutError(f"letters={quoted(letters)} must be distinct characters, none of them a digit, a space or one of {_SYNTAX}")
-    _require_devices(devices)
+    devices = _require_devices(devices)
     if len(text) > MAX_SYMBOLS:
         raise LayoutError(f"the layout has {len(text):,} characters; {MAX_SYMBOLS:,} are the most (repeats are written t*3)")
     stages = tuple(_Reader(text, letters).read().split("|"))

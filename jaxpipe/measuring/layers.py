@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
+from ..model.leaf_plan import leaf_plans
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, LayerCost
 from ..schedules import build
@@ -34,9 +36,11 @@ def measure_layers(
 ) -> dict[str, LayerCost]:
     """What a layer of each letter costs, for `plan`: each is a stage of its own, traced, compiled and timed as `measure` does.
 
+    Bytes of shared parameters, which every device has, are counted with those of "L" ("E" where there is no "L").
+
     Args:
         layers: a function for each letter, as `Pipeline` takes them; "E" is `first`, "L" is `last`.
-        params: canonical parameters (arrays or shapes): {"first", "stages": {letter: leaves [layers, ...]}, "last"}.
+        params: canonical parameters (arrays or shapes): {"first", "stages": {letter: leaves [layers, ...]}, "last", "shared"}.
         microbatch: the rows of one microbatch, arrays or shapes.
         mesh: one device, or a mesh whose axis "pipe" has one coordinate; the first device where it is None.  Where several devices share a
             layer (axes that are left to the partitioner, with `specs`), bytes are those of one, and times those of all of them together.
@@ -72,7 +76,7 @@ def measure_layers(
     rows, reader = sum(map(nbytes, jax.tree.leaves(batch))), LAST if LAST in layers else FIRST
     for letter in (FIRST, LAST):
         if letter in layers:
-            found[letter] = _end_cost(measured, letter, params, rows if letter == reader else 0)
+            found[letter] = _end_cost(measured, letter, params, rows if letter == reader else 0, shared=letter == reader)
     return found
 
 
@@ -80,6 +84,7 @@ def _stage_cost(measured: Measured, stage: int, params: PyTree) -> LayerCost:
     """Of a stage that is one layer."""
     step, seconds = measured.step, measured.seconds
     number, leaves = step.code.kind_of[stage], jax.tree.leaves(params)
+    has = step.code.kinds[number].trained[: len(leaves)]
     kind, entries, size = step.code.kinds[number], step.entries[number], measured.sizes[number]
     specs = entries.parameters[: len(leaves)]  # the shared ones come after its own
     return LayerCost(
@@ -88,7 +93,7 @@ def _stage_cost(measured: Measured, stage: int, params: PyTree) -> LayerCost:
         weight_grad=seconds[f"W {number}"],
         backward=seconds[f"B {number}"],
         parameters=parameter_bytes(step.mesh, leaves, specs),
-        gradients=gradient_bytes(step.mesh, leaves, specs, step.job.accumulate),
+        gradients=gradient_bytes(step.mesh, compress(leaves, has), compress(specs, has), step.job.accumulate),
         residuals=size.kept,
         boundary=size.boundary,
         stash=size.stash,
@@ -99,18 +104,23 @@ def _stage_cost(measured: Measured, stage: int, params: PyTree) -> LayerCost:
     )
 
 
-def _end_cost(measured: Measured, letter: str, params: Mapping[str, PyTree], rows: int) -> LayerCost:
-    """Of `first` or `last`; of the latter forward and gradient are one block of the program, whose parts are not apart."""
+def _end_cost(measured: Measured, letter: str, params: Mapping[str, PyTree], rows: int, *, shared: bool) -> LayerCost:
+    """Of `first` or `last`; of the latter forward and gradient are one block of the program, whose parts are not apart.
+
+    With the bytes of the `shared` parameters, which every device has too.
+    """
     key, forward, backward = ("first", "first", "first gradient") if letter == FIRST else ("last", "last", "")
-    step, leaves = measured.step, jax.tree.leaves(jax.tree.map(shape_of, params[key]))
+    step, keys = measured.step, (key, "shared") if shared else (key,)
+    leaves = [shape_of(leaf) for name in keys for leaf in jax.tree.leaves(params.get(name, ()))]
     specs = outer_specs(step.job, key)[: len(leaves)]
+    has = [not plan.frozen for name in keys for plan in leaf_plans(step.job.plans[name])]
     return LayerCost(
         batch=rows,
         forward=measured.seconds[forward],
         input_grad=0.0,
         weight_grad=measured.seconds.get(backward, 0.0),
         parameters=parameter_bytes(step.mesh, leaves, specs),
-        gradients=gradient_bytes(step.mesh, leaves, specs, step.job.accumulate),
+        gradients=gradient_bytes(step.mesh, compress(leaves, has), compress(specs, has), step.job.accumulate),
         boundary=measured.sizes[step.code.kind_of[0]].taken if letter == FIRST else 0,
         workspace=max(measured.temp[forward], measured.temp.get(backward, 0)),
     )

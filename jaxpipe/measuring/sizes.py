@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def parameter_bytes(mesh: Mesh, leaves: Sequence[Any], specs: Sequence[Partition
     return sum(nbytes(leaf) // share_of(mesh, leaf.shape, spec) for leaf, spec in zip(leaves, specs, strict=True))
 
 
-def gradient_bytes(mesh: Mesh, leaves: Sequence[Any], specs: Sequence[PartitionSpec], accumulate: Any) -> int:
+def gradient_bytes(mesh: Mesh, leaves: Iterable[Any], specs: Iterable[PartitionSpec], accumulate: Any) -> int:
     """Of their accumulators."""
     pairs = zip(leaves, specs, strict=True)
     each = ((leaf.size // share_of(mesh, leaf.shape, spec), accumulator_dtype(leaf.dtype, accumulate)) for leaf, spec in pairs)

@@ -30,7 +30,8 @@ def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTre
             after = jax.eval_shape(optimizer.update, jax.tree.map(gradient, params), state, params)[1]
         except TypeError:  # it wants more than gradients (the loss, for instance)
             return state
-        if jax.tree.structure(after) != jax.tree.structure(state):
+        found: Any = jax.tree.structure(after)
+        if found != jax.tree.structure(state):
             return state
         return jax.tree.map(lambda leaf, new: leaf if leaf.dtype == new.dtype else leaf.astype(new.dtype), state, after)
 

@@ -11,6 +11,7 @@ from ..errors import CostError, listed, quoted
 from ..layouts.layout import Layout
 from ..simulation.costs import Costs
 from ..table.limits import MAX_COST, is_number
+from ..table.typed import plain
 
 # Letters that are no layers of stages but `first` and `last`: they run in the blocks of the first and the last stage.
 FIRST, LAST = "E", "L"
@@ -70,8 +71,10 @@ class LayerCost:
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if not (is_number(value) and 0 <= value <= MAX_COST):
+            if not (is_number(value) and 0 <= plain(value) <= MAX_COST):
                 faults.append(f"{field.name} is {quoted(value)}; it is a finite number >= 0, in seconds or bytes")
+                continue
+            object.__setattr__(self, field.name, plain(value))
         if faults:
             raise CostError(listed("this is not the cost of a layer", faults))
 

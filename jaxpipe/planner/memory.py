@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
 from ..layouts.layout import Layout
@@ -31,15 +31,21 @@ class Memory:
     boundaries: float  # pools of stage inputs and of cotangents, and buffers of transfers
     workspace: float  # while a block runs
     batch: float = 0.0  # the whole batch of a step, and what is computed from parameters once
+    summed: float = 0.0  # gradients of `first` and `last` as they come out of a sum over devices, but for what lies there before
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.stages + self.outer + self.residuals + self.stash + self.boundaries + self.workspace + self.batch
+        return self.stages + self.outer + self.residuals + self.stash + self.boundaries + self.workspace + self.batch + self.summed
 
 
-def memory_of(layout: Layout, placement: Placement, costs: Mapping[str, LayerCost], plan: Plan, *, remat: Remat) -> Memory:
-    """The memory of a device for a schedule's plan; pools are as large as on the device that needs most."""
+def memory_of(
+    layout: Layout, placement: Placement, costs: Mapping[str, LayerCost], plan: Plan, *, remat: Remat, in_place: bool = True
+) -> Memory:
+    """The memory of a device for a schedule's plan; pools are as large as on the device that needs most.
+
+    `in_place` says whether gradients are summed over devices where they are, as on GPUs and not on CPU devices.
+    """
     slots = plan.program().slots
     splits = bool(plan.ticks.schedule.encoded.of_kinds((Kind.I,)).any())
     inner = _inner(layout)
@@ -53,7 +59,7 @@ def memory_of(layout: Layout, placement: Placement, costs: Mapping[str, LayerCos
     # Recomputed residuals are arrays of the block that uses them, which the work space of a layer does not have.
     again = 0.0 if splits or not full else kept
     microbatches = plan.ticks.schedule.num_microbatches
-    return Memory(
+    found = Memory(
         stages=_chunk_bytes(inner, placement, costs, "held_bytes"),
         outer=total(outer, "held_bytes"),
         residuals=0.0 if full else kept * slots.residual_weight,
@@ -65,6 +71,8 @@ def memory_of(layout: Layout, placement: Placement, costs: Mapping[str, LayerCos
         + again,
         batch=microbatches * total(outer, "batch") + total(outer, "hoisted") + _chunk_bytes(inner, placement, costs, "hoisted"),
     )
+    ticks = found.residuals + found.stash + found.boundaries + found.workspace
+    return found if in_place else replace(found, summed=max(0.0, total(outer, "gradient_bytes") - ticks))
 
 
 def optimizer_bytes(layout: Layout, placement: Placement, costs: Mapping[str, LayerCost]) -> float:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
+from ..lowering.plan import Plan
 from ..schedules import build
 from ..schedules.registry import describe
 from ..simulation.costs import Costs
-from ..simulation.lower_bound import lower_bound
+from ..simulation.lower_bound import bound_beside
 from ..simulation.simulate import simulate
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
@@ -193,7 +194,7 @@ def _room(candidate: _Candidate) -> int:
     question = candidate.question
     assert question.memory is not None, "where memory has no limit, nothing is computed again"
     lowered = program_of(question.target, candidate.schedule, candidate.costs)
-    held = memory_of(candidate.layout, candidate.schedule.placement, question.costs, lowered, remat=candidate.remat)
+    held = _memory(candidate, lowered)
     each = held.residuals / lowered.program().slots.residual_weight
     free = question.memory - (held.total - held.residuals)
     return int(free / each) if each else candidate.schedule.num_stages * candidate.schedule.num_microbatches
@@ -230,7 +231,7 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
         return None, enough
     trial = _built(question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout)
     lowered = program_of(question.target, trial.schedule, trial.costs)
-    held = memory_of(layout, trial.schedule.placement, question.costs, lowered, remat=remat)
+    held = _memory(trial, lowered)
     slots = lowered.program().slots
     each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
     room = question.memory - (held.total - held.residuals - held.boundaries)
@@ -263,11 +264,18 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     question = candidate.question
     lowered = program_of(question.target, candidate.schedule, candidate.costs)
     seconds = step_seconds(question.target, lowered, candidate.costs)
-    placement = candidate.schedule.placement
-    found = _Lowered(candidate, seconds, memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat))
+    found = _Lowered(candidate, seconds, _memory(candidate, lowered))
     if traced is None:
         return found
-    return replace(found, traced=traced(_plan(found)), optimizer=optimizer_bytes(candidate.layout, placement, question.costs))
+    moments = optimizer_bytes(candidate.layout, candidate.schedule.placement, question.costs)
+    return replace(found, traced=traced(_plan(found)), optimizer=moments)
+
+
+def _memory(candidate: _Candidate, lowered: Plan) -> Memory:
+    """What a device holds of it, by sums of layers' sizes."""
+    question, placement = candidate.question, candidate.schedule.placement
+    in_place = question.target.on_gpus
+    return memory_of(candidate.layout, placement, question.costs, lowered, remat=candidate.remat, in_place=in_place)
 
 
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
@@ -309,15 +317,15 @@ _PARTS = {
     "boundaries": "stage inputs and cotangents",
     "workspace": "workspace",
     "batch": "the batch",
+    "summed": "sums of the gradients of first and last",
 }
 
 
 def _result(lowered: _Lowered) -> PipelinePlan:
     """A plan as it is handed out."""
-    c, question = lowered.candidate, lowered.candidate.question
+    c = lowered.candidate
     timeline = simulate(c.schedule, c.costs)
-    cap = max(*timeline.peak_activations, c.schedule.num_chunks)
-    bound = lower_bound(c.costs, placement=c.schedule.placement, microbatches=question.microbatches, max_activations=cap)
+    bound, cap = bound_beside(timeline)
     proof, own = Proof.RELAXATION, c.schedule.certificate
     if own is not None and own.objective is Objective.MAKESPAN and own.bound > bound:
         bound, proof = own.bound, own.proof
@@ -325,7 +333,7 @@ def _result(lowered: _Lowered) -> PipelinePlan:
     times = c.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
     slow = max(range(len(whole)), key=lambda s: whole[s])
-    gap = f"; at most {certificate.gap:.1%} above the optimum for its layout and memory" if bound else ""
+    gap = f"; at most {certificate.gap:.1%} above the optimum for its layout, remat and memory" if bound else ""
     why = (
         f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms a microbatch, "
         f"the mean is {sum(whole) / len(whole) * 1e3:.3g} ms{gap}"

@@ -25,7 +25,7 @@ class PipelinePlan:
         remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
         seconds: of one step, of the lowered program under the planned costs.
         memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
-        lower_bound: seconds below which no schedule goes for this layout, placement and peak of activations.
+        lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak of activations.
         why: where its time goes, in a sentence.
         words: its choices in short.
         costs: of its stages, in seconds.

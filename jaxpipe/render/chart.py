@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ..errors import JaxpipeError, quoted
 from ..simulation.timeline import Timeline
 from ..table.kinds import KINDS
-from ..table.limits import is_number
 from .bars import Bar, Part, bars_of, title_of
 
 # The columns of numbers right of the chart, with their widths.
@@ -19,7 +18,7 @@ PAD = 16.0
 AXIS = 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
-_MOST_WIDTH, _MOST_ASKED_WIDTH = 12000.0, 100_000.0
+_MOST_WIDTH, MOST_ASKED_WIDTH = 12000.0, 100_000.0
 # What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points that are not characters.
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
@@ -52,9 +51,9 @@ class Chart:
     def __post_init__(self) -> None:
         """JaxpipeError where the width asked for leaves less than 100 pixels for time or is far too large, or for a heading XML forbids."""
         least = self.left + self.right + 100
-        if self.asked_width is not None and not (is_number(self.asked_width) and least <= self.asked_width <= _MOST_ASKED_WIDTH):
-            why = "is too large" if is_number(self.asked_width) and self.asked_width > least else "leaves no room for the chart"
-            raise JaxpipeError(f"width={quoted(self.asked_width)} {why}; give {least:g} to {_MOST_ASKED_WIDTH:,.0f} pixels")
+        if self.asked_width is not None and not least <= self.asked_width <= MOST_ASKED_WIDTH:
+            why = "is too large" if self.asked_width > least else "leaves no room for the chart"
+            raise JaxpipeError(f"width={quoted(self.asked_width)} {why}; give {least:g} to {MOST_ASKED_WIDTH:,.0f} pixels")
         require_printable(self.heading or title_of(self.timeline))
 
     @cached_property

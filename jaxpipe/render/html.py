@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from html import escape
 from string import Template
 from xml.etree import ElementTree
 
+from ..errors import JaxpipeError
 from ..simulation.comparison import COLUMNS
 from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES, KINDS
+from ..table.typed import typed
 from .bars import costs_of, number, title_of
-from .chart import Chart, require_printable
+from .chart import MOST_ASKED_WIDTH, Chart, require_printable
 from .page import PAGE
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
@@ -22,6 +25,7 @@ _MOST_TEXT = 200_000
 _LEAST_WIDTH = 101  # pixels for time
 
 
+@typed(JaxpipeError)
 def to_html(timeline: Timeline, *, title: str | None = None, width: float | None = None, over: Timeline | None = None) -> str:
     """Draw a timeline as one self-contained HTML page: chart, tooltips, zoom, numbers, the table; light and dark.
 
@@ -58,16 +62,17 @@ def to_html(timeline: Timeline, *, title: str | None = None, width: float | None
 
 
 def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
-    """The plan's chart in the scale of the run's, the sentence and tables that compare them."""
+    """The plan's chart in the scale of the run's (as far as it can be drawn), the sentence and tables that compare them."""
     compared = ran.over(planned)
     free = Chart(planned, None, memory=True, heading="")
-    width = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
-    below = Chart(planned, width, memory=True, heading="")
+    wanted = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
+    below = Chart(planned, min(wanted, MOST_ASKED_WIDTH), memory=True, heading="")
+    scale = "" if math.isclose(below.unit, chart.unit) else " (at another scale)"
     svg = ElementTree.tostring(draw(below, critical_path=False), encoding="unicode")
     devices = "".join([_line("th", COLUMNS), *(_line("td", row) for row in compared.rows())])
     causes = "".join([_line("th", ("cause", "time")), *(_line("td", (escape(c), number(t))) for c, t in compared.losses)])
     return (
-        f"<h2>Planned</h2><p>{escape(compared.sentence)}</p><div class=frame>{svg}</div>"
+        f"<h2>Planned{scale}</h2><p>{escape(compared.sentence)}</p><div class=frame>{svg}</div>"
         f"<h2>Run against plan</h2><div class=scroll><table>{causes}</table><br><table>{devices}</table></div>"
     )
 

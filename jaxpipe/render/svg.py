@@ -6,9 +6,11 @@ import math
 from collections import defaultdict
 from xml.etree import ElementTree
 
+from ..errors import JaxpipeError
 from ..simulation.timeline import Timeline
 from ..table.action import parse_cell, parts
 from ..table.kinds import KINDS
+from ..table.typed import typed
 from .bars import Bar, Part, costs_of, number, title_of
 from .chart import COLUMNS, PAD, Chart
 from .palette import DARK, LIGHT, Theme, style
@@ -21,6 +23,7 @@ _HATCHED = "url(#jaxpipe-hatch)"
 _DIGIT = 0.58  # width of a digit in ems, in the sans-serif fonts of the style
 
 
+@typed(JaxpipeError)
 def to_svg(
     timeline: Timeline,
     *,

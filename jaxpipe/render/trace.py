@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 from ..errors import JaxpipeError, quoted
 from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES
-from ..table.limits import MAX_COST, is_number
+from ..table.limits import MAX_COST
+from ..table.typed import typed
 from .bars import Bar, Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]
@@ -23,6 +24,7 @@ _THREADS = {Part.WHOLE: 0, Part.TOP: 0, Part.BOTTOM: 1, Part.STRIP: 2}
 _THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
 
 
+@typed(JaxpipeError)
 def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True, over: Timeline | None = None) -> str:
     """Write a timeline as trace JSON, to be opened in ui.perfetto.dev or chrome://tracing.
 
@@ -40,7 +42,7 @@ def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True,
     >>> json.loads(to_trace(jp.simulate(jp.schedules.build("gpipe", devices=2, microbatches=1))))["otherData"]["makespan"]
     6
     """
-    if not (is_number(unit_us) and 0 < unit_us <= MAX_COST):
+    if not 0 < unit_us <= MAX_COST:
         why = f"it is the length of one unit of cost in microseconds, of {MAX_COST:g} at most"
         raise JaxpipeError(f"unit_us must be positive, not {quoted(unit_us)}: {why}")
     bars = tuple(bars_of(timeline))

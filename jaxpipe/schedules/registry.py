@@ -184,7 +184,7 @@ def describe(name: str) -> Entry:
     if isinstance(name, str) and name in known:
         return known[name]
     plain = {_plain(n): n for n in known}
-    close = get_close_matches(_plain(str(name)[:_LONGEST_NAME]), plain, n=1, cutoff=0.7)
+    close = get_close_matches(_plain(name[:_LONGEST_NAME]), plain, n=1, cutoff=0.7) if isinstance(name, str) else ()
     hint = f"did you mean {plain[close[0]]!r}? " if close else ""
     raise ScheduleError(f"there is no schedule {quoted(name)}; {hint}The names are {', '.join(names())}")
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from ..errors import CostError, listed, quoted
 from ..table.kinds import KINDS, Kind, Release
 from ..table.limits import MAX_COST, MAX_STAGES, is_number
+from ..table.typed import plain, typed
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
@@ -115,8 +116,11 @@ class Costs:
         values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _NO_COSTS]
         return [(name, value) for name, value in values if value is not None]
 
+    @typed(CostError)
     def for_stages(self, num_stages: int) -> StageCosts:
         """Every cost as a tuple with one entry per stage; CostError lists each sequence of another length."""
+        if not 0 <= num_stages <= MAX_STAGES:
+            raise CostError(f"num_stages must be 0 to {MAX_STAGES:,}, not {quoted(num_stages)}")
         wrong = [
             f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; give one number, or one per stage"
             for name, value in self._given()
@@ -187,9 +191,10 @@ def _entries(value: object) -> tuple[object, ...]:
 
 
 def _summable(value: Any) -> float:
-    """The number; as a float where it is a whole one so large that sums of it could exceed 64 bits."""
-    return float(value) if isinstance(value, int) and value > MAX_WHOLE else value
+    """The number as Python's own; as a float where it is a whole one so large that sums of it could exceed 64 bits."""
+    number = plain(value)
+    return float(number) if number > MAX_WHOLE else number
 
 
 def _is_cost(value: object) -> bool:
-    return is_number(value) and 0 <= value <= MAX_COST
+    return is_number(value) and 0 <= plain(value) <= MAX_COST

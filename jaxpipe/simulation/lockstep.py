@@ -11,6 +11,7 @@ from ..table.check import check
 from ..table.encoded import Meeting
 from ..table.run_order import Transfers, mates, waits
 from ..table.schedule import Schedule
+from ..table.typed import typed
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Steps:
         return " | ".join(" ".join(str(c) for c in step if c is not None) for step in zip(*self.rows, strict=True))
 
 
+@typed()
 def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFERED) -> Steps:
     """Run a table in lock-step, each action as soon as it can: compute, SEND and RECV take a step each.
 

@@ -8,18 +8,24 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from math import ceil
+from typing import Any
 
 from ..errors import ScheduleError, listed, quoted
 from ..table.certificate import Objective
-from ..table.limits import is_whole
+from ..table.kinds import RECOMPUTE
+from ..table.limits import MAX_COUNT, is_whole
 from ..table.placement import Placement
+from ..table.typed import typed
 from .costs import Costs, StageCosts
 from .job_shop import JobShop
+from .timeline import Timeline
 
 # Pairs of stage and microbatch, and stages, up to which every action has a head and a tail of its own.
 _MOST_PAIRS, _MOST_STAGES = 1 << 13, 128
+_ALMOST = 1 - 1e-12  # of sums of floats
 
 
+@typed()
 def lower_bound(
     costs: Costs | None = None,
     *,
@@ -35,7 +41,9 @@ def lower_bound(
     The largest of three: the longest chain of actions that wait for each other; for each device the preemptive one-machine problem in
     which every action has a head (what must come before it) and a tail (what must come after it) (Carlier 1982, "The one-machine
     sequencing problem"); and for each device the time for which activations occupy its places, divided by their number.  Heads and
-    tails count the releases that a cap demands.  Backwards may be whole or split, whichever is cheaper.
+    tails count the releases that a cap demands.  Backwards may be whole, split or in overlapped pairs, whichever is cheaper.
+
+    Tables with R (`add_recompute`) compute more and hold less: they may go below a bound with a cap, and not below one without.
 
     With `Objective.PERIOD`, a time of a microbatch in the steady state that no schedule goes below (modulo scheduling, Rau 1994, section
     2): what a device has to do for one microbatch, and how long that occupies its memory, divided by the cap.
@@ -59,16 +67,27 @@ def lower_bound(
     >>> lower_bound(devices=4, max_activations=2, objective=Objective.PERIOD)
     4.5
     """
-    if not isinstance(objective, Objective):
-        raise ScheduleError(f"objective must be a jaxpipe.Objective, not {quoted(objective)}")
     if objective is Objective.PERIOD and microbatches is None:
         microbatches = 1
     places = _placements(devices, chunks, placement, microbatches, max_activations)
+    # No table holds so many: a larger cap is none.
+    max_activations = None if max_activations is None else min(max_activations, MAX_COUNT)
     costs = costs or Costs()
     times = cheapest(costs.for_stages(places[0].num_stages))
     assert microbatches is not None
     shops = [JobShop.of(place, times, costs.release, microbatches, max_activations) for place in places]
     return min(map(bound_of if objective is Objective.MAKESPAN else period_bound_of, shops))
+
+
+def bound_beside(timeline: Timeline) -> tuple[float, int | None]:
+    """The bound of the makespan for a simulated table's costs, placement and peak of activations, and that peak.
+
+    None is the peak of a table with R: its bound holds for any memory, since tables with R go below those of a cap.
+    """
+    schedule = timeline.schedule
+    cap = None if schedule.encoded.of_kinds(RECOMPUTE).any() else max(timeline.peak_activations)
+    shape: dict[str, Any] = {"placement": schedule.placement, "microbatches": schedule.num_microbatches}
+    return lower_bound(timeline.costs, **shape, max_activations=cap), cap
 
 
 def _placements(devices: object, chunks: object, placement: Placement | None, microbatches: object, cap: object) -> list[Placement]:
@@ -125,6 +144,8 @@ def _work(shop: JobShop) -> float:
     found: list[float] = [0]
     for device in range(shop.devices):
         mine = [n for n, node in enumerate(shop.nodes) if node.device == device]
+        if not mine:
+            continue
         work = sum(shop.nodes[n].length for n in mine) * shop.microbatches
         found.append(min(heads[n] for n in mine) + work + min(tails[n] for n in mine))
     return max(found)
@@ -154,6 +175,8 @@ def _area(shop: JobShop) -> float:
     for device in range(shop.devices):
         begins = [n for n, node in enumerate(shop.nodes) if node.device == device and node.begins]
         releases = [n for n, node in enumerate(shop.nodes) if node.device == device and node.releases]
+        if not begins:
+            continue
         lives = _lives(shop, device)
         places = min(shop.cap, len(begins) * shop.microbatches)
         ramp = places * (places - 1) // 2
@@ -188,6 +211,15 @@ def cheapest(costs: StageCosts) -> StageCosts:
         first_grad=costs.first_grad,
         last_weight_grad=costs.last_weight_grad,
     )
+
+
+def is_cheapest_in_parts(costs: StageCosts) -> bool:
+    """Whether neither a whole backward nor an overlapped pair is cheaper than its parts: what no table of F, I and W beats, none does."""
+    parts = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
+    if any(whole < _ALMOST * both for whole, both in zip(costs.backward, parts, strict=True)):
+        return False
+    longest = max(costs.backward)
+    return costs.overlap is None or all(o >= _ALMOST * (f + longest) for f, o in zip(costs.forward, costs.overlap, strict=True))
 
 
 def _rounded_up(value: float, shop: JobShop) -> float:

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation, quoted
+from ..errors import ScheduleError, Violation
 from ..table.check import check
 from ..table.encoded import Encoded
 from ..table.kinds import KINDS
-from ..table.limits import is_number
 from ..table.run_order import Transfers, mates, senders, waits
 from ..table.schedule import Schedule
+from ..table.typed import typed
 from .costs import Costs, StageCosts
 from .timeline import Timeline
 
 
+@typed()
 def simulate(
     schedule: Schedule,
     costs: Costs | None = None,
@@ -58,8 +59,6 @@ def simulate(
         starts, ends = _times(schedule, durations, stage_costs, transfers)
     timeline = Timeline(schedule, costs, transfers, tuple(starts), tuple(ends))
     if max_memory is not None:
-        if not is_number(max_memory):
-            raise ScheduleError(f"max_memory must be a number, not {quoted(max_memory)}")
         _check_memory(timeline, max_memory)
     return timeline
 

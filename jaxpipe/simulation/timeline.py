@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ParseError
+from ..errors import ParseError, ScheduleError, quoted
 from ..table.action import Action, Overlap, parse_cell, parts
 from ..table.activations import Changes, Split, activation_changes, live_activations, split_peaks
-from ..table.encoded import Encoded
+from ..table.encoded import Encoded, plain_rows
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
+from ..table.typed import typed
 from .comparison import Comparison
 from .costs import Costs
 from .critical_path import critical_chain
@@ -55,10 +56,10 @@ class ActionTimes(Mapping[str, float]):
     def _number(self, key: str | Action | Overlap) -> int:
         """The number of an action (of a pair: of its forward half), or -1."""
         try:
-            halves = parts(parse_cell(key) if isinstance(key, str) else key)
-        except ParseError:
+            ((cell,),) = plain_rows(((parse_cell(key) if isinstance(key, str) else key,),))
+        except (ParseError, ScheduleError):
             return -1
-        numbers = [self._find(half) for half in halves]
+        numbers = [self._find(half) for half in parts(cell)]
         if len(numbers) == 2 and numbers[1] != numbers[0] + 1:
             return -1
         if len(numbers) == 2 and self._table.last_half[numbers[0]] != numbers[1]:
@@ -187,9 +188,12 @@ class Timeline:
     def _changes(self) -> Changes:
         return activation_changes(self.schedule.encoded, self.costs.release)
 
+    @typed()
     def memory(self, device: int) -> tuple[Step, ...]:
         """Activation memory of a device over time, a step where it changes (what dies goes before what begins)."""
         table = self.schedule.encoded
+        if not 0 <= device < table.num_devices:
+            raise ScheduleError(f"there is no device {quoted(device)}; devices go from 0 to {table.num_devices - 1}")
         row = slice(table.first[device], table.first[device + 1])
         costs = self.costs.for_stages(table.num_stages)
         columns = (*(change[row].tolist() for change in self._changes), table.stage[row].tolist(), self.starts[row], self.ends[row])
@@ -202,6 +206,7 @@ class Timeline:
                 events.append((end, -costs.activation[stage]))
         return _accumulate(events)
 
+    @typed()
     def over(self, planned: Timeline) -> Comparison:
         """This run compared with what was planned: a sentence about where time was lost, and a table (`str()` has both).
 

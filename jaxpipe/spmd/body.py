@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from ..arrays import Leaves, PyTree, wider
+from ..errors import PipelineError
 from ..jaxprs import Piece
 from ..model.functions import Loss
 from ..model.leaf_plan import gather, leaf_plans
@@ -32,6 +33,12 @@ from .results import finish
 from .shared_code import SharedCode
 from .state import Gradients, State
 from .tick import TickEmitter
+
+_CANNOT_BE_TIMED = (
+    "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
+    "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
+    "slice or concatenation along a dimension that is split); profile it without that axis, or on GPUs"
+)
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,18 @@ def body(
     *,
     blocking: bool,
     entries: Sequence[StageEntries] | None,
+    together: bool,
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
     """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out like `params`).
 
-    It is given what `prepare` is.
+    It is given what `prepare` is.  `blocking`: the devices are CPUs.  `together`: the partitioner
+    permutes in blocks (see `permutes`).
     """
     start = prepare(job, params, batch, rng, kept)
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
+    together = together or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
+    if together and job.clock is not None:
+        raise PipelineError(_CANNOT_BE_TIMED)
     buffers = SharedBuffers.of(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
@@ -89,7 +101,7 @@ def body(
         chunks = with_replicas(job, start.owned)
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
         operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
-        shared_code = _shared_code(job, code, operands, len(chunks), buffers)
+        shared_code = _shared_code(job, code, operands, len(chunks), buffers, together=together)
         emitter = TickEmitter(code.program, job.axis, shared_code, job.data_axes, job.clock, blocking)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table, one slice of it a trip: dozens of arrays would be as many slices.
@@ -195,7 +207,7 @@ def _operands(
     )
 
 
-def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int, buffers: SharedBuffers) -> SharedCode:
+def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int, buffers: SharedBuffers, *, together: bool) -> SharedCode:
     """What all blocks share."""
     return SharedCode(
         kinds=code.kinds,
@@ -210,6 +222,7 @@ def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int,
         spreads_first=code.program.schedule.encoded.spreads_first,
         spreads_last=code.program.schedule.encoded.spreads_last,
         training=job.training,
+        together=together,
     )
 
 

@@ -35,6 +35,11 @@ _BLOCKS_COMMUNICATE: Options = {
 }
 
 
+# For programs that are only asked what the partitioner makes of them, on CPU devices: the
+# machine code that is made soonest.
+ASKED_ON_CPUS: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+
+
 def options_for(target: Target) -> Options:
     """The options for what a program runs on; none but on NVIDIA GPUs.
 

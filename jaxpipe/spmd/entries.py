@@ -17,7 +17,8 @@ from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from .compiler_options import options_for
+from .compiler_options import ASKED_ON_CPUS, options_for
+from .mapped import mapped, on_cpus
 
 # Values, and how each is split; None: as the partitioner likes.
 Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
@@ -49,7 +50,7 @@ def split_entries(job: Job, mesh: Mesh, code: ModelCode, owned: Sequence[PyTree]
     moves that value to what is said here.
     """
     kinds = range(len(code.kinds))
-    return tuple(_of_kind(job, mesh, code.kinds[kind], _param_specs(job, code.kind_of.index(kind), owned)) for kind in kinds)
+    return tuple(_of_kind(job, mesh, code.kinds[kind], param_specs(job, code.kind_of.index(kind), owned)) for kind in kinds)
 
 
 def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
@@ -88,7 +89,7 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
     )
 
 
-def _param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[PartitionSpec]:
+def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[PartitionSpec]:
     """How the partitioner splits a stage's own parameters and the shared ones."""
     device = job.layout.placement.devices_of[stage][0]
     chunk = job.layout.owned[device].index(stage)
@@ -110,24 +111,28 @@ def _split_as(plans: PyTree) -> list[PartitionSpec]:
 
 def _output_specs(job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group) -> list[PartitionSpec]:
     """How the outputs of a function are split, given how its inputs are."""
-    found = compiled_alone(job, mesh, function, *groups).output_shardings
+    found = compiled_alone(job, mesh, function, *groups, asked=True).output_shardings
     return [sharding.spec if isinstance(sharding, NamedSharding) else _WHOLE for sharding in found]
 
 
-def compiled_alone(job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group, donated: Sequence[int] = ()) -> Any:
+def compiled_alone(
+    job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group, donated: Sequence[int] = (), asked: bool = False
+) -> Any:
     """A piece of a device's program compiled by itself for the mesh: it takes a list for each group and returns one.
 
     Groups that are `donated` lie where the outputs do that are made of them, as pools and accumulators do in the step.
+    `asked`: the result is only asked what the partitioner made of it, neither run nor measured.
     """
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    manual = {job.axis, *job.data_axes}
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=_WHOLE, out_specs=_WHOLE, axis_names=manual, check_vma=False)
+    alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
 
-    lowered = jax.jit(mapped, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
-    return lowered.compile(compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes))))
+    lowered = jax.jit(alone, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
+    return lowered.compile(
+        compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes))) | (ASKED_ON_CPUS if asked and on_cpus(mesh) else {})
+    )
 
 
 def share_of(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> int:

@@ -13,6 +13,8 @@ from ..model.partition import Partition
 from ..stage.job import Job
 from .body import Prepared, body, prepare
 from .entries import StageEntries, auto_axes, split_entries
+from .mapped import mapped, on_cpus
+from .permutes import partitioner_permutes
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,29 @@ class SpmdExecutor:
         """Do the job; it may be traced."""
         everywhere, rows, kept = PartitionSpec(), PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
         placed = self.partition.manual_specs(params)
-        blocking = any(device.platform == "cpu" for device in self.mesh.devices.flat)
+        blocking = on_cpus(self.mesh)
         spread = {"state": kept, "outputs": rows}
-        entries = self._entries(job, placed, params, batch, rng, state)
-        found: tuple[dict[str, Any], dict[str, PyTree]] = jax.shard_map(
-            lambda p, b, r, s: body(job, p, b, r, s, blocking=blocking, entries=entries),
-            mesh=self.mesh,
+        entries, together = self._asked(job, placed, params, batch, rng, state)
+        run = mapped(
+            lambda p, b, r, s: body(job, p, b, r, s, blocking=blocking, entries=entries, together=together),
+            self.mesh,
+            {job.axis, *job.data_axes},
             in_specs=(placed, rows, everywhere, kept),
             out_specs=({key: spread.get(key, everywhere) for key in job.results}, placed if job.training else everywhere),
-            axis_names={job.axis, *job.data_axes},
-            check_vma=False,
-        )(params, batch, rng, state)
+        )
+        found: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
         return found
 
-    def _entries(
+    def _asked(
         self, job: Job, placed: PyTree, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
-    ) -> tuple[StageEntries, ...] | None:
-        """How pools keep what stages store, where the partitioner splits it; the model is traced once more for that."""
-        if not job.training or not auto_axes(self.mesh, job):
-            return None
+    ) -> tuple[tuple[StageEntries, ...] | None, bool]:
+        """How pools keep what stages store, where the partitioner splits it; whether it permutes.
+
+        The second is asked on CPU devices only.  The model is traced once more for either.
+        """
+        waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
+        if not auto_axes(self.mesh, job) or not (job.training or waits):
+            return None, False
         found: list[Prepared] = []
 
         def trace(p: PyTree, b: PyTree, r: Any, s: tuple[PyTree, ...]) -> tuple[()]:
@@ -56,8 +62,7 @@ class SpmdExecutor:
 
         rows, kept, whole = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis), PartitionSpec()
         axes = {job.axis, *job.data_axes}
-        mapped = jax.shard_map(
-            trace, mesh=self.mesh, in_specs=(placed, rows, whole, kept), out_specs=whole, axis_names=axes, check_vma=False
-        )
-        jax.eval_shape(mapped, params, batch, rng, state)
-        return split_entries(job, self.mesh, found[0].code, found[0].owned)
+        jax.eval_shape(mapped(trace, self.mesh, axes, (placed, rows, whole, kept), whole), params, batch, rng, state)
+        code, owned = found[0].code, found[0].owned
+        entries = split_entries(job, self.mesh, code, owned) if job.training else None
+        return entries, waits and partitioner_permutes(job, self.mesh, code, owned, entries)

@@ -24,7 +24,7 @@ from .body import accumulator_dtype
 from .entries import StageEntries, compiled_alone, outer_specs
 from .operands import SharedBuffers
 from .shared_buffers import SharedBuffer
-from .work_space import work_space
+from .work_space import work_space, work_without_gradients
 
 
 def predicted_memory(
@@ -41,6 +41,7 @@ def predicted_memory(
     sent                what is to be sent next, what of it is under way while the next is made, and what arrives beside a block
     raveled             copies of what lies raveled in a pool that unlike stages share
     work                of the block that needs most, its own arrays
+    summed              results of sums of gradients over CPU devices, but for what lies in their room before; GPUs sum in place
     """
     buffers = SharedBuffers.of(code.kinds, entries)
     slots = code.program.slots
@@ -64,6 +65,9 @@ def predicted_memory(
         "raveled": _raveled(buffers, code, splits=splits),
         "work": most,
     }
+    if {device.platform for device in mesh.devices.flat} == {"cpu"}:
+        ticks = sum(found[name] for name in ("pools", "hoisted", "sent", "raveled"))
+        found["summed"] = _summed(job, mesh, code, entries, params, ticks=ticks, work=most)
     return {**found, "host": (slots.host + 1) * residuals, "total": sum(found.values())}
 
 
@@ -103,6 +107,36 @@ def local_bytes(leaf: Any) -> int:
 
 def _gradient_bytes(job: Job, leaf: Any) -> int:
     return int(local_bytes(leaf) // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize)
+
+
+def _summed(
+    job: Job,
+    mesh: Mesh,
+    code: ModelCode,
+    entries: Sequence[StageEntries] | None,
+    params: Mapping[str, PyTree],
+    *,
+    ticks: int,
+    work: int,
+) -> int:
+    """Room that the results of sums need beside what the ticks do: they are no accumulators there, but outputs of their own.
+
+    What the ticks hold may lie there before.  XLA puts the largest of it there that fits: of `last`, the gradient of its own parameters.
+    """
+    sizes = {key: _summed_bytes(job, mesh, key, params[key]) for key in params}
+    found = [0, sum(sizes.values()) - ticks - work]
+    if any(size for key, size in sizes.items() if key != "stages"):
+        for name, rest in work_without_gradients(job, mesh, code, entries).items():
+            found.append(min(rest, work) + sizes[name.removesuffix(" gradient")] + sizes["shared"] - work)
+    return max(found)
+
+
+def _summed_bytes(job: Job, mesh: Mesh, key: str, tree: PyTree) -> int:
+    """Of gradients that are summed over devices as they are; those of gathered parameters are parts of their accumulators."""
+    axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
+    leaves = zip(jax.tree.leaves(tree), leaf_plans(job.plans[key]), strict=True)
+    whole = [(leaf, plan.whole_axes(axes)) for leaf, plan in leaves if not (plan.frozen or plan.gathers)]
+    return sum(_gradient_bytes(job, leaf) for leaf, names in whole if math.prod(mesh.shape[name] for name in names) > 1)
 
 
 def _gathered(job: Job, mesh: Mesh, code: ModelCode, params: Mapping[str, PyTree]) -> int:

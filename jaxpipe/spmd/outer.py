@@ -8,17 +8,15 @@ from ..arrays import Leaves, Scalar
 from ..jaxprs import Total, run_in_slots
 from ..program.records import Backward, Forward
 from ..stage.code import StageCode, run
-from .block import Block
 from .pools import add, add_at, read, write
-from .shared_code import SharedCode
+from .shared_code import CodeBlock, SharedCode
 from .state import Gradients, State, given
 
 
 @dataclass(frozen=True)
-class RunFirst(Block):
+class RunFirst(CodeBlock):
     """`first`: the input of the model's first stage, and residuals for its gradient."""
 
-    shared: SharedCode
     row: Forward[Scalar]
 
     def writes(self, state: State) -> State:
@@ -37,10 +35,9 @@ class RunFirst(Block):
 
 
 @dataclass(frozen=True)
-class FirstGradient(Block):
+class FirstGradient(CodeBlock):
     """The gradient of `first`, from that of the first stage's input."""
 
-    shared: SharedCode
     row: Backward[Scalar]
     dx: Leaves
 
@@ -73,10 +70,9 @@ def add_first_gradients(shared: SharedCode, arguments: Leaves, state: State) -> 
 
 
 @dataclass(frozen=True)
-class RunLast(Block):
+class RunLast(CodeBlock):
     """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals of a head."""
 
-    shared: SharedCode
     code: StageCode  # of the last stage
     row: Forward[Scalar]
     y: Leaves
@@ -107,10 +103,9 @@ class RunLast(Block):
 
 
 @dataclass(frozen=True)
-class EvaluateLast(Block):
+class EvaluateLast(CodeBlock):
     """The loss alone."""
 
-    shared: SharedCode
     row: Forward[Scalar]
     y: Leaves
 

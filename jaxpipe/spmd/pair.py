@@ -22,6 +22,11 @@ class RunPair(Block):
     forward: RunForward
     backward: RunBackward
 
+    @property
+    def together(self) -> bool:
+        """Whether all devices run it at once."""
+        return self.forward.together
+
     def writes(self, state: State) -> State:
         """What either writes."""
         return self.forward.writes(state).updated(self.backward.writes(state))

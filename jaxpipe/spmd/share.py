@@ -15,7 +15,7 @@ from ..stage.code import StageCode, run
 from .block import Block
 from .outer import add_first_gradients, first_gradients
 from .pools import add, add_at, read, write
-from .shared_code import SharedCode
+from .shared_code import CodeBlock, SharedCode
 from .state import Gradients, State, given
 
 
@@ -111,10 +111,9 @@ def last_gradients(state: State) -> State:
 
 
 @dataclass(frozen=True)
-class RunDeferred(Block):
+class RunDeferred(CodeBlock):
     """H: the gradient of a device's own part of the parameters of `last`, from what its L left; no other device takes part."""
 
-    shared: SharedCode
     axis: str
     row: Backward[Scalar]
 

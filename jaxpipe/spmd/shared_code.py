@@ -9,6 +9,7 @@ import jax
 from ..arrays import Leaves, Scalar
 from ..stage.code import LastCode, StageCode
 from ..stage.model_code import make_extra
+from .block import Block
 from .operands import Operands, SharedBuffers, StageOperand
 
 
@@ -28,6 +29,7 @@ class SharedCode:
     spreads_first: bool  # `first` and its gradient are shares on every device, and blocks of their own
     spreads_last: bool  # `last` is a share on every device, and a block of its own
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
+    together: bool  # blocks permute, so all devices run each: see `permutes`
 
     def outer_extra(self, stage: Scalar, microbatch: Scalar) -> Leaves:
         """Leaves of what `first` and `last` are given besides parameters and x."""
@@ -48,3 +50,15 @@ class SharedCode:
 
     def _extra(self, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:
         return jax.tree.leaves(make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants))
+
+
+@dataclass(frozen=True)
+class CodeBlock(Block):
+    """A block of the user's functions, which some devices run while others do not."""
+
+    shared: SharedCode
+
+    @property
+    def together(self) -> bool:
+        """Whether all devices run it at once."""
+        return self.shared.together

@@ -12,9 +12,8 @@ from ..jaxprs import InSlots, run_in_slots
 from ..program.records import Backward, Forward
 from ..program.templates import BlockUse
 from ..stage.code import StageCode
-from .block import Block
 from .operands import StageOperand
-from .shared_code import SharedCode
+from .shared_code import CodeBlock
 from .state import State
 
 Half = TypeVar("Half", Forward[Scalar], Backward[Scalar])
@@ -35,10 +34,9 @@ def last_step(steps: Steps, outs: Leaves, state: State) -> State:
 
 
 @dataclass(frozen=True)
-class StageBlock(Block, Generic[Half]):
+class StageBlock(CodeBlock, Generic[Half]):
     """The code of one kind of stage on one chunk, with the half of the tick's record that it reads."""
 
-    shared: SharedCode
     use: BlockUse
     kind: int  # of stage
     row: Half

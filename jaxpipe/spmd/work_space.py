@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,6 +45,15 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
 
     Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.  Takes a compilation of each block.
     """
+    found: dict[str, int] = {}
+    for run in step_blocks(job, code, entries):
+        name = " with ".join(block.name for block in run)
+        found[name] = max(found.get(name, 0), _temp(job, mesh, run))
+    return found
+
+
+def step_blocks(job: Job, code: ModelCode, entries: Sequence[StageEntries] | None) -> list[tuple[Block, ...]]:
+    """The blocks of a training step, those together that are run as one."""
     table = code.program.schedule
     kinds = {kind.name for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if table.encoded.of_kinds((kind,)).any()}
     kinds |= {"R"} if table.encoded.of_kinds(RECOMPUTE).any() else set()
@@ -53,10 +62,17 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
         blocks = stage_blocks(kind, whole_entries(kind) if entries is None else entries[number])
         runs += [(block,) for name, block in blocks.items() if name in kinds]
         runs += [(blocks["B"], blocks["F"])] if len(table.encoded.pairs) and "B" in kinds else []
-    found: dict[str, int] = {}
-    for run in runs:
-        name = " with ".join(block.name for block in run)
-        found[name] = max(found.get(name, 0), _temp(job, mesh, run))
+    return runs
+
+
+def work_without_gradients(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
+    """The same of "first gradient" and "last", their gradients of parameters left out."""
+    found = {}
+    for block in outer_blocks(job, code, split=entries is not None):
+        if block.parameters:
+            rest = block.jaxpr.outvars[: block.totals_at] + block.jaxpr.outvars[block.totals_at + len(block.parameters) :]
+            bare = replace(block, jaxpr=block.jaxpr.replace(outvars=rest), parameters=())
+            found[block.name] = _temp(job, mesh, (bare,))
     return found
 
 
@@ -66,7 +82,12 @@ def stage_work_space(job: Job, mesh: Mesh, code: StageCode, entries: StageEntrie
 
 
 def _temp(job: Job, mesh: Mesh, blocks: Sequence[Block]) -> int:
-    """Bytes besides inputs and outputs, of blocks that run as one, and read and write slots of pools as they do in the step."""
+    """Bytes besides inputs and outputs, of blocks that run as one."""
+    return int(getattr(compiled_blocks(job, mesh, blocks).memory_analysis(), "temp_size_in_bytes", 0))
+
+
+def compiled_blocks(job: Job, mesh: Mesh, blocks: Sequence[Block], *, asked: bool = False) -> Any:
+    """Blocks that run as one, compiled alone; they read and write slots as in the step."""
     parts = [_part(job, block) for block in blocks]
     count = len(parts)
 
@@ -79,8 +100,7 @@ def _temp(job: Job, mesh: Mesh, blocks: Sequence[Block]) -> int:
     # Pools and accumulators are changed in place: were they outputs of their own, these would be room for the block's arrays.
     donated = [3 * k + group for k in range(count) for group in (1, 2)]
     groups = [group for part in parts for group in part.groups]
-    memory = compiled_alone(job, mesh, run, *groups, donated=donated).memory_analysis()
-    return int(getattr(memory, "temp_size_in_bytes", 0))
+    return compiled_alone(job, mesh, run, *groups, donated=donated, asked=asked)
 
 
 @dataclass(frozen=True)
@@ -150,7 +170,7 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
 
 
 def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
-    """`first`, its gradient, and `last` with its gradient."""
+    """`first`, its gradient, `last` with its gradient; of forwards alone, `first` and `last`."""
 
     def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
         start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]
@@ -161,6 +181,9 @@ def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
         return tuple(spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen)
 
     first, last = code.first, code.last
+    if not job.training:
+        ends = [("first", first.consts, first.evaluate), *([] if last is None else [("last", last.consts, last.evaluate)])]
+        return [Block(name, jaxpr, specs(name, len(consts), jaxpr)) for name, consts, jaxpr in ends]
     found = [Block("first", first.forward, specs("first", len(first.consts), first.forward))]
     if first.num_trained:
         start = specs("first", len(first.consts), first.backward)

@@ -57,6 +57,15 @@ class ModelCode:
         return () if self.last is None or self.last.deferred is None else self.last.deferred.stash
 
     @property
+    def permutes(self) -> bool:
+        """Whether a function that not all devices run at once permutes, as ring attention does."""
+        jaxprs = [jaxpr for kind in self.kinds for jaxpr in (kind.forward, kind.evaluate, kind.backward)]
+        table = self.program.schedule.encoded
+        jaxprs += [] if table.spreads_first else [self.first.forward, self.first.evaluate]
+        jaxprs += [] if self.last is None or table.spreads_last else [self.last.train, self.last.evaluate]
+        return any(primitive == "ppermute" for jaxpr in jaxprs for primitive, _ in collectives(jaxpr))
+
+    @property
     def liveness(self) -> Liveness:
         """Until when what is kept is needed by any stage."""
         return longest([code.liveness for code in self.kinds])

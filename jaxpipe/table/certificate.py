@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..errors import ScheduleError, quoted
+from .typed import set_typed
+
 
 class Objective(Enum):
     """What a schedule is made short in: the whole step, or the time of a microbatch in its steady state."""
@@ -14,11 +17,10 @@ class Objective(Enum):
 
 
 class Proof(Enum):
-    """Where a bound comes from, and of which schedules it holds."""
+    """Where a bound comes from."""
 
     RELAXATION = "relaxations, for any schedule"
-    SOLVER = "CP-SAT, for any schedule without overlapped pairs"
-    SOLVER_SPLIT = "CP-SAT, for schedules of F, I and W"
+    SOLVER = "CP-SAT, for any schedule"
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,13 @@ class Certificate:
     Args:
         objective: what `value` and `bound` are.
         value: of the schedule, in the unit of its costs.
-        bound: no schedule for these costs, this placement (a loop and a V, where none was given) and this cap is below it.
+        bound: no schedule for these costs, this placement (a loop and a V, where none was given) and this cap is below it, whether its
+            backwards are whole, split or in overlapped pairs.  Under a cap, tables with R are not meant: they hold less and compute more.
         proof: where the bound comes from.
         max_activations: the cap that it holds for; None for any memory.
 
     >>> print(Certificate(Objective.MAKESPAN, 57, 54, Proof.RELAXATION, max_activations=3))
-    makespan 57, at most 5.56% above the optimum for 3 activations a device (bound 54: relaxations, for any schedule)
+    makespan 57, at most 5.56% above the optimum for 3 activations a device without R (bound 54: relaxations, for any schedule)
     """
 
     objective: Objective
@@ -41,6 +44,10 @@ class Certificate:
     bound: float
     proof: Proof
     max_activations: int | None = None
+
+    def __post_init__(self) -> None:
+        """ScheduleError for what is no objective, number or proof."""
+        set_typed(self, ScheduleError)
 
     @property
     def gap(self) -> float:
@@ -53,6 +60,6 @@ class Certificate:
         return self.gap < 1e-9
 
     def __str__(self) -> str:
-        memory = "any memory" if self.max_activations is None else f"{self.max_activations} activations a device"
+        memory = "any memory" if self.max_activations is None else f"{quoted(self.max_activations)} activations a device without R"
         words = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
         return f"{self.objective.value} {self.value:g}, {words} for {memory} (bound {self.bound:g}: {self.proof.value})"

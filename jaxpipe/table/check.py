@@ -9,14 +9,15 @@ import numpy as np
 from ..errors import ScheduleError, Violation, quoted
 from .activations import Release, live_activations
 from .grid import grid
-from .limits import is_number
 from .run_order import Transfers
 from .schedule import Schedule
+from .typed import typed
 
 # An error's text stays readable: the rest is in `.violations`.
 _MOST_SHOWN, _MOST_COLUMNS = 100, 60
 
 
+@typed()
 def check(
     schedule: Schedule,
     *,
@@ -45,10 +46,6 @@ def check(
     >>> jp.check(s, max_activations=4) is s
     True
     """
-    if not isinstance(transfers, Transfers):
-        raise ScheduleError(f"transfers must be one of {', '.join(map(str, Transfers))}, not {quoted(transfers)}")
-    if not isinstance(release, Release):
-        raise ScheduleError(f"release must be one of {', '.join(map(str, Release))}, not {quoted(release)}")
     found = schedule.violations_under(transfers)
     if max_activations is not None and not schedule.encoded.too_sparse:
         found = (*found, *_over_cap(schedule, max_activations, release))
@@ -61,8 +58,6 @@ def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) ->
     """The rule of memory: one violation for each device that exceeds its cap, at the first action that does."""
     table = schedule.encoded
     caps = list(cap) if isinstance(cap, Sequence) else [cap] * table.num_devices
-    if bad := [most for most in caps if not is_number(most)]:
-        return [Violation("memory", f"max_activations holds {quoted(bad[0])}; give one whole number, or one for each device")]
     if len(caps) != table.num_devices:
         return [
             Violation(
@@ -78,7 +73,7 @@ def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) ->
         if not len(over):
             continue
         number = table.first[device] + int(over[0])
-        message = f"device {device} may hold {most} activations, but holds {held[over[0]]} while {table.text(number)} runs"
+        message = f"device {device} may hold {quoted(most)} activations, but holds {held[over[0]]} while {table.text(number)} runs"
         found.append(Violation("memory", f"{message} and {held.max()} at its peak", *table.cell_of(number)))
     return found
 

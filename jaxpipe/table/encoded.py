@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_KINDS = len(Kind)
 _CELL_TYPES = {Action, Overlap, type(None)}
+_STAGE, _KIND, _MICROBATCH = (cast(Callable[[Any], Any], itemgetter(field)) for field in range(3))
 # The look-up table has an entry for each kind, stage and microbatch.  Where it would be this much larger than the number of actions,
 # some number is a typing error (0F1000000).
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
@@ -269,7 +271,6 @@ def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Enc
     fields, positions, last_half = [], [], []
     first = [0]
     for device, row in enumerate(rows):
-        require_cells(device, row)
         cells, where, paired = _flat(row, simple=set(map(type, row)) <= {Action})
         count = len(cells)
         try:
@@ -280,9 +281,6 @@ def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Enc
         last_half.append(np.arange(first[-1], first[-1] + count) + paired)
         first.append(first[-1] + count)
     table = np.ascontiguousarray(np.concatenate([np.zeros((0, 3), np.int64), *fields]).T)
-    if table.size and not 0 <= table[1].min() <= table[1].max() < NUM_KINDS:
-        wrong = table[1][(table[1] < 0) | (table[1] >= NUM_KINDS)][0]
-        raise ScheduleError(f"the table holds an action of kind {wrong}; a kind is one of {', '.join(KIND_NAMES)}")
     nothing = np.zeros(0, np.int64)
     return Encoded(
         num_stages=num_stages,
@@ -318,10 +316,33 @@ def _flat(row: Row, *, simple: bool) -> tuple[list[Action], IntArray, IntArray]:
     return cells, np.array(where, np.int64), np.array(paired, np.int64)
 
 
-def require_cells(device: int, row: Row) -> None:
-    """ScheduleError where a row holds anything but cells."""
+def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
+    """Rows as tuples; ScheduleError where there are none."""
+    try:
+        return tuple(map(tuple, rows))
+    except TypeError as error:
+        raise ScheduleError(f"{quoted(rows)} are not the rows of a table; give each device a list of its actions") from error
+
+
+def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, whole numbers as Python's own; ScheduleError where they hold anything but cells."""
+    return tuple(_plain_row(device, row) for device, row in enumerate(rows))
+
+
+def _plain_row(device: int, row: Row) -> Row:
     if not set(map(type, row)) <= _CELL_TYPES or not {type(half) for cell in row if type(cell) is Overlap for half in cell} <= {Action}:
         raise _not_a_cell(device, row, _not_actions)
+    actions = list(chain.from_iterable(map(parts, row))) if set(map(type, row)) - {Action} else row
+    if {*map(type, map(_STAGE, actions)), *map(type, map(_MICROBATCH, actions))} <= {int} and set(map(type, map(_KIND, actions))) <= {Kind}:
+        return row
+    if any(map(_not_numbers, row)):
+        raise _not_a_cell(device, row, _not_numbers)
+    return tuple(map(_plain_cell, row))
+
+
+def _plain_cell(cell: Cell) -> Cell:
+    plain = [Action(int(stage), Kind(int(kind)), int(microbatch)) for stage, kind, microbatch in parts(cell)]
+    return Overlap(*plain) if isinstance(cell, Overlap) else plain[0] if plain else None
 
 
 def _not_a_cell(device: int, row: Row, fault: Callable[[Cell], str]) -> ScheduleError:
@@ -339,6 +360,7 @@ def _not_actions(cell: Cell) -> str:
 
 def _not_numbers(cell: Cell) -> str:
     numbers = [number for action in parts(cell) for number in action]
-    if all(is_whole(number) and abs(number) < 2**63 for number in numbers):
-        return ""
-    return "must have whole numbers for its stage, kind and microbatch"
+    if not all(is_whole(number) and abs(number) < 2**63 for number in numbers):
+        return "must have whole numbers for its stage, kind and microbatch"
+    wrong = [action.kind for action in parts(cell) if not 0 <= action.kind < NUM_KINDS]
+    return f"has kind {wrong[0]}; a kind is one of {', '.join(KIND_NAMES)}" if wrong else ""

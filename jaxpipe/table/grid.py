@@ -27,11 +27,11 @@ def grid(rows: tuple[Row, ...], *, marked: Collection[tuple[int, int]] = (), mos
     shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
     texts: list[list[str]] = []
     for device, (row, places) in enumerate(zip(rows, columns, strict=True)):
-        cells = [""] * steps
+        cells = {-1: "..."}
         for cell, column in zip(row, places, strict=True):
             text = "" if cell is None else str(cell)
             cells[column] = f"[{text}]" if (device, column) in marks else text
-        texts.append([cells[c] if c >= 0 else "..." for c in shown])
+        texts.append([cells.get(c, "") for c in shown])
     numbers = [str(c) if c >= 0 else "..." for c in shown]
     width = max((len(text) for line in [*texts, numbers] for text in line), default=1)
     label = len(f"device {len(rows) - 1}")

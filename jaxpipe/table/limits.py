@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -18,6 +19,11 @@ MAX_COST = 1e100  # whatever the unit is: sums and squares of such costs are fin
 def is_whole(value: object) -> TypeGuard[Any]:
     """True for Python's and numpy's whole numbers (True and False are none)."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_flat(value: object) -> TypeGuard[Any]:
+    """True for a list, a tuple or an array of one dimension."""
+    return value.ndim == 1 if hasattr(value, "ndim") else isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def is_number(value: object) -> TypeGuard[Any]:

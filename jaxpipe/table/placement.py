@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..errors import ScheduleError, quoted
-from .limits import MAX_DEVICES, MAX_STAGES, is_whole
+from .limits import MAX_DEVICES, MAX_STAGES, is_flat, is_whole
+from .typed import set_typed, typed
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class Placement:
 
     devices_of: tuple[tuple[int, ...], ...]
     num_devices: int
+
+    def __post_init__(self) -> None:
+        """ScheduleError for what is no placement, or far too large; whether its devices exist is for `check` to say."""
+        set_typed(self, ScheduleError)
+        _require_size(self.num_devices, len(self.devices_of) // max(1, self.num_devices))
 
     @classmethod
     def loop(cls, *, devices: int, chunks: int = 1) -> Placement:
@@ -45,9 +51,11 @@ class Placement:
     @classmethod
     def explicit(cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None) -> Placement:
         """Any map from stage to device; an entry is a device or a sequence of them.  ScheduleError on a negative or missing device."""
+        if not is_flat(stage_to_device):
+            raise ScheduleError(f"{quoted(stage_to_device)} is not a placement; give the device of each stage, such as [0, 1, 1, 0]")
         if len(stage_to_device) > MAX_STAGES:
             raise ScheduleError(f"the placement has {len(stage_to_device):,} stages; {MAX_STAGES:,} are the most")
-        entries = tuple(tuple(e) if isinstance(e, Iterable) else (e,) for e in stage_to_device)
+        entries = tuple(tuple(e) if is_flat(e) else (e,) for e in stage_to_device)
         bad = [s for s, e in enumerate(entries) if not e or not all(is_whole(d) and d >= 0 for d in e)]
         if bad:
             raise ScheduleError(f"stages {quoted(bad)} have no device, or a negative one; give every stage a device >= 0")
@@ -58,7 +66,7 @@ class Placement:
         _require_size(count, 1)
         if highest > count:
             raise ScheduleError(f"a stage is placed on device {highest - 1}, but there are only {count} devices")
-        return cls(tuple(tuple(int(d) for d in e) for e in entries), count)
+        return cls(entries, count)
 
     @property
     def num_stages(self) -> int:
@@ -84,7 +92,7 @@ class Placement:
         table: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
         for stage, devices in enumerate(self.devices_of):
             for rank, device in enumerate(devices):
-                if (rank, stage) not in table[device] and all(stage != s for _, s in table[device]):
+                if 0 <= device < self.num_devices and all(stage != s for _, s in table[device]):
                     table[device].append((rank, stage))
         return tuple(tuple(stage for _, stage in sorted(row)) for row in table)
 
@@ -93,8 +101,11 @@ class Placement:
         """V, the largest number of stages on one device."""
         return max((len(row) for row in self.stages_of), default=0)
 
+    @typed()
     def chunk_of(self, stage: int, device: int) -> int:
-        """The chunk number that `stage` has on `device`; ValueError if it is not there."""
+        """The chunk number that `stage` has on `device`; ScheduleError if it is not there."""
+        if not 0 <= device < self.num_devices or stage not in self.stages_of[device]:
+            raise ScheduleError(f"stage {quoted(stage)} is not on device {quoted(device)}")
         return self.stages_of[device].index(stage)
 
 
@@ -102,6 +113,8 @@ def _require_size(devices: int, chunks: int) -> None:
     """ScheduleError for what is not a number, or asks for far too many stages."""
     if not all(map(is_whole, (devices, chunks))):
         raise ScheduleError(f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers")
-    if devices > MAX_DEVICES or devices * chunks > MAX_STAGES:
+    if devices < 0:
+        raise ScheduleError(f"devices={quoted(devices)} must be 0 or more")
+    if devices > MAX_DEVICES or max(1, int(devices)) * int(chunks) > MAX_STAGES:
         asked = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
         raise ScheduleError(f"{asked} are too many; a table has at most {MAX_DEVICES:,} devices and {MAX_STAGES:,} stages")

@@ -170,16 +170,15 @@ def _placement(table: Encoded, placement: Placement) -> list[Violation]:
             found.append(
                 Violation("placement", f"stage {stage} is placed on {list(devices)}; devices go from 0 to {table.num_devices - 1}")
             )
-    allowed = np.zeros((table.num_stages, table.num_devices), bool)
-    for stage, devices in enumerate(placement.devices_of):
-        allowed[stage, [d for d in devices if 0 <= d < table.num_devices]] = True
+    rows = table.num_devices
+    homes = [stage * rows + d for stage, devices in enumerate(placement.devices_of) for d in devices if 0 <= d < rows]
     shares = np.flatnonzero(table.in_range & table.shares)
     for i in shares[table.stage[shares] != table.device[shares]].tolist():
         message = f"{table.text(i)} is on device {table.device[i]}, but it is the share of device {table.stage[i]}"
         found.append(_at(table, "placement", i, message))
     # A transfer belongs to what it serves: the rule of transfers.
     known = np.flatnonzero(table.in_range & table.is_compute & ~table.shares)
-    misplaced = known[~allowed[table.stage[known], table.device[known]]]
+    misplaced = known[~np.isin(table.stage[known] * rows + table.device[known], homes)]
     for i in misplaced.tolist():
         stage = int(table.stage[i])
         where = " or ".join(map(str, placement.devices_of[stage]))

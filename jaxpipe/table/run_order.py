@@ -7,7 +7,7 @@ what it waits for, so the work is linear in the number of actions.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,10 @@ import numpy as np
 
 from .encoded import Encoded, IntArray, Meeting
 from .kinds import SENDS
+
+# Where devices wait for each other again and again, each round of looking for cycles takes a step for each device.  After so many
+# rounds, times the mean length of a row, no more cycles are looked for: the work stays linear in the number of actions.
+_ROUNDS_PER_ACTION = 8
 
 
 class Transfers(enum.Enum):
@@ -39,7 +43,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOrder:
-    """`order` holds every action, each after all that it waits for; it is valid only where there are no `cycles`."""
+    """`order` holds every action, each after all that it waits for, where there are no `cycles`."""
 
     order: tuple[int, ...]
     cycles: tuple[tuple[Wait, ...], ...]
@@ -68,16 +72,33 @@ def senders(table: Encoded, wait: IntArray) -> IntArray:
 def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
     """Run the rows where only `wait` holds a device back (sends never do)."""
     total = table.num_actions
-    need = np.where(wait >= 0, wait, total).tolist()
+    return _run(table, np.where(wait >= 0, wait, total).tolist(), [-1] * total)
+
+
+def rendezvous_order(table: Encoded) -> RunOrder:
+    """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND comes right before its RECV."""
+    return _run(table, [table.num_actions] * table.num_actions, mates(table).tolist())
+
+
+def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
+    """Run the rows: each action after the one that it needs (the number of actions: none), and at the same time as its mate (-1: none).
+
+    A device is either in `runnable`, once, or it has stopped, or it is done.
+    """
+    total, devices = table.num_actions, table.num_devices
     meetings = dict(table.meetings)
+    absent = dict.fromkeys((meeting.members[0] for meeting in meetings.values()), devices)  # how many are not there yet
+    owner, is_send = table.device.tolist(), table.of_kinds(SENDS).tolist()
     done = bytearray(total + 1)
     done[total] = 1
     order: list[int] = []
     cycles: list[tuple[Wait, ...]] = []
     head, stop = list(table.first[:-1]), table.first[1:]
+    stopped = [-1] * devices  # at which action; -1 while it can run
     parked = [-1] * (total + 1)  # per action, the device parked last at it
-    parked_earlier = [-1] * table.num_devices  # per parked device, the one that was parked there before
-    runnable = list(range(table.num_devices))[::-1]
+    parked_earlier = [-1] * devices  # per parked device, the one that was parked there before
+    runnable = list(range(devices))[::-1]
+    rounds = _ROUNDS_PER_ACTION * (1 + total // max(1, devices))
     while True:
         while runnable:
             device = runnable.pop()
@@ -88,54 +109,71 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
                     parked_earlier[device] = parked[j]
                     parked[j] = device
                     break
-                if i in meetings:
-                    members = meetings[i].members
-                    if any(head[d] != at for d, at in enumerate(members) if d != device):
+                at_once: tuple[int, ...] = (i,)
+                j = mate[i]
+                if j >= 0:
+                    if stopped[owner[j]] != j:
                         break
-                    order += members
-                    head = [at + 1 for at in members]
-                    runnable += [d for d in range(table.num_devices) if d != device]
-                    i += 1
-                    continue
-                done[i] = 1
-                order.append(i)
-                other = parked[i]
-                while other >= 0:
-                    runnable.append(other)
-                    other = parked_earlier[other]
+                    at_once = (i, j) if is_send[i] else (j, i)
+                elif i in meetings:
+                    at_once = meetings[i].members
+                    absent[at_once[0]] -= 1
+                    if absent[at_once[0]]:
+                        break
+                for k in at_once:
+                    done[k] = 1
+                    order.append(k)
+                    other = parked[k]
+                    while other >= 0:
+                        stopped[other] = -1
+                        runnable.append(other)
+                        other = parked_earlier[other]
+                    if k != i:
+                        other = owner[k]
+                        head[other], stopped[other] = k + 1, -1
+                        runnable.append(other)
                 i += 1
             head[device] = i
-        if len(order) == total:
+            stopped[device] = i if i < end else -1
+        rounds -= 1
+        if len(order) == total or rounds < 0:
             return RunOrder(tuple(order), tuple(cycles))
-        owner = table.device
-        stuck = [
-            _absent(meetings[i], head, d) if i in meetings else Wait(d, i, need[i], int(owner[need[i]]))
-            for d, i in enumerate(head)
-            if i < stop[d]
-        ]
-        for cycle in _cycles(stuck):
+        for cycle in _cycles(_stuck(stopped, meetings, mate, need, owner)):
             cycles.append(cycle)
             # Pretend, so that later cycles are found too.
-            if cycle[0].at in meetings:
-                runnable += _dissolve(meetings, cycle[0].at, head)
-                continue
-            _unpark(cycle[0], parked, parked_earlier)
-            need[cycle[0].at] = total
-            runnable.append(cycle[0].device)
+            device, at, on, _ = cycle[0]
+            freed = [device]
+            if at in meetings:  # each device does its share alone
+                members = meetings[at].members
+                freed = [d for d, member in enumerate(members) if stopped[d] == member]
+                for member in members:
+                    del meetings[member]
+            elif mate[at] >= 0:
+                mate[on] = mate[at] = -1
+            else:
+                _unpark(cycle[0], parked, parked_earlier)
+                need[at] = total
+            for other in freed:
+                stopped[other] = -1
+            runnable += freed
 
 
-def _absent(meeting: Meeting, head: Sequence[int], device: int) -> Wait:
-    """A device that is at what all do together waits for the first that is not."""
-    other = next(d for d, at in enumerate(meeting.members) if head[d] != at)
-    return Wait(device, meeting.members[device], meeting.members[other], other)
-
-
-def _dissolve(meetings: dict[int, Meeting], number: int, head: Sequence[int]) -> list[int]:
-    """Let each device do its share alone; the devices that were waiting for the others."""
-    members = meetings[number].members
-    for member in members:
-        del meetings[member]
-    return [d for d, at in enumerate(members) if head[d] == at]
+def _stuck(
+    stopped: Sequence[int], meetings: Mapping[int, Meeting], mate: Sequence[int], need: Sequence[int], owner: Sequence[int]
+) -> Iterator[Wait]:
+    """What each device that has stopped waits for; at what all do together, for the first device that is not there."""
+    missing: dict[int, int] = {}
+    for device, at in enumerate(stopped):
+        if at < 0:
+            continue
+        if at not in meetings:
+            on = mate[at] if mate[at] >= 0 else need[at]
+        else:
+            members = meetings[at].members
+            if members[0] not in missing:
+                missing[members[0]] = next(member for d, member in enumerate(members) if stopped[d] != member)
+            on = missing[members[0]]
+        yield Wait(device, at, on, owner[on])
 
 
 def _unpark(wait: Wait, parked: list[int], parked_earlier: list[int]) -> None:
@@ -149,58 +187,6 @@ def _unpark(wait: Wait, parked: list[int], parked_earlier: list[int]) -> None:
     parked_earlier[other] = parked_earlier[wait.device]
 
 
-def rendezvous_order(table: Encoded) -> RunOrder:
-    """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND comes right before its RECV."""
-    total = table.num_actions
-    mate = mates(table).tolist()
-    order: list[int] = []
-    cycles: list[tuple[Wait, ...]] = []
-    head, stop = list(table.first[:-1]), table.first[1:]
-    owner = table.device.tolist()
-    is_send = table.of_kinds(SENDS).tolist()
-    meetings = dict(table.meetings)
-    runnable = list(range(table.num_devices))[::-1]
-    while True:
-        while runnable:
-            device = runnable.pop()
-            i, end = head[device], stop[device]
-            while i < end:
-                j = mate[i]
-                if i in meetings:
-                    members = meetings[i].members
-                    if any(head[d] != at for d, at in enumerate(members) if d != device):
-                        break
-                    order += members
-                    head = [at + 1 for at in members]
-                    runnable += [d for d in range(table.num_devices) if d != device]
-                elif j < 0:
-                    order.append(i)
-                else:
-                    other = owner[j]
-                    if head[other] != j:
-                        break
-                    head[other] = j + 1
-                    runnable.append(other)
-                    order += (i, j) if is_send[i] else (j, i)
-                i += 1
-                head[device] = i
-            head[device] = i
-        if len(order) == total:
-            return RunOrder(tuple(order), tuple(cycles))
-        stuck = [
-            _absent(meetings[i], head, d) if i in meetings else Wait(d, i, mate[i], owner[mate[i]])
-            for d, i in enumerate(head)
-            if i < stop[d]
-        ]
-        for cycle in _cycles(stuck):
-            cycles.append(cycle)
-            if cycle[0].at in meetings:
-                runnable += _dissolve(meetings, cycle[0].at, head)
-                continue
-            mate[mate[cycle[0].at]] = mate[cycle[0].at] = -1
-            runnable.append(cycle[0].device)
-
-
 def mates(table: Encoded) -> IntArray:
     """Per action, the SEND of a RECV and the RECV of a SEND on another device; -1 for compute, or where it is missing."""
     found = np.full(table.num_actions, -1, np.int64)
@@ -212,7 +198,7 @@ def mates(table: Encoded) -> IntArray:
     return found
 
 
-def _cycles(stuck: Sequence[Wait]) -> list[tuple[Wait, ...]]:
+def _cycles(stuck: Iterable[Wait]) -> list[tuple[Wait, ...]]:
     """Every cycle among devices that wait, each device for one other."""
     by_device = {wait.device: wait for wait in stuck}
     return [tuple(by_device[d] for d in cycle) for cycle in cycles_of({d: wait.other for d, wait in by_device.items()})]

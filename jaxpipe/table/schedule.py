@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..errors import ScheduleError, Violation
+from ..errors import ScheduleError, Violation, quoted
 from .action import Action, Cell, Row, parts
 from .certificate import Certificate
-from .encoded import Encoded, encode, require_cells
+from .encoded import Encoded, as_rows, encode, plain_rows
 from .grid import grid
 from .kinds import SHARES
+from .limits import MAX_COUNT
 from .placement import Placement
 from .rules import broken_rules, deadlocks, run_order
 from .run_order import RunOrder, Transfers
 from .text import TableText, rows_from_csv, rows_to_csv, table_from_json, table_to_json
+from .typed import set_typed, typed
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,17 @@ class Schedule:
     name: str = field(default="", compare=False)
     certificate: Certificate | None = field(default=None, compare=False, repr=False)  # what `build("auto")` knows of these rows
 
+    def __post_init__(self) -> None:
+        """ScheduleError for what has no rows; what else they hold than cells is for those to say who read `cells`."""
+        set_typed(self, ScheduleError, but=("rows",))
+        object.__setattr__(self, "rows", as_rows(self.rows))
+        with suppress(ScheduleError):
+            object.__setattr__(self, "rows", self.cells)
+        if not 0 <= self.num_microbatches <= MAX_COUNT:
+            raise ScheduleError(f"num_microbatches must be 0 to {MAX_COUNT:,}, not {quoted(self.num_microbatches)}")
+
     @classmethod
+    @typed()
     def from_rows(
         cls,
         rows: Iterable[Iterable[Cell]],
@@ -50,12 +63,12 @@ class Schedule:
 
         ScheduleError where a stage number is far beyond what the number of actions allows (a typing error in a file).
         """
-        table = tuple(tuple(row) for row in rows)
-        for device, row in enumerate(table):
-            require_cells(device, row)
+        table = plain_rows(as_rows(rows))
         if num_microbatches is None:
             num_microbatches = 1 + max((a.microbatch for row in table for c in row for a in parts(c)), default=-1)
-        return cls(table, placement or _placement_of(table), num_microbatches, name)
+            if num_microbatches > MAX_COUNT:
+                encode(table, 1, 1)  # which names the action
+        return cls(table, _placement_of(table) if placement is None else placement, num_microbatches, name)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "") -> Schedule:
@@ -71,7 +84,7 @@ class Schedule:
 
         A table with R or L is written too, but torch's reader knows neither (`remove_recompute` and `remove_spread` take them out).
         """
-        return rows_to_csv(self.rows)
+        return rows_to_csv(self.cells)
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
@@ -81,7 +94,12 @@ class Schedule:
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches and name."""
-        return table_to_json(TableText(self.rows, self.placement, self.num_microbatches, self.name))
+        return table_to_json(TableText(self.cells, self.placement, self.num_microbatches, self.name))
+
+    @cached_property
+    def cells(self) -> tuple[Row, ...]:
+        """The rows, of which all is known to be an Action, an Overlap or None; ScheduleError names what is not."""
+        return plain_rows(self.rows)
 
     @property
     def num_devices(self) -> int:
@@ -106,7 +124,7 @@ class Schedule:
     @cached_property
     def encoded(self) -> Encoded:
         """The table as integer arrays (made once; what the checker, the simulator and the passes read)."""
-        return encode(self.rows, self.num_stages, self.num_microbatches)
+        return encode(self.cells, self.num_stages, self.num_microbatches)
 
     @cached_property
     def forward_only(self) -> bool:
@@ -123,6 +141,7 @@ class Schedule:
         """Every broken rule, where both sides of a transfer wait (`jaxpipe.check` raises them and adds the memory cap)."""
         return self.violations_under(Transfers.RENDEZVOUS)
 
+    @typed()
     def violations_under(self, transfers: Transfers) -> tuple[Violation, ...]:
         """Every broken rule where SEND and RECV behave as `transfers` says; the work is done once."""
         return (*self._broken_rules, *deadlocks(self.encoded, self.run_order, transfers))
@@ -131,6 +150,7 @@ class Schedule:
     def _broken_rules(self) -> tuple[Violation, ...]:
         return broken_rules(self.encoded, self.placement)
 
+    @typed()
     def run_order(self, transfers: Transfers) -> RunOrder:
         """An order in which all actions can run, or the deadlocks; found once for each kind of transfer.
 
@@ -148,17 +168,17 @@ class Schedule:
 
     def actions(self) -> Iterable[tuple[int, int, Action]]:
         """Yield (device, position in its row, action), the halves of an overlapped pair one after the other."""
-        for device, row in enumerate(self.rows):
+        for device, row in enumerate(self.cells):
             for position, cell in enumerate(row):
                 for action in parts(cell):
                     yield device, position, action
 
     def with_rows(self, rows: Sequence[Sequence[Cell]]) -> Schedule:
         """The same placement, microbatches and name with other rows (what a pass returns)."""
-        return replace(self, rows=tuple(tuple(row) for row in rows), certificate=None)
+        return replace(self, rows=as_rows(rows), certificate=None)
 
     def __str__(self) -> str:
-        return grid(self.rows)
+        return grid(self.cells)
 
 
 def _placement_of(rows: tuple[Row, ...]) -> Placement:

@@ -16,6 +16,8 @@ from .placement import Placement
 
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
 # Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction of gradients.
+_ACTION, _PAIR = re.compile("[0-9]+[A-Z_]+[0-9]*"), re.compile(r"\([^()]*\)OVERLAP_F_B")
+_SEPARATORS = ";\t|: "  # of other programs, where a table has a comma
 _NOT_OF_THE_PIPELINE = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
 
 
@@ -42,10 +44,29 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
         rows.append(_cells(kept, device, bad, csv_place))
         if len(bad) >= MAX_FAULTS:
             break
-    _raise_if(bad, "the CSV is not a schedule")
+    _raise_if(bad, f"the CSV is not a schedule{_hint(text, rows, bad)}")
     if not any(cell for row in rows for cell in row):
         raise ScheduleError("the CSV holds no action; write one line per device and one action per cell, e.g. 0F0,0B0")
     return rows
+
+
+def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -> str:
+    """What to change in the file as a whole, where its cells are wrong for that reason."""
+    separator = next((found for line in csv_lines(text) for cell in line if (found := _other_separator(cell))), "") if bad else ""
+    if separator:
+        return f": wrong separator {separator!r}; write a comma between cells"
+    header = any(violation.device == 0 for violation in bad) and not any(rows[0]) and any(cell for row in rows for cell in row)
+    return ": remove the header row" if header else ""
+
+
+def _other_separator(cell: str) -> str:
+    """What stands between the actions of a cell that holds several; empty where it does not."""
+    text = _PAIR.sub("0F0", cell)
+    for separator in _SEPARATORS:
+        found = [part.strip() for part in text.split(separator)]
+        if len(found) > 1 and any(found) and all(not part or _ACTION.fullmatch(part) for part in found):
+            return separator
+    return ""
 
 
 def csv_lines(text: str) -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, quoted
 from ..simulation.costs import Costs
 from ..simulation.simulate import action_durations, simulate
 from ..simulation.timeline import Timeline
@@ -20,11 +20,13 @@ from ..table.check import check
 from ..table.kinds import Kind, Value, readers
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
+from ..table.typed import typed
 from .fewest_recomputed import fewest_recomputed
 
 _USERS = readers(Value.ACTIVATIONS)
 
 
+@typed()
 def add_recompute(
     schedule: Schedule,
     *,
@@ -78,6 +80,7 @@ def add_recompute(
     return (early if early.makespan < latest.makespan else latest).schedule
 
 
+@typed()
 def remove_recompute(schedule: Schedule) -> Schedule:
     """The table without R, everything else as it is: every F keeps its activations.
 
@@ -85,7 +88,7 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     >>> print(remove_recompute(jp.Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")).to_csv(), end="")
     0F0,0F1,0B0,0B1
     """
-    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.R] for row in schedule.rows])
+    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.R] for row in schedule.cells])
 
 
 def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None, max_activations: int | None) -> None:
@@ -97,13 +100,15 @@ def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None
         raise ScheduleError("the table has no backward, so nothing is recomputed; give it B, or I and W, for every F")
     unknown = sorted(set(stages or ()) - set(range(schedule.num_stages)))
     if unknown:
-        raise ScheduleError(f"stages={unknown} do not exist; stages go from 0 to {schedule.num_stages - 1}")
+        raise ScheduleError(f"stages={quoted(unknown)} do not exist; stages go from 0 to {schedule.num_stages - 1}")
     if lead is not None and lead < 0:
-        raise ScheduleError(f"lead={lead} must be 0 or more, or None for no bound")
+        raise ScheduleError(f"lead={quoted(lead)} must be 0 or more, or None for no bound")
     if max_activations is not None and max_activations < 1:
-        raise ScheduleError(f"max_activations={max_activations} must be at least 1: the backward itself needs those of its microbatch")
+        raise ScheduleError(
+            f"max_activations={quoted(max_activations)} must be at least 1: the backward itself needs those of its microbatch"
+        )
     if max_activations is not None and lead is None:
-        raise ScheduleError(f"lead=None has no bound, so max_activations={max_activations} cannot be kept; write lead=1")
+        raise ScheduleError(f"lead=None has no bound, so max_activations={quoted(max_activations)} cannot be kept; write lead=1")
 
 
 def _recompute_of(cell: Cell) -> Action | None:

@@ -28,8 +28,10 @@ from ..table.garbage_collection import paused_collector
 from ..table.kinds import MESSAGES, makers
 from ..table.run_order import Transfers, cycles_of
 from ..table.schedule import Schedule
+from ..table.typed import typed
 
 
+@typed()
 def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
     """Put SEND and RECV into the rows of a compute-only table; none between stages on one device.
 
@@ -61,9 +63,10 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
         return schedule.with_rows(_insert(schedule, plan, np.array(run.early, np.int64), np.array(run.before, np.int64)))
 
 
+@typed()
 def remove_transfers(schedule: Schedule) -> Schedule:
     """The compute-only table: without SEND and RECV, everything else as it is."""
-    return schedule.with_rows([[cell for cell in row if not isinstance(cell, Action) or cell.kind.is_compute] for row in schedule.rows])
+    return schedule.with_rows([[cell for cell in row if not isinstance(cell, Action) or cell.kind.is_compute] for row in schedule.cells])
 
 
 @dataclass(frozen=True)
@@ -305,7 +308,7 @@ def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) 
     numbers = np.flatnonzero(firsts)
     keys = np.concatenate([2 * (anchor + owner), 2 * (numbers + table.device[numbers]) + 1])
     cells: list[Cell] = list(_transfer_actions(table, plan, order))
-    cells += [cell for row in schedule.rows for cell in row if cell is not None]
+    cells += [cell for row in schedule.cells for cell in row if cell is not None]
     merged = np.argsort(keys, kind="stable")
     devices = np.concatenate([owner, table.device[numbers]])[merged]
     bounds = np.searchsorted(devices, np.arange(table.num_devices + 1)).tolist()

@@ -12,9 +12,9 @@ from ..simulation.simulate import Meetings, action_durations, simulate
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
 from ..table.kinds import Value, readers
-from ..table.limits import is_whole
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
+from ..table.typed import typed
 from .place_together import without
 
 _LATE = readers(Value.SHARE_STASH)
@@ -22,6 +22,7 @@ _LATE = readers(Value.SHARE_STASH)
 _ROUNDING = 1e-9
 
 
+@typed()
 def defer_last(schedule: Schedule, *, max_deferred: int = 1, costs: Costs | None = None) -> Schedule:
     """Let L leave the gradient of the parameters of `last` to an H, which a device does where it would wait, where that shortens the step.
 
@@ -50,7 +51,7 @@ def defer_last(schedule: Schedule, *, max_deferred: int = 1, costs: Costs | None
     0F0,0F1,0L0,0H0,0L1,0H1,0B0,0B1
     1F0,1L0,1F1,1H0,1L1,1B0,1B1,1H1
     """
-    if not is_whole(max_deferred) or max_deferred < 1:
+    if max_deferred < 1:
         raise ScheduleError(f"max_deferred is {quoted(max_deferred)}; it is a whole number of at least 1, of microbatches")
     plain = without(schedule, set(_LATE))
     check(plain)

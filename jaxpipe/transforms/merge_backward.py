@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ..table.action import Action, Cell, Kind, Overlap, Row
 from ..table.schedule import Schedule
+from ..table.typed import typed
 
 
+@typed()
 def merge_backward(schedule: Schedule) -> Schedule:
     """Merge each I with its W where the W is the device's next action (idle cells aside); the inverse of `split_backward`.
 
@@ -16,7 +18,7 @@ def merge_backward(schedule: Schedule) -> Schedule:
     >>> print(merge_backward(jp.Schedule.from_csv("0F0,0I0,0W0")).to_csv(), end="")
     0F0,0B0
     """
-    return schedule.with_rows([_merged(row) for row in schedule.rows])
+    return schedule.with_rows([_merged(row) for row in schedule.cells])
 
 
 def _merged(row: Row) -> list[Cell]:

@@ -83,7 +83,7 @@ def _rhythms(costs: Costs, stages: int) -> list[Costs]:
 def without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
     """The table without these kinds, what only these feed (H, without L), and idle cells."""
     gone = {*kinds, *(late for kind in kinds if KINDS[kind].together for value in KINDS[kind].makes for late in readers(value))}
-    rows = [[c for c in row if c is not None and (not isinstance(c, Action) or c.kind not in gone)] for row in schedule.rows]
+    rows = [[c for c in row if c is not None and (not isinstance(c, Action) or c.kind not in gone)] for row in schedule.cells]
     return schedule.with_rows(rows)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.schedule import Schedule
+from ..table.typed import typed
 
 
+@typed()
 def split_backward(schedule: Schedule) -> Schedule:
     """Replace each B by its I and, right after it, its W; the inverse of `merge_backward`.
 
@@ -16,7 +18,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     >>> print(split_backward(jp.Schedule.from_csv("0F0,0F1,0B0,0B1")).to_csv(), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     """
-    return schedule.with_rows([[part for cell in row for part in _split(cell)] for row in schedule.rows])
+    return schedule.with_rows([[part for cell in row for part in _split(cell)] for row in schedule.cells])
 
 
 def _split(cell: Cell) -> tuple[Cell, ...]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ..simulation.costs import Costs
 from ..table.action import Kind
 from ..table.schedule import Schedule
+from ..table.typed import typed
 from .place_together import place_together
 
 
+@typed()
 def spread_first(schedule: Schedule, *, costs: Costs | None = None, split: bool | None = None) -> Schedule:
     """Put an E into every row for every microbatch, before the first stage's F, and a G after its B: `first` and its gradient.
 

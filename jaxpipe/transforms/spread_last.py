@@ -6,9 +6,11 @@ from ..simulation.costs import Costs
 from ..table.action import Action, Kind
 from ..table.kinds import SHARES
 from ..table.schedule import Schedule
+from ..table.typed import typed
 from .place_together import place_together
 
 
+@typed()
 def spread_last(schedule: Schedule, *, costs: Costs | None = None, split: bool | None = None) -> Schedule:
     """Put an L into every row for every microbatch, after the last stage's F and before its B, where all devices lose the least time.
 
@@ -34,6 +36,7 @@ def spread_last(schedule: Schedule, *, costs: Costs | None = None, split: bool |
     return place_together(schedule, frozenset({Kind.L}), costs=costs, split=split)
 
 
+@typed()
 def remove_spread(schedule: Schedule) -> Schedule:
     """The table without L, E, G and H, everything else as it is: `last` and `first` run with the F of their stages.
 
@@ -41,4 +44,4 @@ def remove_spread(schedule: Schedule) -> Schedule:
     >>> print(remove_spread(jp.Schedule.from_csv("0F0,0L0,0B0")).to_csv(), end="")
     0F0,0B0
     """
-    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind not in SHARES] for row in schedule.rows])
+    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind not in SHARES] for row in schedule.cells])

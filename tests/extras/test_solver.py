@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import jaxpipe as jp
+from tests.strategies import every_table
 
 LONG = (4,) * 7 + (6,)
 COSTS = jp.Costs(forward=LONG, input_grad=LONG, weight_grad=LONG, transfer=3)
@@ -35,7 +36,7 @@ def test_what_is_proven_is_said_with_where_it_comes_from():
     assert found.bound > relaxed  # so it is the solver's
     cheaper = replace(COSTS, backward=tuple(1.5 * time for time in LONG))
     split = jp.schedules.build("auto", **SETTING | {"costs": cheaper}, search=20).certificate
-    assert (split.value, split.proof) == (found.value, jp.Proof.SOLVER_SPLIT)
+    assert (split.value, split.proof) == (found.value, jp.Proof.RELAXATION)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -113,3 +114,56 @@ def test_a_period_without_a_search_is_refused():
         jp.schedules.build("auto", devices=2, microbatches=4, objective=jp.Objective.PERIOD)
     with pytest.raises(jp.ScheduleError, match=r"objective must be a jaxpipe\.Objective"):
         jp.schedules.build("auto", devices=2, microbatches=4, objective="period")
+
+
+def _random_costs(rng: random.Random) -> jp.Costs:
+    """Whole backwards and pairs that may be far cheaper than their parts."""
+    halves = {"forward": rng.randint(1, 5), "input_grad": rng.randint(1, 5), "weight_grad": rng.randint(0, 5)}
+    return jp.Costs(**halves, transfer=rng.choice((0, 2)), backward=rng.choice((None, 1, 4)), overlap=rng.choice((None, None, 2)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_schedule_of_the_catalogue_is_below_a_certificate(seed):
+    """Whatever its kinds of backwards: the bound is one of every schedule, so none of them is shorter."""
+    pytest.importorskip("ortools")
+    rng = random.Random(seed)
+    costs, chunks = _random_costs(rng), rng.choice((1, 2))
+    cap = rng.choice((None, 2 * chunks))
+    shape = {"devices": 2, "microbatches": rng.randint(2, 4), "chunks": chunks}
+    found = jp.schedules.build("auto", **shape, costs=costs, max_activations=cap, search=2).certificate
+    for name in jp.schedules.names():
+        if jp.schedules.describe(name).chunks.nearest(chunks) != chunks or name == "dualpipe":
+            continue
+        timeline = jp.simulate(jp.schedules.build(name, **shape), costs)
+        if found.max_activations is None or max(timeline.peak_activations) <= found.max_activations:
+            assert found.bound <= timeline.makespan + 1e-9, name
+    period = jp.schedules.build("auto", **shape, costs=costs, objective=jp.Objective.PERIOD, search=1).certificate
+    for name in ("1f1b", "zb_h1") if chunks == 1 else ("interleaved_1f1b",):
+        steady = jp.simulate(jp.schedules.build(name, **shape | {"microbatches": 24}), costs).period
+        assert steady is None or period.bound <= steady + 1e-9
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_no_table_at_all_is_below_a_certificate(devices, microbatches):
+    """Every order of every device, each backward whole or split; the best of those of F, I and W is what the solver proves."""
+    pytest.importorskip("ortools")
+    rng = random.Random(10 * devices + microbatches)
+    tables = list(every_table(devices, microbatches))
+    for _ in range(2):
+        costs = _random_costs(rng)
+        timelines = [jp.simulate(table, costs) for table in tables]
+        for cap in (None, 1):
+            found = jp.schedules.build("auto", devices=devices, microbatches=microbatches, costs=costs, max_activations=cap, search=2)
+            least = min(t.makespan for t in timelines if cap is None or max(t.peak_activations) <= cap)
+            assert found.certificate.bound <= least <= found.certificate.value
+
+
+def test_a_whole_backward_that_is_cheaper_refutes_no_proof():
+    """The solver's tables have F, I and W alone: what it proves of them is no bound where B takes less than I and W."""
+    pytest.importorskip("ortools")
+    costs = jp.Costs(forward=1, input_grad=5, weight_grad=5, backward=1)
+    found = jp.schedules.build("auto", devices=2, microbatches=2, costs=costs, search=2).certificate
+    best = jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2), costs).makespan
+    assert found.bound <= best < found.value
+    assert found.proof is jp.Proof.RELAXATION
+    assert not found.is_optimal

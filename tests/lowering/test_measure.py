@@ -107,6 +107,28 @@ def test_layers_are_measured_apart_and_planned():
     assert max(traced.best.memory) == report["predicted"]["total"] + gradients, "Adam's two moments"
 
 
+def test_shared_parameters_are_planned_with_the_last_layer():
+    """Every device has a tied table, its gradient and Adam's moments; what is frozen has neither."""
+    tied = {
+        "E": lambda w, microbatch, *, shared: shared["table"][microbatch["tokens"]],
+        "t": lambda w, x: jnp.tanh(x @ w["w"]),
+        "L": lambda w, x, microbatch, *, shared: jnp.mean((x @ shared["table"].T) ** 2),
+    }
+    table, width = 4 * 512 * 16, 4 * 16 * 16
+    params = {"first": {}, "stages": {"t": {"w": shapes(2, 16, 16)}}, "last": {}, "shared": {"table": shapes(512, 16)}}
+    rows = {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    peak = jp.Peak(flops=1e12, bandwidth=1e30)
+    costs = jp.measure_layers(tied, params, rows, peak=peak)
+    assert (costs["E"].parameters, costs["L"].parameters, costs["L"].gradients) == (0, table, table)
+    given = {"devices": 2, "microbatches": 2, "chunks": (1,), "schedules": ("1f1b",), "remat": (None,)}
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    assert jp.plan("EttL", costs, **given).best.parts.outer == 4 * table
+    traced = jp.plan("EttL", costs, **given, traced=jp.traced_memory(tied, params, rows, mesh=mesh)).best
+    assert max(traced.memory) == traced.traced["total"] + 2 * (table + 2 * width), "'Ett|L'"
+    frozen = jp.measure_layers(tied, params, rows, peak=peak, frozen=lambda path, leaf: path.startswith("stages"))
+    assert (frozen["t"].parameters, frozen["t"].gradients, frozen["L"].gradients) == (width, 0, table)
+
+
 def test_devices_that_share_a_layer_have_a_part_of_it():
     """Megatron's two matmuls (Shoeybi et al. 2019, section 3): each of two devices has half of the hidden values, and x whole."""
     mesh = jax.make_mesh((1, 2), ("pipe", "tensor"), devices=jax.devices()[:2])

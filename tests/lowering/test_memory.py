@@ -147,3 +147,28 @@ def test_the_gradient_of_last_is_an_array_before_it_is_added_up():
     shapes = {"stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32), "last": jax.ShapeDtypeStruct((WIDTH, vocab), jnp.float32)}
     rows = {"x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32), "y": jax.ShapeDtypeStruct((2 * ROWS, 1), jnp.float32)}
     assert pipe.predict_memory(pipe.place(shapes), rows)["work"] >= 4 * vocab * (ROWS + WIDTH)
+
+
+def lookup(params, microbatch, *, shared):
+    return (params or shared)["table"][microbatch["tokens"]]
+
+
+def logits_loss(params, x, microbatch, *, shared):
+    logits = x @ (params or shared)["table"].T
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, microbatch["tokens"][:, None], axis=-1))
+
+
+@pytest.mark.parametrize("where", ["first", "last", "shared"])
+def test_what_a_large_table_needs_is_predicted(where):
+    """On CPU devices the sum of gradients over devices is an array beside the accumulator; many logits find no room in either."""
+    table = {"table": jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)}
+    params = {"first": {}, "stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32), "last": {}, "shared": {}, where: table}
+    ends = {"first": lookup} if where != "last" else {}
+    ends["last"] = logits_loss if where != "first" else lambda params, x, microbatch, *, shared: jnp.mean(x**2)
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), **ends)
+    rows = {"tokens": jax.ShapeDtypeStruct((2 * ROWS,), jnp.int32)}
+    rows |= {} if "first" in ends else {"x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32)}
+    report = pipe.compile_report(pipe.place(params), rows)
+    needs = sum(report[f"{part}_bytes"] for part in ("argument", "output", "temp"))
+    assert report["predicted"]["total"] == pytest.approx(needs, rel=0.03)

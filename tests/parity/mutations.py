@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jaxpipe as jp
 from jaxpipe.table.action import parts
 
 Rows: TypeAlias = list[list[jp.Cell]]
+Change: TypeAlias = Callable[[random.Random, Rows], None]
 
 B, F, I, W = jp.Kind.B, jp.Kind.F, jp.Kind.I, jp.Kind.W
 
 
-def mutated(rng: random.Random, schedule: jp.Schedule) -> jp.Schedule:
-    """The table with one to three mistakes, or lucky changes; it may come out valid."""
+def mutated(rng: random.Random, schedule: jp.Schedule, more: Sequence[Change] = ()) -> jp.Schedule:
+    """The table with one to three mistakes, or lucky changes, `more` among them; it may come out valid."""
     rows: Rows = [list(row) for row in schedule.rows]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        rng.choice(_changes())(rng, rows)
+        rng.choice((*_changes(), *more))(rng, rows)
     return jp.Schedule.from_rows(rows, placement=schedule.placement, num_microbatches=schedule.num_microbatches, name="mutated")
 
 
-def _changes() -> tuple[Callable[[random.Random, Rows], None], ...]:
+def _changes() -> tuple[Change, ...]:
     misplaced = (_swap_neighbours, _swap, _move, _move_to_other_device, _drop, _repeat)
     renamed = (_other_kind, _other_stage, _other_microbatch)
     return (*misplaced, *renamed, _split, _merge, _pair, _unpair, _idle)

@@ -75,3 +75,14 @@ def test_the_page_and_the_trace_hold_both():
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == 2 * schedule.encoded.num_actions
     assert {event["pid"] for event in slices} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("times", [1e-15, 1e-3, 1e3, 1e15, 0])
+def test_a_plan_of_quite_another_length_is_drawn(times):
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    ran, planned = run_of(schedule), run_of(schedule, forward=times, input_grad=times, weight_grad=times)
+    page = jp.render.to_html(ran, over=planned)
+    assert page.count("<svg") == 2
+    assert "Planned (at another scale)" in page
+    assert "another scale" not in jp.render.to_html(ran, over=ran)
+    jp.render.to_trace(ran, over=planned)

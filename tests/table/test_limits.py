@@ -7,6 +7,8 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,12 @@ import pytest
 from frugal import quick, small
 
 import jaxpipe as jp
-from jaxpipe import Schedule, megatron
+from jaxpipe import Kind, Schedule, megatron
 from jaxpipe.cli.main import main
 from jaxpipe.errors import listed, quoted
 from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
 from jaxpipe.layouts.layout import Layout, check_layout, parse_layout
+from jaxpipe.table.action import parts
 from jaxpipe.table.limits import MAX_DEVICES, MAX_PAIRS, MAX_TEXT
 
 DIGITS = "9" * 5000
@@ -183,6 +186,62 @@ def test_large_whole_costs_are_added_as_floats():
     jp.add_transfers(schedule, costs=large)
 
 
+NUMBERS = {
+    "int64": np.int64(2),
+    "uint8": np.uint8(200),
+    "float32": np.float32(1.5),
+    "float64": np.float64(1.5),
+    "a fraction": Fraction(3, 2),
+    "an array": np.array([1, 2]),
+    "an array of floats": np.array([0.5, 2], np.float32),
+    "fractions": [Fraction(1, 3), np.int8(1)],
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_costs_are_plain_numbers_whatever_they_are_given_as(number):
+    """Times that follow from them can be written as JSON, and drawn."""
+    names = [field.name for field in fields(jp.Costs) if field.name not in ("release", "unit")]
+    costs = jp.Costs(**dict.fromkeys(names, number))
+    assert jp.Costs.from_json(costs.to_json()) == costs
+    schedule = jp.schedules.build("1f1b_overlap", devices=2, microbatches=2)
+    for table in (schedule, jp.add_transfers(schedule), jp.add_recompute(schedule), jp.defer_last(jp.spread_last(schedule))):
+        timeline = jp.simulate(table, costs, max_memory=Fraction(10**6))
+        json.dumps([timeline.makespan, timeline.busy, timeline.idle, timeline.peak_memory, timeline.starts, timeline.bubble])
+        jp.render.to_svg(timeline, width=np.float32(800))
+        jp.render.to_html(timeline, over=timeline)
+        jp.render.to_trace(timeline, unit_us=np.float32(10))
+    assert {type(n) for n in (jp.lower_bound(costs, microbatches=np.int8(100), devices=np.uint8(2)),)} <= {int, float}
+
+
+@pytest.mark.parametrize("number", [np.int64(2), np.float32(1.5), Fraction(3, 2)])
+def test_layer_costs_are_plain_numbers(number):
+    cost = jp.LayerCost(forward=number, input_grad=number, weight_grad=1, backward=number, parameters=number)
+    assert {type(value) for value in vars(cost).values()} <= {int, float, type(None)}
+
+
+def test_tables_of_numpy_numbers_are_plain():
+    cells = [[jp.Action(np.int8(100), Kind.F, np.uint8(255))], [jp.Overlap(jp.Action(0, np.int64(0), 0), jp.Action(0, 1, np.int16(1)))]]
+    schedule = Schedule.from_rows(cells, num_microbatches=np.int64(256))
+    assert {type(value) for row in schedule.rows for cell in row for a in parts(cell) for value in a} == {int, Kind}
+    assert schedule == Schedule.from_json(schedule.to_json())
+    assert Schedule.from_rows(cells).num_microbatches == 256, "and not 0, as a sum of uint8"
+    placement = jp.Placement.explicit(np.array([0, 1, 1, 0]), devices=np.int64(2))
+    assert placement == jp.Placement.vee(devices=np.int8(2), chunks=np.int8(2))
+    json.dumps([placement.devices_of, placement.num_devices])
+    json.dumps(jp.parse_layout("t|t", devices=np.int64(2)).num_devices)
+    built = jp.schedules.build("zbv", devices=np.int8(2), microbatches=np.int16(3))
+    assert built == Schedule.from_json(built.to_json())
+
+
+def test_a_number_of_a_stage_that_is_no_whole_number_is_no_cell():
+    for action in (jp.Action(0.5, Kind.F, 0), jp.Action(True, Kind.F, 0), jp.Action(0, Kind.F, "0"), jp.Action(0, 99, 0)):
+        assert "are not actions" in refused(lambda a=action: Schedule.from_rows([[a]]))
+        drafted = Schedule(((action,),), jp.Placement.loop(devices=1), 1)
+        for call in (jp.check, str, Schedule.to_csv, Schedule.to_json, jp.merge_backward, jp.remove_transfers, jp.remove_spread):
+            assert "are not actions" in refused(lambda c=call, s=drafted: c(s))
+
+
 def build(**arguments: object) -> Callable[[], object]:
     """A call of build, of 1f1b on two devices where nothing else is said."""
     return lambda: jp.schedules.build(**({"name": "1f1b", "devices": 2, "microbatches": 2} | arguments))
@@ -206,12 +265,27 @@ BUILDS = {
     "a loop of a hundred billion": (lambda: jp.Placement.loop(devices=99_999_999_999), "are too many"),
     "a V of a hundred billion": (lambda: jp.Placement.vee(devices=2, chunks=99_999_999_999), "are too many"),
     "a loop of words": (lambda: jp.Placement.loop(devices="2"), "must be whole numbers"),
+    "fewer than no microbatches": (lambda: Schedule.from_rows([], num_microbatches=-1), "num_microbatches must be 0 to"),
+    "microbatches beyond all": (lambda: Schedule.from_rows([], num_microbatches=HUGE), "num_microbatches must be 0 to"),
+    "microbatches that are a word": (lambda: Schedule.from_rows([], num_microbatches="2"), "a whole number or None, not '2'"),
+    "rows that are a number": (lambda: Schedule.from_rows(3), "rows must be a sequence, not 3"),
+    "a row that is a number": (lambda: Schedule.from_rows([3]), "[3] are not the rows of a table"),
+    "a name that is a number": (lambda: Schedule.from_rows([], name=3), "name must be a text, not 3"),
+    "a placement that is a list": (lambda: Schedule.from_rows([], placement=[0]), "placement must be a jaxpipe.Placement or None"),
+    "a stage that is on no device": (lambda: jp.Placement.vee(devices=2).chunk_of(3, 1), "stage 3 is not on device 1"),
+    "a device that a timeline lacks": (lambda: jp.simulate(Schedule.from_csv("0F0")).memory(1), "there is no device 1"),
+    "a theme that is a word": (lambda: jp.render.to_svg(jp.simulate(Schedule.from_csv("0F0")), theme="dark"), "theme must be one of"),
+    "a cap beyond all": (lambda: jp.lower_bound(devices=2, microbatches=0, max_activations=2**63), "microbatches must be a whole number"),
+    "layers of a number": (lambda: parse_layout("t", devices=1).count(3), "letter must be a text, not 3"),
     "a row of text": (lambda: Schedule.from_rows(["0F0"]), "is not an Action"),
     "an action over 2^63": (lambda: jp.check(Schedule.from_rows([[jp.Action(0, jp.Kind.F, 2**70)]])), "must have whole numbers"),
     "CSV that is no text": (lambda: Schedule.from_csv(b"0F0"), "give the CSV as a str"),
     "JSON that is no text": (lambda: Schedule.from_json(None), "give the JSON as a str"),
     "an action that is no text": (lambda: jp.parse_action(None), "None is not text"),
-    "a cap that is a word": (lambda: jp.check(Schedule.from_csv("0F0"), max_activations="x"), "max_activations holds 'x'"),
+    "a cap that is a word": (
+        lambda: jp.check(Schedule.from_csv("0F0"), max_activations="x"),
+        "max_activations must be a whole number or a sequence or None, not 'x'",
+    ),
     "a release that is a word": (lambda: jp.check(Schedule.from_csv("0F0"), release="x"), "release must be one of"),
     "memory that is a word": (lambda: jp.simulate(Schedule.from_csv("0F0"), max_memory="x"), "max_memory must be a number"),
     "a trillion virtual microbatches": (lambda: megatron.schedule_table(10**9, 1000, group_size=1), "virtual microbatches"),
@@ -231,9 +305,36 @@ def test_numbers_beyond_all_are_refused(call, message):
     assert message in refused(call)
 
 
+TAKES_A_TABLE = [
+    *(jp.check, jp.simulate, jp.simulate_steps, jp.add_transfers, jp.remove_transfers, jp.add_recompute, jp.remove_recompute),
+    *(jp.merge_backward, jp.split_backward, jp.spread_first, jp.spread_last, jp.remove_spread, jp.defer_last),
+]
+TAKES_COSTS = (jp.simulate, jp.add_transfers, jp.add_recompute, jp.spread_first, jp.spread_last, jp.defer_last)
+
+
+@pytest.mark.parametrize("call", TAKES_A_TABLE, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("given", [None, 3, "1f1b", (), Schedule, jp.Placement.loop(devices=1)], ids=repr)
+def test_what_is_no_table_is_named(call, given):
+    assert f"{call.__name__} cannot take this" in (message := refused(lambda: call(given)))
+    assert "schedule must be a jaxpipe.Schedule, not" in message
+
+
+@pytest.mark.parametrize("call", TAKES_COSTS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("given", [3, "1,1,1", [1, 1], {"forward": 1}], ids=repr)
+def test_what_are_no_costs_is_named(call, given):
+    assert "costs must be a jaxpipe.Costs or None, not" in refused(lambda: call(Schedule.from_csv("0F0"), costs=given))
+
+
+@pytest.mark.parametrize("draw", [jp.render.to_svg, jp.render.to_html, jp.render.to_trace], ids=lambda call: call.__name__)
+def test_what_is_no_timeline_is_named(draw):
+    schedule = Schedule.from_csv("0F0")
+    assert "timeline must be a jaxpipe.Timeline, not" in refused(lambda: draw(schedule))
+    assert "planned must be a jaxpipe.Timeline, not" in refused(lambda: jp.simulate(schedule).over(schedule))
+
+
 def test_what_is_not_in_a_table_has_no_time():
     start = jp.simulate(Schedule.from_csv("0F0")).start
-    for key in (f"0F{DIGITS}", f"0F{2**70}", FULL_WIDTH):
+    for key in (f"0F{DIGITS}", f"0F{2**70}", FULL_WIDTH, 3, None, jp.Action("x", 0, 0), jp.Overlap(1, 2)):
         with pytest.raises(KeyError):
             start[key]
 

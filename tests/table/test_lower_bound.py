@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe.simulation.lower_bound import preemptive_one_machine
+from jaxpipe.simulation import lower_bound as bounds
+from jaxpipe.simulation.lower_bound import bound_beside, preemptive_one_machine
+from tests.strategies import random_schedule, randoms
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "1f1b_overlap", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipe", "dualpipev", "auto")
 
@@ -35,6 +38,36 @@ def test_no_schedule_is_below_it(name, seed):
         release=rng.choice(tuple(jp.Release)),
     )
     assert bound_of(schedule, costs) <= jp.simulate(schedule, costs).makespan + 1e-9
+
+
+@given(randoms())
+def test_no_random_table_is_below_it(rng):
+    """Any placement, also of devices without stages, any mix of whole, split and paired backwards; with R the bound has no cap."""
+    schedule = random_schedule(rng, recompute=True)
+    if schedule.forward_only:
+        return
+    times = {name: rng.choice((rng.randint(0, 9), 0.1 * rng.randint(0, 90))) for name in ("forward", "input_grad", "weight_grad")}
+    costs = jp.Costs(**times, backward=rng.choice((None, 1, 9)), overlap=rng.choice((None, 3)), transfer=rng.choice((0, 1)))
+    timeline = jp.simulate(schedule, costs)
+    bound, cap = bound_beside(timeline)
+    assert bound <= timeline.makespan + 1e-9
+    assert (cap is None) == any(action.kind is jp.Kind.R for *_, action in schedule.actions())
+
+
+def test_tables_with_recompute_go_below_a_cap_alone():
+    """An R makes room: under one activation a device, microbatches no longer go through one by one."""
+    table = jp.add_recompute(jp.schedules.build("1f1b", devices=4, microbatches=8), max_activations=1)
+    timeline = jp.simulate(table)
+    assert max(timeline.peak_activations) == 1
+    assert jp.lower_bound(placement=table.placement, microbatches=8, max_activations=1) > timeline.makespan
+    assert bound_beside(timeline) == (jp.lower_bound(placement=table.placement, microbatches=8), None)
+
+
+def test_devices_without_stages_have_bounds_too(monkeypatch):
+    placement = jp.Placement.explicit([0, 2], devices=3)
+    assert jp.lower_bound(placement=placement, microbatches=2, max_activations=1) == 2 * (2 + 3)
+    monkeypatch.setattr(bounds, "_MOST_PAIRS", 0)
+    assert jp.lower_bound(placement=placement, microbatches=2, max_activations=2) == 2 * 3 + 1
 
 
 def test_it_is_reached_where_the_optimum_is_known():
@@ -107,5 +140,5 @@ def test_periods_that_are_known():
     assert jp.simulate(jp.schedules.build("gpipe", devices=4, microbatches=12)).period is None  # all F, then all B
     # Groups of 4 microbatches go through a chunk at a time; within a group, starts are half a period apart.
     assert jp.simulate(jp.schedules.build("interleaved_1f1b", devices=4, chunks=2, microbatches=32)).period == 6
-    with pytest.raises(jp.ScheduleError, match=r"objective must be a jaxpipe\.Objective"):
+    with pytest.raises(jp.ScheduleError, match=r"objective must be one of Objective\.MAKESPAN"):
         jp.lower_bound(devices=2, microbatches=2, objective="period")

@@ -88,6 +88,16 @@ def test_memory_is_that_of_the_program():
     assert full.seconds > gpipe.seconds
 
 
+def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
+    given = {"devices": 2, "microbatches": 4, "chunks": (1,), "schedules": ("1f1b",), "remat": (None,)}
+    there, here = (jp.plan("Et*6,L", COSTS, **given, mesh=kind).best.parts for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS))
+    assert (there.summed, here.summed) == (0, 0), "pools leave room enough"
+    heavy = COSTS | {"E": replace(EMBED, parameters=2e9)}
+    there, here = (jp.plan("Et*6,L", heavy, **given, mesh=kind).best.parts for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS))
+    assert there.summed == 0
+    assert here.total == here.stages + here.outer + here.batch + 2e9 + 2e8
+
+
 def test_the_split_is_the_best_of_all_splits():
     """Against every way to cut, with a limit on what a stage may hold."""
     letters = "EttmtmL"

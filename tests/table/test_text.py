@@ -149,6 +149,33 @@ def test_the_parser_accepts_only_what_it_prints(text):
 # torch.
 
 
+SEPARATED = ["0F0;0B0\n1F0;1B0\n", "0F0\t0B0\n", ";;0F0\n;0B0;\n", "0F0;(0F1;0B0)OVERLAP_F_B\n", "a;b\n0F0;0B0\n", "0F0 | 0B0\n"]
+
+
+@pytest.mark.parametrize("text", SEPARATED)
+def test_another_separator_is_named(text):
+    with pytest.raises(jp.ScheduleError, match=r"wrong separator .*; write a comma"):
+        Schedule.from_csv(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "header"),
+    [
+        ("step 0,step 1\n0F0,0B0\n", True),
+        (",0,1\n0F0,0B0\n", True),
+        ("0,1,2\n0F0\n1F0\n", True),
+        ("x,y\n", False),
+        ("0F0,x\n1F0\n", False),
+        ("\n1F0,x\n", False),
+    ],
+)
+def test_a_header_row_is_named(text, header):
+    with pytest.raises(jp.ScheduleError) as caught:
+        Schedule.from_csv(text)
+    assert ("remove the header row" in str(caught.value)) == header
+    assert "separator" not in str(caught.value)
+
+
 @pytest.fixture(scope="module")
 def torch_schedules():
     return pytest.importorskip("torch.distributed.pipelining.schedules")

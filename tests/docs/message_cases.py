@@ -1,6 +1,6 @@
-"""What users get wrong, and what must go right where JAX alone would fail: each function below is one case of docs/messages.md.
+"""What users get wrong, and what must go right where JAX alone would fail: each function below is one case.
 
-A case returns what comes out, or raises.  The page shows its body, so it is written as a user would.
+A case returns what comes out, or raises.  It is written as a user would write it.
 """
 
 from __future__ import annotations

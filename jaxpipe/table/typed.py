@@ -1,0 +1,122 @@
+"""What users give: each value is what its annotation says, or the error names it and says what it must be.
+
+Numbers of numpy, and fractions, become Python's own on the way in: whatever is made of them is plain, and can be written as JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from enum import Enum
+from functools import cache, wraps
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from ..errors import JaxpipeError, ScheduleError, listed, quoted
+from .limits import is_number, is_whole
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_MISFIT = object()
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
+
+
+def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a function whose arguments are what its annotations say; the error lists every one that is not."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        names = tuple(inspect.signature(function).parameters)
+        untyped: Callable[..., R] = function
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            by_place = dict(zip(names, args, strict=False))
+            read = _read_all({**by_place, **kwargs}, function, error)
+            # Too many arguments, or one that is given twice, are for Python to refuse.
+            return untyped(*map(read.get, by_place), *args[len(by_place) :], **{name: read[name] for name in kwargs})
+
+        return call
+
+    return decorate
+
+
+def set_typed(value: Any, error: type[JaxpipeError], *, but: Collection[str] = ()) -> None:
+    """The same for the fields of a frozen dataclass, in its `__post_init__`; those named in `but` are left as they are."""
+    given = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
+    for name, read in _read_all(given, type(value), error).items():
+        if read is not given[name]:
+            object.__setattr__(value, name, read)
+
+
+def plain(number: Any) -> int | float:
+    """A number as Python's own int or float; infinite where no float is so large."""
+    try:
+        as_float = float(number)
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
+    return int(number) if is_whole(number) else as_float
+
+
+_hints = cache(get_type_hints)
+
+
+def _read_all(given: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -> dict[str, Any]:
+    """Every value as its annotation wants it; what has none stays as it is."""
+    hints = _hints(owner)
+    read = {name: _read(value, hints.get(name, Any)) for name, value in given.items()}
+    faults = [f"{name} must be {_words(hints[name])}, not {quoted(given[name])}" for name, value in read.items() if value is _MISFIT]
+    if faults:
+        raise error(listed(f"{owner.__name__} cannot take this", faults))
+    return read
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """A value as an annotation wants it; _MISFIT where it does not fit."""
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return next((read for each in get_args(hint) if (read := _read(value, each)) is not _MISFIT), _MISFIT)
+    if origin is not None:
+        return _read_container(value, origin, get_args(hint))
+    if hint is float:
+        return plain(value) if is_number(value) else _MISFIT
+    if hint is int:
+        return int(value) if is_whole(value) else _MISFIT
+    if hint is bool:
+        return bool(value) if isinstance(value, bool | np.bool_) else _MISFIT
+    return value if isinstance(value, hint) else _MISFIT
+
+
+def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
+    """A container, and what is in it; what can be read but once is not looked into."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, origin) or isinstance(value, str | bytes):
+        return _MISFIT
+    if origin is Iterable or not isinstance(value, Collection):
+        return value
+    if isinstance(value, Mapping) and issubclass(origin, Mapping):
+        read = [(_read(key, inner[0]), _read(each, inner[1])) for key, each in value.items()]
+        return _MISFIT if any(_MISFIT is each for pair in read for each in pair) else dict(read)
+    several = inner[0] if len(inner) == 1 or inner[1:] == (...,) else None
+    hints = inner if several is None else (several,) * len(value)
+    if len(hints) != len(value):
+        return _MISFIT
+    found = tuple(_read(each, hint) for each, hint in zip(value, hints, strict=True))
+    return _MISFIT if any(_MISFIT is each for each in found) else found
+
+
+def _words(hint: Any) -> str:
+    """An annotation, as an error says what a value must be."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, get_args(hint)))
+    if origin is not None:
+        return "a mapping" if issubclass(origin, Mapping) else "a sequence"
+    if hint in _WORDS:
+        return _WORDS[hint]
+    return f"one of {', '.join(map(str, hint))}" if issubclass(hint, Enum) else f"a jaxpipe.{hint.__name__}"
