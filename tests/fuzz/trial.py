@@ -100,7 +100,7 @@ class Trial:
         )
 
     def _specs(self) -> dict[str, Any]:
-        """Matrices split along their last dim, or their first; what stages of a list have is named without their numbers."""
+        """Matrices split along their last dim, or their last but one."""
         c, size = self.case, dict(self.case.mesh)["tensor"]
         dim = -1 if c.seed % 3 else -2
 
@@ -113,7 +113,7 @@ class Trial:
             return PartitionSpec(*("tensor" if d == len(shape) + dim else None for d in range(len(shape))))
 
         found: dict[str, Any] = jax.tree_util.tree_map_with_path(spec, self.model.canonical)
-        return {key: tree for key, tree in found.items() if key != "stages" or c.form != "list"}
+        return found
 
     @property
     def _frozen(self) -> Any:
