@@ -83,9 +83,10 @@ class AlikeStages:
             return (leaf,) * chunks
 
         def cut(leaf: Any) -> Any:
-            count = shape[rule.lead] if self.pipe is None else self.pipe.schedule.num_stages
-            whole = leaf.reshape(count, *shape[rule.lead + 1 :]) if self.layer_axis else leaf
-            return (whole,) if self.pipe is None else self.pipe.layout.place_stages(whole)
+            own = shape[rule.lead :]
+            if self.pipe is None:
+                return (leaf.reshape(own),)  # what a list of stages has may be a scalar
+            return self.pipe.layout.place_stages(leaf.reshape(self.pipe.schedule.num_stages, *own[1:]) if self.layer_axis else leaf)
 
         return tuple(behind(rule.lead, cut)(leaf))
 

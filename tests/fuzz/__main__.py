@@ -80,7 +80,7 @@ def main() -> int:
     for done in run_all(work, [draw(seed + i) for i in range(count)], workers=workers, seconds=SECONDS):
         kind, text = outcome(done)
         found[kind] += 1
-        if found.total() % 50 == 0:
+        if found.total() % 25 == 0:
             print(f"{found.total()} of {count}: {dict(found)}", flush=True)
         if kind == "ok":
             continue

@@ -21,7 +21,6 @@ class Op:
     call: Callable[[Any, Any, Any], Any]
     shapes: Callable[[int], dict[str, tuple[int, ...]]] = lambda _: {}
     wants: tuple[str, ...] = ()
-    moves: bool = False  # along the last dim, which a tensor axis may split
 
 
 def _matrix(w: int) -> dict[str, tuple[int, ...]]:
@@ -113,14 +112,14 @@ OPS: dict[str, Op] = {
     "power": Op(_power, lambda w: {"w": (w, w), "s": ()}),
     "identity": Op(lambda p, h, k: h),
     "constant": Op(lambda p, h, k: jnp.full_like(h, 0.3) * p["bias"], lambda w: {"bias": (w,)}),
-    "moved": Op(lambda p, h, k: h + jnp.roll(h[..., ::-1], 1, axis=-1) * p["s"], _scalar, moves=True),
-    "sorted": Op(lambda p, h, k: jnp.sort(h @ p["w"], axis=-1), _matrix, moves=True),
-    "summed": Op(lambda p, h, k: 0.5 * jnp.cumsum(h, axis=-1), moves=True),
-    "picked": Op(lambda p, h, k: h + p["w"][jnp.argmax(h, axis=-1)], _matrix, moves=True),
-    "mapped": Op(lambda p, h, k: lax.map(lambda row: _layer(row, p["w"]), h), _matrix, moves=True),
-    "complex": Op(lambda p, h, k: jnp.real(jnp.exp(1j * h) * p["bias"]), lambda w: {"bias": (w,)}, moves=True),
-    "fourier": Op(lambda p, h, k: 0.5 * jnp.real(jnp.fft.ifft(jnp.fft.fft(h) * p["bias"])), lambda w: {"bias": (w,)}, moves=True),
-    "attend": Op(_attend, _matrix, moves=True),
+    "moved": Op(lambda p, h, k: h + jnp.roll(h[..., ::-1], 1, axis=-1) * p["s"], _scalar),
+    "sorted": Op(lambda p, h, k: jnp.sort(h @ p["w"], axis=-1), _matrix),
+    "summed": Op(lambda p, h, k: 0.5 * jnp.cumsum(h, axis=-1)),
+    "picked": Op(lambda p, h, k: h + p["w"][jnp.argmax(h, axis=-1)], _matrix),
+    "mapped": Op(lambda p, h, k: lax.map(lambda row: _layer(row, p["w"]), h), _matrix),
+    "complex": Op(lambda p, h, k: jnp.real(jnp.exp(1j * h) * p["bias"]), lambda w: {"bias": (w,)}),
+    "fourier": Op(lambda p, h, k: 0.5 * jnp.real(jnp.fft.ifft(jnp.fft.fft(h) * p["bias"])), lambda w: {"bias": (w,)}),
+    "attend": Op(_attend, _matrix),
     "normalised": Op(_normalised, wants=("state", "training")),
 }
 OUTER = tuple(name for name, op in OPS.items() if not {"state", "microbatch"} & set(op.wants))  # what `first` and `last` may do

@@ -64,7 +64,7 @@ class Trial:
     def __init__(self, case: Case) -> None:
         self.case, self.model = case, Model(case)
         self.schedule = self.model.schedule
-        self.key = jax.random.key(case.seed)
+        self.key = jax.random.PRNGKey(case.seed) if case.seed % 4 == 0 else jax.random.key(case.seed)
         self.batch = self.model.rows(case.rows * case.microbatches * case.data)
         self.pipe = self.pipeline()
         self.placed = self.pipe.place(self.model.canonical)
@@ -100,14 +100,20 @@ class Trial:
         )
 
     def _specs(self) -> dict[str, Any]:
-        """Matrices of stages split along their last dim; lists have no paths of their own."""
-        size = dict(self.case.mesh)["tensor"]
+        """Matrices split along their last dim, or their last but one."""
+        c, size = self.case, dict(self.case.mesh)["tensor"]
+        dim = -1 if c.seed % 3 else -2
 
-        def spec(leaf: Any) -> PartitionSpec:
-            own = leaf.shape[1:]
-            return PartitionSpec(*(None,) * (len(own) - 1), "tensor") if own and own[-1] % size == 0 and own[-1] else PartitionSpec()
+        def spec(path: Any, leaf: Any) -> PartitionSpec:
+            stacked = path[0].key == "stages" and c.form != "list"
+            shape = leaf.shape[1:] if stacked else leaf.shape
+            name = path[-1].key
+            if len(shape) < 2 or shape[dim] % size or (name == "table" and (dim == -2 or c.spreads)):
+                return PartitionSpec()
+            return PartitionSpec(*("tensor" if d == len(shape) + dim else None for d in range(len(shape))))
 
-        return {} if self.case.form == "list" else {"stages": jax.tree.map(spec, self.model.canonical["stages"])}
+        found: dict[str, Any] = jax.tree_util.tree_map_with_path(spec, self.model.canonical)
+        return found
 
     @property
     def _frozen(self) -> Any:

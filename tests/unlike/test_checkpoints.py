@@ -81,11 +81,14 @@ def test_stages_of_a_list_may_have_scalars():
     functions = [lambda p, x: x * p["s"], lambda p, x: x @ p["w"]]
     pipe = jp.Pipeline(functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2), last=head)
     canonical = {"stages": [{"s": 2.0}, draw({"w": (3, 4)})], "last": draw({"head": (4, 2)})}
-    state = {"params": pipe.place(jax.tree.map(jnp.asarray, canonical))}
+    canonical = jax.tree.map(jnp.asarray, canonical)
+    state = {"params": pipe.place(canonical)}
     portable = PortableState(pipe)
     found = portable.of(state)
     assert worst(found["params"], canonical) == 0  # numbers are moved, not computed
     assert worst(portable.placed(found, state), state) == 0
+    plain = PortableState(None)
+    assert worst(plain.placed(plain.of({"params": canonical}), {"params": canonical}), {"params": canonical}) == 0
 
 
 def label(path):
