@@ -103,11 +103,16 @@ class Checkpoints:
         """Write a state; returns when it is copied, so that its buffers may be donated at once.  A step that is there stays as it is.
 
         Raises:
-            CheckpointError: the state holds something that belongs to the schedule and not to the model (all faults are listed); this
+            CheckpointError: the state holds something that belongs to the schedule and not to the model, or arrays without numbers
+                (all faults are listed); this
                 step cannot follow those that are there; or this save failed, or the one before it, and then this one has not begun.
         """
         self.wait()
         canonical = self._portable.of(state)
+        about = {"leaves": _leaves(canonical)}
+        empty = [f"{name} is {_aval(entry)}" for name, entry in about["leaves"].items() if 0 in entry[1]]
+        if empty:
+            raise CheckpointError.listing("orbax writes no arrays without numbers; leave these out of the state", empty)
         _check_number(step)
         for damaged in [found for found in self._damaged if found >= step]:
             del self._damaged[damaged]
@@ -120,7 +125,6 @@ class Checkpoints:
                 f"step {step} there, or name another folder"
             )
         self._sweep()
-        about = {"leaves": _leaves(canonical)}
         self._writing = step
         with self._told():
             self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)))

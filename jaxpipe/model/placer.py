@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..arrays import PyTree
 from ..errors import PipelineError
 from .drawn import place_drawn
-from .mesh import explicit_context, jit_on_mesh
+from .mesh import explicit_context, jit_on_mesh, trimmed
 from .param_layout import ParamLayout
 from .partition import Partition
 from .placed import Chunks, home_faults
@@ -121,7 +121,7 @@ class Placer:
         def over_pipe(leaf: Any, *was: Any) -> NamedSharding:
             divides = bool(leaf.shape) and leaf.shape[0] % self._mesh.shape[self._axis] == 0
             rest = was[0].spec[1:] if was else ()
-            return NamedSharding(self._mesh, PartitionSpec(self._axis if divides else None, *rest))
+            return NamedSharding(self._mesh, trimmed(self._axis if divides else None, *rest))
 
         alike = () if self._layout.unlike else (to["stages"][0],)
         return {**found, "stages": jax.tree.map(over_pipe, like["stages"], *alike)}

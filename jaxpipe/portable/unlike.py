@@ -37,11 +37,17 @@ class UnlikeStages:
             return layout.canonical_stages(_filled(stages, whole))
 
         found = self.mover.run(("of unlike", jax.tree.structure(stages)), arrange, stages, spread)
-        masked = _masked_node(stages)
-        if masked is None:
+        masks = _masks(stages, whole)
+        if not masks:
             return found
-        out = jax.jit(lambda: jax.tree.map(jnp.max, layout.canonical_stages(_marked(stages, whole))))()
-        return jax.tree.map(lambda leaf, gone: masked if gone else leaf, found, out)
+        kinds = [node for i, node in enumerate(masks.values()) if node not in list(masks.values())[:i]]
+        numbers = {path: 1 + kinds.index(node) for path, node in masks.items()}
+
+        def marked() -> PyTree:
+            marks = jax.tree_util.tree_map_with_path(lambda p, a: jnp.full(a.shape, numbers.get(p, 0)), whole)
+            return jax.tree.map(lambda leaf: jnp.max(leaf, initial=0), layout.canonical_stages(marks))
+
+        return jax.tree.map(lambda leaf, number: kinds[number - 1] if number else leaf, found, jax.jit(marked)())
 
     def divided(self, stages: PyTree, like: PyTree, whole: PyTree) -> PyTree:
         """The inverse: stages placed as `like`."""
@@ -71,18 +77,18 @@ def _filled(tree: PyTree, whole: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda p, a: have[p] if p in have else jnp.zeros(a.shape, a.dtype), whole)
 
 
-def _marked(tree: PyTree, whole: PyTree) -> PyTree:
-    """True wherever a mask took leaves out of the tree."""
-    have = {path for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-    return jax.tree_util.tree_map_with_path(lambda p, a: jnp.full(a.shape, p not in have), whole)
-
-
 def _like_leaves(tree: PyTree, wanted: PyTree) -> PyTree:
     """The tree without the leaves that a mask took out of `wanted`."""
     have = dict(jax.tree_util.tree_leaves_with_path(tree))
     return jax.tree_util.tree_map_with_path(lambda path, _: have[path], wanted)
 
 
-def _masked_node(stages: PyTree) -> Any:
-    """What stands where a mask took a leaf out of packed stages (`optax.MaskedNode`), or None."""
-    return next((leaf for chunk in stages for leaf in chunk.leaves.values() if not jax.tree.leaves(leaf)), None)
+def _masks(stages: PyTree, whole: PyTree) -> dict[Path, Any]:
+    """What stands where a mask took leaves out, by path: `optax.MaskedNode`, or None for what is frozen."""
+    have = {path for path, _ in jax.tree_util.tree_leaves_with_path(stages)}
+    nodes = dict(jax.tree_util.tree_leaves_with_path(stages, is_leaf=_is_mask))
+    return {path: nodes.get(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole) if path not in have}
+
+
+def _is_mask(node: PyTree) -> bool:
+    return node is None or (isinstance(node, tuple) and not node)

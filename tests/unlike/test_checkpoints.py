@@ -87,8 +87,33 @@ def test_stages_of_a_list_may_have_scalars():
     found = portable.of(state)
     assert worst(found["params"], canonical) == 0  # numbers are moved, not computed
     assert worst(portable.placed(found, state), state) == 0
+    assert worst(pipe.canonical(state["params"], spread=True)["stages"], canonical["stages"]) == 0
     plain = PortableState(None)
     assert worst(plain.placed(plain.of({"params": canonical}), {"params": canonical}), {"params": canonical}) == 0
+
+
+def of_the_head(tree):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "head" in str(path), tree)
+
+
+def test_what_is_frozen_has_no_moments_in_a_checkpoint():
+    """As in the model without a pipeline, which can go on from it."""
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
+    pipe = jp.Pipeline(layers=EXTRA, layout="Et|ttL", schedule=schedule, mesh=mesh_of(2), frozen=["scale$"])
+    canonical = {**CANONICAL, "stages": jax.tree.map(lambda leaf: jnp.asarray(leaf[:3]), CANONICAL["stages"])}
+    params, optimizer = pipe.place(canonical), optax.chain(optax.adam(0.1), optax.masked(optax.trace(0.9), of_the_head))
+    state = {"params": params, "moments": pipe.init(optimizer, params)}
+    portable = PortableState(pipe)
+    found = portable.of(state)
+    trained = {**canonical, "stages": {"t": {"w": canonical["stages"]["t"]["w"], "scale": None}}}
+    assert jax.tree.structure(found["moments"]) == jax.tree.structure(optimizer.init(trained))
+    assert worst(portable.placed(found, state), state) == 0
+
+
+def test_an_array_without_numbers_is_named(tmp_path):
+    state = {"params": {"stages": jnp.ones((2, 3)), "last": {"none": jnp.ones((0, 4))}}}
+    with Checkpoints(tmp_path, None) as checkpoints, pytest.raises(CheckpointError, match=r"params/last/none is float64\[0, 4\]"):
+        checkpoints.save(1, state)
 
 
 def label(path):
