@@ -18,8 +18,9 @@ from .assign_ticks import Ticks
 from .overheads import NO_OVERHEADS, Overheads
 from .trips import DeviceTimes, Durations
 
-# Seconds of a step that one block of stage code is worth, and one permute: 5 s to compile it, over 10,000 steps.
-BLOCK, PERMUTE = 5e-4, 2.5e-5
+# Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a time: with a time, code would
+# grow with the number of microbatches.
+BLOCK, PERMUTE = 1e-3, 5e-5
 
 
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
@@ -68,8 +69,8 @@ def program_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[
     return float(time.max(initial=0.0))
 
 
-def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, overheads: Overheads, *, unit: float) -> float:
-    """A makespan with overheads, the compute time that transfers take, and what the code is worth; `unit`: its seconds."""
+def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, overheads: Overheads) -> float:
+    """A makespan with overheads, the compute time that transfers take, and a share of both for the code to compile."""
     time = sum(overheads.sent * s.num_sends / num_devices + overheads.meeting * s.num_meeting_predicates for s in segments)
     code = sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments)
-    return makespan + time + code / unit
+    return (makespan + time) * (1 + code)

@@ -40,9 +40,8 @@ class Candidate(NamedTuple):
     def of(cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads) -> Candidate:
         """Price the segments."""
         durations, devices = tick_durations(ticks, costs), ticks.schedule.num_devices
-        unit = FORWARD if costs is None else 1.0
-        own = overheads.in_unit(unit)
-        price = program_price(program_makespan(durations, segments, own), segments, devices, own, unit=unit)
+        own = overheads.in_unit(FORWARD) if costs is None else overheads
+        price = program_price(program_makespan(durations, segments, own), segments, devices, own)
         return cls(ticks, segments, program_makespan(durations, segments), price)
 
 

@@ -80,9 +80,9 @@ def test_stage_costs(tmp_path):
 def test_flatness(tmp_path):
     text = table_of(tmp_path, "flatness", "--schedules", "zb_h1", "--devices", "4", "--compile")
     ((_, _, _, few, many, worst, sent, *_),) = rows_of(text, "zb_h1")
-    assert [cell.split("+")[0] for cell in (few, many)] == ["4", "4"]
+    assert [cell.split("+")[0] for cell in (few, many)] == ["3", "3"]
     assert float(worst) <= 1.2
-    assert float(sent) <= 1.05
+    assert float(sent) <= 2  # its ticks share code, and so the transfers of both directions
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_equal_steady_states_move_what_the_table_moves():
 
 
 # Ticks that share code make the transfers of all of them: a compute time of 15 us each is less than a predicate that the host runs.
-SHARED = dict.fromkeys(("auto", "zb_1p", "zb_h1", "dualpipe", "dualpipev", "interleaved_zb"), 2) | {"zbv": 4, "v_half": 6, "v_min": 6}
+SHARED = dict.fromkeys(("auto", "zb_1p", "zb_h1", "dualpipe", "dualpipev"), 2) | {"interleaved_zb": 2.2, "zbv": 4, "v_half": 6, "v_min": 6}
 
 
 def moved(emission):
