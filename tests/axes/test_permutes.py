@@ -128,3 +128,26 @@ def test_what_the_partitioner_permutes_for(name: str, schedule: str) -> None:
 @pytest.mark.parametrize(("axis", "schedule"), [("data", "1f1b"), slow("tensor", "1f1b"), slow("data", "zb_h1")])
 def test_a_stage_that_permutes_itself(axis: str, schedule: str) -> None:
     run(f"ring({axis!r}, {schedule!r})")
+
+
+def test_what_lies_raveled_beside_other_kinds_is_whole_until_it_is_read() -> None:
+    """Else the partitioner cuts it in its pool as its reader wants it, by permutes in the block of one device."""
+
+    def layer(params: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ params["w"])
+
+    def sorting(params: Any, x: Any) -> Any:
+        return jnp.sort(x @ params["w"], axis=-1)
+
+    pipe = jp.Pipeline(
+        layers={"a": layer, "b": sorting, "L": lambda params, x, microbatch: jnp.mean((x @ params["w"]) ** 2)},
+        layout="a|bb|b|aaL",
+        schedule=jp.schedules.build("interleaved_1f1b", devices=2, microbatches=2, chunks=2),
+        mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "tensor")),
+        specs={"stages": SPLIT, "last": SPLIT},
+    )
+    params = pipe.place({"stages": {k: {"w": jnp.ones((3, 2, 2))} for k in "ab"}, "last": {"w": jnp.ones((2, 2))}})
+    text = pipe.lower(params, {"x": jnp.ones((2, 2))}).compile().as_text()
+    permutes = [line for line in text.splitlines() if " collective-permute(" in line]
+    assert permutes
+    assert all("exchange" in line for line in permutes)
