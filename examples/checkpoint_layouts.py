@@ -73,7 +73,9 @@ def train(pipe: jp.Pipeline | None, folder: str, steps: int) -> list[float]:
     params = jax.tree.map(jnp.asarray, weights(1)) if pipe is None else pipe.place(weights(pipe.schedule.num_stages))
     state = {"params": params, "opt_state": optimizer.init(params)}
 
-    @jax.jit
+    jit = jax.jit if pipe is None else pipe.jit
+
+    @jit
     def step(state: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
         value_and_grad = plain_value_and_grad if pipe is None else pipe.value_and_grad
         loss, grads = value_and_grad(state["params"], batch)

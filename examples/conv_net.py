@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe as jp
-from gpt.devices import find
+
+jax.config.update("jax_num_cpu_devices", 4)  # where there are no four GPUs: four virtual devices of the CPU
 
 DEVICES, MICROBATCHES, ROWS, STEPS = 2, 4, 32, 30
 SIDE, CHANNELS, CLASSES = 12, 8, 4
@@ -76,14 +77,14 @@ def initial(key: jax.Array, stages: int) -> dict[str, Any]:
 def main() -> None:
     schedule = jp.schedules.build("zb_h1", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
-    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
+    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True)
 
     params = pipe.place(initial(jax.random.key(0), schedule.num_stages))
     optimizer = optax.adam(1e-2)
     opt_state = pipe.init(optimizer, params)
 
-    @jax.jit
+    @pipe.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         (loss, accuracy), grads = pipe.value_and_grad(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state)

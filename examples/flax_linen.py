@@ -88,7 +88,7 @@ def main() -> None:
     params = pipe.place(model.params)
     opt_state = pipe.init(optimizer, params)
 
-    @jax.jit
+    @pipe.jit
     def train(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = pipe.value_and_grad(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state)

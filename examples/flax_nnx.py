@@ -76,7 +76,7 @@ def main() -> None:
     params, state = pipe.place(model.params), pipe.place_state(model.state)
     opt_state = pipe.init(optimizer, params)
 
-    @jax.jit
+    @pipe.jit
     def train(params: Any, state: Any, opt_state: Any, batch: Any, key: jax.Array) -> Any:
         (loss, state), grads = pipe.value_and_grad(params, batch, rng=key, state=state)
         updates, opt_state = optimizer.update(grads, opt_state)

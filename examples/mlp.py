@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe as jp
-from gpt.devices import find
+
+jax.config.update("jax_num_cpu_devices", 4)  # where there are no four GPUs: four virtual devices of the CPU
 
 DEVICES, LAYERS, WIDTH, MICROBATCHES, ROWS, STEPS = 4, 2, 32, 8, 256, 120  # LAYERS: of a stage
 
@@ -48,7 +49,7 @@ def spirals(key: jax.Array) -> dict[str, jax.Array]:
 def main() -> None:
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
-    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
+    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True)
 
     keys = jax.random.split(jax.random.key(0), 4)
@@ -67,7 +68,7 @@ def main() -> None:
     optimizer = optax.adam(3e-3)
     opt_state = pipe.init(optimizer, params)
 
-    @jax.jit
+    @pipe.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         (loss, accuracy), grads = pipe.value_and_grad(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state)  # grads are laid out like params

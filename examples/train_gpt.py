@@ -119,7 +119,7 @@ def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpu
     """Train, saving checkpoints; then evaluate, draw the loss curve and sample some text."""
     optimizer = adamw(rate=args.rate, warmup=args.warmup, decay=args.decay, clip=args.clip)
 
-    @jax.jit
+    @pipe.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = pipe.value_and_grad(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -66,7 +66,7 @@ def main() -> None:
     optimizer = optax.adam(3e-3)
     opt_state = pipe.init(optimizer, params)
 
-    @jax.jit
+    @pipe.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         value, grads = pipe.value_and_grad(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state)

@@ -22,7 +22,7 @@ NUM_DEVICES = 8
 NUMERIC = ("axes", "checkpoint", "flax", "fuzz", "lowering", "models", "parity", "precision", "unlike")
 # XLA's names for --xla_cpu_max_isa.
 INSTRUCTION_SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX", "AMX_FP16")
-NO_JAX = ("table", "schedules", "passes", "render", "simulate")
+NO_JAX = ("table", "schedules")
 TIERS = ("slow", "exhaustive")  # the default run has neither
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 # XLA's older way to make CPU code for fusions compiles in three quarters of the time.  `make test-slow` and `make test-numeric` have the

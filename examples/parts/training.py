@@ -25,7 +25,7 @@ def compare_and_train(
     """
     params, batch = pipe.place(canonical), rows(0)
 
-    step = jax.jit(pipe.value_and_grad)
+    step = pipe.jit(pipe.value_and_grad)
     value, grads = step(params, batch)
     plain, plain_grads = jax.jit(jax.value_and_grad(plain_loss))(canonical, batch)
     worst = farthest(pipe.canonical(grads), plain_grads)

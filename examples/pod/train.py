@@ -97,7 +97,7 @@ def main() -> None:
     pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, first=model.first, last=model.last, data_axes=("data",))
     optimizer = adamw(rate=1e-3, warmup=20, decay=0.1, clip=1.0)
 
-    @jax.jit
+    @pipe.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = pipe.value_and_grad(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
