@@ -39,14 +39,19 @@ def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tu
 
 def _after(leaf: Any, state: State) -> Any:
     """The leaf, known no sooner than what ran before in the tick is over (the token is False after every block)."""
-    return jnp.where(given(state.token), jnp.zeros_like(leaf), leaf) if jnp.issubdtype(leaf.dtype, jnp.number) else leaf
+    return jnp.where(given(state.token), jnp.zeros_like(leaf), leaf) if _is_ordered(leaf) else leaf
+
+
+def _is_ordered(leaf: Any) -> bool:
+    """Whether a token can be made of it: not of keys."""
+    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
 
 
 def settled(brought: Leaves, state: State) -> State:
     """The state whose token is known no sooner than that a permute is over."""
     token = given(state.token)
     for leaf in brought:
-        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number):
+        if leaf.size and _is_ordered(leaf):
             token = jnp.logical_and(token, leaf.ravel()[0] == 0)
     return state.updated(State(token=token))
 

@@ -50,10 +50,14 @@ class SpmdExecutor:
         """How pools keep what stages store, where the partitioner splits it; whether it permutes.
 
         The second is asked on CPU devices only.  The model is traced once more for either.
+        Forwards alone say nothing of how pools are split, so that the partitioner may permute in a block
+        for what comes before or after it: there it is taken for granted.
         """
         waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
-        if not auto_axes(self.mesh, job) or not (job.training or waits):
+        if not auto_axes(self.mesh, job):
             return None, False
+        if not job.training:
+            return None, waits
         found: list[Prepared] = []
 
         def trace(p: PyTree, b: PyTree, r: Any, s: tuple[PyTree, ...]) -> tuple[()]:
@@ -64,5 +68,5 @@ class SpmdExecutor:
         axes = {job.axis, *job.data_axes}
         jax.eval_shape(mapped(trace, self.mesh, axes, (placed, rows, whole, kept), whole), params, batch, rng, state)
         code, owned = found[0].code, found[0].owned
-        entries = split_entries(job, self.mesh, code, owned) if job.training else None
-        return entries, waits and partitioner_permutes(job, self.mesh, code, owned, entries)
+        entries = split_entries(job, self.mesh, code, owned)
+        return entries, waits and partitioner_permutes(job, self.mesh, code, entries)

@@ -10,30 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from ..arrays import PyTree
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from .entries import StageEntries, param_specs
-from .work_space import Block, compiled_blocks, outer_blocks, step_blocks
+from .entries import StageEntries
+from .work_space import compiled_blocks, step_blocks
 
 
-def partitioner_permutes(job: Job, mesh: Mesh, code: ModelCode, owned: Sequence[PyTree], entries: Sequence[StageEntries] | None) -> bool:
-    """Whether the partitioner puts a permute into a block: read off each, compiled alone."""
-    runs = step_blocks(job, code, entries) if job.training else _forwards(job, code, owned)
+def partitioner_permutes(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries]) -> bool:
+    """Whether the partitioner puts a permute into a block of a training step: read off each, compiled alone."""
     # What is spread is run by all devices at once in any case.
     spread = {"first", "first gradient"} if job.functions.spreads_first else set()
     spread |= {"last"} if job.functions.spreads_last else set()
-    alone = [run for run in runs if run[0].name not in spread]
+    alone = [run for run in step_blocks(job, code, entries) if run[0].name not in spread]
     return any(" collective-permute" in compiled_blocks(job, mesh, run, asked=True).as_text() for run in alone)
-
-
-def _forwards(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> list[tuple[Block, ...]]:
-    """The blocks of forwards alone."""
-    blocks = outer_blocks(job, code, split=True)
-    for number, kind in enumerate(code.kinds):
-        own = [*(PartitionSpec() for _ in kind.consts), *param_specs(job, code.kind_of.index(number), owned)]
-        free = len(kind.evaluate.invars) - len(own)
-        blocks.append(Block("F", kind.evaluate, (*own, *(None for _ in range(free)))))
-    return [(block,) for block in blocks]

@@ -82,7 +82,8 @@ class SharedBuffer:
         groups: Sequence[_Group],
     ) -> SharedBuffer:
         """The buffer of leaves that keep their shapes, and of groups."""
-        places = {kind: _place(kind, number, shared, groups) for number, kind in enumerate(keyed)}
+        pinned = any(entry.pinned for own in entries or () for entry in own)
+        places = {kind: _place(kind, number, shared, groups, pinned=pinned) for number, kind in enumerate(keyed)}
         avals = (*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups))
         return cls(avals, places, _entries(avals, kinds, places, entries))
 
@@ -216,8 +217,12 @@ def _groups(rest: Sequence[Sequence[_Leaf]]) -> list[_Group]:
     return groups
 
 
-def _place(kind: Sequence[_Key], number: int, shared: Sequence[_Key], groups: Sequence[_Group]) -> Places:
-    """Where each leaf of the kind of this number lies."""
+def _place(kind: Sequence[_Key], number: int, shared: Sequence[_Key], groups: Sequence[_Group], *, pinned: bool) -> Places:
+    """Where each leaf of the kind of this number lies.
+
+    `pinned`: the partitioner is told that a raveled leaf is whole on its way out of the buffer and into it.  It would cut
+    the leaf as its reader wants it while it lies beside others, and permute.
+    """
     apart = {group.members[number]: (len(shared) + g, group.aval.shape) for g, group in enumerate(groups) if number in group.members}
     free = list(range(len(shared)))
     found = []
@@ -227,5 +232,5 @@ def _place(kind: Sequence[_Key], number: int, shared: Sequence[_Key], groups: Se
         else:
             index, shape = next(i for i in free if shared[i] == key), key[0]
             free.remove(index)
-        found.append(Place(index, key[0], shape != key[0]))
+        found.append(Place(index, key[0], shape != key[0], pinned=pinned))
     return tuple(found)

@@ -170,7 +170,7 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
 
 
 def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
-    """`first`, its gradient, `last` with its gradient; of forwards alone, `first` and `last`."""
+    """`first`, its gradient, `last` with its gradient."""
 
     def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
         start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]
@@ -181,9 +181,6 @@ def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
         return tuple(spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen)
 
     first, last = code.first, code.last
-    if not job.training:
-        ends = [("first", first.consts, first.evaluate), *([] if last is None else [("last", last.consts, last.evaluate)])]
-        return [Block(name, jaxpr, specs(name, len(consts), jaxpr)) for name, consts, jaxpr in ends]
     found = [Block("first", first.forward, specs("first", len(first.consts), first.forward))]
     if first.num_trained:
         start = specs("first", len(first.consts), first.backward)

@@ -19,6 +19,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpipe as jp
+from jaxpipe.spmd.exchange import settled
+from jaxpipe.spmd.state import State
 from tests.axes.model import SPECS, batch, build, canonical, first, last, like_truth, mesh, pipeline, worst_error
 from tests.oracle import oracle_outputs, oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
@@ -26,6 +28,7 @@ from tests.tiers import slow
 
 M, SECONDS = 4, 300
 SPLIT = PartitionSpec(None, "tensor")
+SIDES = {"stages": [SPLIT, SPLIT]}
 
 
 def hidden(params: Any, x: Any) -> Any:
@@ -110,6 +113,22 @@ def check(table: jp.Schedule, functions: dict[str, Any], on: Mesh, options: dict
         pipe.profile(params, rows)
 
 
+def forwards() -> None:
+    """In a process of its own: outputs of stages of which the second sorts, so that the first is split as that one wants it."""
+    functions = [
+        lambda p, x: jnp.sort((x + jnp.roll(x[:, ::-1], 1, axis=-1)) @ p["w"], axis=-1),
+        lambda p, x: jnp.sort(x @ p["w"], axis=-1),
+    ]
+    on = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "tensor"))
+    pipe = jp.Pipeline(
+        functions, schedule=jp.schedules.build("gpipe", devices=2, microbatches=3), mesh=on, replicated_axes=("tensor",), specs=SIDES
+    )
+    weights = [{"w": w} for w in np.random.default_rng(0).standard_normal((2, 4, 4))]
+    x = np.random.default_rng(1).standard_normal((9, 4))
+    wanted = functions[1](weights[1], functions[0](weights[0], x))
+    assert worst_error(pipe.outputs(pipe.place({"stages": weights}), {"x": x}), wanted) <= FLOAT64
+
+
 def run(call: str) -> None:
     code = f"from tests import conftest; from tests.axes import test_permutes; test_permutes.{call}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -128,3 +147,35 @@ def test_what_the_partitioner_permutes_for(name: str, schedule: str) -> None:
 @pytest.mark.parametrize(("axis", "schedule"), [("data", "1f1b"), slow("tensor", "1f1b"), slow("data", "zb_h1")])
 def test_a_stage_that_permutes_itself(axis: str, schedule: str) -> None:
     run(f"ring({axis!r}, {schedule!r})")
+
+
+def test_forwards_alone_permute() -> None:
+    run("forwards()")
+
+
+def test_a_flag_that_travels_is_awaited_as_numbers_are() -> None:
+    state = settled([jnp.ones(2, bool)], State(token=jnp.ones((), bool)))
+    assert not state.token  # it depends on what has come
+
+
+def test_what_lies_raveled_beside_other_kinds_is_whole_until_it_is_read() -> None:
+    """Else the partitioner cuts it in its pool as its reader wants it, by permutes in the block of one device."""
+
+    def layer(params: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ params["w"])
+
+    def sorting(params: Any, x: Any) -> Any:
+        return jnp.sort(x @ params["w"], axis=-1)
+
+    pipe = jp.Pipeline(
+        layers={"a": layer, "b": sorting, "L": lambda params, x, microbatch: jnp.mean((x @ params["w"]) ** 2)},
+        layout="a|bb|b|aaL",
+        schedule=jp.schedules.build("interleaved_1f1b", devices=2, microbatches=2, chunks=2),
+        mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "tensor")),
+        specs={"stages": SPLIT, "last": SPLIT},
+    )
+    params = pipe.place({"stages": {k: {"w": jnp.ones((3, 2, 2))} for k in "ab"}, "last": {"w": jnp.ones((2, 2))}})
+    text = pipe.lower(params, {"x": jnp.ones((2, 2))}).compile().as_text()
+    permutes = [line for line in text.splitlines() if " collective-permute(" in line]
+    assert permutes
+    assert all("exchange" in line for line in permutes)

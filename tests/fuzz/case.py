@@ -146,6 +146,9 @@ def draw(seed: int) -> Case:
         calls = tuple(call for call in calls if call not in TRACED) or ("place",)
     if first in SPREAD or last in SPREAD or any("normalised" in each for each in ops):
         calls = tuple(call for call in calls if call != "nonfinite") or ("place",)
+    remat = one(*REMATS) if chance(0.3) else None
+    if any("complex" in each for each in ops) and remat == "everything_saveable":
+        remat = None  # JAX cannot save complex numbers by a policy, without a pipeline neither
     return Case(
         seed=seed,
         form=form,
@@ -173,7 +176,7 @@ def draw(seed: int) -> Case:
         explicit=chance(0.3),
         fsdp=chance(0.4) and axes["data"] > 0,
         outer=chance(0.2),
-        remat=one(*REMATS) if chance(0.3) else None,
+        remat=remat,
         offload="residuals" if chance(0.15) else None,
         accumulate=one("float32", "float32", "float64", None),
         costs=chance(0.15),
