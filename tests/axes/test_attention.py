@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.llama import Model, Shape, parameters, specs
-from jaxpipe.jaxprs import Slot
 from tests.axes.model import build, like_truth, mesh, worst_error
 from tests.oracle import oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
@@ -46,20 +45,6 @@ def tokens(shape: Shape, microbatches: int) -> dict[str, Any]:
 )
 def test_a_tensor_parallel_llama_equals_one_device(name: str, options: dict[str, Any]) -> None:
     check(TINY, name, options)
-
-
-@pytest.mark.slow
-def test_rows_that_are_split_are_stored_before_long_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads times time over 16 times the width: what the MLP keeps for W is stored before attention's backward."""
-    split, shows = [], Slot.shows
-
-    def noted(slot: Slot, row: Any) -> Any:
-        split.append(bool(slot.entry.parts))
-        return shows(slot, row)
-
-    monkeypatch.setattr(Slot, "shows", noted)
-    check(replace(TINY, time=40), "zb_h1", {"remat_layer": True, "sequence": True})
-    assert any(split)
 
 
 @pytest.mark.slow

@@ -365,7 +365,7 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
         asked.append(sum(segment.num_meeting_predicates for segment in plan.segments))
         sizes.append(sum(segment.stage_size for segment in plan.segments))
     assert asked[0] == asked[1]
-    assert sizes[0] == sizes[1]
+    assert sizes[1] <= sizes[0]
 
 
 def _without_shares(template):
