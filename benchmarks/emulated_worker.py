@@ -150,9 +150,12 @@ def step_of(case: Case, unit: float) -> Callable[[], Any]:
         stage_of(unit, split=split),
         schedule=schedule,
         mesh=mesh,
+        # Its gradient needs that of the first stage's input: XLA would drop the call that makes it where nothing does.
+        first=lambda params, microbatch: params["w"] * microbatch["x"],
         last=lambda params, x, microbatch: jnp.mean(x),
     )
-    params = pipe.place({"stages": {"w": np.ones((schedule.num_stages, 1), np.float32)}, "last": {}})
+    one, stages = np.ones(1, np.float32), np.ones((schedule.num_stages, 1), np.float32)
+    params = pipe.place({"first": {"w": one}, "stages": {"w": stages}, "last": {}})
     return lambda: jax.block_until_ready(pipe.value_and_grad(params, batch))
 
 
