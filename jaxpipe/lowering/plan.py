@@ -24,7 +24,7 @@ from .requirements import collect
 from .slots import assign_slots
 from .spans import segments_of
 
-# A program this much longer than its table keeps the table's makespan.
+# A program this much longer than another is as good.
 KEEPS = 1.005
 
 
@@ -35,6 +35,11 @@ class Candidate(NamedTuple):
     segments: tuple[Segment, ...]
     makespan: float  # of the program without overheads, in the unit of the costs
     price: float  # the makespan with overheads and a little for each block of code
+
+    @property
+    def meetings(self) -> int:
+        """Predicates around collective actions, in a step."""
+        return sum(segment.num_meeting_predicates for segment in self.segments)
 
     @classmethod
     def of(cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads) -> Candidate:
@@ -67,11 +72,14 @@ def cheapest(ticks: Ticks) -> Candidate:
 
 
 def choose_candidate(schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED) -> Candidate:
-    """The cheapest of those that keep the table's makespan; where none does, the cheapest of all."""
+    """Of those that keep the table's makespan, or the least that there is, the cheapest.
+
+    Those with the fewest predicates around collective actions come first: no CUDA graph holds a collective, so the host waits.
+    """
     found = candidates(schedule, costs=costs, overheads=overheads)
-    enough = KEEPS * simulate(schedule, Costs() if costs is None else replace(costs, transfer=0)).makespan
-    keeping = [each for each in found if each.makespan <= enough]
-    return min(keeping or found, key=lambda each: each.price)
+    table = simulate(schedule, Costs() if costs is None else replace(costs, transfer=0)).makespan
+    enough = KEEPS * max(table, min(each.makespan for each in found))
+    return min((each for each in found if each.makespan <= enough), key=lambda each: (each.meetings, each.price))
 
 
 @dataclass(frozen=True)
