@@ -47,11 +47,11 @@ class SpmdExecutor:
     def _asked(
         self, job: Job, placed: PyTree, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[tuple[StageEntries, ...] | None, bool]:
-        """How pools keep what stages store, where the partitioner splits it; whether it permutes.
+        """How pools keep what stages store, where the partitioner splits it; whether it may permute in blocks, on CPU devices.
 
-        The second is asked on CPU devices only.  The model is traced once more for either.
-        Forwards alone say nothing of how pools are split, so that the partitioner may permute in a block
-        for what comes before or after it: there it is taken for granted.
+        The model is traced once more for the first.  A block compiled alone does not tell of every permute: the partitioner
+        decides from a whole program, by what comes before and after the block.  So the second is taken for granted but
+        where blocks are timed, which needs their predicates.
         """
         waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
         if not auto_axes(self.mesh, job):
@@ -69,4 +69,4 @@ class SpmdExecutor:
         jax.eval_shape(mapped(trace, self.mesh, axes, (placed, rows, whole, kept), whole), params, batch, rng, state)
         code, owned = found[0].code, found[0].owned
         entries = split_entries(job, self.mesh, code, owned)
-        return entries, waits and partitioner_permutes(job, self.mesh, code, entries)
+        return entries, waits and (job.clock is None or partitioner_permutes(job, self.mesh, code, entries))

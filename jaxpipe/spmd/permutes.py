@@ -2,8 +2,9 @@
 
 Every permute of XLA:CPU waits for all devices of the program, also those that it moves nothing to.
 Under a predicate some of them wait in the permute of one block and some in that of another, until
-XLA ends the process.  So where any block permutes, all devices run every block at once, and keep
-what it gives where its predicate holds (see `block`).
+XLA ends the process.  So beside axes that are left to the partitioner all devices run every block at
+once, and keep what it gives where its predicate holds (see `block`).  A step that is timed has
+predicates, and is refused where a block permutes.
 """
 
 from __future__ import annotations
