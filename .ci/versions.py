@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Test jaxpipe with the lowest and with the highest versions that pyproject.toml allows of what it runs with.
+"""Test jaxpipe with the lowest and with the highest versions that pyproject.toml allows of what it
+runs with.
 
 python .ci/versions.py lowest [ARGUMENTS OF PYTEST]       in .venv-lowest
 python .ci/versions.py highest [ARGUMENTS OF PYTEST]      in .venv-highest
 
-The environment is made on the first run, brought up to date on every run, and kept.  Without arguments the quick choice below runs, some
-minutes on two cores: what meets jax, flax, optax and orbax where they change.  The Python that runs this makes the environment; for
-`lowest` it should be the oldest that is allowed, since old releases have no wheels for newer ones.
+The environment is made on the first run, brought up to date on every run, and kept.  Without
+arguments the quick choice below runs, some minutes on two cores: what meets jax, flax, optax and
+orbax where they change.  The Python that runs this makes the environment; for `lowest` it should be
+the oldest that is allowed, since old releases have no wheels for newer ones.
 """
 
 from __future__ import annotations
@@ -41,13 +43,19 @@ QUICK = (
 def ranges() -> dict[str, str]:
     """Name -> lowest version, of everything that jaxpipe and its extras run with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [needs for name, needs in project.get("optional-dependencies", {}).items() if name not in TOOLS]
+    extras = [
+        needs
+        for name, needs in project.get("optional-dependencies", {}).items()
+        if name not in TOOLS
+    ]
     found = [RANGE.match(need) for needs in (project["dependencies"], *extras) for need in needs]
     return {match["name"]: match["lowest"] for match in found if match}
 
 
 def torch() -> str:
-    """The requirement of torch, which goes first and alone: pip takes a CPU build where one is at hand."""
+    """The requirement of torch, which goes first and alone: pip takes a CPU build where one is at
+    hand.
+    """
     (need,) = re.findall(r'"(torch==[\w.]+)"', (ROOT / "pyproject.toml").read_text())
     return str(need)
 
@@ -62,14 +70,24 @@ def main(which: str, *arguments: str) -> int:
     if not Path(python).exists():  # not there, or left half made
         venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    pinned = [f"{name}=={version}" for name, version in ranges().items()] if which == "lowest" else []
+    pinned = (
+        [f"{name}=={version}" for name, version in ranges().items()] if which == "lowest" else []
+    )
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(f"{pin}\n" for pin in pinned))
     newest = ["--upgrade", "--upgrade-strategy", "eager"] if which == "highest" else []
     subprocess.run([*pip, torch()], check=True)
-    subprocess.run([*pip, *newest, "--constraint", str(constraints), "--editable", f"{ROOT}[examples,test]"], check=True)
-    subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "list", "--format", "freeze"], check=True)
-    return subprocess.run([python, "-m", "pytest", *(arguments or QUICK)], cwd=ROOT, check=False).returncode
+    subprocess.run(
+        [*pip, *newest, "--constraint", str(constraints), "--editable", f"{ROOT}[examples,test]"],
+        check=True,
+    )
+    subprocess.run(
+        [python, "-m", "pip", "--disable-pip-version-check", "list", "--format", "freeze"],
+        check=True,
+    )
+    return subprocess.run(
+        [python, "-m", "pytest", *(arguments or QUICK)], cwd=ROOT, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
-"""Benchmarks: each is one command that prints one table, `python -m benchmarks.NAME [-o FILE]`; results are in `results/`."""
+"""Benchmarks: each is one command that prints one table, `python -m benchmarks.NAME [-o FILE]`;
+results are in `results/`.
+"""

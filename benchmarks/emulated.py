@@ -1,10 +1,12 @@
-"""How close a step comes to its table's makespan, on emulated devices: stages that hold their device for a given time.
+"""How close a step comes to its table's makespan, on emulated devices: stages that hold their
+device for a given time.
 
     python -m benchmarks.emulated -o benchmarks/results/emulated.txt
 
-F, I and W hold a device for one unit and B for two; nothing is computed, so any number of devices run side by side on few
-cores.  Each case runs with all devices in one process (XLA:CPU, where a transfer waits for every device) and with processes of one or
-two devices that talk over gloo (where it waits for its pairs).  "empty" is the same step with holds of no time.
+F, I and W hold a device for one unit and B for two; nothing is computed, so any number of devices
+run side by side on few cores.  Each case runs with all devices in one process (XLA:CPU, where a
+transfer waits for every device) and with processes of one or two devices that talk over gloo (where
+it waits for its pairs).  "empty" is the same step with holds of no time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.lowering.plan import Plan, plan_of
 
-SCHEDULES = ("gpipe:1", "1f1b:1", "1f1b_overlap:1", "interleaved_1f1b:2", "interleaved_1f1b_overlap:2", "zb_h1:1", "zb_h2:1")
+SCHEDULES = (
+    "gpipe:1",
+    "1f1b:1",
+    "1f1b_overlap:1",
+    "interleaved_1f1b:2",
+    "interleaved_1f1b_overlap:2",
+    "zb_h1:1",
+    "zb_h2:1",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,9 +53,21 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print("  ".join(rows[-1]), file=sys.stderr, flush=True)
     rows.sort(key=lambda row: row[-1])
     Result(
-        f"Emulated devices: wall time of a step / makespan of its table (medians of {args.repeats}; F, I, W = {args.unit * 1e3:g} ms)",
+        "Emulated devices: wall time of a step / makespan of its table (medians of "
+        f"{args.repeats}; F, I, W = {args.unit * 1e3:g} ms)",
         machine,
-        ("schedule", "P", "V", "M", "processes", "ideal s", "wall/ideal", "(least)", "program", "empty ms/mb"),
+        (
+            "schedule",
+            "P",
+            "V",
+            "M",
+            "processes",
+            "ideal s",
+            "wall/ideal",
+            "(least)",
+            "program",
+            "empty ms/mb",
+        ),
         [row[:-1] for row in rows],
         NOTES,
     ).write(args.output)
@@ -53,20 +75,43 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 NOTES = (
     "processes: 1 x 4 is one process with four devices; 4 x 1 is four processes over gloo.",
-    "program: the simulated makespan of the lowered program / that of the table, where a transfer holds up the two devices of each pair,",
-    "as between processes of one device and on GPUs.  In one process of CPU devices every transfer holds up all devices: wall / ideal is",
+    "program: the simulated makespan of the lowered program / that of the table, where a "
+    "transfer holds up the two devices of each pair,",
+    "as between processes of one device and on GPUs.  In one process of CPU devices every "
+    "transfer holds up all devices: wall / ideal is",
     "then larger where neighbours do F and B in turn.",
-    "empty: milliseconds a microbatch of the same step with holds of no time: dispatch, loops, transfers, reductions.",
+    "empty: milliseconds a microbatch of the same step with holds of no time: dispatch, loops, "
+    "transfers, reductions.",
 )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME:V", help="schedules with their chunks a device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=SCHEDULES,
+        metavar="NAME:V",
+        help="schedules with their chunks a device",
+    )
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
-    parser.add_argument("--processes", nargs="+", type=int, metavar="N", help="process counts (default: 1 and P, and 2 for P = 4)")
-    parser.add_argument("--unit", type=float, default=0.01, metavar="SECONDS", help="how long F, I and W hold a device")
+    parser.add_argument(
+        "--processes",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="process counts (default: 1 and P, and 2 for P = 4)",
+    )
+    parser.add_argument(
+        "--unit",
+        type=float,
+        default=0.01,
+        metavar="SECONDS",
+        help="how long F, I and W hold a device",
+    )
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps that are timed")
     add_output(parser)
     return parser.parse_args(argv)
@@ -90,7 +135,9 @@ def _process_counts(asked: Sequence[int] | None, devices: int) -> Iterable[int]:
 
 
 def run_group(group: Group) -> Iterator[dict[str, Any]]:
-    """Start the processes of a group and yield what process 0 prints, case by case; all are ended if one fails."""
+    """Start the processes of a group and yield what process 0 prints, case by case; all are ended
+    if one fails.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -100,7 +147,8 @@ def run_group(group: Group) -> Iterator[dict[str, Any]]:
             worker = _start(dataclasses.replace(group, process=process, port=port))
             stack.callback(_end, worker)
             workers.append(worker)
-        # Where one fails the others wait for it for ever, so whoever fails first ends process 0, and with it the loop below.
+        # Where one fails the others wait for it for ever, so whoever fails first ends process 0,
+        # and with it the loop below.
         for worker in workers[1:]:
             threading.Thread(target=_end_if_failed, args=(worker, workers[0]), daemon=True).start()
         assert workers[0].stdout is not None

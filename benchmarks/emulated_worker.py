@@ -28,7 +28,9 @@ from jaxpipe.planner.layer_cost import Remat, stage_costs
 from jaxpipe.table.action import Kind, parts
 
 MARK = "result "
-ROW = 1024  # floats in a row: little to move, but more than the 512 bytes under which XLA:CPU runs a whole loop body in sequence
+# floats in a row: little to move, but more than the 512 bytes under which XLA:CPU runs a whole loop
+# body in sequence
+ROW = 1024
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,25 @@ class Case:
 
     def build(self) -> jp.Schedule:
         """Its table."""
-        return jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches, chunks=self.chunks)
+        return jp.schedules.build(
+            self.schedule, devices=self.devices, microbatches=self.microbatches, chunks=self.chunks
+        )
 
     def stage_costs(self, unit: float) -> jp.Costs:
         """The holds of its stages, in seconds."""
-        layers = {c: jp.LayerCost(forward=unit * f, input_grad=unit * i, weight_grad=unit * w) for c, f, i, w in self.units}
+        layers = {
+            c: jp.LayerCost(forward=unit * f, input_grad=unit * i, weight_grad=unit * w)
+            for c, f, i, w in self.units
+        }
         layout = jp.parse_layout(self.layout, devices=self.devices, letters="".join(layers))
         return stage_costs(layout, layers, remat=Remat.NONE, transfer=0.0)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that run cases together; `unit` is how long F, I and W hold their device, in seconds."""
+    """Processes that run cases together; `unit` is how long F, I and W hold their device, in
+    seconds.
+    """
 
     process: int
     processes: int
@@ -76,13 +85,22 @@ class Group:
 
 
 def _case(fields: dict[str, Any]) -> Case:
-    return Case(**{**fields, "units": tuple((str(c), float(f), float(i), float(w)) for c, f, i, w in fields.get("units", ()))})
+    return Case(
+        **{
+            **fields,
+            "units": tuple(
+                (str(c), float(f), float(i), float(w)) for c, f, i, w in fields.get("units", ())
+            ),
+        }
+    )
 
 
 def stage_of(unit: float, *, split: bool) -> Callable[[Any, Any], Any]:
-    """A stage whose F holds its device for `unit`, and whose B for twice that: as one call, or as two where the table splits it.
+    """A stage whose F holds its device for `unit`, and whose B for twice that: as one call, or as
+    two where the table splits it.
 
-    Every gradient depends on a call, so nothing that cuts the backward in two, or drops dead code, can lose one.
+    Every gradient depends on a call, so nothing that cuts the backward in two, or drops dead code,
+    can lose one.
     """
 
     @jax.custom_vjp
@@ -103,7 +121,9 @@ def stage_of(unit: float, *, split: bool) -> Callable[[Any, Any], Any]:
     return lambda params, x: stage(params, x)
 
 
-def layer_of(forward: float, input_grad: float, weight_grad: float, *, split: bool) -> Callable[[Any, Any], Any]:
+def layer_of(
+    forward: float, input_grad: float, weight_grad: float, *, split: bool
+) -> Callable[[Any, Any], Any]:
     """The same with times of its own."""
 
     @jax.custom_vjp
@@ -123,14 +143,25 @@ def layer_of(forward: float, input_grad: float, weight_grad: float, *, split: bo
     return lambda params, x: layer(params, x)
 
 
-def layered(case: Case, schedule: jp.Schedule, mesh: Mesh, unit: float, *, split: bool) -> tuple[jp.Pipeline, Any]:
-    """A pipeline of layers that hold their device, and its parameters; the backward of `first` and of `last` is in one piece."""
-    own = {letter: layer_of(*(unit * t for t in times), split=split and letter not in "EL") for letter, *times in case.units}
+def layered(
+    case: Case, schedule: jp.Schedule, mesh: Mesh, unit: float, *, split: bool
+) -> tuple[jp.Pipeline, Any]:
+    """A pipeline of layers that hold their device, and its parameters; the backward of `first` and
+    of `last` is in one piece.
+    """
+    own = {
+        letter: layer_of(*(unit * t for t in times), split=split and letter not in "EL")
+        for letter, *times in case.units
+    }
     layers: dict[str, Callable[..., Any]] = dict(own)
     layers["E"] = lambda params, microbatch: own["E"](params, microbatch["x"])
     layers["L"] = lambda params, x, microbatch: jnp.mean(own["L"](params, x))
     letters = jp.parse_layout(case.layout, devices=case.devices, letters="".join(own)).layers
-    stages = {letter: {"w": np.ones((letters.count(letter), 1), np.float32)} for letter in own if letter not in "EL"}
+    stages = {
+        letter: {"w": np.ones((letters.count(letter), 1), np.float32)}
+        for letter in own
+        if letter not in "EL"
+    }
     one = {"w": np.ones(1, np.float32)}
     costs = case.stage_costs(unit or 0.01)
     pipe = jp.Pipeline(layers=layers, layout=case.layout, schedule=schedule, mesh=mesh, costs=costs)
@@ -140,7 +171,9 @@ def layered(case: Case, schedule: jp.Schedule, mesh: Mesh, unit: float, *, split
 def step_of(case: Case, unit: float) -> Callable[[], Any]:
     """A function that runs one step and waits for it."""
     schedule = case.build()
-    split = any(a.kind in (Kind.I, Kind.W) for row in schedule.rows for cell in row for a in parts(cell))
+    split = any(
+        a.kind in (Kind.I, Kind.W) for row in schedule.rows for cell in row for a in parts(cell)
+    )
     mesh = Mesh(np.array(jax.devices()[: case.devices]), ("pipe",))
     batch = {"x": np.ones((case.microbatches, ROW), np.float32)}
     if case.layout:
@@ -150,7 +183,8 @@ def step_of(case: Case, unit: float) -> Callable[[], Any]:
         stage_of(unit, split=split),
         schedule=schedule,
         mesh=mesh,
-        # Its gradient needs that of the first stage's input: XLA would drop the call that makes it where nothing does.
+        # Its gradient needs that of the first stage's input: XLA would drop the call that makes it
+        # where nothing does.
         first=lambda params, microbatch: params["w"] * microbatch["x"],
         last=lambda params, x, microbatch: jnp.mean(x),
     )
@@ -187,19 +221,34 @@ def _held() -> float:
 
 
 def _check_held(case: Case, unit: float, held: float) -> None:
-    """Every action of this process's devices held its device for its time; a lost call would look like speed."""
+    """Every action of this process's devices held its device for its time; a lost call would look
+    like speed.
+    """
     schedule = case.build()
-    mine = [d for d, device in enumerate(jax.devices()[: case.devices]) if device.process_index == jax.process_index()]
+    mine = [
+        d
+        for d, device in enumerate(jax.devices()[: case.devices])
+        if device.process_index == jax.process_index()
+    ]
     actions = [a for d in mine for cell in schedule.rows[d] for a in parts(cell)]
     if case.layout:
         # Both halves of every layer of this process's stages, once a microbatch.
-        layout = jp.parse_layout(case.layout, devices=case.devices, letters="".join(c for c, *_ in case.units))
+        layout = jp.parse_layout(
+            case.layout, devices=case.devices, letters="".join(c for c, *_ in case.units)
+        )
         each = layout.stage_costs({letter: sum(times) for letter, *times in case.units})
-        wanted = unit * case.microbatches * sum(each[s] for d in mine for s in schedule.placement.stages_of[d])
+        wanted = (
+            unit
+            * case.microbatches
+            * sum(each[s] for d in mine for s in schedule.placement.stages_of[d])
+        )
     else:
         wanted = unit * sum(2 if a.kind is Kind.B else 1 for a in actions)
     if abs(held - wanted) > 1e-6 + 1e-6 * wanted:
-        raise SystemExit(f"{case}: devices were held for {held:.6f} s in a step, but the table says {wanted:.6f} s")
+        raise SystemExit(
+            f"{case}: devices were held for {held:.6f} s in a step, but the table says "
+            f"{wanted:.6f} s"
+        )
 
 
 def _end_with_parent() -> None:

@@ -2,8 +2,9 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.flatness -o benchmarks/results/flatness.txt
 
-Blocks and permutes are counted in the plans of the whole catalogue, which takes no compiler.  Of some tables the small model of
-tests/gpu is compiled for H100s that are only described, and the instructions of the optimised program are counted.
+Blocks and permutes are counted in the plans of the whole catalogue, which takes no compiler.  Of
+some tables the small model of tests/gpu is compiled for H100s that are only described, and the
+instructions of the optimised program are counted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from jaxpipe.schedules.registry import describe as describe_schedule
 from tests.gpu.programs import compile_step, gpu_fault, operations
 
 FEW, MORE, MANY = 8, 64, 512
-# Microbatches that lie in the steady state: what so many more of them send is what a steady state sends.
+# Microbatches that lie in the steady state: what so many more of them send is what a steady state
+# sends.
 SHORT, LONG = 96, 192
 COLUMNS = (
     "schedule",
@@ -43,11 +45,13 @@ COLUMNS = (
 )
 NOTES = (
     "M = 8, 512: blocks of stage code + permutes that are compiled;",
-    "worst: the most of M = 64 and 512 over M = 8, of blocks, or of blocks and a tenth of the permutes (with 35 instructions in these",
+    "worst: the most of M = 64 and 512 over M = 8, of blocks, or of blocks and a tenth of the "
+    "permutes (with 35 instructions in these",
     "programs, where a block has 400 and more).",
     "sent: what 96 microbatches more send over what they send in the table.",
     "8 microbatches have little steady state, so code grows until about M = 32 and no further.",
-    "HLO: instructions of the program that XLA has optimised for H100s.  CPU s: to trace and compile it, of all threads.",
+    "HLO: instructions of the program that XLA has optimised for H100s.  CPU s: to trace and "
+    "compile it, of all threads.",
 )
 
 
@@ -67,7 +71,9 @@ class Table:
 
     def build(self, microbatches: int) -> jp.Schedule:
         """With so many microbatches."""
-        return jp.schedules.build(self.name, devices=self.devices, microbatches=microbatches, chunks=self.chunks)
+        return jp.schedules.build(
+            self.name, devices=self.devices, microbatches=microbatches, chunks=self.chunks
+        )
 
 
 @cache
@@ -120,15 +126,27 @@ def line(table: Table, *, compile_it: bool) -> tuple[str, ...]:
         return (*cells, *[""] * 6)
     (few, few_seconds), (many, many_seconds) = compiled(table, FEW), compiled(table, MANY)
     cells += [str(few), str(many), f"{many / few:.2f}"]
-    return (*cells, f"{few_seconds:.1f}", f"{many_seconds:.1f}", f"{many_seconds / few_seconds:.2f}")
+    return (
+        *cells,
+        f"{few_seconds:.1f}",
+        f"{many_seconds:.1f}",
+        f"{many_seconds / few_seconds:.2f}",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     catalogue = [name for name in jp.schedules.names() if name != "no_pipelining"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedules", nargs="+", default=catalogue, metavar="NAME")
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
-    parser.add_argument("--compile", nargs="*", metavar="NAME:P:V", help="tables to compile (default: those of the usual number of chunks)")
+    parser.add_argument(
+        "--compile",
+        nargs="*",
+        metavar="NAME:P:V",
+        help="tables to compile (default: those of the usual number of chunks)",
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
@@ -137,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = usual if args.compile is None else {Table.parse(text) for text in args.compile}
     fault = gpu_fault() if chosen else None
     if fault is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); --compile without a table leaves that out")
+        parser.error(
+            f"GPU programs cannot be compiled here ({fault}); --compile without a table leaves "
+            "that out"
+        )
     rows = [line(table, compile_it=table in chosen) for table in everything]
     Result("Program size and compile time", machine, COLUMNS, rows, NOTES).write(args.output)
 

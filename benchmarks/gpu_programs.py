@@ -1,9 +1,11 @@
-"""What XLA makes of the steps of the catalogue on GPUs: host waits, large copies, collectives beside compute, memory.
+"""What XLA makes of the steps of the catalogue on GPUs: host waits, large copies, collectives
+beside compute, memory.
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs -o benchmarks/results/gpu_programs.txt
 
-A small transformer is compiled for H100s that are only described, and the program is read (`jaxpipe.compiled`).  Nothing is run, and
-no GPU is needed; how long a wait or a copy takes is for `benchmarks.gpu_single` to say, where there is a GPU.
+A small transformer is compiled for H100s that are only described, and the program is read
+(`jaxpipe.compiled`).  Nothing is run, and no GPU is needed; how long a wait or a copy takes is for
+`benchmarks.gpu_single` to say, where there is a GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +26,27 @@ import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.compiled import GpuProgram, LargeMove, Move, compile_and_read, count_waits, flat, most_waits, never, steady
+from jaxpipe.compiled import (
+    GpuProgram,
+    LargeMove,
+    Move,
+    compile_and_read,
+    count_waits,
+    flat,
+    most_waits,
+    never,
+    steady,
+)
 from jaxpipe.report import most_actions, most_of_each_kind
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
 DATA = "data"
-# Activations of 2 MiB a layer, so that their halves on a second axis count as large too; and of sizes that tell what an array is.
-SHAPE = Shape(width=512, heads=6, kv_heads=2, head_dim=64, hidden=1408, vocab=2176, rows=1, time=2048)
+# Activations of 2 MiB a layer, so that their halves on a second axis count as large too; and of
+# sizes that tell what an array is.
+SHAPE = Shape(
+    width=512, heads=6, kv_heads=2, head_dim=64, hidden=1408, vocab=2176, rows=1, time=2048
+)
 LAYERS = 2  # of a stage
 
 
@@ -66,7 +81,9 @@ class Case:
 
     def build(self) -> jp.Schedule:
         """The table, with the schedule's usual number of chunks."""
-        return jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
+        return jp.schedules.build(
+            self.schedule, devices=self.devices, microbatches=self.microbatches
+        )
 
     def lower(self) -> Any:
         """The step, lowered for described GPUs."""
@@ -89,11 +106,17 @@ class Case:
         )
         rows = self.microbatches * (2 if data else 1)
         sharding = NamedSharding(mesh, PartitionSpec(DATA if data else None))
-        return pipe.lower(pipe.place(parameters(shape, schedule.num_stages)), batch(shape, rows, sharding))
+        return pipe.lower(
+            pipe.place(parameters(shape, schedule.num_stages)), batch(shape, rows, sharding)
+        )
 
 
 def _layer_policy(remat: Remat) -> Callable[..., bool] | bool:
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat is Remat.DOTS else remat is Remat.LAYER
+    return (
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        if remat is Remat.DOTS
+        else remat is Remat.LAYER
+    )
 
 
 COLUMNS = (
@@ -117,13 +140,19 @@ COLUMNS = (
     "CPU s",
 )
 NOTES = (
-    "predicates: loops of unknown trip count and conditionals; on host: those that are no nodes of CUDA graphs, so that the host waits.",
-    "waits: host waits of a device a step, at least (where nothing is taken) and at most (where each action takes a predicate).",
-    "copies, transposes, fills (with zeros) and others (pads, concatenations, rewrites): of 1 MiB or more, of whole arrays that a segment",
-    "carries or reads (pools, accumulators, stacked parameters, what is sent), in its loop: instructions, and MiB if each is run once.",
-    "in blocks: the same of other arrays, which are a block's own.  slices: what is read apart from a pool or stack before its reader.",
+    "predicates: loops of unknown trip count and conditionals; on host: those that are no nodes "
+    "of CUDA graphs, so that the host waits.",
+    "waits: host waits of a device a step, at least (where nothing is taken) and at most (where "
+    "each action takes a predicate).",
+    "copies, transposes, fills (with zeros) and others (pads, concatenations, rewrites): of 1 "
+    "MiB or more, of whole arrays that a segment",
+    "carries or reads (pools, accumulators, stacked parameters, what is sent), in its loop: "
+    "instructions, and MiB if each is run once.",
+    "in blocks: the same of other arrays, which are a block's own.  slices: what is read apart "
+    "from a pool or stack before its reader.",
     "GiB moved: all but slices, a step, where every predicate around them is taken every time.",
-    "permutes: of the loop of most trips, those with a matmul (or 16 MiB of elementwise work) issued between start and done / all;",
+    "permutes: of the loop of most trips, those with a matmul (or 16 MiB of elementwise work) "
+    "issued between start and done / all;",
     "collectives: the same of all others, anywhere.",
     "temp, total: GiB of one device.  CPU s: to trace and compile, of all threads.",
 )
@@ -133,13 +162,19 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     """A line of the table of results."""
     predicates = program.predicates
     schedule = case.build()
-    least, most = count_waits(predicates, never), most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule))
+    least, most = (
+        count_waits(predicates, never),
+        most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)),
+    )
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
     on_host = sum(not each.in_graph for each in flat(predicates))
     looped = [each for each in program.large_moves if each.place.in_loop]
     anew = [each for each in looped if each.move is not Move.SLICE]
     groups = [[each for each in anew if each.is_carried and each.move in kinds] for kinds in KINDS]
-    groups += [[each for each in anew if not each.is_carried], [each for each in looped if each.move is Move.SLICE]]
+    groups += [
+        [each for each in anew if not each.is_carried],
+        [each for each in looped if each.move is Move.SLICE],
+    ]
     permutes = steady(program.collectives)
     others = [each for each in program.collectives if each.kind != "collective-permute"]
     return (
@@ -171,11 +206,16 @@ def details(program: GpuProgram) -> Iterator[str]:
     yield from (f"  {each}" for each in flat(program.predicates))
     yield from (f"  {each}" for each in program.large_moves if each.place.in_loop)
     yield from (f"  {each}" for each in program.collectives)
-    yield from (f"  buffer {each.nbytes / 2**20:.1f} MiB: {each.shapes[:120]}" for each in program.memory.largest)
+    yield from (
+        f"  buffer {each.nbytes / 2**20:.1f} MiB: {each.shapes[:120]}"
+        for each in program.memory.largest
+    )
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Every schedule on the pipe axis with everything kept; the chosen ones with each mesh and each choice of what is kept."""
+    """Every schedule on the pipe axis with everything kept; the chosen ones with each mesh and each
+    choice of what is kept.
+    """
     for name in args.schedules:
         base = Case(name, args.devices, args.microbatches)
         yield base
@@ -187,22 +227,41 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     catalogue = [name for name in jp.schedules.names() if name != "no_pipelining"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schedules", nargs="+", default=catalogue, metavar="NAME")
     parser.add_argument(
-        "--grid", nargs="*", default=["1f1b", "zb_h1"], metavar="NAME", help="those compiled for all meshes and choices of remat"
+        "--grid",
+        nargs="*",
+        default=["1f1b", "zb_h1"],
+        metavar="NAME",
+        help="those compiled for all meshes and choices of remat",
     )
-    parser.add_argument("--axes", nargs="+", type=Axes, choices=list(Axes), default=list(Axes), metavar="AXES")
-    parser.add_argument("--remat", nargs="+", type=Remat, choices=list(Remat), default=list(Remat), metavar="REMAT")
+    parser.add_argument(
+        "--axes", nargs="+", type=Axes, choices=list(Axes), default=list(Axes), metavar="AXES"
+    )
+    parser.add_argument(
+        "--remat", nargs="+", type=Remat, choices=list(Remat), default=list(Remat), metavar="REMAT"
+    )
     parser.add_argument("--devices", type=int, default=8, metavar="P")
     parser.add_argument("--microbatches", type=int, default=32, metavar="M")
-    parser.add_argument("--options", nargs="*", default=[], metavar="NAME=VALUE", help="XLA options to compile with")
-    parser.add_argument("--details", action="store_true", help="print every predicate, copy and collective to the error output")
+    parser.add_argument(
+        "--options", nargs="*", default=[], metavar="NAME=VALUE", help="XLA options to compile with"
+    )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="print every predicate, copy and collective to the error output",
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
     if fault is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
+        parser.error(
+            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
+            "jax-cuda13-pjrt of jaxlib's version"
+        )
     options = dict(option.split("=", 1) for option in args.options)
     machine, rows = describe(), []
     for case in cases(args):
@@ -221,7 +280,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _sizes(shape: Shape) -> str:
     heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys"
-    return f"width {shape.width}, {heads}, hidden {shape.hidden}, {shape.rows} x {shape.time} tokens"
+    return (
+        f"width {shape.width}, {heads}, hidden {shape.hidden}, {shape.rows} x {shape.time} tokens"
+    )
 
 
 if __name__ == "__main__":

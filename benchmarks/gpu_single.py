@@ -1,12 +1,14 @@
-"""The executor on one device: V chunks and no neighbours, against plain gradient accumulation in the same process.
+"""The executor on one device: V chunks and no neighbours, against plain gradient accumulation in
+the same process.
 
     python -m benchmarks.gpu_single -o benchmarks/results/gpu_single.txt
 
-Nothing is sent, so what is left is what the lowering itself costs: slots, accumulators, loops, and the predicates with which a tick asks
-who runs what.  "predicated" is the program of one chunk with a predicate around every block, as positions have them whose devices do
-different things; with several chunks a tick asks for each of them.  On a GPU everything runs twice, with and without XLA's command
-buffers, each in a process of its own; the ratios to plain accumulation are taken in turns within a process.  On a machine without a
-GPU it runs a smaller model on the CPU.
+Nothing is sent, so what is left is what the lowering itself costs: slots, accumulators, loops, and
+the predicates with which a tick asks who runs what.  "predicated" is the program of one chunk with
+a predicate around every block, as positions have them whose devices do different things; with
+several chunks a tick asks for each of them.  On a GPU everything runs twice, with and without XLA's
+command buffers, each in a process of its own; the ratios to plain accumulation are taken in turns
+within a process.  On a machine without a GPU it runs a smaller model on the CPU.
 """
 
 from __future__ import annotations
@@ -55,12 +57,24 @@ class Sizes:
 
     def gpt(self, stages: int) -> GPT:
         """The model cut into stages."""
-        return GPT(stages, LAYERS, self.vocab, self.context, self.width, self.heads, dtype=jnp.dtype(self.dtype))
+        return GPT(
+            stages,
+            LAYERS,
+            self.vocab,
+            self.context,
+            self.width,
+            self.heads,
+            dtype=jnp.dtype(self.dtype),
+        )
 
 
 SIZES = {
-    "gpu": Sizes(width=2048, heads=16, context=1024, vocab=8192, rows=2, microbatches=16, dtype="bfloat16"),
-    "cpu": Sizes(width=256, heads=4, context=128, vocab=256, rows=2, microbatches=8, dtype="float32"),
+    "gpu": Sizes(
+        width=2048, heads=16, context=1024, vocab=8192, rows=2, microbatches=16, dtype="bfloat16"
+    ),
+    "cpu": Sizes(
+        width=256, heads=4, context=128, vocab=256, rows=2, microbatches=8, dtype="float32"
+    ),
     "tiny": Sizes(width=32, heads=2, context=16, vocab=32, rows=1, microbatches=4, dtype="float32"),
 }
 
@@ -83,26 +97,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     on_gpu, device = _device()
     size = args.size or ("gpu" if on_gpu else "cpu")
     settings = {"on": "", "off": NO_COMMAND_BUFFERS} if on_gpu else {"": ""}
-    rows = [row for name, flags in settings.items() for row in _run_child(size, args.chunks, args.repeats, name, flags)]
+    rows = [
+        row
+        for name, flags in settings.items()
+        for row in _run_child(size, args.chunks, args.repeats, name, flags)
+    ]
     Result(
         f"One device, {LAYERS} layers of a GPT ({SIZES[size]}) (medians of {args.repeats} turns)",
         [*machine, f"device: {device}"],
-        ("contender", "command buffers", "step ms", "/ plain", "throughput", "predicates", "us a predicate"),
+        (
+            "contender",
+            "command buffers",
+            "step ms",
+            "/ plain",
+            "throughput",
+            "predicates",
+            "us a predicate",
+        ),
         rows,
         NOTES,
     ).write(args.output)
 
 
 NOTES = (
-    "throughput: of plain accumulation's; medians of ratios taken in turns.  predicates: blocks run in a loop of at most one trip.",
-    "us a predicate: (step - step of the executor with one chunk and no predicates) / predicates, in microseconds.",
+    "throughput: of plain accumulation's; medians of ratios taken in turns.  predicates: blocks "
+    "run in a loop of at most one trip.",
+    "us a predicate: (step - step of the executor with one chunk and no predicates) / "
+    "predicates, in microseconds.",
 )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, help="default: gpu where there is one, else cpu")
-    parser.add_argument("--chunks", nargs="+", type=int, choices=(1, 2, 4, 8), default=(1, 2, 4, 8), metavar="V")
+    parser.add_argument(
+        "--chunks", nargs="+", type=int, choices=(1, 2, 4, 8), default=(1, 2, 4, 8), metavar="V"
+    )
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns that are timed")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     add_output(parser)
@@ -110,17 +142,30 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _device() -> tuple[bool, str]:
-    """Whether JAX finds a GPU, and the device's name; asked in another process, so that this one holds no GPU memory."""
+    """Whether JAX finds a GPU, and the device's name; asked in another process, so that this one
+    holds no GPU memory.
+    """
     code = "import jax; d = jax.devices()[0]; print(d.platform == 'gpu', d.device_kind, sep='|')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     is_gpu, kind = done.stdout.strip().splitlines()[-1].split("|")
     return is_gpu == "True", kind
 
 
-def _run_child(size: str, chunks: Sequence[int], repeats: int, setting: str, flags: str) -> Iterator[tuple[str, ...]]:
+def _run_child(
+    size: str, chunks: Sequence[int], repeats: int, setting: str, flags: str
+) -> Iterator[tuple[str, ...]]:
     """All contenders in a process with these XLA flags."""
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-    command = [sys.executable, "-m", "benchmarks.gpu_single", "--child", "--size", size, "--repeats", str(repeats)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_single",
+        "--child",
+        "--size",
+        size,
+        "--repeats",
+        str(repeats),
+    ]
     command += ["--chunks", *map(str, chunks)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
@@ -142,13 +187,22 @@ def _measure_all(sizes: Sizes, chunks: Sequence[int], repeats: int) -> None:
 
 
 def _line(i: int, contenders: Sequence[Contender], samples: Any, ratios: Any) -> list[str]:
-    """A line of the table; predicates are priced against the executor's program without any, the contender after plain."""
+    """A line of the table; predicates are priced against the executor's program without any, the
+    contender after plain.
+    """
     contender = contenders[i]
     ratio = statistics.median(ratios[:, i])
     asked = contender.predicates
     extra = f"{statistics.median(samples[:, i] - samples[:, 1]) / asked * 1e6:.1f}" if asked else ""
     milliseconds = statistics.median(samples[:, i]) * 1e3
-    return [contender.name, f"{milliseconds:.2f}", f"{ratio:.3f}", f"{1 / ratio:.3f}", str(contender.predicates), extra]
+    return [
+        contender.name,
+        f"{milliseconds:.2f}",
+        f"{ratio:.3f}",
+        f"{1 / ratio:.3f}",
+        str(contender.predicates),
+        extra,
+    ]
 
 
 def _seconds(step: Callable[[], Any]) -> float:
@@ -158,24 +212,34 @@ def _seconds(step: Callable[[], Any]) -> float:
 
 
 def _contenders(sizes: Sizes, chunks: Sequence[int]) -> Iterator[Contender]:
-    """Plain accumulation, then the executor with 1 chunk, without predicates and with them, and with several chunks."""
+    """Plain accumulation, then the executor with 1 chunk, without predicates and with them, and
+    with several chunks.
+    """
     rows = sizes.microbatches * sizes.rows
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (rows, sizes.context + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, sizes.vocab, (rows, sizes.context + 1), dtype=np.int32
+    )
     batch = jax.device_put({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
     gpt = sizes.gpt(1)
     params = jax.device_put(gpt.init(jax.random.key(0)))
-    plain = jax.jit(accumulate(Model(gpt.first, gpt.stage, gpt.last, 1), microbatches=sizes.microbatches))
+    plain = jax.jit(
+        accumulate(Model(gpt.first, gpt.stage, gpt.last, 1), microbatches=sizes.microbatches)
+    )
     yield Contender("plain", lambda: jax.block_until_ready(plain(params, batch)), 0)
     mesh = jax.make_mesh((1,), ("pipe",))
     for count in sorted({1, *chunks}):
         name = "1f1b" if count == 1 else "interleaved_1f1b"
-        schedule = jp.schedules.build(name, devices=1, microbatches=sizes.microbatches, chunks=count)
+        schedule = jp.schedules.build(
+            name, devices=1, microbatches=sizes.microbatches, chunks=count
+        )
         # With several chunks a tick asks for each of them anyway.
         for every in (False, True) if count == 1 else (False,):
             yield _executor(sizes, schedule, mesh, batch, every=every)
 
 
-def _executor(sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batch: Any, *, every: bool) -> Contender:
+def _executor(
+    sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batch: Any, *, every: bool
+) -> Contender:
     gpt = sizes.gpt(schedule.num_stages)
     pipe = jp.Pipeline(gpt.stage, schedule=schedule, mesh=mesh, first=gpt.first, last=gpt.last)
     plan: Plan = pipe._plan
@@ -185,20 +249,31 @@ def _executor(sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batc
         pipe.__dict__["_plan"] = plan
     params = pipe.place(gpt.init(jax.random.key(0)))
     title = f"{schedule.name}, V = {schedule.num_stages}" + (", predicated" if every else "")
-    return Contender(title, lambda: jax.block_until_ready(pipe.value_and_grad(params, batch)), _count_predicates(plan))
+    return Contender(
+        title,
+        lambda: jax.block_until_ready(pipe.value_and_grad(params, batch)),
+        _count_predicates(plan),
+    )
 
 
 def _predicated(segment: Segment) -> Segment:
     """The same segment with a predicate around every block."""
     positions = []
     for position in segment.templates:
-        blocks = tuple(dataclasses.replace(use, active=Presence.SOMETIMES) for use in position.blocks)
+        blocks = tuple(
+            dataclasses.replace(use, active=Presence.SOMETIMES) for use in position.blocks
+        )
         positions.append(dataclasses.replace(position, blocks=blocks))
     return dataclasses.replace(segment, templates=tuple(positions))
 
 
 def _count_predicates(plan: Plan) -> int:
-    uses = [(segment.repeats, use) for segment in plan.segments for position in segment.templates for use in position.blocks]
+    uses = [
+        (segment.repeats, use)
+        for segment in plan.segments
+        for position in segment.templates
+        for use in position.blocks
+    ]
     return sum(repeats for repeats, use in uses if use.active is Presence.SOMETIMES)
 
 

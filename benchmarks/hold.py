@@ -23,7 +23,9 @@ class HoldError(Exception):
 
 @cache
 def library() -> ctypes.CDLL:
-    """Compile hold.cc once (it is kept in build/), load it and register it with XLA.  HoldError where no C++ compiler is found."""
+    """Compile hold.cc once (it is kept in build/), load it and register it with XLA.  HoldError
+    where no C++ compiler is found.
+    """
     text = SOURCE.read_bytes() + jax.__version__.encode()
     path = BUILD / f"hold-{hashlib.sha256(text).hexdigest()[:12]}.so"
     if not path.exists():
@@ -38,10 +40,23 @@ def library() -> ctypes.CDLL:
 def _compile(path: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise HoldError("emulated devices need a C++ compiler for their host call; install g++ (or name one in CXX)")
+        raise HoldError(
+            "emulated devices need a C++ compiler for their host call; install g++ (or name one "
+            "in CXX)"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-O2", "-std=c++17", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", str(part)]
+    command = [
+        compiler,
+        "-O2",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        f"-I{jax.ffi.include_dir()}",
+        str(SOURCE),
+        "-o",
+        str(part),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise HoldError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -49,9 +64,13 @@ def _compile(path: Path) -> None:
 
 
 def hold(x: jax.Array, seconds: float) -> jax.Array:
-    """x, after its device was held for `seconds`.  A device that is held elsewhere in the program is waited for."""
+    """x, after its device was held for `seconds`.  A device that is held elsewhere in the program
+    is waited for.
+    """
     library()
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential")
+    call = jax.ffi.ffi_call(
+        TARGET, jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential"
+    )
     return call(x, nanoseconds=round(seconds * 1e9))
 
 

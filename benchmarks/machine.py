@@ -10,11 +10,19 @@ from pathlib import Path
 
 
 def describe(*packages: str) -> list[str]:
-    """Lines that say what was measured on: processor, cores, memory, load when asked, versions, commit."""
+    """Lines that say what was measured on: processor, cores, memory, load when asked, versions,
+    commit.
+    """
     load = os.getloadavg()[0]
     return [
-        f"{_processor()}, {os.cpu_count()} cores, {_memory()}, {platform.system()} {platform.machine()}, load {load:.1f} at the start",
-        ", ".join([f"Python {platform.python_version()}", *(f"{p} {_version(p)}" for p in ("jax", "jaxlib", *packages))]),
+        f"{_processor()}, {os.cpu_count()} cores, {_memory()}, {platform.system()} "
+        f"{platform.machine()}, load {load:.1f} at the start",
+        ", ".join(
+            [
+                f"Python {platform.python_version()}",
+                *(f"{p} {_version(p)}" for p in ("jax", "jaxlib", *packages)),
+            ]
+        ),
         f"commit {_commit()}",
     ]
 
@@ -24,7 +32,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown processor"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _memory() -> str:

@@ -1,9 +1,11 @@
-"""How long one step takes to trace, lower and compile for hundreds of described GPUs, and what a device needs of memory.
+"""How long one step takes to trace, lower and compile for hundreds of described GPUs, and what a
+device needs of memory.
 
     JAX_PLATFORMS=cpu python -m benchmarks.many_gpus -o benchmarks/results/many_gpus.txt
 
-The model has Llama 3's structure and a small width, since no device is there: what is compiled is the program of one of `pipe x data x
-tensor` GPUs, and XLA's partitioner and collectives see all of them.
+The model has Llama 3's structure and a small width, since no device is there: what is compiled is
+the program of one of `pipe x data x tensor` GPUs, and XLA's partitioner and collectives see all of
+them.
 """
 
 from __future__ import annotations
@@ -40,12 +42,27 @@ class Case:
     def line(self) -> tuple[str, ...]:
         """Compile the step; a line of the table of results."""
         begin = time.perf_counter()
-        table = jp.schedules.build(self.schedule, devices=self.pipe, microbatches=self.microbatches, chunks=self.chunks)
-        shape = Shape(width=256, heads=8, kv_heads=4, head_dim=32, hidden=512, vocab=1024, layers=table.num_stages, rows=self.data, time=64)
+        table = jp.schedules.build(
+            self.schedule, devices=self.pipe, microbatches=self.microbatches, chunks=self.chunks
+        )
+        shape = Shape(
+            width=256,
+            heads=8,
+            kv_heads=4,
+            head_dim=32,
+            hidden=512,
+            vocab=1024,
+            layers=table.num_stages,
+            rows=self.data,
+            time=64,
+        )
         sizes = {"pipe": self.pipe, DATA: self.data, TENSOR: self.tensor}
         sizes = {name: size for name, size in sizes.items() if size > 1}
         mesh = gpu_mesh(tuple(sizes.values()), tuple(sizes))
-        model, split = Model(shape, remat_layer=True, sequence=True, tensor=TENSOR in sizes), specs()
+        model, split = (
+            Model(shape, remat_layer=True, sequence=True, tensor=TENSOR in sizes),
+            specs(),
+        )
         pipe = jp.Pipeline(
             model.stage,
             schedule=table,
@@ -56,7 +73,11 @@ class Case:
             specs=split if TENSOR in sizes else None,
         )
         params = pipe.place(parameters(shape, table.num_stages))
-        rows = batch(shape, self.microbatches, NamedSharding(mesh, PartitionSpec(DATA if DATA in sizes else None)))
+        rows = batch(
+            shape,
+            self.microbatches,
+            NamedSharding(mesh, PartitionSpec(DATA if DATA in sizes else None)),
+        )
         planned = time.perf_counter()
         lowered = pipe.lower(params, rows)
         traced = time.perf_counter()
@@ -68,7 +89,11 @@ class Case:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
         seconds = (planned - begin, traced - planned, done - traced)
         size = (self.pipe * self.data * self.tensor, self.pipe, self.data, self.tensor)
-        bytes_of = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+        bytes_of = (
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.temp_size_in_bytes,
+        )
         return (
             *(self.schedule, str(self.chunks), str(self.microbatches)),
             *map(str, size),
@@ -86,27 +111,60 @@ CASES = (
     Case("1f1b", 1, 128, 4, 1, 256),
 )
 COLUMNS = (
-    *("schedule", "V", "M", "GPUs", "pipe", "data", "tensor", "build", "trace", "compile", "memory"),
+    *(
+        "schedule",
+        "V",
+        "M",
+        "GPUs",
+        "pipe",
+        "data",
+        "tensor",
+        "build",
+        "trace",
+        "compile",
+        "memory",
+    ),
     *("arguments", "outputs", "temp", "permutes", "text"),
 )
 NOTES = (
-    "build, trace, compile: seconds of the wall clock, of the table and the pipeline, of jax's tracing and lowering, and of XLA;",
-    "memory: the process's peak so far; arguments, outputs, temp: MiB of one device; permutes: in the program's text; text: its MiB.",
+    "build, trace, compile: seconds of the wall clock, of the table and the pipeline, of jax's "
+    "tracing and lowering, and of XLA;",
+    "memory: the process's peak so far; arguments, outputs, temp: MiB of one device; permutes: "
+    "in the program's text; text: its MiB.",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", metavar="NAME:V:P:D:T:M", help="instead of the usual ones, as in 1f1b:1:16:8:4:64")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="NAME:V:P:D:T:M",
+        help="instead of the usual ones, as in 1f1b:1:16:8:4:64",
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
     if fault is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
-    chosen = [Case(name, *map(int, numbers)) for name, *numbers in (text.split(":") for text in args.cases or ())] or CASES
+        parser.error(
+            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
+            "jax-cuda13-pjrt of jaxlib's version"
+        )
+    chosen = [
+        Case(name, *map(int, numbers))
+        for name, *numbers in (text.split(":") for text in args.cases or ())
+    ] or CASES
     machine = describe()
     rows = [case.line() for case in chosen]
-    Result("One step of a narrow Llama compiled for many described H100s", machine, COLUMNS, rows, NOTES).write(args.output)
+    Result(
+        "One step of a narrow Llama compiled for many described H100s",
+        machine,
+        COLUMNS,
+        rows,
+        NOTES,
+    ).write(args.output)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ WIDTH = 260
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark has to say: a title, the machine, one table, and notes that tell how to read it."""
+    """What a benchmark has to say: a title, the machine, one table, and notes that tell how to read
+    it.
+    """
 
     title: str
     machine: Sequence[str]
@@ -44,7 +46,9 @@ class Result:
 
 
 def write_all(results: Sequence[Result], path: Path | None) -> None:
-    """Print tables to the screen, one after the other, and into one file too where it is given; the machine stands above the first."""
+    """Print tables to the screen, one after the other, and into one file too where it is given; the
+    machine stands above the first.
+    """
     consoles = [Console(width=WIDTH)]
     text = StringIO()
     consoles += [] if path is None else [Console(file=text, width=WIDTH)]
@@ -60,4 +64,6 @@ def write_all(results: Sequence[Result], path: Path | None) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The option that every benchmark has."""
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table here too")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the table here too"
+    )

@@ -1,4 +1,6 @@
-"""Three models that `benchmarks.plans` plans: layers by letter, parameters as shapes, rows of a microbatch."""
+"""Three models that `benchmarks.plans` plans: layers by letter, parameters as shapes, rows of a
+microbatch.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,26 @@ class Planned:
 
     def batch(self, microbatches: int) -> PyTree:
         """The rows of a step, as shapes."""
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((microbatches * a.shape[0], *a.shape[1:]), a.dtype), self.microbatch)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((microbatches * a.shape[0], *a.shape[1:]), a.dtype),
+            self.microbatch,
+        )
 
 
 def llama(*, layers: int, width: int, vocab: int, time: int, rows: int = 1) -> Planned:
-    """A Llama with grouped heads, in bfloat16; its head weighs the more, the larger the vocabulary."""
+    """A Llama with grouped heads, in bfloat16; its head weighs the more, the larger
+    the vocabulary.
+    """
     heads = width // 128
     shape = Shape(
-        width=width, heads=heads, kv_heads=max(1, heads // 4), hidden=7 * width // 2, vocab=vocab, layers=layers, time=time, rows=rows
+        width=width,
+        heads=heads,
+        kv_heads=max(1, heads // 4),
+        hidden=7 * width // 2,
+        vocab=vocab,
+        layers=layers,
+        time=time,
+        rows=rows,
     )
     model, canonical = Model(shape, tensor=False), parameters(shape, 1)
     own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
@@ -73,7 +87,13 @@ def mixed(*, pairs: int, width: int, rows: int) -> Planned:
     }
     # The wide ones come first.
     letters = "E" + "w" * pairs + "n" * pairs + "L"
-    return Planned(f"Residual MLP, {pairs} wide and {pairs} narrow x {width}", letters, functions, canonical, {"x": _rows(rows, width)})
+    return Planned(
+        f"Residual MLP, {pairs} wide and {pairs} narrow x {width}",
+        letters,
+        functions,
+        canonical,
+        {"x": _rows(rows, width)},
+    )
 
 
 def _rows(*dims: int) -> Any:

@@ -1,10 +1,12 @@
-"""Memory that plans promise, against XLA's own figure for their programs on described GPUs; time: `benchmarks.plans_time`.
+"""Memory that plans promise, against XLA's own figure for their programs on described GPUs; time:
+`benchmarks.plans_time`.
 
     JAX_PLATFORMS=cpu python -m benchmarks.plans -o benchmarks/results/plans.txt
 
-Each of three models is measured layer by layer (shapes alone; blocks compiled for a described H100), planned, and the step of each plan
-compiled.  "layers" is the sum of the layers' sizes that `plan` makes by itself; "traced" is what it takes instead where it is given the
-traced model (`plan(traced=jp.traced_memory(...))`), before the step is compiled.
+Each of three models is measured layer by layer (shapes alone; blocks compiled for a described
+H100), planned, and the step of each plan compiled.  "layers" is the sum of the layers' sizes that
+`plan` makes by itself; "traced" is what it takes instead where it is given the traced model
+(`plan(traced=jp.traced_memory(...))`), before the step is compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from benchmarks.planned_models import Planned, llama, mixed
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 H100 = jp.Peak(flops=6e14, bandwidth=3e12, link=5e10, latency=1e-5)
-CHOICES = (("1f1b", 1, None), ("zb_h1", 1, None), ("gpipe", 1, None), ("interleaved_1f1b", 2, None), ("1f1b", 1, "full"))
+CHOICES = (
+    ("1f1b", 1, None),
+    ("zb_h1", 1, None),
+    ("gpipe", 1, None),
+    ("interleaved_1f1b", 2, None),
+    ("1f1b", 1, "full"),
+)
 MODELS = (
     llama(layers=8, width=2048, vocab=8192, time=1024),
     llama(layers=8, width=1024, vocab=64000, time=512, rows=2),
@@ -53,35 +61,64 @@ class Compared:
         return self.plan.parts.total / self.xla
 
 
-def compared(model: Planned, devices: int, microbatches: int, choices: Sequence[tuple[str, int, str | None]]) -> Iterator[Compared]:
-    """Plans of a model, and XLA's memory of their steps: arguments, results and temporary arrays; no optimizer."""
+def compared(
+    model: Planned, devices: int, microbatches: int, choices: Sequence[tuple[str, int, str | None]]
+) -> Iterator[Compared]:
+    """Plans of a model, and XLA's memory of their steps: arguments, results and temporary arrays;
+    no optimizer.
+    """
     mesh = gpu_mesh((devices,), ("pipe",))
     alone = Mesh(mesh.devices[:1], ("pipe",))
-    costs = jp.measure_layers(model.layers, model.parameters, model.microbatch, mesh=alone, peak=H100)
+    costs = jp.measure_layers(
+        model.layers, model.parameters, model.microbatch, mesh=alone, peak=H100
+    )
     costs = {letter: replace(cost, optimizer=0) for letter, cost in costs.items()}
     traced = jp.traced_memory(model.layers, model.parameters, model.microbatch, mesh=mesh)
     whole = NamedSharding(mesh, PartitionSpec())
-    rows: Any = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), model.batch(microbatches))
+    rows: Any = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), model.batch(microbatches)
+    )
     for name, chunks, remat in choices:
-        options: dict[str, Any] = {"schedules": (name,), "chunks": (chunks,), "remat": (remat,), "traced": traced, "most": 1, "mesh": mesh}
-        plan = jp.plan(model.letters, costs, devices=devices, microbatches=microbatches, **options).best
+        options: dict[str, Any] = {
+            "schedules": (name,),
+            "chunks": (chunks,),
+            "remat": (remat,),
+            "traced": traced,
+            "most": 1,
+            "mesh": mesh,
+        }
+        plan = jp.plan(
+            model.letters, costs, devices=devices, microbatches=microbatches, **options
+        ).best
         pipe = plan.pipeline(model.layers, mesh=mesh)
         found = pipe.lower(pipe.place(model.parameters), rows).compile().memory_analysis()
-        yield Compared(plan, found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes)
+        yield Compared(
+            plan,
+            found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes,
+        )
 
 
 def row(model: Planned, found: Compared) -> tuple[str, ...]:
     """A line of the table."""
     plan = found.plan
     sizes = [plan.parts.total if plan.parts else 0, max(plan.memory), found.xla]
-    return (model.name, plan.words, plan.layout, *(f"{size / 2**20:.0f}" for size in sizes), f"{found.layers:.3f}", f"{found.traced:.3f}")
+    return (
+        model.name,
+        plan.words,
+        plan.layout,
+        *(f"{size / 2**20:.0f}" for size in sizes),
+        f"{found.layers:.3f}",
+        f"{found.traced:.3f}",
+    )
 
 
 COLUMNS = ("model", "plan", "layout", "layers", "traced", "XLA", "layers / XLA", "traced / XLA")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=4, metavar="P")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M")
     parser.add_argument("--tiny", action="store_true", help="one small model and one plan")
@@ -89,21 +126,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     fault = gpu_fault()
     if fault is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
+        parser.error(
+            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
+            "jax-cuda13-pjrt of jaxlib's version"
+        )
     machine, rows, ratios = describe(), [], []
     for model in TINY if args.tiny else MODELS:
-        for found in compared(model, args.devices, args.microbatches, CHOICES[:1] if args.tiny else CHOICES):
+        for found in compared(
+            model, args.devices, args.microbatches, CHOICES[:1] if args.tiny else CHOICES
+        ):
             rows.append(row(model, found))
             ratios.append((found.layers, found.traced))
             print("  ".join(rows[-1]), file=sys.stderr, flush=True)
     within = [sum(abs(ratio[i] - 1) <= 0.05 for ratio in ratios) for i in range(2)]
     notes = (
         "MiB of one device: parameters, the batch, gradients, pools, work space; no optimizer.",
-        f"Within 5 % of XLA's figure: {within[1]} of {len(rows)} traced, {within[0]} of {len(rows)} by the layers' sizes.",
+        f"Within 5 % of XLA's figure: {within[1]} of {len(rows)} traced, {within[0]} of "
+        f"{len(rows)} by the layers' sizes.",
     )
-    Result(f"Memory of plans on {args.devices} described H100s, {args.microbatches} microbatches", machine, COLUMNS, rows, notes).write(
-        args.output
-    )
+    Result(
+        f"Memory of plans on {args.devices} described H100s, {args.microbatches} microbatches",
+        machine,
+        COLUMNS,
+        rows,
+        notes,
+    ).write(args.output)
 
 
 if __name__ == "__main__":

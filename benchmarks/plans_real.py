@@ -1,11 +1,14 @@
-"""A planned pipeline against hand-made ones: a real model on virtual CPU devices of one process, measured layer by layer.
+"""A planned pipeline against hand-made ones: a real model on virtual CPU devices of one process,
+measured layer by layer.
 
     python -m benchmarks.plans_real -o benchmarks/results/plans_real.txt
 
-A residual MLP with an embedding, and a head with its loss that costs as much as some layers.  The devices share this machine's cores: with
-no more devices than cores, and a thread for each, a device has a core of its own, as far as nothing else runs; so P is 2 on two cores.
-What the devices do share is caches, memory and the threads of the transfers.  Steps of all pipelines are taken in turns; medians.
-"predicted" is what `jp.plan` says for the measured layers, before a pipeline is run.
+A residual MLP with an embedding, and a head with its loss that costs as much as some layers.  The
+devices share this machine's cores: with no more devices than cores, and a thread for each, a device
+has a core of its own, as far as nothing else runs; so P is 2 on two cores. What the devices do
+share is caches, memory and the threads of the transfers.  Steps of all pipelines are taken in
+turns; medians. "predicted" is what `jp.plan` says for the measured layers, before a pipeline is
+run.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from functools import partial
 from typing import Any
 
 # A block alone would else be shared by all cores, which in the step other devices use.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+)
 
 import jax
 import jax.numpy as jnp
@@ -80,15 +86,28 @@ def median_walls(steps: Sequence[Callable[[], Any]], repeats: int) -> list[float
 def predicted(table: jp.Schedule, layout: str, costs: dict[str, LayerCost], hop: float) -> float:
     """Seconds of a hand-made pipeline, as `plan` has them of its own."""
     where = Target(RunsOn.ONE_CPU_PROCESS)
-    times = stage_costs(jp.parse_layout(layout, devices=table.num_devices), costs, remat=Remat.NONE, transfer=hop)
+    times = stage_costs(
+        jp.parse_layout(layout, devices=table.num_devices), costs, remat=Remat.NONE, transfer=hop
+    )
     return step_seconds(where, program_of(where, table, times), times)
 
 
-COLUMNS = ("pipeline", "schedule", "V", "layout", "predicted s", "wall s", "predicted / wall", "against the plan")
+COLUMNS = (
+    "pipeline",
+    "schedule",
+    "V",
+    "layout",
+    "predicted s",
+    "wall s",
+    "predicted / wall",
+    "against the plan",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=2, metavar="P")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M")
     parser.add_argument("--layers", type=int, default=12, metavar="N")
@@ -99,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_output(parser)
     args = parser.parse_args(argv)
     if args.layers % (2 * args.devices):
-        parser.error(f"--layers must be a multiple of {2 * args.devices}, so that they can be cut evenly")
+        parser.error(
+            f"--layers must be a multiple of {2 * args.devices}, so that they can be cut evenly"
+        )
     jax.config.update("jax_num_cpu_devices", args.devices)
     machine, count, letters = describe(), args.devices, "E" + "t" * args.layers + "L"
     params = parameters(args.layers, args.width, args.vocab)
@@ -108,38 +129,71 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh = jax.make_mesh((count,), ("pipe",))
 
     def built(name: str, chunks: int) -> jp.Schedule:
-        return jp.schedules.build(name, devices=count, microbatches=args.microbatches, chunks=chunks)
+        return jp.schedules.build(
+            name, devices=count, microbatches=args.microbatches, chunks=chunks
+        )
 
     hand = [
         ("even, 1f1b", built("1f1b", 1), even(args.layers, count)),
         ("even, interleaved", built("interleaved_1f1b", 2), even(args.layers, 2 * count)),
         ("by count, 1f1b", built("1f1b", 1), by_count(letters, count)),
     ]
-    pipes = [jp.Pipeline(layers=FUNCTIONS, layout=layout, schedule=table, mesh=mesh) for _, table, layout in hand]
+    pipes = [
+        jp.Pipeline(layers=FUNCTIONS, layout=layout, schedule=table, mesh=mesh)
+        for _, table, layout in hand
+    ]
     microbatch = {name: jax.ShapeDtypeStruct((args.rows,), jnp.int32) for name in batch}
     costs = jp.measure_layers(FUNCTIONS, params, microbatch, repeats=args.repeats)
     hop = float(jp.measure(pipes[0], pipes[0].place(params), batch, repeats=args.repeats).transfer)
-    given: dict[str, Any] = {"schedules": SCHEDULES, "chunks": (1, 2), "remat": (None,), "most": 2, "mesh": mesh, "transfer": hop}
+    given: dict[str, Any] = {
+        "schedules": SCHEDULES,
+        "chunks": (1, 2),
+        "remat": (None,),
+        "most": 2,
+        "mesh": mesh,
+        "transfer": hop,
+    }
     plans = jp.plan(letters, costs, devices=count, microbatches=args.microbatches, **given)
-    every = [(name, table, layout, predicted(table, layout, costs, hop)) for name, table, layout in hand]
+    every = [
+        (name, table, layout, predicted(table, layout, costs, hop)) for name, table, layout in hand
+    ]
     every += [(f"plan {i + 1}", p.schedule, p.layout, p.seconds) for i, p in enumerate(plans)]
     pipes += [p.pipeline(FUNCTIONS, mesh=mesh) for p in plans]
     steps = [partial(pipe.value_and_grad, pipe.place(params), batch) for pipe in pipes]
     losses = [float(step()[0]) for step in steps]
-    assert max(losses) - min(losses) < 1e-4 * max(losses), f"the same model, float32 sums in another order: {losses}"
+    assert max(losses) - min(losses) < 1e-4 * max(losses), (
+        f"the same model, float32 sums in another order: {losses}"
+    )
     walls = median_walls(steps, args.repeats)
     print(walls, file=sys.stderr, flush=True)
     rows = [
-        (name, t.name, str(t.num_chunks), layout, f"{s:.4f}", f"{wall:.4f}", f"{s / wall:.3f}", f"{wall / walls[len(hand)]:.3f}")
+        (
+            name,
+            t.name,
+            str(t.num_chunks),
+            layout,
+            f"{s:.4f}",
+            f"{wall:.4f}",
+            f"{s / wall:.3f}",
+            f"{wall / walls[len(hand)]:.3f}",
+        )
         for (name, t, layout, s), wall in zip(every, walls, strict=True)
     ]
-    times = ", ".join(f"{c}: F {1e3 * v.forward:.2f}, B {1e3 * v.backward_seconds:.2f}" for c, v in costs.items())
+    times = ", ".join(
+        f"{c}: F {1e3 * v.forward:.2f}, B {1e3 * v.backward_seconds:.2f}" for c, v in costs.items()
+    )
     notes = (
         f"Measured, ms of a microbatch: {times}; a hop {1e3 * hop:.2f}.",
         "against the plan: wall time over that of plan 1, the one that `jp.plan` puts first.",
     )
-    sizes = f"{args.layers} layers of width {args.width}, vocabulary {args.vocab}, {args.rows} tokens a microbatch"
-    title = f"{sizes}: planned against hand-made, P = {count}, M = {args.microbatches}, medians of {args.repeats}"
+    sizes = (
+        f"{args.layers} layers of width {args.width}, vocabulary {args.vocab}, {args.rows} "
+        "tokens a microbatch"
+    )
+    title = (
+        f"{sizes}: planned against hand-made, P = {count}, M = {args.microbatches}, medians "
+        f"of {args.repeats}"
+    )
     Result(title, machine, COLUMNS, rows, notes).write(args.output)
 
 

@@ -1,11 +1,14 @@
-"""A planned pipeline against hand-made ones, on emulated devices: layers that hold their device for a given time.
+"""A planned pipeline against hand-made ones, on emulated devices: layers that hold their device for
+a given time.
 
     python -m benchmarks.plans_time -o benchmarks/results/plans_time.txt
 
-The model is unbalanced: a cheap embedding, layers, and a head with its loss that costs as much as a few layers.  Devices are virtual ones
-of one process, where every transfer waits for all of them, or (`--processes P`) each has a process of its own, over gloo, where a
-transfer is awaited by its two ends.  Each contender's steps run one after the other in one job; medians.  "predicted" is what `jp.plan`
-says: the time of the lowered program for the same times of layers and such devices, before anything is run; transfers take no time in it.
+The model is unbalanced: a cheap embedding, layers, and a head with its loss that costs as much as a
+few layers.  Devices are virtual ones of one process, where every transfer waits for all of them, or
+(`--processes P`) each has a process of its own, over gloo, where a transfer is awaited by its two
+ends.  Each contender's steps run one after the other in one job; medians.  "predicted" is what
+`jp.plan` says: the time of the lowered program for the same times of layers and such devices,
+before anything is run; transfers take no time in it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
 
 def layer_costs(unit: float) -> dict[str, jp.LayerCost]:
     """The holds, in seconds."""
-    return {c: jp.LayerCost(forward=unit * f, input_grad=unit * i, weight_grad=unit * w, boundary=4096) for c, f, i, w in UNITS}
+    return {
+        c: jp.LayerCost(forward=unit * f, input_grad=unit * i, weight_grad=unit * w, boundary=4096)
+        for c, f, i, w in UNITS
+    }
 
 
 def by_count(letters: str, stages: int) -> str:
@@ -44,7 +50,12 @@ def even(layers: int, stages: int) -> str:
 
 
 def contenders(
-    layers: int, devices: int, microbatches: int, unit: float, runs_on: RunsOn, schedules: Sequence[str] = SCHEDULES
+    layers: int,
+    devices: int,
+    microbatches: int,
+    unit: float,
+    runs_on: RunsOn,
+    schedules: Sequence[str] = SCHEDULES,
 ) -> list[tuple[str, Case, float]]:
     """Name, case, and predicted seconds."""
     letters = "E" + "t" * layers + "L"
@@ -53,10 +64,23 @@ def contenders(
         ("even, interleaved", "interleaved_1f1b", 2, even(layers, 2 * devices)),
         ("by count, 1f1b", "1f1b", 1, by_count(letters, devices)),
     ]
-    options = {"devices": devices, "microbatches": microbatches, "schedules": schedules, "chunks": (1, 2), "remat": (None,), "most": 2}
+    options = {
+        "devices": devices,
+        "microbatches": microbatches,
+        "schedules": schedules,
+        "chunks": (1, 2),
+        "remat": (None,),
+        "most": 2,
+    }
     plans = jp.plan(letters, layer_costs(unit), mesh=runs_on, **options)
-    found += [(f"plan {i + 1}", p.schedule.name, p.schedule.num_chunks, p.layout) for i, p in enumerate(plans)]
-    cases = [(name, Case(table, devices, chunks, microbatches, layout=layout, units=UNITS)) for name, table, chunks, layout in found]
+    found += [
+        (f"plan {i + 1}", p.schedule.name, p.schedule.num_chunks, p.layout)
+        for i, p in enumerate(plans)
+    ]
+    cases = [
+        (name, Case(table, devices, chunks, microbatches, layout=layout, units=UNITS))
+        for name, table, chunks, layout in found
+    ]
     return [(name, case, predicted(case, unit, runs_on)) for name, case in cases]
 
 
@@ -67,39 +91,82 @@ def predicted(case: Case, unit: float, runs_on: RunsOn) -> float:
     return step_seconds(target, program_of(target, case.build(), costs), costs)
 
 
-COLUMNS = ("pipeline", "schedule", "V", "layout", "predicted s", "wall s", "predicted / wall", "against the plan")
+COLUMNS = (
+    "pipeline",
+    "schedule",
+    "V",
+    "layout",
+    "predicted s",
+    "wall s",
+    "predicted / wall",
+    "against the plan",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--devices", type=int, default=4, metavar="P")
     parser.add_argument("--microbatches", type=int, default=12, metavar="M")
-    parser.add_argument("--unit", type=float, default=0.01, metavar="SECONDS", help="how long F of a layer holds its device")
-    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME", help="that the plan chooses among")
+    parser.add_argument(
+        "--unit",
+        type=float,
+        default=0.01,
+        metavar="SECONDS",
+        help="how long F of a layer holds its device",
+    )
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=SCHEDULES,
+        metavar="NAME",
+        help="that the plan chooses among",
+    )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="1, or one a device")
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
     if args.layers % (2 * args.devices):
-        parser.error(f"--layers must be a multiple of {2 * args.devices}, so that they can be cut evenly")
+        parser.error(
+            f"--layers must be a multiple of {2 * args.devices}, so that they can be cut evenly"
+        )
     if args.processes not in (1, args.devices):
         parser.error(f"--processes must be 1 or {args.devices}")
     runs_on = RunsOn.ONE_CPU_PROCESS if args.processes == 1 else RunsOn.CPU_PROCESSES
-    every = contenders(args.layers, args.devices, args.microbatches, args.unit, runs_on, args.schedules)
-    group = Group(0, args.processes, 0, args.unit, args.repeats, tuple(case for _, case, _ in every))
+    every = contenders(
+        args.layers, args.devices, args.microbatches, args.unit, runs_on, args.schedules
+    )
+    group = Group(
+        0, args.processes, 0, args.unit, args.repeats, tuple(case for _, case, _ in every)
+    )
     walls = []
     for result in run_group(group):
         walls.append(result["step"])
         print(every[len(walls) - 1][0], result["steps"], file=sys.stderr, flush=True)
-    planned = next(wall for (name, _, _), wall in zip(every, walls, strict=True) if name == "plan 1")
+    planned = next(
+        wall for (name, _, _), wall in zip(every, walls, strict=True) if name == "plan 1"
+    )
     rows = [
-        (name, c.schedule, str(c.chunks), c.layout, f"{time:.3f}", f"{wall:.3f}", f"{time / wall:.3f}", f"{wall / planned:.3f}")
+        (
+            name,
+            c.schedule,
+            str(c.chunks),
+            c.layout,
+            f"{time:.3f}",
+            f"{wall:.3f}",
+            f"{time / wall:.3f}",
+            f"{wall / planned:.3f}",
+        )
         for (name, c, time), wall in zip(every, walls, strict=True)
     ]
     where = f"P = {args.devices} ({runs_on.value})"
-    title = f"{args.layers} layers, {where}, M = {args.microbatches}: planned against hand-made, medians of {args.repeats}"
+    title = (
+        f"{args.layers} layers, {where}, M = {args.microbatches}: planned against hand-made, "
+        f"medians of {args.repeats}"
+    )
     times = ", ".join(f"{c}: F {f:g}, I {i:g}, W {w:g}" for c, f, i, w in UNITS)
     notes = (
         f"{times} times {args.unit * 1e3:g} ms.",

@@ -1,12 +1,14 @@
-"""Memory per device of a model of Llama 3 70B's shapes on 64 described H100s, against what the report predicts.
+"""Memory per device of a model of Llama 3 70B's shapes on 64 described H100s, against what the
+report predicts.
 
     JAX_PLATFORMS=cpu python -m benchmarks.scale --microbatches 16 -o benchmarks/results/scale.txt
-    JAX_PLATFORMS=cpu python -m benchmarks.scale --layers 61 --pipe 16 --layout "Et|(tt|)*30L" --microbatches 32
-                             -o benchmarks/results/scale_uneven.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.scale --layers 61 --pipe 16 --layout "Et|(tt|)*30L"
+                             --microbatches 32 -o benchmarks/results/scale_uneven.txt
 
-Compiles the step for 8 pipe x 8 tensor GPUs that are not there, and reads XLA's memory analysis.  The prediction is the report's
-(`jaxpipe.spmd.memory`): parameters, the batch, gradients, the slots of each pool by what a device holds of them, and the work space of
-the block that needs most, each block compiled alone.
+Compiles the step for 8 pipe x 8 tensor GPUs that are not there, and reads XLA's memory analysis.
+The prediction is the report's (`jaxpipe.spmd.memory`): parameters, the batch, gradients, the slots
+of each pool by what a device holds of them, and the work space of the block that needs most, each
+block compiled alone.
 """
 
 from __future__ import annotations
@@ -44,21 +46,39 @@ class Case:
 
     def build(self) -> jp.Schedule:
         """The table."""
-        return jp.schedules.build(self.schedule, devices=self.pipe, microbatches=self.microbatches, chunks=self.chunks)
+        return jp.schedules.build(
+            self.schedule, devices=self.pipe, microbatches=self.microbatches, chunks=self.chunks
+        )
 
     def report(self) -> dict[str, Any]:
         """`Pipeline.compile_report` of the step on described GPUs."""
-        model, schedule = Model(self.shape, remat_layer=self.remat, sequence=self.sequence), self.build()
+        model, schedule = (
+            Model(self.shape, remat_layer=self.remat, sequence=self.sequence),
+            self.build(),
+        )
         mesh = gpu_mesh((self.pipe, self.tensor), ("pipe", TENSOR))
         canonical, split = parameters(self.shape, schedule.num_stages), specs()
         if self.layout is None:
-            pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, first=model.first, last=model.last, specs=split)
+            pipe = jp.Pipeline(
+                model.stage,
+                schedule=schedule,
+                mesh=mesh,
+                first=model.first,
+                last=model.last,
+                specs=split,
+            )
         else:
             layers = {"E": model.first, "t": model.layer, "L": model.last}
             one = parameters(self.shape, 1)["stages"]
-            canonical["stages"] = {"t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)}
-            split["stages"] = {"t": {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}}
-            pipe = jp.Pipeline(layers=layers, layout=self.layout, schedule=schedule, mesh=mesh, specs=split)
+            canonical["stages"] = {
+                "t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
+            }
+            split["stages"] = {
+                "t": {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}
+            }
+            pipe = jp.Pipeline(
+                layers=layers, layout=self.layout, schedule=schedule, mesh=mesh, specs=split
+            )
         params = pipe.place(canonical)
         rows = batch(self.shape, self.microbatches, NamedSharding(mesh, PartitionSpec()))
         return pipe.compile_report(params, rows)
@@ -76,7 +96,12 @@ class Memory:
     @classmethod
     def of(cls, report: dict[str, Any]) -> Memory:
         """From a report of `Case.report`."""
-        return cls(report["predicted"], report["argument_bytes"], report["output_bytes"], report["temp_bytes"])
+        return cls(
+            report["predicted"],
+            report["argument_bytes"],
+            report["output_bytes"],
+            report["temp_bytes"],
+        )
 
     @property
     def total(self) -> int:
@@ -90,7 +115,9 @@ class Memory:
 
 
 def cases(shape: Shape, pipe: int, tensor: int, microbatches: Sequence[int]) -> Iterator[Case]:
-    """Schedules with and without a split backward, each layer recomputed; 1F1B with everything kept; GPipe for comparison."""
+    """Schedules with and without a split backward, each layer recomputed; 1F1B with everything
+    kept; GPipe for comparison.
+    """
     base = Case(shape, pipe, tensor, "1f1b", 1, microbatches[0], remat=True, sequence=True)
     schedules = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2), ("dualpipev", 2))
     for count in microbatches:
@@ -102,41 +129,80 @@ def cases(shape: Shape, pipe: int, tensor: int, microbatches: Sequence[int]) -> 
 
 
 PARTS = ("parameters", "gradients", "pools", "work")
-COLUMNS = ("schedule", "V", "M", "remat", "slots", *PARTS, "predicted", "arguments", "outputs", "temp", "total", "ratio")
+COLUMNS = (
+    "schedule",
+    "V",
+    "M",
+    "remat",
+    "slots",
+    *PARTS,
+    "predicted",
+    "arguments",
+    "outputs",
+    "temp",
+    "total",
+    "ratio",
+)
 
 
 def line(case: Case) -> tuple[str, ...]:
     """A line of the table of results."""
     report = case.report()
     found = Memory.of(report)
-    sizes = [found.predicted[part] for part in (*PARTS, "total")] + [found.arguments, found.outputs, found.temp, found.total]
+    sizes = [found.predicted[part] for part in (*PARTS, "total")] + [
+        found.arguments,
+        found.outputs,
+        found.temp,
+        found.total,
+    ]
     slots = report["slots"]
     held = max(slots.residual_input, slots.residual_weight)
-    heads = (case.schedule, str(case.chunks), str(case.microbatches), "layer" if case.remat else "-", f"{slots.x}/{held}")
+    heads = (
+        case.schedule,
+        str(case.chunks),
+        str(case.microbatches),
+        "layer" if case.remat else "-",
+        f"{slots.x}/{held}",
+    )
     return (*heads, *(f"{size / GIB:.2f}" for size in sizes), f"{found.ratio:.3f}")
 
 
 NOTES = (
-    "GiB of one device.  slots: of stage inputs / of residuals.  work: the arrays of the block that needs most, compiled alone.",
-    "predicted: all parts (the batch and what is on its way besides); total: arguments + outputs + temp, as XLA has them; ratio: of these.",
+    "GiB of one device.  slots: of stage inputs / of residuals.  work: the arrays of the block "
+    "that needs most, compiled alone.",
+    "predicted: all parts (the batch and what is on its way besides); total: arguments + outputs "
+    "+ temp, as XLA has them; ratio: of these.",
     "remat: layer, where a layer keeps its input alone.",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pipe", type=int, default=8, metavar="P")
     parser.add_argument("--tensor", type=int, default=8, metavar="T")
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[16, 32], metavar="M")
-    parser.add_argument("--layout", metavar="TEXT", help="one case instead: the layers of each stage, as in Et*9|t*10|...|t*10L")
-    parser.add_argument("--schedule", default="interleaved_1f1b", metavar="NAME", help="with --layout: its table")
-    parser.add_argument("--chunks", type=int, default=2, metavar="V", help="with --layout: stages on a device")
+    parser.add_argument(
+        "--layout",
+        metavar="TEXT",
+        help="one case instead: the layers of each stage, as in Et*9|t*10|...|t*10L",
+    )
+    parser.add_argument(
+        "--schedule", default="interleaved_1f1b", metavar="NAME", help="with --layout: its table"
+    )
+    parser.add_argument(
+        "--chunks", type=int, default=2, metavar="V", help="with --layout: stages on a device"
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
     if fault is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
+        parser.error(
+            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
+            "jax-cuda13-pjrt of jaxlib's version"
+        )
     shape = Shape(layers=args.layers)
     chosen = list(cases(shape, args.pipe, args.tensor, args.microbatches))
     if args.layout:
@@ -145,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = describe()
     rows = [line(case) for case in chosen]
     title = (
-        f"Llama 3 70B's shapes, {args.layers} layers, bf16, {args.pipe} pipe x {args.tensor} tensor H100s, {shape.time} tokens a microbatch"
+        f"Llama 3 70B's shapes, {args.layers} layers, bf16, {args.pipe} pipe x {args.tensor} "
+        f"tensor H100s, {shape.time} tokens a microbatch"
     )
     Result(title, machine, COLUMNS, rows, NOTES).write(args.output)
 

@@ -1,11 +1,13 @@
-"""How far from optimal `auto` is, on 40 fixed instances: without and with search, the best known makespan, and what is proven.
+"""How far from optimal `auto` is, on 40 fixed instances: without and with search, the best known
+makespan, and what is proven.
 
     python -m benchmarks.search --search 60 -o benchmarks/results/search.txt
 
-Instances mix unit, measured and unlike costs, one and two stages a device, loops and V placements, wide and tight caps.
-"list" is list scheduling with local search, without OR-tools.  `--search` is in seconds of OR-tools' deterministic time, so that a
-result does not depend on the load of the machine; an instance whose optimum is proven returns at once.  Results of earlier runs are kept
-in `benchmarks/results/search_best.json`, so that the best known makespan is that of any run.
+Instances mix unit, measured and unlike costs, one and two stages a device, loops and V placements,
+wide and tight caps. "list" is list scheduling with local search, without OR-tools.  `--search` is
+in seconds of OR-tools' deterministic time, so that a result does not depend on the load of the
+machine; an instance whose optimum is proven returns at once.  Results of earlier runs are kept in
+`benchmarks/results/search_best.json`, so that the best known makespan is that of any run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import jaxpipe as jp
 from benchmarks.output import Result, add_output
 
 BEST = Path(__file__).parent / "results" / "search_best.json"
-MEASURED = jp.Costs(forward=1, input_grad=1.24, weight_grad=1.27, transfer=0.05)  # a GPT stage (benchmarks/results/stage_costs.txt)
+# a GPT stage (benchmarks/results/stage_costs.txt)
+MEASURED = jp.Costs(forward=1, input_grad=1.24, weight_grad=1.27, transfer=0.05)
 COSTS = {
     "unit": jp.Costs(),
     "measured": MEASURED,
@@ -55,7 +58,10 @@ class Instance(NamedTuple):
     @property
     def name(self) -> str:
         """As the table shows it."""
-        return f"{self.costs}, P {self.devices}, V {self.chunks}, M {self.microbatches}, {self.placement}, cap {self.cap}"
+        return (
+            f"{self.costs}, P {self.devices}, V {self.chunks}, M {self.microbatches}, "
+            f"{self.placement}, cap {self.cap}"
+        )
 
     def place(self) -> jp.Placement:
         """Its placement."""
@@ -73,7 +79,14 @@ class Instance(NamedTuple):
     def build(self, search: float) -> jp.Schedule:
         """Its schedule."""
         shape = {"devices": self.devices, "chunks": self.chunks, "microbatches": self.microbatches}
-        found = jp.schedules.build("auto", **shape, placement=self.place(), max_activations=self.cap, costs=self.cost(), search=search)
+        found = jp.schedules.build(
+            "auto",
+            **shape,
+            placement=self.place(),
+            max_activations=self.cap,
+            costs=self.cost(),
+            search=search,
+        )
         return jp.check(found, max_activations=self.cap)
 
 
@@ -81,24 +94,39 @@ INSTANCES = tuple(Instance(costs, *shape) for shape in SHAPES for costs in COSTS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--search", type=float, default=60, metavar="SECONDS")
-    parser.add_argument("--instances", type=int, nargs=2, default=(0, len(INSTANCES)), metavar=("FIRST", "END"))
-    parser.add_argument("--best", type=Path, default=BEST, metavar="FILE", help="best known makespans, read and written")
+    parser.add_argument(
+        "--instances", type=int, nargs=2, default=(0, len(INSTANCES)), metavar=("FIRST", "END")
+    )
+    parser.add_argument(
+        "--best",
+        type=Path,
+        default=BEST,
+        metavar="FILE",
+        help="best known makespans, read and written",
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     best = json.loads(args.best.read_text()) if args.best.exists() else {}
     rows, listed_gaps, searched_gaps, proven = [], [], [], []
     for instance in INSTANCES[slice(*args.instances)]:
         relaxed = jp.lower_bound(
-            instance.cost(), placement=instance.place(), microbatches=instance.microbatches, max_activations=instance.cap
+            instance.cost(),
+            placement=instance.place(),
+            microbatches=instance.microbatches,
+            max_activations=instance.cap,
         )
         begin = time.process_time()
         listed = instance.build(0)
         middle = time.process_time()
         found = instance.build(args.search) if args.search else listed
         seconds = (f"{middle - begin:.1f}", f"{time.process_time() - middle:.1f}")
-        short, long = (jp.simulate(schedule, instance.cost()).makespan for schedule in (found, listed))
+        short, long = (
+            jp.simulate(schedule, instance.cost()).makespan for schedule in (found, listed)
+        )
         known = best[instance.name] = min(short, best.get(instance.name, short))
         listed_gaps.append(max(0, long / known - 1))
         searched_gaps.append(max(0, short / known - 1))
@@ -114,12 +142,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimal = [certificate for certificate in proven if certificate.is_optimal]
     relaxations = sum(certificate.proof is jp.Proof.RELAXATION for certificate in optimal)
     notes = (
-        f"without search: {sum(listed_gaps) / len(rows):.2%} above the best known on average, {max(listed_gaps):.2%} at most,"
+        f"without search: {sum(listed_gaps) / len(rows):.2%} above the best known on average, "
+        f"{max(listed_gaps):.2%} at most,"
         f" {sum(gap < 1e-9 for gap in listed_gaps)} of {len(rows)} at it",
-        f"with search: {sum(gap > 1e-9 for gap in searched_gaps)} of {len(rows)} above the best known; {len(optimal)} proven optimal,"
+        f"with search: {sum(gap > 1e-9 for gap in searched_gaps)} of {len(rows)} above the best "
+        f"known; {len(optimal)} proven optimal,"
         f" {relaxations} by relaxations and {len(optimal) - relaxations} by CP-SAT;"
-        f" {sum(certificate.gap for certificate in proven) / len(rows):.2%} above what is proven on average",
-        "relaxed: jaxpipe.lower_bound; proven: schedule.certificate.bound; cpu s: of one core, without and with search",
+        f" {sum(certificate.gap for certificate in proven) / len(rows):.2%} above what is proven "
+        "on average",
+        "relaxed: jaxpipe.lower_bound; proven: schedule.certificate.bound; cpu s: of one core, "
+        "without and with search",
     )
     columns = (
         "instance",
@@ -135,7 +167,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cpu s",
         "cpu s",
     )
-    Result(f"auto against the best known and what is proven (search = {args.search:g})", (), columns, rows, notes).write(args.output)
+    Result(
+        f"auto against the best known and what is proven (search = {args.search:g})",
+        (),
+        columns,
+        rows,
+        notes,
+    ).write(args.output)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Head and embedding spread over the pipeline against those of one device each: memory of GPU programs, and the simulated step.
+"""Head and embedding spread over the pipeline against those of one device each: memory of GPU
+programs, and the simulated step.
 
     JAX_PLATFORMS=cpu python -m benchmarks.spread_head -o benchmarks/results/spread_head.txt
-    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 --schedules 1f1b --ends NOTHING HEAD BOTH TIED
-                             -o benchmarks/results/spread_head_64.txt
-    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --schedules 1f1b --ends WHOLE_BACKWARDS DEFERRED
-                             -o benchmarks/results/deferred_head.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --devices 64 --microbatches 128 --schedules
+                             1f1b --ends NOTHING HEAD BOTH TIED -o
+                             benchmarks/results/spread_head_64.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.spread_head --schedules 1f1b --ends WHOLE_BACKWARDS
+                             DEFERRED -o benchmarks/results/deferred_head.txt
 
-Steps of models of published shapes are compiled for H100s that are only described (nothing is run, no GPU is needed), and their memory
-is read.  The simulated step takes floating point operations as its costs.
+Steps of models of published shapes are compiled for H100s that are only described (nothing is run,
+no GPU is needed), and their memory is read.  The simulated step takes floating point operations as
+its costs.
 """
 
 from __future__ import annotations
@@ -34,12 +37,16 @@ from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
-# Llama 3: Llama team 2024, "The Llama 3 Herd of Models", table 3.  Gemma's vocabulary and width: Gemma team 2024, table 1 (2B), with
-# attention heads and layers that divide.
+# Llama 3: Llama team 2024, "The Llama 3 Herd of Models", table 3.  Gemma's vocabulary and width:
+# Gemma team 2024, table 1 (2B), with attention heads and layers that divide.
 MODELS = {
-    "Llama 3 8B": Shape(width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14336, vocab=128256, layers=32),
+    "Llama 3 8B": Shape(
+        width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14336, vocab=128256, layers=32
+    ),
     "Llama 3 70B": Shape(),
-    "Gemma 2B": Shape(width=2048, heads=8, kv_heads=1, head_dim=256, hidden=16384, vocab=256000, layers=16),
+    "Gemma 2B": Shape(
+        width=2048, heads=8, kv_heads=1, head_dim=256, hidden=16384, vocab=256000, layers=16
+    ),
 }
 
 
@@ -68,9 +75,16 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        """Of the model, with microbatches of one row; at least a layer a device, and as many on each."""
+        """Of the model, with microbatches of one row; at least a layer a device, and as many on
+        each.
+        """
         shape = MODELS[self.model]
-        return dataclasses.replace(shape, time=self.tokens, block=self.block, layers=-(-shape.layers // self.devices) * self.devices)
+        return dataclasses.replace(
+            shape,
+            time=self.tokens,
+            block=self.block,
+            layers=-(-shape.layers // self.devices) * self.devices,
+        )
 
     @property
     def spread(self) -> bool:
@@ -79,31 +93,57 @@ class Case:
 
     def table(self) -> jp.Schedule:
         """The schedule, with the costs of the model."""
-        plain = jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
+        plain = jp.schedules.build(
+            self.schedule, devices=self.devices, microbatches=self.microbatches
+        )
         if not self.spread:
             return plain
         costs = self.costs(plain.num_stages)
-        table = jp.spread_last(plain, costs=costs, split=False if self.ends in (Ends.WHOLE_BACKWARDS, Ends.DEFERRED) else None)
+        table = jp.spread_last(
+            plain,
+            costs=costs,
+            split=False if self.ends in (Ends.WHOLE_BACKWARDS, Ends.DEFERRED) else None,
+        )
         if self.ends is Ends.DEFERRED:
             return jp.defer_last(table, costs=costs)
         return jp.spread_first(table, costs=costs) if self.ends in (Ends.BOTH, Ends.TIED) else table
 
     def costs(self, stages: int, *, head: bool = True) -> jp.Costs:
-        """Operations of a token, in units of a stage's forward; without `spread` the head and its gradient run with the last stage's F."""
+        """Operations of a token, in units of a stage's forward; without `spread` the head and its
+        gradient run with the last stage's F.
+        """
         layer, logits = _operations(self.shape)
         share = 3 * logits / (layer * self.shape.layers / stages) if head else 0.0
         forward = [1.0] * (stages - 1) + [1.0 if self.spread else 1.0 + share]
-        return jp.Costs(forward=forward, input_grad=1.0, weight_grad=1.0, last=share / self.devices, first=0.0, first_grad=0.0)
+        return jp.Costs(
+            forward=forward,
+            input_grad=1.0,
+            weight_grad=1.0,
+            last=share / self.devices,
+            first=0.0,
+            first_grad=0.0,
+        )
 
     @property
     def bytes_of_ends(self) -> float:
         """Parameters in bfloat16 and gradients in float32 of embedding and head, on one device."""
         tables = {Ends.NOTHING: 2.0, Ends.BOTH: 2 / self.devices, Ends.TIED: 1 / self.devices}
-        return tables.get(self.ends, 1 + 1 / self.devices) * self.shape.vocab * self.shape.width * (2 + 4)
+        return (
+            tables.get(self.ends, 1 + 1 / self.devices)
+            * self.shape.vocab
+            * self.shape.width
+            * (2 + 4)
+        )
 
     def makespan(self, *, head: bool = True) -> float:
         """The simulated step."""
-        table = self.table() if head else jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches)
+        table = (
+            self.table()
+            if head
+            else jp.schedules.build(
+                self.schedule, devices=self.devices, microbatches=self.microbatches
+            )
+        )
         return float(jp.simulate(table, self.costs(table.num_stages, head=head)).makespan)
 
     def program(self) -> GpuProgram:
@@ -123,7 +163,10 @@ class Case:
             whole |= {"first": {}, "shared": {"table": whole["last"].pop("head")}}
         pipe = jp.Pipeline(model.stage, schedule=table, mesh=mesh, first=first, last=last)
         rows = NamedSharding(mesh, PartitionSpec())
-        return compile_and_read(pipe.lower(pipe.place(whole), batch(shape, self.microbatches, rows)), pipe.compiler_options)
+        return compile_and_read(
+            pipe.lower(pipe.place(whole), batch(shape, self.microbatches, rows)),
+            pipe.compiler_options,
+        )
 
 
 def _spread_embedding(params: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
@@ -154,7 +197,10 @@ def _spread_head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context) -> An
 
 def _operations(shape: Shape) -> tuple[float, float]:
     """Multiply-adds of a token in a layer's forward, and in that of the logits."""
-    attention = 2 * shape.width * shape.head_dim * (shape.heads + shape.kv_heads) + shape.heads * shape.head_dim * shape.time
+    attention = (
+        2 * shape.width * shape.head_dim * (shape.heads + shape.kv_heads)
+        + shape.heads * shape.head_dim * shape.time
+    )
     return attention + 3 * shape.width * shape.hidden, float(shape.width * shape.vocab)
 
 
@@ -163,14 +209,22 @@ COLUMNS = (
     *("step", "step without head", "more", "asked", "waits", "CPU s"),
 )
 NOTES = (
-    "parameters, gradients, temp, total: GiB of one device (of the program, so of the device with most; parameters in bfloat16,",
-    "gradients in float32, every layer keeps its input alone).  Without optimizer state: Adam's moments are twice the gradients.",
-    "step: simulated, in forwards of a stage, with floating point operations as costs and free transfers; head: F and B of the logits.",
-    "step without head: of the same schedule, of a model that ends with the last layer.  more: step over that.",
-    "asked: predicates around what all devices do together, a step.  waits: how often a device's host waits in a step at most (loops over",
-    "queries keep blocks out of CUDA graphs, with or without a spread head).  one table: of a model whose embedding is its head.",
-    "B whole, H: the weight gradient of a share as an action of its own where a device waits, one microbatch of it left to do at most.",
-    "ends: of the parameters and gradients, those of embedding and head.  Models have at least a layer a device and as many on each: of",
+    "parameters, gradients, temp, total: GiB of one device (of the program, so of the device "
+    "with most; parameters in bfloat16,",
+    "gradients in float32, every layer keeps its input alone).  Without optimizer state: Adam's "
+    "moments are twice the gradients.",
+    "step: simulated, in forwards of a stage, with floating point operations as costs and free "
+    "transfers; head: F and B of the logits.",
+    "step without head: of the same schedule, of a model that ends with the last layer.  more: "
+    "step over that.",
+    "asked: predicates around what all devices do together, a step.  waits: how often a device's "
+    "host waits in a step at most (loops over",
+    "queries keep blocks out of CUDA graphs, with or without a spread head).  one table: of a "
+    "model whose embedding is its head.",
+    "B whole, H: the weight gradient of a share as an action of its own where a device waits, "
+    "one microbatch of it left to do at most.",
+    "ends: of the parameters and gradients, those of embedding and head.  Models have at least a "
+    "layer a device and as many on each: of",
     "Llama 3 8B 64 layers on 64 devices, of 70B 128, of Gemma 2B 64.",
 )
 
@@ -187,7 +241,10 @@ def line(case: Case) -> tuple[str, ...]:
         case.model,
         case.schedule,
         case.ends.value,
-        *(f"{number / GIB:.2f}" for number in (memory.arguments, memory.outputs, ends, memory.temp, memory.total)),
+        *(
+            f"{number / GIB:.2f}"
+            for number in (memory.arguments, memory.outputs, ends, memory.temp, memory.total)
+        ),
         f"{step:.1f}",
         f"{bare:.1f}",
         f"{step / bare - 1:+.1%}",
@@ -198,33 +255,62 @@ def line(case: Case) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME"
+    )
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], metavar="NAME")
     parser.add_argument("--devices", type=int, default=8, metavar="P")
     parser.add_argument("--microbatches", type=int, default=32, metavar="M")
     parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a microbatch")
-    parser.add_argument("--block", type=int, default=512, metavar="B", help="queries whose scores are there at a time; 0 for all (512)")
     parser.add_argument(
-        "--ends", nargs="+", default=[e.name for e in Ends if e is not Ends.DEFERRED], choices=[e.name for e in Ends], metavar="WHAT"
+        "--block",
+        type=int,
+        default=512,
+        metavar="B",
+        help="queries whose scores are there at a time; 0 for all (512)",
+    )
+    parser.add_argument(
+        "--ends",
+        nargs="+",
+        default=[e.name for e in Ends if e is not Ends.DEFERRED],
+        choices=[e.name for e in Ends],
+        metavar="WHAT",
     )
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
     if fault is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version")
+        parser.error(
+            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
+            "jax-cuda13-pjrt of jaxlib's version"
+        )
     rows = []
     for model in args.models:
         for schedule in args.schedules:
             for ends in (Ends[name] for name in args.ends):
-                case = Case(model, schedule, ends, args.devices, args.microbatches, args.tokens, args.block)
-                if ends is Ends.WHOLE_BACKWARDS and case.table() == dataclasses.replace(case, ends=Ends.HEAD).table():
+                case = Case(
+                    model, schedule, ends, args.devices, args.microbatches, args.tokens, args.block
+                )
+                if (
+                    ends is Ends.WHOLE_BACKWARDS
+                    and case.table() == dataclasses.replace(case, ends=Ends.HEAD).table()
+                ):
                     continue
                 rows.append(line(case))
                 jax.clear_caches()
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    sizes = f"{args.devices} described H100s, M = {args.microbatches}, {args.tokens} tokens a microbatch"
-    sizes += f", attention scores of {args.block} queries at a time" if args.block else ", attention scores whole"
+    sizes = (
+        f"{args.devices} described H100s, M = {args.microbatches}, {args.tokens} tokens a "
+        "microbatch"
+    )
+    sizes += (
+        f", attention scores of {args.block} queries at a time"
+        if args.block
+        else ", attention scores whole"
+    )
     title = f"Head and embedding of one device each, and spread: {sizes}"
     Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
 

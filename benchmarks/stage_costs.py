@@ -1,9 +1,10 @@
-"""What F, B, I and W of a GPT stage cost on this machine, in processor time, and what the embedding and the loss add at the ends.
+"""What F, B, I and W of a GPT stage cost on this machine, in processor time, and what the embedding
+and the loss add at the ends.
 
     python -m benchmarks.stage_costs
 
-I and W are the lowering's own cut of the backward.  Processor time of one thread, least of several runs taken in turn: what
-other work on the machine adds is always more, never less.
+I and W are the lowering's own cut of the backward.  Processor time of one thread, least of several
+runs taken in turn: what other work on the machine adds is always more, never less.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from jaxpipe.stage.trace import trace_stage
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of one inner stage in units of its F, and what `first` (in F, in B) and `last` (with its gradient, in F) add."""
+    """Costs of one inner stage in units of its F, and what `first` (in F, in B) and `last` (with
+    its gradient, in F) add.
+    """
 
     backward: float
     input_grad: float
@@ -42,7 +45,10 @@ class StageCosts:
 
     def describe(self) -> str:
         """In one line."""
-        ends = f"first adds {self.first_forward:.2f} to F and {self.first_backward:.2f} to B, last with its gradient {self.last:.2f} to F"
+        ends = (
+            f"first adds {self.first_forward:.2f} to F and {self.first_backward:.2f} to B, "
+            f"last with its gradient {self.last:.2f} to F"
+        )
         return f"B {self.backward:.2f}, I {self.input_grad:.2f}, W {self.weight_grad:.2f}; {ends}"
 
     def of(self, stages: int) -> jp.Costs:
@@ -99,14 +105,17 @@ def _calls(sizes: Sizes) -> Mapping[str, Callable[[], Any]]:
     gpt = GPT(1, 1, sizes.vocab, sizes.context, sizes.width, sizes.heads)
     params = gpt.init(jax.random.key(0))
     weights = jax.tree.map(lambda leaf: leaf[0], params["stages"])
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (sizes.rows, sizes.context + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, sizes.vocab, (sizes.rows, sizes.context + 1), dtype=np.int32
+    )
     microbatch = {"tokens": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:])}
     x = jax.random.normal(jax.random.key(1), (sizes.rows, sizes.context, sizes.width))
     code = trace_stage(lambda p, x, extra: gpt.stage(p, x), weights, x, {})
     leaves = [*code.consts, *jax.tree.leaves(weights)]
     once = run(code.hoist, *leaves)
     forward, backward, input_grad, weight_grad = (
-        jax.jit(lambda *a, jaxpr=jaxpr: run(jaxpr, *a)) for jaxpr in (code.forward, code.backward, code.input_grad, code.weight_grad)
+        jax.jit(lambda *a, jaxpr=jaxpr: run(jaxpr, *a))
+        for jaxpr in (code.forward, code.backward, code.input_grad, code.weight_grad)
     )
     kept = forward(*leaves, x, *once)[len(code.y_avals) :]
     operands = [*leaves, x, *once, *kept, x]
@@ -126,9 +135,15 @@ def _calls(sizes: Sizes) -> Mapping[str, Callable[[], Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=50, metavar="N")
-    parser.add_argument("--tiny", action="store_true", help="a model that takes no time, to see that everything runs")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a model that takes no time, to see that everything runs",
+    )
     add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
@@ -143,7 +158,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("first, in B of stage 0", f"{costs.first_backward:.2f}"),
         ("last and its gradient, in F of the last stage", f"{costs.last:.2f}"),
     ]
-    title = f"Costs of a GPT stage of one layer ({sizes}), in units of its F ({second * 1e3:.2f} ms)"
+    title = (
+        f"Costs of a GPT stage of one layer ({sizes}), in units of its F ({second * 1e3:.2f} ms)"
+    )
     Result(title, machine, ("action", "cost"), rows).write(args.output)
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.step_time -o benchmarks/results/step_time.txt
 
-A GPT of 8 layers on P = 4 devices, as 4 stages of 2 layers or 8 of 1.  All contenders take turns in one run, so that whatever
-else the machine does hits all of them; the table holds medians, and medians of the ratios to plain accumulation in the same turn.
-Every contender's loss and gradient norm are compared with plain accumulation's before anything is timed.
+A GPT of 8 layers on P = 4 devices, as 4 stages of 2 layers or 8 of 1.  All contenders take turns in
+one run, so that whatever else the machine does hits all of them; the table holds medians, and
+medians of the ratios to plain accumulation in the same turn. Every contender's loss and gradient
+norm are compared with plain accumulation's before anything is timed.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that does the step; `measure` runs it once and returns (wall, CPU) seconds, `outcome` gives (loss, gradient norm).
+    """Something that does the step; `measure` runs it once and returns (wall, CPU) seconds,
+    `outcome` gives (loss, gradient norm).
 
-    Without `outcome` it does the work of a step without its sums, so that there is nothing to compare.
+    Without `outcome` it does the work of a step without its sums, so that there is nothing to
+    compare.
     """
 
     name: str
@@ -74,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     jax.config.update("jax_num_cpu_devices", DEVICES)
     machine = describe("torch")
-    sizes = Sizes(layers=8, width=32, heads=2, context=16, vocab=32, rows=1) if args.tiny else Sizes()
+    sizes = (
+        Sizes(layers=8, width=32, heads=2, context=16, vocab=32, rows=1) if args.tiny else Sizes()
+    )
     rows: list[tuple[str, ...]] = []
     notes = list(NOTES)
     for count in args.microbatches:
@@ -96,20 +101,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 NOTES = (
-    "plain: gradient accumulation by a scan over microbatches (and one over layers) on one device.  All of JAX's contenders share a",
+    "plain: gradient accumulation by a scan over microbatches (and one over layers) on one "
+    "device.  All of JAX's contenders share a",
     "process and its thread pool.",
     "CPU s: processor time of all threads of all processes between the step's start and its end.",
-    "scan + ppermute: GPipe differentiated from outside; circular: vmap and rotate, V stages a device.  Both keep residuals, no remat.",
-    "torch: torch.distributed.pipelining's own schedules, a gloo process a device with one thread each.",
-    "kernels alone: each stage's F and B called by itself M times, nothing sent or summed: what the framework's kernels cost.",
+    "scan + ppermute: GPipe differentiated from outside; circular: vmap and rotate, V stages a "
+    "device.  Both keep residuals, no remat.",
+    "torch: torch.distributed.pipelining's own schedules, a gloo process a device with one "
+    "thread each.",
+    "kernels alone: each stage's F and B called by itself M times, nothing sent or summed: what "
+    "the framework's kernels cost.",
 )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns that are timed")
-    parser.add_argument("--tiny", action="store_true", help="a model that takes no time, to see that everything runs")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a model that takes no time, to see that everything runs",
+    )
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -117,11 +132,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _inputs(sizes: Sizes, stages: int, count: int) -> tuple[GPT, PyTree, PyTree]:
     """(model, canonical parameters, batch); the same numbers for every number of stages."""
     model = sizes.gpt(stages)
-    tokens = np.random.default_rng(0).integers(0, sizes.vocab, (count * sizes.rows, sizes.context + 1), dtype=np.int32)
-    return model, model.init(jax.random.key(0)), {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    tokens = np.random.default_rng(0).integers(
+        0, sizes.vocab, (count * sizes.rows, sizes.context + 1), dtype=np.int32
+    )
+    return (
+        model,
+        model.init(jax.random.key(0)),
+        {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]},
+    )
 
 
-def _in_process(name: str, step: Callable[[PyTree, PyTree], Any], params: PyTree, batch: PyTree) -> Contender:
+def _in_process(
+    name: str, step: Callable[[PyTree, PyTree], Any], params: PyTree, batch: PyTree
+) -> Contender:
     """A contender that is a function of JAX."""
 
     def measure() -> tuple[float, float]:
@@ -131,7 +154,9 @@ def _in_process(name: str, step: Callable[[PyTree, PyTree], Any], params: PyTree
 
     def outcome() -> tuple[float, float]:
         loss, grads = step(params, batch)
-        square = sum(float(np.sum(np.square(np.asarray(g, np.float64)))) for g in jax.tree.leaves(grads))
+        square = sum(
+            float(np.sum(np.square(np.asarray(g, np.float64)))) for g in jax.tree.leaves(grads)
+        )
         return float(loss), square**0.5
 
     return Contender(name, measure, outcome)
@@ -143,7 +168,10 @@ def _others(sizes: Sizes, count: int) -> Iterator[Contender]:
     gpt, params, batch = _inputs(sizes, DEVICES, count)
     model = Model(gpt.first, gpt.stage, gpt.last, DEVICES)
     yield _in_process(
-        "scan + ppermute + grad", jax.jit(scan_permute(model, mesh=mesh, microbatches=count)), place_stages(params, mesh=mesh), batch
+        "scan + ppermute + grad",
+        jax.jit(scan_permute(model, mesh=mesh, microbatches=count)),
+        place_stages(params, mesh=mesh),
+        batch,
     )
     for chunks in (1, 2):
         gpt, params, batch = _inputs(sizes, DEVICES * chunks, count)
@@ -158,10 +186,20 @@ def _ours(sizes: Sizes, count: int) -> Iterator[Contender]:
     for stages, name in ((1, "plain"), (sizes.layers, "plain, layers unrolled")):
         gpt, params, batch = _inputs(sizes, stages, count)
         model = Model(gpt.first, gpt.stage, gpt.last, stages)
-        yield _in_process(name, jax.jit(accumulate(model, microbatches=count)), jax.device_put(params, device), batch)
+        yield _in_process(
+            name,
+            jax.jit(accumulate(model, microbatches=count)),
+            jax.device_put(params, device),
+            batch,
+        )
     gpt, params, batch = _inputs(sizes, DEVICES, count)
     model = Model(gpt.first, gpt.stage, gpt.last, DEVICES)
-    kernels = _in_process("XLA's kernels alone", alone(model, microbatches=count), jax.device_put(params, device), batch)
+    kernels = _in_process(
+        "XLA's kernels alone",
+        alone(model, microbatches=count),
+        jax.device_put(params, device),
+        batch,
+    )
     yield dataclasses.replace(kernels, outcome=None)
     mesh = jax.make_mesh((DEVICES,), ("pipe",))
     for name, chunks in PIPES:
@@ -202,13 +240,18 @@ def _torchs(sizes: Sizes, count: int, stack: contextlib.ExitStack) -> list[Conte
             return pipelines.outcome(number)
 
         name, chunks = TORCH[number]
-        return Contender(f"torch {name}" + (f", V = {chunks}" if chunks > 1 else ""), measure, outcome)
+        return Contender(
+            f"torch {name}" + (f", V = {chunks}" if chunks > 1 else ""), measure, outcome
+        )
 
     def kernels() -> tuple[float, float]:
         cost = pipelines.alone(0)
         return cost.wall, cost.cpu
 
-    return [*(contender(n) for n in range(len(jobs))), Contender("torch's kernels alone", kernels, None)]
+    return [
+        *(contender(n) for n in range(len(jobs))),
+        Contender("torch's kernels alone", kernels, None),
+    ]
 
 
 def _named(params: PyTree) -> dict[str, np.ndarray[Any, Any]]:
@@ -219,22 +262,40 @@ def _named(params: PyTree) -> dict[str, np.ndarray[Any, Any]]:
 
 def _check(contenders: Sequence[Contender]) -> None:
     """Run everything once, and stop where something computes something else."""
-    outcomes = [(contender, contender.outcome()) for contender in contenders if contender.outcome is not None]
+    outcomes = [
+        (contender, contender.outcome())
+        for contender in contenders
+        if contender.outcome is not None
+    ]
     _, wanted = outcomes[0]
     for contender, found in outcomes[1:]:
         if not np.allclose(found, wanted, rtol=TOLERANCE, atol=0):
-            raise SystemExit(f"{contender.name} computes another loss or gradient: {found}, plain accumulation {wanted}")
+            raise SystemExit(
+                f"{contender.name} computes another loss or gradient: {found}, plain "
+                f"accumulation {wanted}"
+            )
 
 
 def _rows(contenders: Sequence[Contender], count: int, repeats: int) -> list[tuple[str, ...]]:
     """Take turns, then make lines."""
-    samples = np.array([[contender.measure() for contender in contenders] for _ in range(repeats + 1)])[1:]
+    samples = np.array(
+        [[contender.measure() for contender in contenders] for _ in range(repeats + 1)]
+    )[1:]
     ratios = samples / samples[:, :1]
     found: list[tuple[str, ...]] = []
     for i, contender in enumerate(contenders):
         wall, cpu = (statistics.median(samples[:, i, k]) for k in (0, 1))
         of_plain = [statistics.median(ratios[:, i, k]) for k in (0, 1)]
-        found.append((contender.name, str(count), f"{wall:.3f}", f"{cpu:.3f}", f"{of_plain[0]:.2f}", f"{of_plain[1]:.2f}"))
+        found.append(
+            (
+                contender.name,
+                str(count),
+                f"{wall:.3f}",
+                f"{cpu:.3f}",
+                f"{of_plain[0]:.2f}",
+                f"{of_plain[1]:.2f}",
+            )
+        )
         print("  ".join(found[-1]), file=sys.stderr, flush=True)
     return found
 

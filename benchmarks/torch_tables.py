@@ -1,4 +1,6 @@
-"""The tables of torch.distributed.pipelining's own generators, made without process groups or stages."""
+"""The tables of torch.distributed.pipelining's own generators, made without process groups or
+stages.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,31 @@ CLASSES = {
     "zbv": peer.ScheduleZBVZeroBubble,
     "dualpipev": peer.ScheduleDualPipeV,
 }
-# torch's Schedule1F1B is left out: the order that it reports has no forward of microbatch 0 on the last rank, so it cannot
-# run; its runtime does not use it, and takes the order of jaxpipe's 1f1b.
+# torch's Schedule1F1B is left out: the order that it reports has no forward of microbatch 0 on the
+# last rank, so it cannot run; its runtime does not use it, and takes the order of jaxpipe's 1f1b.
 
 
 def torch_table(name: str, *, devices: int, chunks: int, microbatches: int) -> Schedule | None:
     """torch's table of the schedule that we call `name`; None where torch refuses the setting."""
     if not _accepts(name, devices, chunks, microbatches):
         return None
-    rows = _gpipe(devices, microbatches) if name == "gpipe" else torch_rows(name, devices, chunks, microbatches)
-    shape = Placement.vee(devices=devices) if name in ("zbv", "dualpipev") else Placement.loop(devices=devices, chunks=chunks)
-    cells = [[parse_cell(str(a)) for a in row if a is not None and "REDUCE_GRAD" not in str(a)] for row in rows]
-    return Schedule.from_rows(cells, placement=shape, num_microbatches=microbatches, name=f"torch {name}")
+    rows = (
+        _gpipe(devices, microbatches)
+        if name == "gpipe"
+        else torch_rows(name, devices, chunks, microbatches)
+    )
+    shape = (
+        Placement.vee(devices=devices)
+        if name in ("zbv", "dualpipev")
+        else Placement.loop(devices=devices, chunks=chunks)
+    )
+    cells = [
+        [parse_cell(str(a)) for a in row if a is not None and "REDUCE_GRAD" not in str(a)]
+        for row in rows
+    ]
+    return Schedule.from_rows(
+        cells, placement=shape, num_microbatches=microbatches, name=f"torch {name}"
+    )
 
 
 def _accepts(name: str, devices: int, chunks: int, microbatches: int) -> bool:
@@ -43,7 +58,9 @@ def _accepts(name: str, devices: int, chunks: int, microbatches: int) -> bool:
 
 
 def _gpipe(devices: int, microbatches: int) -> Iterable[list[Any]]:
-    order = peer.ScheduleGPipe._get_pipeline_order(SimpleNamespace(_num_stages=devices, _n_microbatches=microbatches))  # type: ignore[arg-type]
+    order = peer.ScheduleGPipe._get_pipeline_order(
+        SimpleNamespace(_num_stages=devices, _n_microbatches=microbatches)
+    )  # type: ignore[arg-type]
     assert order is not None
     return order.values()
 

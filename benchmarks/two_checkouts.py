@@ -1,10 +1,12 @@
-"""The pipelined step of this checkout against that of another one, in turns: what a change costs or saves.
+"""The pipelined step of this checkout against that of another one, in turns: what a change costs or
+saves.
 
     git worktree add ../before 82c3bf4
     python -m benchmarks.two_checkouts ../before -o benchmarks/results/two_checkouts.txt
 
-Each checkout has a process of its own with the contenders of its own `benchmarks.step_time`.  One step runs at a time, the
-two checkouts' right after each other and in changing order, so that whatever else the machine does hits both.
+Each checkout has a process of its own with the contenders of its own `benchmarks.step_time`.  One
+step runs at a time, the two checkouts' right after each other and in changing order, so that
+whatever else the machine does hits both.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 
 ROOT = Path(__file__).resolve().parent.parent
-# Runs in either checkout.  Says what it has, then runs the contender whose number it reads and answers with wall and CPU seconds.
+# Runs in either checkout.  Says what it has, then runs the contender whose number it reads and
+# answers with wall and CPU seconds.
 WORKER = """
 import sys
 import jax
 from benchmarks import step_time
 tiny, count, only = sys.argv[1] == "tiny", int(sys.argv[2]), sys.argv[3:]
 jax.config.update("jax_num_cpu_devices", step_time.DEVICES)
-sizes = step_time.Sizes(layers=8, width=32, heads=2, context=16, vocab=32, rows=1) if tiny else step_time.Sizes()
+smallest = dict(layers=8, width=32, heads=2, context=16, vocab=32, rows=1)
+sizes = step_time.Sizes(**(smallest if tiny else {}))
 found = {c.name: c for c in step_time._ours(sizes, count) if not only or c.name in only}
 for contender in found.values():
     contender.measure()
@@ -38,8 +42,10 @@ for line in sys.stdin:
     print(*found[line.strip()].measure(), flush=True)
 """
 NOTES = (
-    "this / other: medians of the ratios within a turn, and their middle half.  CPU: processor time of all threads.",
-    "plain: gradient accumulation without a pipeline, which is the same code in both: what it differs from 1 by is the noise.",
+    "this / other: medians of the ratios within a turn, and their middle half.  CPU: processor "
+    "time of all threads.",
+    "plain: gradient accumulation without a pipeline, which is the same code in both: what it "
+    "differs from 1 by is the noise.",
 )
 
 
@@ -57,7 +63,14 @@ class Worker:
     def __init__(self, root: Path, size: str, count: int, only: Sequence[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-c", WORKER, size, str(count), *only]
-        self._process = subprocess.Popen(command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command,
+            cwd=root,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.names = self._line().split(";")
 
     def measure(self, name: str) -> tuple[float, float]:
@@ -86,22 +99,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     other = args.other.resolve()
     rows = [row for count in args.microbatches for row in _rows(other, args, count)]
     Result(
-        f"A step of this checkout / of {_commit(other)}, P = 4 ({args.starts} starts of {args.repeats} turns)",
+        f"A step of this checkout / of {_commit(other)}, P = 4 ({args.starts} starts of "
+        f"{args.repeats} turns)",
         machine,
-        ("contender", "M", "wall s", "other", "this / other", "", "CPU s", "other", "this / other", ""),
+        (
+            "contender",
+            "M",
+            "wall s",
+            "other",
+            "this / other",
+            "",
+            "CPU s",
+            "other",
+            "this / other",
+            "",
+        ),
         rows,
         NOTES,
     ).write(args.output)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="the root of the other checkout")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each start that are timed")
-    parser.add_argument("--starts", type=int, default=3, metavar="N", help="how often processes start anew")
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="turns of each start that are timed"
+    )
+    parser.add_argument(
+        "--starts", type=int, default=3, metavar="N", help="how often processes start anew"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these contenders")
-    parser.add_argument("--tiny", action="store_true", help="a model that takes no time, to see that everything runs")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a model that takes no time, to see that everything runs",
+    )
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -110,19 +145,31 @@ def _rows(other: Path, args: argparse.Namespace, count: int) -> Iterator[tuple[s
     """A line a contender: medians over the turns of all starts."""
     turns: dict[str, list[Turn]] = {}
     for _ in range(args.starts):
-        workers = [Worker(root, "tiny" if args.tiny else "full", count, args.only) for root in (ROOT, other)]
+        workers = [
+            Worker(root, "tiny" if args.tiny else "full", count, args.only)
+            for root in (ROOT, other)
+        ]
         for name in (n for n in workers[0].names if n in workers[1].names):
-            turns.setdefault(name, []).extend(_turn(workers, name, first=number % 2) for number in range(args.repeats))
+            turns.setdefault(name, []).extend(
+                _turn(workers, name, first=number % 2) for number in range(args.repeats)
+            )
         for worker in workers:
             worker.close()
     for name, samples in turns.items():
-        row = (name, str(count), *_compared([turn.wall for turn in samples]), *_compared([turn.cpu for turn in samples]))
+        row = (
+            name,
+            str(count),
+            *_compared([turn.wall for turn in samples]),
+            *_compared([turn.cpu for turn in samples]),
+        )
         print("  ".join(row), file=sys.stderr, flush=True)
         yield row
 
 
 def _compared(pairs: Sequence[tuple[float, float]]) -> tuple[str, str, str, str]:
-    """Median of this checkout and of the other one, of their ratios, and the middle half of these."""
+    """Median of this checkout and of the other one, of their ratios, and the middle half
+    of these.
+    """
     ratios = sorted(mine / others for mine, others in pairs)
     mine, others = (statistics.median(side) for side in zip(*pairs, strict=True))
     quarter = len(ratios) // 4
@@ -138,7 +185,12 @@ def _turn(workers: Sequence[Worker], name: str, *, first: int) -> Turn:
 
 
 def _commit(root: Path) -> str:
-    done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--abbrev=10"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(root), "describe", "--always", "--abbrev=10"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip() or root.name
 
 

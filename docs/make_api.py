@@ -1,4 +1,6 @@
-"""Write docs/api.md: every public name with the first sentence of its docstring.  Run: python docs/make_api.py."""
+"""Write docs/api.md: every public name with the first sentence of its docstring.  Run: python
+docs/make_api.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any
 import jaxpipe as jp
 
 HERE = Path(__file__).parent
-MODULES = ("jaxpipe.checkpoint", "jaxpipe.debug", "jaxpipe.distributed", "jaxpipe.flax")  # imported by name, each for what it needs
+# imported by name, each for what it needs
+MODULES = ("jaxpipe.checkpoint", "jaxpipe.debug", "jaxpipe.distributed", "jaxpipe.flax")
 
 
 def first_sentence(value: Any) -> str:
@@ -27,12 +30,22 @@ def signature(name: str, value: Any) -> str:
 
 
 def members(value: type) -> list[str]:
-    """The public methods and properties that a class defines itself, or that those of flax have in common."""
+    """The public methods and properties that a class defines itself, or that those of flax have in
+    common.
+    """
     lines = []
-    hidden = [base for base in reversed(value.__mro__) if base is not value and base.__module__.startswith("jaxpipe.flax.")]
+    hidden = [
+        base
+        for base in reversed(value.__mro__)
+        if base is not value and base.__module__.startswith("jaxpipe.flax.")
+    ]
     own = {name: member for base in (*hidden, value) for name, member in vars(base).items()}
     for name, member in own.items():
-        target = member.fget if isinstance(member, property) else getattr(member, "__func__", getattr(member, "func", member))
+        target = (
+            member.fget
+            if isinstance(member, property)
+            else getattr(member, "__func__", getattr(member, "func", member))
+        )
         if name.startswith("_") or not (inspect.isfunction(target)):
             continue
         lines.append(f"  - `{name}`: {first_sentence(target)}")
@@ -45,13 +58,18 @@ def page() -> str:
     for name in jp.__all__:
         value = getattr(jp, name)
         if name in ("Cell",):
-            lines.append(f"- `jp.{name}`: a cell of a row: an `Action`, an `Overlap`, or None where the device idles.")
+            lines.append(
+                f"- `jp.{name}`: a cell of a row: an `Action`, an `Overlap`, or None where the "
+                "device idles."
+            )
             continue
         lines.append(f"- `jp.{signature(name, value)}`: {first_sentence(value)}")
         if inspect.isclass(value):
             lines += members(value)
         if inspect.ismodule(value):
-            for inner in getattr(value, "__all__", [n for n in vars(value) if not n.startswith("_")]):
+            for inner in getattr(
+                value, "__all__", [n for n in vars(value) if not n.startswith("_")]
+            ):
                 target = getattr(value, inner)
                 if inspect.isfunction(target) and target.__module__.startswith("jaxpipe"):
                     lines.append(f"  - `{signature(inner, target)}`: {first_sentence(target)}")
@@ -59,7 +77,9 @@ def page() -> str:
         lines += ["", f"## {module.__name__}", "", first_sentence(module), ""]
         for name, value in vars(module).items():
             home = getattr(value, "__module__", "")
-            own = callable(value) and (home.startswith(module.__name__) or name in getattr(module, "__all__", ()))
+            own = callable(value) and (
+                home.startswith(module.__name__) or name in getattr(module, "__all__", ())
+            )
             if own and not name.startswith("_"):
                 lines.append(f"- `{signature(name, value)}`: {first_sentence(value)}")
                 lines += members(value) if inspect.isclass(value) else []

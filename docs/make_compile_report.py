@@ -27,7 +27,9 @@ KIB = 1024
 def catalogue() -> list[jp.Schedule]:
     """Every schedule at its natural number of chunks."""
     return [
-        jp.schedules.build(name, devices=DEVICES, microbatches=MICROBATCHES, chunks=describe(name).chunks.natural)
+        jp.schedules.build(
+            name, devices=DEVICES, microbatches=MICROBATCHES, chunks=describe(name).chunks.natural
+        )
         for name in jp.schedules.names()
         if name != "no_pipelining"
     ]
@@ -38,7 +40,11 @@ def compile_report(schedule: jp.Schedule) -> dict[str, Any]:
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(
+            (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
+        )
+    }
     return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), batch)
 
 
@@ -83,7 +89,18 @@ def program_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]
 
 
 MEMORY = (
-    *("schedule", "V", "table_transfers", "transfers", "slots x/I/W/c/st", "pools", "transfer", "temp", "argument", "output"),
+    *(
+        "schedule",
+        "V",
+        "table_transfers",
+        "transfers",
+        "slots x/I/W/c/st",
+        "pools",
+        "transfer",
+        "temp",
+        "argument",
+        "output",
+    ),
     *("waits", "beside"),
 )
 
@@ -92,7 +109,10 @@ def memory_row(schedule: jp.Schedule, found: dict[str, Any]) -> tuple[str, ...]:
     """Transfers, slots, and bytes in KiB."""
     slots = found["slots"]
     held = (slots.x, slots.residual_input, slots.residual_weight, slots.cotangent, slots.stash)
-    sizes = (sum(found["pool_bytes"].values()), *(found[f"{key}_bytes"] for key in ("transfer", "temp", "argument", "output")))
+    sizes = (
+        sum(found["pool_bytes"].values()),
+        *(found[f"{key}_bytes"] for key in ("transfer", "temp", "argument", "output")),
+    )
     return (
         schedule.name,
         str(schedule.num_chunks),
@@ -115,34 +135,45 @@ def page() -> str:
     """The whole page."""
     schedules = catalogue()
     reports = [compile_report(schedule) for schedule in schedules]
-    example = next(found for schedule, found in zip(schedules, reports, strict=True) if schedule.name == "1f1b")
+    example = next(
+        found for schedule, found in zip(schedules, reports, strict=True) if schedule.name == "1f1b"
+    )
     lines = [
         "# What compile_report says of each schedule",
         "",
-        "Written by `docs/make_compile_report.py`. `Pipeline.compile_report(params, batch)` compiles the step, for shapes alone if you",
-        f"like, and runs nothing. Here: {DEVICES} H100s that are only described, {MICROBATCHES} microbatches, {LAYERS} layers a stage of",
+        "Written by `docs/make_compile_report.py`. `Pipeline.compile_report(params, batch)` "
+        "compiles the step, for shapes alone if you",
+        f"like, and runs nothing. Here: {DEVICES} H100s that are only described, {MICROBATCHES} "
+        f"microbatches, {LAYERS} layers a stage of",
         f"width {WIDTH} in bfloat16, {ROWS} rows of {TIME} tokens a microbatch.",
         "",
         "## The program",
         "",
         *table(PROGRAM, [program_row(s, r) for s, r in zip(schedules, reports, strict=True)]),
         "",
-        "Makespans have F = I = W = 1 and B = 2; only the two ends of a transfer wait for each other. late transfers: of those of the",
-        "table that are needed no sooner than a tick after the one that makes them, those that the program awaits in a later tick, so",
+        "Makespans have F = I = W = 1 and B = 2; only the two ends of a transfer wait for each "
+        "other. late transfers: of those of the",
+        "table that are needed no sooner than a tick after the one that makes them, those that "
+        "the program awaits in a later tick, so",
         "that a block runs beside them.",
         "",
         "## Memory and transfers of a device",
         "",
         *table(MEMORY, [memory_row(s, r) for s, r in zip(schedules, reports, strict=True)]),
         "",
-        "Sizes are KiB. slots: stage inputs, residuals that only I needs, residuals that W needs, cotangents, what I leaves for W.",
-        "transfers: what the table sends, and where ticks share permutes, more. waits: how often the host waits in a step. beside: of the",
-        "permutes that are awaited in a later tick, those with compute issued between start and done.",
+        "Sizes are KiB. slots: stage inputs, residuals that only I needs, residuals that W "
+        "needs, cotangents, what I leaves for W.",
+        "transfers: what the table sends, and where ticks share permutes, more. waits: how often "
+        "the host waits in a step. beside: of the",
+        "permutes that are awaited in a later tick, those with compute issued between start and "
+        "done.",
         "",
         "## The segments of 1F1B",
         "",
-        '`report["segments"]` prints each piece of code: blocks of stage code (kind and chunk; `^` first stage, `$` last stage, `~` handed',
-        "on to this device, `?` under a predicate), then the permutes; in braces the choices of a tick, `-` for none.",
+        '`report["segments"]` prints each piece of code: blocks of stage code (kind and chunk; '
+        "`^` first stage, `$` last stage, `~` handed",
+        "on to this device, `?` under a predicate), then the permutes; in braces the choices of "
+        "a tick, `-` for none.",
         "",
         "```text",
         *"\n".join(example["segments"]).splitlines(),

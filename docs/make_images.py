@@ -1,4 +1,6 @@
-"""Draw the pictures of the documentation: `python docs/make_images.py` writes docs/images/*.svg through the public API."""
+"""Draw the pictures of the documentation: `python docs/make_images.py` writes docs/images/*.svg
+through the public API.
+"""
 
 from __future__ import annotations
 

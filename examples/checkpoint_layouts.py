@@ -1,4 +1,5 @@
-"""Save with 1F1B on four devices; go on with ZB-V on two, and without a pipeline at all, with the same losses.
+"""Save with 1F1B on four devices; go on with ZB-V on two, and without a pipeline at all, with the
+same losses.
 
     python examples/checkpoint_layouts.py
 
@@ -42,8 +43,14 @@ def weights(stages: int) -> Tree:
     """Leaves of stages are [S, layers of a stage, ...]; the numbers are the same for every S."""
     rng = np.random.default_rng(0)
     layers = {name: rng.normal(0, WIDTH**-0.5, (LAYERS, WIDTH, WIDTH)) for name in ("w", "v")}
-    ends = {"first": {"in": rng.normal(0, 0.5, (4, WIDTH))}, "last": {"out": rng.normal(0, WIDTH**-0.5, (WIDTH, 2))}}
-    return {**ends, "stages": jax.tree.map(lambda leaf: leaf.reshape(stages, -1, WIDTH, WIDTH), layers)}
+    ends = {
+        "first": {"in": rng.normal(0, 0.5, (4, WIDTH))},
+        "last": {"out": rng.normal(0, WIDTH**-0.5, (WIDTH, 2))},
+    }
+    return {
+        **ends,
+        "stages": jax.tree.map(lambda leaf: leaf.reshape(stages, -1, WIDTH, WIDTH), layers),
+    }
 
 
 def rows(step: int) -> Tree:
@@ -68,9 +75,15 @@ def pipeline(name: str, devices: int) -> jp.Pipeline:
 
 
 def train(pipe: jp.Pipeline | None, folder: str, steps: int) -> list[float]:
-    """Go on from the newest checkpoint in `folder`, or start; save at the end.  Returns the losses of the steps done."""
+    """Go on from the newest checkpoint in `folder`, or start; save at the end.  Returns the losses
+    of the steps done.
+    """
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    params = jax.tree.map(jnp.asarray, weights(1)) if pipe is None else pipe.place(weights(pipe.schedule.num_stages))
+    params = (
+        jax.tree.map(jnp.asarray, weights(1))
+        if pipe is None
+        else pipe.place(weights(pipe.schedule.num_stages))
+    )
     state = {"params": params, "opt_state": optimizer.init(params)}
 
     jit = jax.jit if pipe is None else pipe.jit
@@ -80,7 +93,10 @@ def train(pipe: jp.Pipeline | None, folder: str, steps: int) -> list[float]:
         value_and_grad = plain_value_and_grad if pipe is None else pipe.value_and_grad
         loss, grads = value_and_grad(state["params"], batch)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+        }, loss
 
     losses, start = [], 0
     with Checkpoints(folder, pipe, layer_axis=True) as checkpoints:
@@ -100,7 +116,11 @@ def main() -> None:
         begin = train(pipeline("1f1b", 4), f"{folder}/run", SAVED)
         assert begin == whole[:SAVED]
         print("losses of 1f1b on 4 devices:", " ".join(f"{loss:.6f}" for loss in whole))
-        for name, pipe in [("1f1b, 4 devices", pipeline("1f1b", 4)), ("zbv, 2 devices", pipeline("zbv", 2)), ("plain", None)]:
+        for name, pipe in [
+            ("1f1b, 4 devices", pipeline("1f1b", 4)),
+            ("zbv, 2 devices", pipeline("zbv", 2)),
+            ("plain", None),
+        ]:
             after = train(pipe, f"{folder}/run", STEPS)
             worst = max(abs(a - b) / b for a, b in zip(after, whole[SAVED:], strict=True))
             print(f"resumed after step {SAVED} by {name}: differs by {worst:.1e}, relative")

@@ -13,7 +13,8 @@ import optax
 
 import jaxpipe as jp
 
-jax.config.update("jax_num_cpu_devices", 4)  # where there are no four GPUs: four virtual devices of the CPU
+# where there are no four GPUs: four virtual devices of the CPU
+jax.config.update("jax_num_cpu_devices", 4)
 
 DEVICES, MICROBATCHES, ROWS, STEPS = 2, 4, 32, 30
 SIDE, CHANNELS, CLASSES = 12, 8, 4
@@ -21,13 +22,17 @@ SIDE, CHANNELS, CLASSES = 12, 8, 4
 
 def conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """[N, H, W, C] with a kernel [3, 3, C, D]."""
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Each image by itself, so that it does not matter how the batch is cut into microbatches."""
     centred = x - x.mean(axis=(1, 2, 3), keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=(1, 2, 3), keepdims=True) + 1e-5) * scale
+    return (
+        centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=(1, 2, 3), keepdims=True) + 1e-5) * scale
+    )
 
 
 def first(params: Any, microbatch: Any) -> jax.Array:
@@ -35,7 +40,9 @@ def first(params: Any, microbatch: Any) -> jax.Array:
 
 
 def stage(params: Any, x: jax.Array) -> jax.Array:
-    """A residual block: the output has the shape of the input, since it is the next stage's input."""
+    """A residual block: the output has the shape of the input, since it is the next
+    stage's input.
+    """
     y = jax.nn.relu(norm(conv(x, params["conv1"]), params["scale1"]))
     return x + norm(conv(y, params["conv2"]), params["scale2"])
 
@@ -47,7 +54,9 @@ def last(params: Any, x: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Arr
 
 
 def stripes(key: jax.Array) -> dict[str, jax.Array]:
-    """Noisy images of stripes: horizontal, falling, vertical or rising, of any wavelength and phase."""
+    """Noisy images of stripes: horizontal, falling, vertical or rising, of any wavelength and
+    phase.
+    """
     keys = jax.random.split(key, 4)
     label = jax.random.randint(keys[0], (ROWS,), 0, CLASSES)
     angle = label[:, None, None] * jnp.pi / CLASSES
@@ -78,7 +87,9 @@ def main() -> None:
     schedule = jp.schedules.build("zb_h1", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True)
+    pipe = jp.Pipeline(
+        stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True
+    )
 
     params = pipe.place(initial(jax.random.key(0), schedule.num_stages))
     optimizer = optax.adam(1e-2)

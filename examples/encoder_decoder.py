@@ -1,7 +1,9 @@
-"""An encoder and a decoder in one pipeline (T5, Raffel et al. 2020), against the same model without one.
+"""An encoder and a decoder in one pipeline (T5, Raffel et al. 2020), against the same model without
+one.
 
-The encoder's layers come first. One layer, D, is the seam: from there on, what the encoder said travels along with the decoder's tokens.
-The token embedding is tied three ways, and the relative position biases are shared by all layers of a kind.
+The encoder's layers come first. One layer, D, is the seam: from there on, what the encoder said
+travels along with the decoder's tokens. The token embedding is tied three ways, and the relative
+position biases are shared by all layers of a kind.
 
 python examples/encoder_decoder.py        four GPUs, or four virtual devices of the CPU
 """
@@ -17,7 +19,19 @@ import optax
 
 import jaxpipe as jp
 from gpt.devices import find
-from parts.blocks import ATTENTION, FEED, HEADS, WIDTH, attend, attend_to_itself, causal, drawn, feed, norm, plain_loss
+from parts.blocks import (
+    ATTENTION,
+    FEED,
+    HEADS,
+    WIDTH,
+    attend,
+    attend_to_itself,
+    causal,
+    drawn,
+    feed,
+    norm,
+    plain_loss,
+)
 from parts.training import compare_and_train
 
 VOCAB, SOURCE, TARGET, REACH, ROWS, STEPS = 12, 6, 6, 4, 16, 60
@@ -39,8 +53,14 @@ def seam(params: Any, x: jax.Array, *, microbatch: Any, shared: Any) -> dict[str
     return {"source": norm(params["norm"], x), "target": shared["table"][begun]}
 
 
-def decoder_layer(params: Any, x: dict[str, jax.Array], *, microbatch: Any, shared: Any) -> dict[str, jax.Array]:
-    h = attend_to_itself(params["attention"], x["target"], bias=nearness(shared["decoder_bias"], TARGET) + causal(TARGET))
+def decoder_layer(
+    params: Any, x: dict[str, jax.Array], *, microbatch: Any, shared: Any
+) -> dict[str, jax.Array]:
+    h = attend_to_itself(
+        params["attention"],
+        x["target"],
+        bias=nearness(shared["decoder_bias"], TARGET) + causal(TARGET),
+    )
     h = attend(params["cross"], h, x["source"])
     return {"source": x["source"], "target": feed(params["feed"], h)}
 
@@ -68,7 +88,11 @@ def initial(key: jax.Array, letters: str) -> dict[str, Any]:
         "stages": {
             "e": drawn(keys[0], {"attention": ATTENTION, "feed": FEED}, letters.count("e")),
             "D": drawn(keys[1], SCALE, 1),
-            "d": drawn(keys[2], {"attention": ATTENTION, "cross": ATTENTION, "feed": FEED}, letters.count("d")),
+            "d": drawn(
+                keys[2],
+                {"attention": ATTENTION, "cross": ATTENTION, "feed": FEED},
+                letters.count("d"),
+            ),
         },
         "last": drawn(key, SCALE),
         "shared": drawn(keys[3], {"table": (VOCAB, WIDTH), **biases}),
@@ -88,10 +112,17 @@ def main() -> None:
     devices = find(4)
     jax.config.update("jax_enable_x64", True)  # for the comparison
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
-    pipe = jp.Pipeline(layers=LAYERS, layout=LAYOUT, schedule=schedule, mesh=jax.make_mesh((4,), ("pipe",), devices=devices))
+    pipe = jp.Pipeline(
+        layers=LAYERS,
+        layout=LAYOUT,
+        schedule=schedule,
+        mesh=jax.make_mesh((4,), ("pipe",), devices=devices),
+    )
     letters = LAYOUT.replace("|", "")[1:-1]
     canonical = initial(jax.random.key(0), letters)
-    losses = compare_and_train(pipe, partial(plain_loss, LAYERS, letters), canonical, rows, steps=STEPS)
+    losses = compare_and_train(
+        pipe, partial(plain_loss, LAYERS, letters), canonical, rows, steps=STEPS
+    )
     assert losses[-1] < 0.6 * losses[0], "nothing was learned"
 
 

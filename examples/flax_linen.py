@@ -1,4 +1,5 @@
-"""A linen language model with a tied embedding and blocks stacked by nn.scan, trained through a pipeline with ZB-V.
+"""A linen language model with a tied embedding and blocks stacked by nn.scan, trained through a
+pipeline with ZB-V.
 
 python examples/flax_linen.py
 """
@@ -51,7 +52,9 @@ class LanguageModel(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         ends = Ends(name="ends")
-        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        blocks = nn.scan(
+            Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+        )
         x, _ = blocks(name="blocks")(ends.begin(tokens), None)
         return ends.end(x)
 
@@ -79,7 +82,9 @@ def main() -> None:
         call=lambda block, x: block(x)[0],
         shared=(Ends(), submodule(variables, "ends")),
         first=End(None, lambda _, microbatch, *, shared: shared.begin(microbatch["tokens"])),
-        last=End(None, lambda _, x, microbatch, *, shared: loss_of(shared.end(x), microbatch["targets"])),
+        last=End(
+            None, lambda _, x, microbatch, *, shared: loss_of(shared.end(x), microbatch["targets"])
+        ),
         rngs=(),
     )
     mesh = jax.make_mesh((4,), ("pipe",), devices=jax.devices()[:4])
@@ -101,7 +106,9 @@ def main() -> None:
     print(f"loss: {losses[0]:.3f} at first, {np.mean(losses[-10:]):.3f} over the last ten steps")
 
     batch, canonical = rows(STEPS), jax.device_get(pipe.canonical(params))
-    trained = {"params": {"blocks": model.to_linen(canonical)["params"], "ends": canonical["shared"]}}
+    trained = {
+        "params": {"blocks": model.to_linen(canonical)["params"], "ends": canonical["shared"]}
+    }
     whole = float(loss_of(jax.jit(net.apply)(trained, batch["tokens"]), batch["targets"]))
     through_pipe = float(pipe.evaluate(params, batch))
     print(f"next batch: {through_pipe:.6f} by the pipeline, {whole:.6f} by the linen model itself")

@@ -1,4 +1,5 @@
-"""An nnx model as it is, with dropout and batch norm, trained through a pipeline of four devices, and used whole afterwards.
+"""An nnx model as it is, with dropout and batch norm, trained through a pipeline of four devices,
+and used whole afterwards.
 
 python examples/flax_nnx.py
 """
@@ -27,7 +28,9 @@ class Block(nnx.Module):
         self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs)
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, kernel_init=nnx.initializers.normal(0.05), rngs=rngs)
+        self.down = nnx.Linear(
+            2 * WIDTH, WIDTH, kernel_init=nnx.initializers.normal(0.05), rngs=rngs
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.down(self.dropout(jax.nn.gelu(self.up(self.norm(x)))))
@@ -57,7 +60,9 @@ def spirals(step: int) -> dict[str, Any]:
     rng = np.random.default_rng(step)
     labels, radius = rng.integers(0, CLASSES, ROWS), rng.uniform(0.1, 1, ROWS)
     angle = 4 * radius + 2 * np.pi * labels / CLASSES
-    points = np.stack([radius * np.sin(angle), radius * np.cos(angle)], axis=1) + 0.02 * rng.normal(size=(ROWS, 2))
+    points = np.stack([radius * np.sin(angle), radius * np.cos(angle)], axis=1) + 0.02 * rng.normal(
+        size=(ROWS, 2)
+    )
     return {"points": points.astype(np.float32), "labels": labels}
 
 
@@ -68,7 +73,9 @@ def main() -> None:
         net.blocks,
         num_stages=schedule.num_stages,
         first=End(net.inner, lambda inner, microbatch: inner(microbatch["points"])),
-        last=End(net.head, lambda head, x, microbatch: cross_entropy(head(x), microbatch["labels"])),
+        last=End(
+            net.head, lambda head, x, microbatch: cross_entropy(head(x), microbatch["labels"])
+        ),
     )
     mesh = jax.make_mesh((4,), ("pipe",), devices=jax.devices()[:4])
     pipe = jp.Pipeline(**model.functions, schedule=schedule, mesh=mesh)
@@ -84,7 +91,9 @@ def main() -> None:
 
     losses = []
     for step in range(STEPS):
-        params, state, opt_state, loss = train(params, state, opt_state, spirals(step), jax.random.fold_in(jax.random.key(1), step))
+        params, state, opt_state, loss = train(
+            params, state, opt_state, spirals(step), jax.random.fold_in(jax.random.key(1), step)
+        )
         losses.append(float(loss))
     print(f"loss: {losses[0]:.3f} at first, {np.mean(losses[-10:]):.3f} over the last ten steps")
 
@@ -95,7 +104,10 @@ def main() -> None:
     logits = nnx.jit(lambda net, points: net(points))(net, held_out["points"])
     whole = float(cross_entropy(logits, held_out["labels"]))
     right = float(jnp.mean(jnp.argmax(logits, axis=-1) == held_out["labels"]))
-    print(f"held out: loss {through_pipe:.6f} by the pipeline, {whole:.6f} by the nnx model itself; {right:.0%} right")
+    print(
+        f"held out: loss {through_pipe:.6f} by the pipeline, {whole:.6f} by the nnx model "
+        f"itself; {right:.0%} right"
+    )
     assert abs(through_pipe - whole) < 1e-5 * (1 + whole)  # float32
     assert np.mean(losses[-10:]) < 0.5 * losses[0]
     assert right > 0.8

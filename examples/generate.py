@@ -1,8 +1,9 @@
-"""Generates text through a pipeline with a cache of keys and values, a token at a time, and without one: the same tokens.
+"""Generates text through a pipeline with a cache of keys and values, a token at a time, and without
+one: the same tokens.
 
-A stage that takes `state` by keyword and returns it changed keeps it from step to step: here, the keys and values of the tokens so far.
-Each microbatch has its own rows of the cache, which `ctx.microbatch` finds.
-Run: python examples/generate.py
+A stage that takes `state` by keyword and returns it changed keeps it from step to step: here, the
+keys and values of the tokens so far. Each microbatch has its own rows of the cache, which
+`ctx.microbatch` finds. Run: python examples/generate.py
 """
 
 from __future__ import annotations
@@ -20,16 +21,23 @@ DEVICES, MICROBATCHES, ROWS, VOCAB, WIDTH, HEADS, LENGTH, PROMPT = 4, 2, 4, 17, 
 
 def first(params: Any, microbatch: Any) -> Any:
     """Tokens [rows, time] at positions [rows, time] -> their embeddings."""
-    return {"h": params["tokens"][microbatch["tokens"]] + params["positions"][microbatch["at"]], "at": microbatch["at"]}
+    return {
+        "h": params["tokens"][microbatch["tokens"]] + params["positions"][microbatch["at"]],
+        "at": microbatch["at"],
+    }
 
 
 def attend(params: Any, h: Any, keys: Any, values: Any, visible: Any) -> Any:
-    """Attention of h [rows, time, width] to keys and values [rows, seen, width]; visible [rows, time, seen]."""
+    """Attention of h [rows, time, width] to keys and values [rows, seen, width]; visible [rows,
+    time, seen].
+    """
 
     def split(a: Any) -> Any:
         return a.reshape(*a.shape[:2], HEADS, -1)
 
-    scores = jnp.einsum("rthd,rshd->rhts", split(h @ params["q"]), split(keys)) / (WIDTH // HEADS) ** 0.5
+    scores = (
+        jnp.einsum("rthd,rshd->rhts", split(h @ params["q"]), split(keys)) / (WIDTH // HEADS) ** 0.5
+    )
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30))
     return jnp.einsum("rhts,rshd->rthd", weights, split(values)).reshape(h.shape) @ params["out"]
 
@@ -42,11 +50,16 @@ def whole(params: Any, x: Any) -> Any:
 
 
 def cached(params: Any, x: Any, *, state: Any, ctx: Any) -> Any:
-    """The same layer, given the newest token alone; state holds keys and values [microbatches, rows, LENGTH, width] of those before."""
+    """The same layer, given the newest token alone; state holds keys and values [microbatches,
+    rows, LENGTH, width] of those before.
+    """
     h, at = x["h"], x["at"]
     position = at[0, 0]
     new = {
-        name: jax.lax.dynamic_update_slice(leaf, (h @ params[name])[None], (ctx.microbatch, 0, position, 0)) for name, leaf in state.items()
+        name: jax.lax.dynamic_update_slice(
+            leaf, (h @ params[name])[None], (ctx.microbatch, 0, position, 0)
+        )
+        for name, leaf in state.items()
     }
     keys, values = (new[name][ctx.microbatch] for name in ("k", "v"))
     h = h + attend(params, h, keys, values, jnp.arange(LENGTH)[None, None, :] <= at[:, :, None])
@@ -56,17 +69,28 @@ def cached(params: Any, x: Any, *, state: Any, ctx: Any) -> Any:
 def main() -> None:
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
-    plain, quick = (jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first) for stage in (whole, cached))
+    plain, quick = (
+        jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first) for stage in (whole, cached)
+    )
     normal = jax.random.normal
     k = jax.random.split(jax.random.key(0), 9)
     shapes = {"q": 1, "k": 1, "v": 1, "out": 1, "up": 1, "down": 1}
     canonical = {
-        "first": {"tokens": normal(k[0], (VOCAB, WIDTH)), "positions": normal(k[1], (LENGTH, WIDTH)) / 2},
-        "stages": {name: normal(k[2 + i], (DEVICES, WIDTH, WIDTH)) / WIDTH**0.5 for i, name in enumerate(shapes)},
+        "first": {
+            "tokens": normal(k[0], (VOCAB, WIDTH)),
+            "positions": normal(k[1], (LENGTH, WIDTH)) / 2,
+        },
+        "stages": {
+            name: normal(k[2 + i], (DEVICES, WIDTH, WIDTH)) / WIDTH**0.5
+            for i, name in enumerate(shapes)
+        },
     }
     head = normal(k[8], (WIDTH, VOCAB))
     params = plain.place(canonical)
-    cache = {name: jnp.zeros((DEVICES, MICROBATCHES, ROWS // MICROBATCHES, LENGTH, WIDTH)) for name in ("k", "v")}
+    cache = {
+        name: jnp.zeros((DEVICES, MICROBATCHES, ROWS // MICROBATCHES, LENGTH, WIDTH))
+        for name in ("k", "v")
+    }
     state = quick.place_state(cache)
     prompt = jax.random.randint(jax.random.key(1), (ROWS, PROMPT), 0, VOCAB)
 
@@ -84,10 +108,13 @@ def main() -> None:
             found.append(token)
 
     wanted = prompt
-    for _ in range(LENGTH - PROMPT):  # each time all tokens from the start; only the last one's output is new
+    # each time all tokens from the start; only the last one's output is new
+    for _ in range(LENGTH - PROMPT):
         at = jnp.broadcast_to(jnp.arange(wanted.shape[1]), wanted.shape)
         out = plain.outputs(params, {"tokens": wanted, "at": at})
-        wanted = jnp.concatenate([wanted, jnp.argmax(out["h"][:, -1] @ head, axis=-1)[:, None]], axis=1)
+        wanted = jnp.concatenate(
+            [wanted, jnp.argmax(out["h"][:, -1] @ head, axis=-1)[:, None]], axis=1
+        )
 
     tokens = jnp.stack(found, axis=1)
     print(tokens)

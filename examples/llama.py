@@ -1,11 +1,16 @@
-"""Train a Llama through a pipeline, of any published size: on one host, or on a pod by the launchers of examples/pod/.
+"""Train a Llama through a pipeline, of any published size: on one host, or on a pod by the
+launchers of examples/pod/.
 
-python examples/llama.py                                                     a tiny one, on four virtual CPU devices
-python examples/llama.py --model llama3.1-8b --load Llama-3.1-8B --pipe 4 --tensor 2 --context 4096 --remat layer --sequence
-                         --loss-tokens 1024 --tokens corpus.npy --end 128001 --peak 989        continues a published one on eight H100s
-python examples/llama.py --model llama3.1-70b --layout "Et*9|(t*10|)*6t*10|tL" ...             layers laid out by hand
+python examples/llama.py                                                     a tiny one, on four
+virtual CPU devices python examples/llama.py --model llama3.1-8b --load Llama-3.1-8B --pipe 4
+--tensor 2 --context 4096 --remat layer --sequence
+                         --loss-tokens 1024 --tokens corpus.npy --end 128001 --peak 989
+                         continues a published one on eight H100s
+python examples/llama.py --model llama3.1-70b --layout "Et*9|(t*10|)*6t*10|tL" ...
+layers laid out by hand
 
-Start it again with the same --out and it goes on from the newest checkpoint, under any --schedule and any number of devices.
+Start it again with the same --out and it goes on from the newest checkpoint, under any --schedule
+and any number of devices.
 """
 
 from __future__ import annotations
@@ -31,51 +36,156 @@ from llama_parts.sizes import PUBLISHED
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--model", default="tiny", choices=PUBLISHED, help="a published size (tiny)")
-    p.add_argument("--load", type=Path, help="a folder of Hugging Face: weights as safetensors; its config.json goes before --model")
-    p.add_argument("--export", type=Path, help="where to write safetensors and config.json at the end")
-    p.add_argument("--cluster", action="store_true", help="one of several processes, which the launcher's environment tells JAX of")
+    p.add_argument(
+        "--load",
+        type=Path,
+        help="a folder of Hugging Face: weights as safetensors; its config.json goes before "
+        "--model",
+    )
+    p.add_argument(
+        "--export", type=Path, help="where to write safetensors and config.json at the end"
+    )
+    p.add_argument(
+        "--cluster",
+        action="store_true",
+        help="one of several processes, which the launcher's environment tells JAX of",
+    )
     p.add_argument("--pipe", type=int, default=4, help="devices along the pipeline (4)")
     p.add_argument("--data", type=int, default=1, help="data-parallel replicas (1)")
     p.add_argument("--tensor", type=int, default=1, help="devices that share each layer (1)")
-    p.add_argument("--sequence", action="store_true", help="split what lies between layers over them too, by time")
-    p.add_argument("--fsdp", action="store_true", help="split parameters and optimizer state over the replicas too")
-    p.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(jp.schedules.names())} (1f1b)")
+    p.add_argument(
+        "--sequence",
+        action="store_true",
+        help="split what lies between layers over them too, by time",
+    )
+    p.add_argument(
+        "--fsdp",
+        action="store_true",
+        help="split parameters and optimizer state over the replicas too",
+    )
+    p.add_argument(
+        "--schedule", default="1f1b", help=f"one of {', '.join(jp.schedules.names())} (1f1b)"
+    )
     p.add_argument("--chunks", type=int, help="stages a device (what the schedule has by nature)")
-    p.add_argument("--layout", help="layers of each stage, as jaxpipe.parse_layout reads them (balanced by what they cost)")
+    p.add_argument(
+        "--layout",
+        help="layers of each stage, as jaxpipe.parse_layout reads them (balanced by what they "
+        "cost)",
+    )
     p.add_argument("--microbatches", type=int, default=8, help="microbatches a step (8)")
     p.add_argument("--rows", type=int, default=8, help="rows a step, over all replicas (8)")
     p.add_argument("--context", type=int, default=256, help="tokens a row (256)")
-    p.add_argument("--remat", type=Remat, default=Remat.NONE, choices=Remat, help="what backwards compute again (none)")
-    p.add_argument("--attention", type=Attention, default=Attention.PLAIN, choices=Attention, help="how it is computed (plain)")
-    p.add_argument("--loss-tokens", type=int, default=0, help="tokens of a row whose logits are there at a time (0: all)")
-    p.add_argument("--spread-head", action="store_true", help="the head on all devices of the pipeline, a part each; a tied table too")
-    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"), help="of the compute (bfloat16)")
-    p.add_argument("--tokens", type=Path, help="an .npy of tokens, documents one after the other (the standard library's bytes)")
-    p.add_argument("--end", type=int, default=2, help="the token that ends a document of --tokens (2, as in Llama 2)")
+    p.add_argument(
+        "--remat",
+        type=Remat,
+        default=Remat.NONE,
+        choices=Remat,
+        help="what backwards compute again (none)",
+    )
+    p.add_argument(
+        "--attention",
+        type=Attention,
+        default=Attention.PLAIN,
+        choices=Attention,
+        help="how it is computed (plain)",
+    )
+    p.add_argument(
+        "--loss-tokens",
+        type=int,
+        default=0,
+        help="tokens of a row whose logits are there at a time (0: all)",
+    )
+    p.add_argument(
+        "--spread-head",
+        action="store_true",
+        help="the head on all devices of the pipeline, a part each; a tied table too",
+    )
+    p.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32", "float64"),
+        help="of the compute (bfloat16)",
+    )
+    p.add_argument(
+        "--tokens",
+        type=Path,
+        help="an .npy of tokens, documents one after the other (the standard library's bytes)",
+    )
+    p.add_argument(
+        "--end",
+        type=int,
+        default=2,
+        help="the token that ends a document of --tokens (2, as in Llama 2)",
+    )
     p.add_argument("--steps", type=int, default=100, help="steps in all (100)")
     p.add_argument("--rate", type=float, default=3e-4, help="learning rate at its highest (3e-4)")
-    p.add_argument("--warmup", type=int, default=20, help="steps until it is reached (20); a cosine takes it to a tenth at the end")
-    p.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (0)")
-    p.add_argument("--out", type=Path, default=Path("out/llama"), help="where checkpoints are, a folder that all processes see (out/llama)")
-    p.add_argument("--save-every", type=int, default=50, help="steps between checkpoints, and one at the end (50)")
-    p.add_argument("--peak", type=float, help="TFLOP/s of a device in this type (989 of an H100 in bfloat16), for the MFU")
-    p.add_argument("--step-limit", type=float, default=600, help="seconds that a step may take before the process ends itself (600)")
+    p.add_argument(
+        "--warmup",
+        type=int,
+        default=20,
+        help="steps until it is reached (20); a cosine takes it to a tenth at the end",
+    )
+    p.add_argument(
+        "--seed", type=int, default=0, help="of the weights and of the order of the data (0)"
+    )
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/llama"),
+        help="where checkpoints are, a folder that all processes see (out/llama)",
+    )
+    p.add_argument(
+        "--save-every",
+        type=int,
+        default=50,
+        help="steps between checkpoints, and one at the end (50)",
+    )
+    p.add_argument(
+        "--peak",
+        type=float,
+        help="TFLOP/s of a device in this type (989 of an H100 in bfloat16), for the MFU",
+    )
+    p.add_argument(
+        "--step-limit",
+        type=float,
+        default=600,
+        help="seconds that a step may take before the process ends itself (600)",
+    )
     return p
 
 
 def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     """The model, and the pipeline that runs it."""
     sizes = weights.sizes_of(args.load) if args.load else PUBLISHED[args.model]
-    model = Llama(sizes, jnp.dtype(args.dtype), args.remat, args.attention, args.loss_tokens, "tensor", args.sequence)
+    model = Llama(
+        sizes,
+        jnp.dtype(args.dtype),
+        args.remat,
+        args.attention,
+        args.loss_tokens,
+        "tensor",
+        args.sequence,
+    )
     specs, first, last = model.specs(), model.first, model.last
     if args.spread_head:
-        specs, last = model.spread_specs(), jp.spread(model.spread_last, dims={"norm": None, "head": {"kernel": 1}})
-        first = jp.spread(model.spread_first) if sizes.tied else first  # one table: where it is cut, it is for both
-    schedule = jp.schedules.build(args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks)
+        specs, last = (
+            model.spread_specs(),
+            jp.spread(model.spread_last, dims={"norm": None, "head": {"kernel": 1}}),
+        )
+        # one table: where it is cut, it is for both
+        first = jp.spread(model.spread_first) if sizes.tied else first
+    schedule = jp.schedules.build(
+        args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
+    )
     layout = args.layout or jp.balanced_layout(
-        f"Et*{sizes.layers}L", sizes.flops(args.context), devices=args.pipe, chunks=schedule.num_stages // args.pipe
+        f"Et*{sizes.layers}L",
+        sizes.flops(args.context),
+        devices=args.pipe,
+        chunks=schedule.num_stages // args.pipe,
     )
     pipe = jp.Pipeline(
         layers={"E": first, "t": model.layer, "L": last},
@@ -95,10 +205,16 @@ def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
     """AdamW as Llama was trained with: clipped, warmed up, down a cosine; scales do not decay."""
 
     def kernels(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "scale" not in jax.tree_util.keystr(path), params
+        )
 
-    rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, args.warmup, max(args.steps, args.warmup + 1), 0.1 * args.rate)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=kernels))
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, args.rate, args.warmup, max(args.steps, args.warmup + 1), 0.1 * args.rate
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=kernels)
+    )
 
 
 def say(text: str) -> None:
@@ -108,7 +224,9 @@ def say(text: str) -> None:
 
 
 def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
-    """Train from the newest checkpoint, the loaded weights or random ones; returns the placed parameters."""
+    """Train from the newest checkpoint, the loaded weights or random ones; returns the placed
+    parameters.
+    """
     optimizer = optimizer_of(args)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -117,7 +235,11 @@ def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
         return optax.apply_updates(params, updates), opt_state, loss
 
     train_step = pipe.jit(step, donate_argnums=(0, 1))
-    params = weights.load(args.load, pipe, model) if args.load else initial.placed(model, pipe, jax.random.key(args.seed))
+    params = (
+        weights.load(args.load, pipe, model)
+        if args.load
+        else initial.placed(model, pipe, jax.random.key(args.seed))
+    )
     opt_state = pipe.init(optimizer, params)
     checkpoints, done = Checkpoints(args.out, pipe), 0
     if checkpoints.latest is not None:
@@ -125,17 +247,37 @@ def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
         params, opt_state = state["params"], state["opt_state"]
         say(f"resuming after step {done}")
 
-    corpus = Corpus.read(args.tokens, end=args.end, vocab=model.sizes.vocab) if args.tokens else Corpus.standard_library()
+    corpus = (
+        Corpus.read(args.tokens, end=args.end, vocab=model.sizes.vocab)
+        if args.tokens
+        else Corpus.standard_library()
+    )
     mine, tokens = local_rows(pipe, args.rows), args.rows * args.context
-    flops = sum(model.sizes.flops(args.context)[letter] for letter in "E" + "t" * model.sizes.layers + "L") * tokens / pipe.mesh.size
-    watchdog, begin = Watchdog(seconds=args.step_limit, first=6 * args.step_limit), time.perf_counter()
+    flops = (
+        sum(
+            model.sizes.flops(args.context)[letter]
+            for letter in "E" + "t" * model.sizes.layers + "L"
+        )
+        * tokens
+        / pipe.mesh.size
+    )
+    watchdog, begin = (
+        Watchdog(seconds=args.step_limit, first=6 * args.step_limit),
+        time.perf_counter(),
+    )
     for i in range(done, args.steps):
         with watchdog.step(i + 1):
             local = corpus.batch(i, rows=args.rows, mine=mine, length=args.context, seed=args.seed)
-            params, opt_state, loss = train_step(params, opt_state, global_batch(pipe, local, rows=args.rows))
+            params, opt_state, loss = train_step(
+                params, opt_state, global_batch(pipe, local, rows=args.rows)
+            )
             value, seconds, begin = float(loss), time.perf_counter() - begin, time.perf_counter()
         mfu = f"   MFU {flops / seconds / args.peak / 1e12:.1%}" if args.peak else ""
-        speed = f"{tokens / seconds:,.0f} tokens/s   {flops / seconds / 1e12:.3g} TFLOP/s a device{mfu}" if i > done else "compiled"
+        speed = (
+            f"{tokens / seconds:,.0f} tokens/s   {flops / seconds / 1e12:.3g} TFLOP/s a device{mfu}"
+            if i > done
+            else "compiled"
+        )
         say(f"step {i + 1:>6}/{args.steps}   loss {value!r}   {speed}")
         if (i + 1) % args.save_every == 0 or i + 1 == args.steps:
             with watchdog.step(f"checkpoint {i + 1}"):
@@ -152,7 +294,9 @@ def main(argv: list[str] | None = None) -> None:
         jax.distributed.initialize()
     shape = {"pipe": args.pipe, "data": args.data, "tensor": args.tensor}
     try:
-        mesh = make_mesh(shape, devices=None if args.cluster else find(args.pipe * args.data * args.tensor))
+        mesh = make_mesh(
+            shape, devices=None if args.cluster else find(args.pipe * args.data * args.tensor)
+        )
         model, pipe = build(args, mesh)
         say(f"{model.sizes.parameters():,} parameters, {pipe}")
         params = train(args, model, pipe)

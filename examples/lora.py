@@ -1,7 +1,8 @@
-"""LoRA and QLoRA on a pipeline: frozen weights, in float32 or in 8 bits, and trained updates of low rank; equal to plain JAX.
+"""LoRA and QLoRA on a pipeline: frozen weights, in float32 or in 8 bits, and trained updates of low
+rank; equal to plain JAX.
 
-Frozen parameters have no gradient, no accumulator and no optimizer state, and W, the weight gradient, computes the updates' alone.
-Run: python examples/lora.py
+Frozen parameters have no gradient, no accumulator and no optimizer state, and W, the weight
+gradient, computes the updates' alone. Run: python examples/lora.py
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ def first(params: Any, microbatch: Any) -> Any:
 
 
 def layer(params: Any, x: Any) -> Any:
-    """A layer whose weight is `base`, with a scale for each column where it has 8 bits, plus a @ b."""
-    weight = params["base"] if "scale" not in params else params["base"].astype(x.dtype) * params["scale"]
+    """A layer whose weight is `base`, with a scale for each column where it has 8 bits, plus a
+    @ b.
+    """
+    weight = (
+        params["base"]
+        if "scale" not in params
+        else params["base"].astype(x.dtype) * params["scale"]
+    )
     return x + jnp.tanh(x @ weight + (x @ params["a"]) @ params["b"])
 
 
@@ -39,26 +46,38 @@ def last(params: Any, x: Any, microbatch: Any) -> Any:
 
 
 def quantised(base: Any) -> dict[str, Any]:
-    """Eight bits, and a scale for each column: absmax quantisation (Dettmers et al. 2022, section 2)."""
+    """Eight bits, and a scale for each column: absmax quantisation (Dettmers et al. 2022, section
+    2).
+    """
     scale = np.abs(base).max(axis=-2, keepdims=True) / 127
-    return {"base": np.round(base / scale).astype(np.int8), "scale": scale[..., 0, :].astype(np.float32)}
+    return {
+        "base": np.round(base / scale).astype(np.int8),
+        "scale": scale[..., 0, :].astype(np.float32),
+    }
 
 
 def plain_loss(trained: Any, fixed: Any, rows: Any) -> Any:
     """The same model without a pipeline."""
     x = first(fixed["first"], rows)
     for s in range(DEVICES):
-        x = stage(jax.tree.map(lambda leaf, s=s: leaf[s], {**fixed["stages"], **trained["stages"]}), x)
+        x = stage(
+            jax.tree.map(lambda leaf, s=s: leaf[s], {**fixed["stages"], **trained["stages"]}), x
+        )
     return last(fixed["last"], x, rows)
 
 
 def bytes_of(tree: Any) -> int:
     """What a device holds of a tree."""
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def train(name: str, weights: Any, frozen: Any, rows: Any, mesh: Any) -> Any:
-    """Train; prints losses and bytes, and returns (losses, bytes of parameters, of optimizer state and of the whole step)."""
+    """Train; prints losses and bytes, and returns (losses, bytes of parameters, of optimizer state
+    and of the whole step).
+    """
     schedule = jp.schedules.build("zb_h1", devices=DEVICES, microbatches=MICROBATCHES)
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, frozen=frozen)
     optimizer = optax.adam(1e-2)
@@ -73,13 +92,18 @@ def train(name: str, weights: Any, frozen: Any, rows: Any, mesh: Any) -> Any:
 
     step = pipe.jit(step, donate_argnums=(0, 1)).lower(params, opt_state).compile()
     memory = step.memory_analysis()  # of one device, as XLA counts it
-    held = bytes_of(params), bytes_of(opt_state), memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    held = (
+        bytes_of(params),
+        bytes_of(opt_state),
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+    )
     losses = []
     for _ in range(STEPS):
         params, opt_state, loss = step(params, opt_state)
         losses.append(float(loss))
     print(
-        f"{name:6} loss {losses[0]:.4f} -> {losses[-1]:.4f}; a device holds {held[0]:6} bytes of parameters, {held[1]:6} of optimizer "
+        f"{name:6} loss {losses[0]:.4f} -> {losses[-1]:.4f}; a device holds {held[0]:6} bytes of "
+        f"parameters, {held[1]:6} of optimizer "
         f"state, {held[2]:7} in the whole step"
     )
     return losses, held
@@ -94,9 +118,13 @@ def main() -> None:
 
     outer = {"first": {"embed": draw(8, WIDTH)}, "last": {"head": draw(WIDTH, 2)}}
     base = draw(DEVICES, LAYERS, WIDTH, WIDTH)
-    lora = {"a": draw(DEVICES, LAYERS, WIDTH, RANK), "b": np.zeros((DEVICES, LAYERS, RANK, WIDTH), np.float32)}
+    lora = {
+        "a": draw(DEVICES, LAYERS, WIDTH, RANK),
+        "b": np.zeros((DEVICES, LAYERS, RANK, WIDTH), np.float32),
+    }
     rows = {"x": draw(ROWS, 8), "y": draw(ROWS, 2)}
-    frozen = ("first", "last", "base|scale")  # regular expressions of paths; a function of path and shape will do too
+    # regular expressions of paths; a function of path and shape will do too
+    frozen = ("first", "last", "base|scale")
 
     whole = train("all", {**outer, "stages": {"base": base, **lora}}, None, rows, mesh)
     thin = train("LoRA", {**outer, "stages": {"base": base, **lora}}, frozen, rows, mesh)
@@ -113,7 +141,9 @@ def main() -> None:
             trained = optax.apply_updates(trained, updates)
     assert thin[1][1] < whole[1][1] / 5
     assert small[1][0] < thin[1][0] / 2
-    assert small[1][2] < thin[1][2] - (thin[1][0] - small[1][0]) / 2, "the step does not keep weights in float32"
+    assert small[1][2] < thin[1][2] - (thin[1][0] - small[1][0]) / 2, (
+        "the step does not keep weights in float32"
+    )
     assert thin[1][2] < whole[1][2]
     print("the losses of plain JAX in every step")
 

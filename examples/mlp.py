@@ -1,4 +1,5 @@
-"""The smallest whole program: an MLP of eight layers on four devices learns to tell two spirals apart.
+"""The smallest whole program: an MLP of eight layers on four devices learns to tell two spirals
+apart.
 
 python examples/mlp.py            four GPUs, or four virtual devices of the CPU
 """
@@ -13,7 +14,8 @@ import optax
 
 import jaxpipe as jp
 
-jax.config.update("jax_num_cpu_devices", 4)  # where there are no four GPUs: four virtual devices of the CPU
+# where there are no four GPUs: four virtual devices of the CPU
+jax.config.update("jax_num_cpu_devices", 4)
 
 DEVICES, LAYERS, WIDTH, MICROBATCHES, ROWS, STEPS = 4, 2, 32, 8, 256, 120  # LAYERS: of a stage
 
@@ -24,7 +26,9 @@ def first(params: Any, microbatch: Any) -> jax.Array:
 
 
 def stage(params: Any, x: jax.Array) -> jax.Array:
-    """One stage, two residual layers.  It is the same function for every stage; the parameters differ."""
+    """One stage, two residual layers.  It is the same function for every stage; the parameters
+    differ.
+    """
     for i in range(LAYERS):
         x = x + jnp.tanh(x @ params["w"][i] + params["b"][i]) @ params["out"][i]
     return x
@@ -50,7 +54,9 @@ def main() -> None:
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True)
+    pipe = jp.Pipeline(
+        stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True
+    )
 
     keys = jax.random.split(jax.random.key(0), 4)
     params = pipe.place(
@@ -60,7 +66,9 @@ def main() -> None:
             "stages": {
                 "w": jax.random.normal(keys[1], (DEVICES, LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
                 "b": jnp.zeros((DEVICES, LAYERS, WIDTH)),
-                "out": jax.random.normal(keys[2], (DEVICES, LAYERS, WIDTH, WIDTH)) * 0.5 / WIDTH**0.5,
+                "out": jax.random.normal(keys[2], (DEVICES, LAYERS, WIDTH, WIDTH))
+                * 0.5
+                / WIDTH**0.5,
             },
             "last": {"w": jax.random.normal(keys[3], (WIDTH, 1)) / WIDTH**0.5},
         }

@@ -1,7 +1,9 @@
-"""Multi-token prediction (DeepSeek-V3, section 2.2) in a pipeline, against the same model without one.
+"""Multi-token prediction (DeepSeek-V3, section 2.2) in a pipeline, against the same model without
+one.
 
-A layer m stands before the loss: from what the last layer says of a token, and from the next token, it predicts the one after
-that. Its loss is returned beside x (`stage_loss`), and embedding and head are the main model's own (`shared`).
+A layer m stands before the loss: from what the last layer says of a token, and from the next token,
+it predicts the one after that. Its loss is returned beside x (`stage_loss`), and embedding and head
+are the main model's own (`shared`).
 
 python examples/multi_token_prediction.py        two GPUs, or two virtual devices of the CPU
 """
@@ -17,7 +19,17 @@ import optax
 
 import jaxpipe as jp
 from gpt.devices import find
-from parts.blocks import ATTENTION, FEED, WIDTH, attend_to_itself, causal, drawn, feed, norm, plain_loss
+from parts.blocks import (
+    ATTENTION,
+    FEED,
+    WIDTH,
+    attend_to_itself,
+    causal,
+    drawn,
+    feed,
+    norm,
+    plain_loss,
+)
 from parts.training import compare_and_train
 
 VOCAB, CONTEXT, ROWS, STEPS = 12, 8, 16, 40
@@ -29,14 +41,21 @@ def embed(params: Any, microbatch: Any, *, shared: Any) -> jax.Array:
     return shared["table"][microbatch["tokens"]]
 
 
-def layer(params: Any, x: jax.Array, *, microbatch: Any, shared: Any) -> tuple[jax.Array, jax.Array]:
+def layer(
+    params: Any, x: jax.Array, *, microbatch: Any, shared: Any
+) -> tuple[jax.Array, jax.Array]:
     return transformer(params, x), jnp.zeros((), x.dtype)
 
 
-def next_but_one(params: Any, x: jax.Array, *, microbatch: Any, shared: Any) -> tuple[jax.Array, jax.Array]:
+def next_but_one(
+    params: Any, x: jax.Array, *, microbatch: Any, shared: Any
+) -> tuple[jax.Array, jax.Array]:
     """x goes on unchanged; the loss is that of the targets' own successors."""
     known = shared["table"][microbatch["targets"]]  # the next token, which is known here
-    h = jnp.concatenate([norm(params["norm_x"], x), norm(params["norm_known"], known)], axis=-1) @ params["join"]
+    h = (
+        jnp.concatenate([norm(params["norm_x"], x), norm(params["norm_known"], known)], axis=-1)
+        @ params["join"]
+    )
     logits = head(shared, transformer(params["layer"], h))[:, :-1]
     return x, WEIGHT * cross_entropy(logits, microbatch["targets"][:, 1:])
 
@@ -88,7 +107,9 @@ def main() -> None:
     pipe = jp.Pipeline(layers=LAYERS, layout=LAYOUT, schedule=schedule, mesh=mesh, stage_loss=True)
     letters = LAYOUT.replace("|", "")[1:-1]
     canonical = initial(jax.random.key(0), letters)
-    losses = compare_and_train(pipe, partial(plain_loss, LAYERS, letters), canonical, rows, steps=STEPS)
+    losses = compare_and_train(
+        pipe, partial(plain_loss, LAYERS, letters), canonical, rows, steps=STEPS
+    )
     assert losses[-1] < 0.7 * losses[0], "nothing was learned"
 
 

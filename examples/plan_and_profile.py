@@ -2,8 +2,8 @@
 
     python -m examples.plan_and_profile
 
-The model is README's, its blocks as layers.  Times are those of this machine's CPU, whose virtual devices share its cores, so the step is
-slower than planned; on devices of their own the two agree.
+The model is README's, its blocks as layers.  Times are those of this machine's CPU, whose virtual
+devices share its cores, so the step is slower than planned; on devices of their own the two agree.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def parameters() -> Any:
         return 0.1 * jax.random.normal(jax.random.key(seed), shape)
 
     layers = {"w1": draw(1, LAYERS, WIDTH, 4 * WIDTH), "w2": draw(2, LAYERS, 4 * WIDTH, WIDTH)}
-    return {"first": {"table": draw(0, VOCAB, WIDTH)}, "stages": {"t": layers}, "last": {"head": draw(3, WIDTH, VOCAB)}}
+    return {
+        "first": {"table": draw(0, VOCAB, WIDTH)},
+        "stages": {"t": layers},
+        "last": {"head": draw(3, WIDTH, VOCAB)},
+    }
 
 
 def main() -> tuple[jp.Plans, jp.Timeline]:
@@ -58,12 +62,23 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
 
     costs = jp.measure_layers(FUNCTIONS, params, microbatch, repeats=3)
     for letter, cost in costs.items():
-        print(f"{letter}: F {cost.forward * 1e6:.0f} us, B {cost.backward_seconds * 1e6:.0f} us, parameters {cost.parameters:.0f} bytes")
+        print(
+            f"{letter}: F {cost.forward * 1e6:.0f} us, B {cost.backward_seconds * 1e6:.0f} us, "
+            f"parameters {cost.parameters:.0f} bytes"
+        )
 
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
     traced = jp.traced_memory(FUNCTIONS, params, microbatch, mesh=mesh)
-    options: dict[str, Any] = {"schedules": ("1f1b", "interleaved_1f1b"), "chunks": (1, 2), "remat": (None,), "most": 2, "traced": traced}
-    plans = jp.plan(f"Et*{LAYERS},L", costs, devices=DEVICES, microbatches=MICROBATCHES, mesh=mesh, **options)
+    options: dict[str, Any] = {
+        "schedules": ("1f1b", "interleaved_1f1b"),
+        "chunks": (1, 2),
+        "remat": (None,),
+        "most": 2,
+        "traced": traced,
+    }
+    plans = jp.plan(
+        f"Et*{LAYERS},L", costs, devices=DEVICES, microbatches=MICROBATCHES, mesh=mesh, **options
+    )
     print(plans)
     print(plans.best.why)
 
@@ -74,7 +89,9 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
     for i in range(LAYERS):
         x = block(jax.tree.map(operator.itemgetter(i), params["stages"]["t"]), x)
     print(f"loss {loss:.4f}")
-    assert abs(loss - head_loss(params["last"], x, batch)) < 1e-4, "the model without a pipeline; float32 sums in another order"
+    assert abs(loss - head_loss(params["last"], x, batch)) < 1e-4, (
+        "the model without a pipeline; float32 sums in another order"
+    )
 
     ran = pipe.profile(placed, batch, repeats=1)
     print(ran.over(plans.best.timeline))

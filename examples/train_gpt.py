@@ -1,10 +1,12 @@
-"""Train a GPT through a pipeline: four devices, any schedule, on the source of Python's standard library.
+"""Train a GPT through a pipeline: four devices, any schedule, on the source of Python's standard
+library.
 
 python examples/train_gpt.py                                    four virtual CPU devices, 1F1B
-python examples/train_gpt.py --schedule gpipe --data 2          another table; two data-parallel replicas
-python examples/train_gpt.py --spread-head                      the vocabulary cut over the four devices
-python examples/train_gpt.py --resume out/train_gpt/run-1       go on from the newest checkpoint, bit for bit
-python examples/train_gpt.py --verify                           20 steps three ways, and how far they lie apart
+python examples/train_gpt.py --schedule gpipe --data 2          another table; two data-parallel
+replicas python examples/train_gpt.py --spread-head                      the vocabulary cut over the
+four devices python examples/train_gpt.py --resume out/train_gpt/run-1       go on from the newest
+checkpoint, bit for bit python examples/train_gpt.py --verify                           20 steps
+three ways, and how far they lie apart
 """
 
 from __future__ import annotations
@@ -27,35 +29,76 @@ from gpt.optimizer import adamw
 from jaxpipe.checkpoint import Checkpoints
 
 PROMPT = "\n\ndef"
-FIXED = ("layers", "width", "heads", "context", "vocab", "tied", "dtype", "seed")  # what a resumed run cannot change
+# what a resumed run cannot change
+FIXED = ("layers", "width", "heads", "context", "vocab", "tied", "dtype", "seed")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--pipe", type=int, default=4, help="devices along the pipeline (4)")
     p.add_argument("--data", type=int, default=1, help="data-parallel replicas of the pipeline (1)")
-    p.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(jp.schedules.names())} (1f1b)")
+    p.add_argument(
+        "--schedule", default="1f1b", help=f"one of {', '.join(jp.schedules.names())} (1f1b)"
+    )
     p.add_argument("--microbatches", type=int, default=8, help="microbatches a step (8)")
     p.add_argument("--chunks", type=int, help="stages a device (what the schedule has by nature)")
-    p.add_argument("--layers", type=int, default=4, help="transformer layers, a multiple of the stages (4)")
+    p.add_argument(
+        "--layers", type=int, default=4, help="transformer layers, a multiple of the stages (4)"
+    )
     p.add_argument("--width", type=int, default=128, help="features of the residual stream (128)")
     p.add_argument("--heads", type=int, default=4, help="attention heads (4)")
     p.add_argument("--context", type=int, default=64, help="tokens a row (64)")
-    p.add_argument("--vocab", type=int, default=1024, help="tokens in the vocabulary, at least 128 (1024)")
-    p.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="the head is the token embedding")
-    p.add_argument("--spread-head", action="store_true", help="the head on all devices, 1/P of the vocabulary each; a tied table too")
-    p.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), help="type of the compute (float32; float64 with --verify)")
+    p.add_argument(
+        "--vocab", type=int, default=1024, help="tokens in the vocabulary, at least 128 (1024)"
+    )
+    p.add_argument(
+        "--tied",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="the head is the token embedding",
+    )
+    p.add_argument(
+        "--spread-head",
+        action="store_true",
+        help="the head on all devices, 1/P of the vocabulary each; a tied table too",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        help="type of the compute (float32; float64 with --verify)",
+    )
     p.add_argument("--batch", type=int, default=16, help="rows a step, over all replicas (16)")
     p.add_argument("--steps", type=int, help="steps in all (1500; 20 with --verify)")
-    p.add_argument("--rate", type=float, default=4e-3, help="learning rate after the warm-up (4e-3)")
+    p.add_argument(
+        "--rate", type=float, default=4e-3, help="learning rate after the warm-up (4e-3)"
+    )
     p.add_argument("--warmup", type=int, default=50, help="steps of warm-up (50)")
     p.add_argument("--decay", type=float, default=0.1, help="weight decay of the kernels (0.1)")
-    p.add_argument("--clip", type=float, default=1.0, help="largest global norm of the gradients (1.0)")
-    p.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (0)")
+    p.add_argument(
+        "--clip", type=float, default=1.0, help="largest global norm of the gradients (1.0)"
+    )
+    p.add_argument(
+        "--seed", type=int, default=0, help="of the weights and of the order of the data (0)"
+    )
     p.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (100)")
-    p.add_argument("--out", type=Path, default=Path("out/train_gpt"), help="where run folders are made (out/train_gpt)")
-    p.add_argument("--resume", type=Path, help="the folder of a run: take its settings (flags override) and go on")
-    p.add_argument("--verify", action="store_true", help="compare with plain JAX and with torch_ref instead of training")
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/train_gpt"),
+        help="where run folders are made (out/train_gpt)",
+    )
+    p.add_argument(
+        "--resume",
+        type=Path,
+        help="the folder of a run: take its settings (flags override) and go on",
+    )
+    p.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare with plain JAX and with torch_ref instead of training",
+    )
     return p
 
 
@@ -67,9 +110,15 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
         saved = RunFolder(args.resume).read_settings()["flags"]
         p.set_defaults(**saved)
         args = p.parse_args(argv)
-        changed = [f"--{name} {getattr(args, name)} (was {saved[name]})" for name in FIXED if getattr(args, name) != saved[name]]
+        changed = [
+            f"--{name} {getattr(args, name)} (was {saved[name]})"
+            for name in FIXED
+            if getattr(args, name) != saved[name]
+        ]
         if changed:
-            raise SystemExit(f"a resumed run keeps its model and data: leave out {', '.join(changed)}")
+            raise SystemExit(
+                f"a resumed run keeps its model and data: leave out {', '.join(changed)}"
+            )
     args.dtype = args.dtype or ("float64" if args.verify else "float32")
     args.steps = args.steps or (20 if args.verify else 1500)
     return args
@@ -77,14 +126,21 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
 
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """What a resumed run takes over."""
-    return {name: value for name, value in vars(args).items() if name not in ("out", "resume", "verify")}
+    return {
+        name: value for name, value in vars(args).items() if name not in ("out", "resume", "verify")
+    }
 
 
 def check_sizes(args: argparse.Namespace, stages: int) -> None:
     """Exit with every flag that does not divide as it must, and the nearest value that does."""
-    must = (("layers", stages, "stages"), ("width", args.heads, "heads"), ("batch", args.microbatches * args.data, "microbatches x data"))
+    must = (
+        ("layers", stages, "stages"),
+        ("width", args.heads, "heads"),
+        ("batch", args.microbatches * args.data, "microbatches x data"),
+    )
     faults = [
-        f"--{flag} {value} does not divide into {parts} ({what}): use --{flag} {-(-value // parts) * parts}"
+        f"--{flag} {value} does not divide into {parts} ({what}): use --{flag} "
+        f"{-(-value // parts) * parts}"
         for flag, parts, what in must
         if (value := getattr(args, flag)) % parts
     ]
@@ -94,7 +150,9 @@ def check_sizes(args: argparse.Namespace, stages: int) -> None:
 
 def build(args: argparse.Namespace) -> tuple[GPT, jp.Pipeline]:
     """The model, and the pipeline that runs it."""
-    schedule = jp.schedules.build(args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks)
+    schedule = jp.schedules.build(
+        args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
+    )
     check_sizes(args, schedule.num_stages)
     model = GPT(
         stages=schedule.num_stages,
@@ -110,8 +168,17 @@ def build(args: argparse.Namespace) -> tuple[GPT, jp.Pipeline]:
     first, last = model.first, model.last
     if args.spread_head:
         last = jp.spread(model.spread_last, dims={"ln": None, "head": {"kernel": 1}})
-        first = jp.spread(model.spread_first, dims=None) if args.tied else first  # one table: where it is cut, it is for both
-    pipe = jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, axis="pipe", first=first, last=last, data_axes=("data",))
+        # one table: where it is cut, it is for both
+        first = jp.spread(model.spread_first, dims=None) if args.tied else first
+    pipe = jp.Pipeline(
+        model.stage,
+        schedule=schedule,
+        mesh=mesh,
+        axis="pipe",
+        first=first,
+        last=last,
+        data_axes=("data",),
+    )
     return model, pipe
 
 
@@ -151,22 +218,42 @@ def train(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpu
 
 
 def finish(
-    args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpus, folder: RunFolder, params: Any, losses: list[float]
+    args: argparse.Namespace,
+    model: GPT,
+    pipe: jp.Pipeline,
+    corpus: Corpus,
+    folder: RunFolder,
+    params: Any,
+    losses: list[float],
 ) -> None:
     """What the training came to: losses, the curve as a picture, and text that the model writes."""
-    held_out = [corpus.batch(i, size=args.batch, context=args.context, seed=args.seed, held_out=True) for i in range(16)]
+    held_out = [
+        corpus.batch(i, size=args.batch, context=args.context, seed=args.seed, held_out=True)
+        for i in range(16)
+    ]
     validation = float(np.mean([pipe.evaluate(params, batch) for batch in held_out]))
     newest = float(np.mean(losses[-20:]))
-    print(f"loss: {losses[0]:.3f} at the first step, {newest:.3f} over the last 20, {validation:.3f} on held-out files")
-    title = f"GPT, {args.layers} layers of {args.width}, {args.schedule} on {args.pipe} x {args.data} devices"
+    print(
+        f"loss: {losses[0]:.3f} at the first step, {newest:.3f} over the last 20, "
+        f"{validation:.3f} on held-out files"
+    )
+    title = (
+        f"GPT, {args.layers} layers of {args.width}, {args.schedule} on {args.pipe} x "
+        f"{args.data} devices"
+    )
     report.loss_curve(losses, folder.path / "loss.png", validation=validation, title=title)
 
     canonical = jax.device_get(pipe.canonical(params))
     prompt = jnp.asarray(corpus.vocabulary.encode(PROMPT), jnp.int32)
-    tokens = jax.jit(model.generate, static_argnames="length")(canonical, prompt, length=200, key=jax.random.key(args.seed))
+    tokens = jax.jit(model.generate, static_argnames="length")(
+        canonical, prompt, length=200, key=jax.random.key(args.seed)
+    )
     sample = PROMPT.lstrip() + corpus.vocabulary.decode(tokens)
     (folder.path / "sample.txt").write_text(sample + "\n")
-    print(f"sample:\n{sample}\n\nwritten: {folder.path}/loss.png, sample.txt, losses.csv, checkpoints/")
+    print(
+        f"sample:\n{sample}\n\n"
+        f"written: {folder.path}/loss.png, sample.txt, losses.csv, checkpoints/"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,11 +261,15 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_enable_x64", args.dtype == "float64")
     try:
         model, pipe = build(args)
-    except jp.JaxpipeError as error:  # an unknown schedule, say: the message tells what to write instead
+    except jp.JaxpipeError as error:
+        # an unknown schedule, say: the message tells what to write instead
         raise SystemExit(str(error)) from None
     corpus = standard_library(vocab=args.vocab)
     kinds = {d.device_kind for d in pipe.mesh.devices.flat}
-    print(f"{args.schedule} on {args.pipe} x {args.data} {'/'.join(kinds)} devices, {args.microbatches} microbatches; {corpus.summary}")
+    print(
+        f"{args.schedule} on {args.pipe} x {args.data} {'/'.join(kinds)} devices, "
+        f"{args.microbatches} microbatches; {corpus.summary}"
+    )
     if args.verify:
         return verify.main(args, model, pipe, corpus)
     try:

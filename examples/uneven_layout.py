@@ -1,8 +1,10 @@
-"""Seven layers on four devices: the ends have fewer layers, since they also hold the embedding and the head.
+"""Seven layers on four devices: the ends have fewer layers, since they also hold the embedding and
+the head.
 
 python examples/uneven_layout.py            four GPUs, or four virtual devices of the CPU
 
-The layout comes from what each layer costs.  Parameters are stacked by kind of layer, so what one layout trained, another goes on with.
+The layout comes from what each layer costs.  Parameters are stacked by kind of layer, so what one
+layout trained, another goes on with.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def embed(params: Any, microbatch: Any) -> jax.Array:
 
 
 def layer(params: Any, x: jax.Array, *, ctx: jp.Context) -> jax.Array:
-    """t: one residual layer that mixes over time; `ctx.layer` counts through the whole model, whatever the layout."""
+    """t: one residual layer that mixes over time; `ctx.layer` counts through the whole model,
+    whatever the layout.
+    """
     mixed = jnp.tril(params["mix"]) @ x
     scale = 1 / jnp.sqrt(1.0 + ctx.layer)
     return x + scale * jax.nn.gelu(mixed @ params["up"]) @ params["down"]
@@ -34,7 +38,9 @@ def layer(params: Any, x: jax.Array, *, ctx: jp.Context) -> jax.Array:
 def loss(params: Any, x: jax.Array, microbatch: Any) -> jax.Array:
     """L: the mean cross-entropy of the token two places back, which has to be remembered."""
     logits = x @ params["head"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, 2:], microbatch["tokens"][:, :-2])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits[:, 2:], microbatch["tokens"][:, :-2]
+    )
     return losses.mean()
 
 
@@ -50,12 +56,20 @@ def parameters() -> dict[str, Any]:
         "up": normal(keys[1], LAYERS, WIDTH, 2 * WIDTH),
         "down": normal(keys[2], LAYERS, 2 * WIDTH, WIDTH),
     }
-    first = {"table": jax.random.normal(keys[3], (VOCAB, WIDTH)), "position": jnp.zeros((TIME, WIDTH))}
-    return {"first": first, "stages": {"t": layers}, "last": {"head": normal(keys[4], WIDTH, VOCAB)}}
+    first = {
+        "table": jax.random.normal(keys[3], (VOCAB, WIDTH)),
+        "position": jnp.zeros((TIME, WIDTH)),
+    }
+    return {
+        "first": first,
+        "stages": {"t": layers},
+        "last": {"head": normal(keys[4], WIDTH, VOCAB)},
+    }
 
 
 def main() -> None:
-    # An embedding and a head that cost as much as a layer each: what a stage does is what counts, not how many layers it has.
+    # An embedding and a head that cost as much as a layer each: what a stage does is what counts,
+    # not how many layers it has.
     layout = jp.balanced_layout(f"Et*{LAYERS},L", {"E": 0.8, "t": 1.0, "L": 1.2}, devices=DEVICES)
     print(layout.table())
     functions = {"E": embed, "t": layer, "L": loss}
@@ -83,11 +97,19 @@ def main() -> None:
     # The same model under another layout and schedule: the parameters know nothing of either.
     zbv = jp.schedules.build("zbv", devices=2, microbatches=MICROBATCHES)
     other = jp.Pipeline(
-        layers=functions, layout="Et|tt|ttt|tL", schedule=zbv, mesh=jax.make_mesh((2,), ("pipe",), devices=mesh.devices[:2])
+        layers=functions,
+        layout="Et|tt|ttt|tL",
+        schedule=zbv,
+        mesh=jax.make_mesh((2,), ("pipe",), devices=mesh.devices[:2]),
     )
     trained = jax.device_get(pipe.canonical(params))
-    here, there = float(pipe.evaluate(params, batch(STEPS))), float(other.evaluate(other.place(trained), batch(STEPS)))
-    print(f"on new tokens: loss {here:.6f}; with ZB-V on two devices and another layout {there:.6f}")
+    here, there = (
+        float(pipe.evaluate(params, batch(STEPS))),
+        float(other.evaluate(other.place(trained), batch(STEPS))),
+    )
+    print(
+        f"on new tokens: loss {here:.6f}; with ZB-V on two devices and another layout {there:.6f}"
+    )
     assert here < 0.5 * jnp.log(VOCAB), "nothing was learned"
     assert abs(here - there) < 1e-5, "the layout changed the numbers"
 

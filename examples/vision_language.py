@@ -1,7 +1,8 @@
-"""A vision tower before a language model (LLaVA, Liu et al. 2023) in one pipeline, against the same model without one.
+"""A vision tower before a language model (LLaVA, Liu et al. 2023) in one pipeline, against the same
+model without one.
 
-The tower is narrower than the decoder and its rows are patches; one layer, p, brings them to the decoder's width and puts the text
-after them.
+The tower is narrower than the decoder and its rows are patches; one layer, p, brings them to the
+decoder's width and puts the text after them.
 
 python examples/vision_language.py        four GPUs, or four virtual devices of the CPU
 """
@@ -17,7 +18,18 @@ import optax
 
 import jaxpipe as jp
 from gpt.devices import find
-from parts.blocks import ATTENTION, FEED, HEADS, WIDTH, attend_to_itself, causal, drawn, feed, norm, plain_loss
+from parts.blocks import (
+    ATTENTION,
+    FEED,
+    HEADS,
+    WIDTH,
+    attend_to_itself,
+    causal,
+    drawn,
+    feed,
+    norm,
+    plain_loss,
+)
 from parts.training import compare_and_train
 
 PIXELS, PATCH, TOWER, VOCAB, TEXT, ROWS, STEPS = 8, 4, 8, 12, 5, 16, 60
@@ -36,7 +48,9 @@ def tower_layer(params: Any, x: jax.Array, *, microbatch: Any, shared: Any) -> j
 
 
 def project(params: Any, x: jax.Array, *, microbatch: Any, shared: Any) -> jax.Array:
-    """[N, patches, tower] -> [N, patches + text, width]: other rows of another width go on from here."""
+    """[N, patches, tower] -> [N, patches + text, width]: other rows of another width go on from
+    here.
+    """
     seen = jax.nn.gelu(norm(params["norm"], x) @ params["up"]) @ params["down"]
     return jnp.concatenate([seen, params["table"][microbatch["text"]]], axis=1) + params["place"]
 
@@ -98,10 +112,17 @@ def main() -> None:
     devices = find(4)
     jax.config.update("jax_enable_x64", True)  # for the comparison
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
-    pipe = jp.Pipeline(layers=LAYERS, layout=LAYOUT, schedule=schedule, mesh=jax.make_mesh((4,), ("pipe",), devices=devices))
+    pipe = jp.Pipeline(
+        layers=LAYERS,
+        layout=LAYOUT,
+        schedule=schedule,
+        mesh=jax.make_mesh((4,), ("pipe",), devices=devices),
+    )
     letters = LAYOUT.replace("|", "")[1:-1]
     canonical = initial(jax.random.key(0), letters)
-    losses = compare_and_train(pipe, partial(plain_loss, LAYERS, letters), canonical, rows, steps=STEPS)
+    losses = compare_and_train(
+        pipe, partial(plain_loss, LAYERS, letters), canonical, rows, steps=STEPS
+    )
     assert losses[-1] < 0.5 * losses[0], "nothing was learned"
 
 

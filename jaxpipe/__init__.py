@@ -4,7 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import megatron, render, schedules
-from .errors import CheckpointError, CostError, JaxpipeError, ParseError, PipelineError, PlanError, ProgramError, ScheduleError, Violation
+from .errors import (
+    CheckpointError,
+    CostError,
+    JaxpipeError,
+    ParseError,
+    PipelineError,
+    PlanError,
+    ProgramError,
+    ScheduleError,
+    Violation,
+)
 from .layouts.balance import balanced_layout, even_layout, split_layers
 from .layouts.layout import Layout, LayoutError, check_layout, parse_layout
 from .lowering.offload import Offload
@@ -111,7 +121,8 @@ __all__ = [
     "traced_memory",
 ]
 
-# What needs JAX is imported on first use, so that tables can be designed and checked where JAX is not installed.
+# What needs JAX is imported on first use, so that tables can be designed and checked where JAX is
+# not installed.
 _NEEDS_JAX = {
     "Context": ".model.functions",
     "VocabEmbedding": ".model.vocabulary",

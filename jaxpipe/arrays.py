@@ -19,8 +19,12 @@ Flag: TypeAlias = Bool[Array, ""]
 
 
 def wider(*dtypes: Any) -> Any:
-    """The dtype that holds all of these, also where JAX promotes nothing by itself (8-bit floats, `jax_numpy_dtype_promotion="strict"`)."""
-    bits = [np.dtype(dtype).itemsize if jnp.issubdtype(dtype, jnp.floating) else 8 for dtype in dtypes]
+    """The dtype that holds all of these, also where JAX promotes nothing by itself (8-bit floats,
+    `jax_numpy_dtype_promotion="strict"`).
+    """
+    bits = [
+        np.dtype(dtype).itemsize if jnp.issubdtype(dtype, jnp.floating) else 8 for dtype in dtypes
+    ]
     large = [dtype for dtype, size in zip(dtypes, bits, strict=True) if size > 1] or [dtypes[0]]
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*large)
@@ -48,13 +52,28 @@ def array_faults(tree: PyTree, name: str) -> list[str]:
         if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.hasobject:
             odd.setdefault("a numpy array of objects", []).append(name + jax.tree_util.keystr(path))
         elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "USMm":
-            odd.setdefault(f"a numpy array of {_NO_NUMBERS[leaf.dtype.kind]}", []).append(name + jax.tree_util.keystr(path))
-        elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | bool | int | float | complex):
+            odd.setdefault(f"a numpy array of {_NO_NUMBERS[leaf.dtype.kind]}", []).append(
+                name + jax.tree_util.keystr(path)
+            )
+        elif not isinstance(
+            leaf,
+            jax.Array
+            | np.ndarray
+            | np.generic
+            | jax.ShapeDtypeStruct
+            | bool
+            | int
+            | float
+            | complex,
+        ):
             kind = type(leaf)
             if not hasattr(leaf, "__jax_array__"):
-                odd.setdefault(f"a {kind.__module__.split('.')[0]}.{kind.__qualname__}", []).append(name + jax.tree_util.keystr(path))
+                odd.setdefault(f"a {kind.__module__.split('.')[0]}.{kind.__qualname__}", []).append(
+                    name + jax.tree_util.keystr(path)
+                )
     return [
-        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} is {kind}; give jax or numpy arrays"
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} is "
+        f"{kind}; give jax or numpy arrays"
         f"{': tensor.detach().cpu().numpy()' if 'torch' in kind else ''}"
         for kind, names in odd.items()
     ]
@@ -66,6 +85,8 @@ def described(tree: PyTree, most: int = 8) -> str:
     texts = []
     for path, leaf in leaves[:most]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        texts.append(f"{name} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}".strip())
+        texts.append(
+            f"{name} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}".strip()
+        )
     more = f" and {len(leaves) - most} more" if len(leaves) > most else ""
     return ", ".join(texts) + more if leaves else "nothing"

@@ -1,4 +1,6 @@
-"""Checkpoints in the model's canonical layout: any schedule, number of devices or plain program resumes what another one saved."""
+"""Checkpoints in the model's canonical layout: any schedule, number of devices or plain program
+resumes what another one saved.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from .portable import PortableState
 try:
     import orbax.checkpoint as ocp
 except ImportError as error:
-    raise ImportError("jaxpipe.checkpoint needs orbax-checkpoint, which is not installed: pip install 'jaxpipe[checkpoint]'") from error
+    raise ImportError(
+        "jaxpipe.checkpoint needs orbax-checkpoint, which is not installed: pip install "
+        "'jaxpipe[checkpoint]'"
+    ) from error
 
 
 _LAYERS = 3  # of orbax, that keep an error of the last save each, and raise it when they are closed
@@ -32,24 +37,29 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class Checkpoints:
-    """The checkpoints of a run: a folder with one for each saved step, of which the newest `keep` stay.
+    """The checkpoints of a run: a folder with one for each saved step, of which the newest `keep`
+    stay.
 
-    A state is a dict with parameters under "params" and whatever else the run needs: optimizer state, averages, keys, numbers; under
-    "state" what stages keep (`Pipeline.place_state`).  Every tree in it that is laid out like the parameters (an optimizer's
-    moments) is written in model order, stages [S, ...].
+    A state is a dict with parameters under "params" and whatever else the run needs: optimizer
+    state, averages, keys, numbers; under "state" what stages keep (`Pipeline.place_state`).  Every
+    tree in it that is laid out like the parameters (an optimizer's moments) is written in model
+    order, stages [S, ...].
 
-    Each is written in the background under a temporary name and renamed when it is whole (orbax's atomic commit), so that a run
-    that is killed in the middle of a save keeps the one before.  Every process of a run calls every method.
+    Each is written in the background under a temporary name and renamed when it is whole (orbax's
+    atomic commit), so that a run that is killed in the middle of a save keeps the one before.
+    Every process of a run calls every method.
 
-    A save that fails (a full disk, say) is told by a CheckpointError of the next `save`, which then has not begun, of `wait` or of
-    `close`.  What it has written is removed, the checkpoints before it stay, and the run may go on and save again.
+    A save that fails (a full disk, say) is told by a CheckpointError of the next `save`, which then
+    has not begun, of `wait` or of `close`.  What it has written is removed, the checkpoints before
+    it stay, and the run may go on and save again.
 
     Args:
         folder: made if it is not there.
-        pipe: the pipeline whose states these are; None for a plain program with canonical parameters.
+        pipe: the pipeline whose states these are; None for a plain program with canonical
+            parameters.
         keep: how many stay; None for all.
-        layer_axis: leaves of stages are [S, layers, ...]; they are written as [S * layers, ...], so that a run with another number
-            of stages can resume.
+        layer_axis: leaves of stages are [S, layers, ...]; they are written as [S * layers, ...], so
+            that a run with another number of stages can resume.
         must_save: False: a save that fails only warns, so that training goes on without it.
 
     Raises:
@@ -72,7 +82,13 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path | str, pipe: Pipeline | None, *, keep: int | None = 2, layer_axis: bool = False, must_save: bool = True
+        self,
+        folder: Path | str,
+        pipe: Pipeline | None,
+        *,
+        keep: int | None = 2,
+        layer_axis: bool = False,
+        must_save: bool = True,
     ) -> None:
         self._portable = PortableState(pipe, layer_axis)
         self._damaged: dict[int, str] = {}  # what a resumed run will write again
@@ -84,7 +100,8 @@ class Checkpoints:
             self._manager = self._opened()
         except OSError as error:
             raise CheckpointError(
-                f"{self._folder} cannot be a folder of checkpoints ({_reason(error)}); name one that can be made"
+                f"{self._folder} cannot be a folder of checkpoints ({_reason(error)}); name one "
+                "that can be made"
             ) from error
 
     @property
@@ -96,23 +113,33 @@ class Checkpoints:
     @property
     def steps(self) -> tuple[int, ...]:
         """All steps that were saved whole, the oldest first."""
-        written = (step for step in self._manager.all_steps() if step != self._writing or (self._folder / str(step)).exists())
+        written = (
+            step
+            for step in self._manager.all_steps()
+            if step != self._writing or (self._folder / str(step)).exists()
+        )
         return tuple(sorted(written))
 
     def save(self, step: int, state: Mapping[str, PyTree]) -> None:
-        """Write a state; returns when it is copied, so that its buffers may be donated at once.  A step that is there stays as it is.
+        """Write a state; returns when it is copied, so that its buffers may be donated at once.  A
+        step that is there stays as it is.
 
         Raises:
-            CheckpointError: the state holds something that belongs to the schedule and not to the model, or arrays without numbers
-                (all faults are listed); this
-                step cannot follow those that are there; or this save failed, or the one before it, and then this one has not begun.
+            CheckpointError: the state holds something that belongs to the schedule and not to the
+                model, or arrays without numbers (all faults are listed); this step cannot follow
+                those that are there; or this save failed, or the one before it, and then this one
+                has not begun.
         """
         self.wait()
         canonical = self._portable.of(state)
         about = {"leaves": _leaves(canonical)}
-        empty = [f"{name} is {_aval(entry)}" for name, entry in about["leaves"].items() if 0 in entry[1]]
+        empty = [
+            f"{name} is {_aval(entry)}" for name, entry in about["leaves"].items() if 0 in entry[1]
+        ]
         if empty:
-            raise CheckpointError.listing("orbax writes no arrays without numbers; leave these out of the state", empty)
+            raise CheckpointError.listing(
+                "orbax writes no arrays without numbers; leave these out of the state", empty
+            )
         _check_number(step)
         for damaged in [found for found in self._damaged if found >= step]:
             del self._damaged[damaged]
@@ -121,26 +148,37 @@ class Checkpoints:
             return
         if self.latest is not None and step < self.latest:
             raise CheckpointError(
-                f"step {step} cannot be saved after step {self.latest}, which {self._folder} has; delete what comes after "
+                f"step {step} cannot be saved after step {self.latest}, which {self._folder} "
+                "has; delete what comes after "
                 f"step {step} there, or name another folder"
             )
         self._sweep()
         self._writing = step
         with self._told():
-            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)))
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)
+                ),
+            )
 
-    def restore(self, like: Mapping[str, PyTree], *, step: int | None = None) -> tuple[int, dict[str, PyTree]]:
+    def restore(
+        self, like: Mapping[str, PyTree], *, step: int | None = None
+    ) -> tuple[int, dict[str, PyTree]]:
         """(step, state) of the newest or a given step, laid out and spread like `like`.
 
-        Where the newest one is damaged (files that are empty, cut off or gone), a warning names it and the newest whole one is taken.
+        Where the newest one is damaged (files that are empty, cut off or gone), a warning names it
+        and the newest whole one is taken.
 
         Args:
-            like: a state of this run: arrays, or ShapeDtypeStructs (`pipe.place` of shapes, `jax.eval_shape(optimizer.init, ...)`).
+            like: a state of this run: arrays, or ShapeDtypeStructs (`pipe.place` of shapes,
+                `jax.eval_shape(optimizer.init, ...)`).
             step: None for the newest.
 
         Raises:
-            CheckpointError: there is no such step, or it holds another model's state (all differences are listed); no step, or not the
-                one that was asked for, can be read; or the last save failed.
+            CheckpointError: there is no such step, or it holds another model's state (all
+                differences are listed); no step, or not the one that was asked for, can be read; or
+                the last save failed.
         """
         self.wait()
         target = self._portable.of(jax.tree.map(_shape_of, dict(like)))
@@ -155,7 +193,11 @@ class Checkpoints:
                 self._damaged[found] = str(error)
                 continue
             if self._damaged:
-                warnings.warn(f"{'; '.join(self._damaged.values())}; going on from step {found}, the newest whole one", stacklevel=2)
+                warnings.warn(
+                    f"{'; '.join(self._damaged.values())}; going on from step {found}, the "
+                    "newest whole one",
+                    stacklevel=2,
+                )
             return found, state
         raise CheckpointError.listing("no checkpoint can be read", self._damaged.values())
 
@@ -183,17 +225,25 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # Inside
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Where a save may fail: says so, removes what it has written, which may fill the disk, and begins anew."""
+        """Where a save may fail: says so, removes what it has written, which may fill the disk, and
+        begins anew.
+        """
         try:
             yield
-        except Exception as error:  # what a file that cannot be written makes orbax raise depends on the file
+        except Exception as error:
+            # what a file that cannot be written makes orbax raise depends on the file
             for _ in range(_LAYERS):
                 with suppress(Exception):
                     self._manager.close()
@@ -201,15 +251,19 @@ class Checkpoints:
             with suppress(OSError):
                 self._manager = self._opened()
             why = (
-                f"the checkpoint of step {self._writing} was not saved in {self._folder} ({_reason(error)}). What was written of it is "
-                f"removed; steps {list(self.steps)} stay. Once there is room, or the folder can be written, the run can save again"
+                f"the checkpoint of step {self._writing} was not saved in {self._folder} "
+                f"({_reason(error)}). What was written of it is "
+                f"removed; steps {list(self.steps)} stay. Once there is room, or the folder can "
+                "be written, the run can save again"
             )
             if self._must_save:
                 raise CheckpointError(why) from error
             warnings.warn(f"{why}; it goes on", stacklevel=4)
 
     def _sweep(self) -> None:
-        """Remove what saves that were cut off have left, while none runs; of one that failed just now, threads may write a little more."""
+        """Remove what saves that were cut off have left, while none runs; of one that failed just
+        now, threads may write a little more.
+        """
         if jax.process_index() == 0:
             for left in self._folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -217,20 +271,27 @@ class Checkpoints:
     def _opened(self) -> ocp.CheckpointManager:
         """A manager of what lies in the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Threads that wait for folders wait for twenty minutes where these cannot be made, and keep the process.
+        # Threads that wait for folders wait for twenty minutes where these cannot be made, and keep
+        # the process.
         made = ocp.AsyncOptions(create_directories_asynchronously=False)
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, async_options=made)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep, create=True, async_options=made
+        )
         return ocp.CheckpointManager(self._folder, options=options)
 
     def _read(self, step: int, target: PyTree, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The state of a step; DamagedCheckpointError where its files cannot be read."""
         try:
-            stored = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]["leaves"]
+            stored = self._manager.restore(
+                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
+            )["about"]["leaves"]
         except Exception as error:  # what a damaged file makes orbax raise depends on the file
             raise self._damage(step, error) from error
         self._check(step, _leaves(target), stored)
         try:
-            found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
+            found = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))
+            )["state"]
         except Exception as error:
             raise self._damage(step, error) from error
         return self._portable.placed(found, like)
@@ -238,29 +299,52 @@ class Checkpoints:
     def _damage(self, step: int, error: Exception) -> DamagedCheckpointError:
         text = (str(error).strip().splitlines() or [""])[0][:200]
         return DamagedCheckpointError(
-            f"the checkpoint of step {step} in {self._folder} is damaged and cannot be read ({type(error).__name__}: {text})"
+            f"the checkpoint of step {step} in {self._folder} is damaged and cannot be read "
+            f"({type(error).__name__}: {text})"
         )
 
     def _step(self, step: int | None) -> int:
         """The step to restore."""
         found = self.latest if step is None else step
         if found is None:
-            raise CheckpointError(f"{self._folder} holds no checkpoint; start afresh, or name the folder of an earlier run")
+            raise CheckpointError(
+                f"{self._folder} holds no checkpoint; start afresh, or name the folder of an "
+                "earlier run"
+            )
         if found not in self.steps:
-            raise CheckpointError(f"{self._folder} holds no checkpoint of step {found}; it has steps {list(self.steps)}")
+            raise CheckpointError(
+                f"{self._folder} holds no checkpoint of step {found}; it has steps "
+                f"{list(self.steps)}"
+            )
         return found
 
-    def _check(self, step: int, wanted: Mapping[str, list[Any]], stored: Mapping[str, list[Any]]) -> None:
+    def _check(
+        self, step: int, wanted: Mapping[str, list[Any]], stored: Mapping[str, list[Any]]
+    ) -> None:
         """CheckpointError listing every leaf that differs."""
-        faults = [f"{name}: {_aval(stored[name])} was saved, but the state has none" for name in stored if name not in wanted]
-        faults += [f"{name}: the state wants {_aval(wanted[name])}, but none was saved" for name in wanted if name not in stored]
+        faults = [
+            f"{name}: {_aval(stored[name])} was saved, but the state has none"
+            for name in stored
+            if name not in wanted
+        ]
+        faults += [
+            f"{name}: the state wants {_aval(wanted[name])}, but none was saved"
+            for name in wanted
+            if name not in stored
+        ]
         both = [name for name in wanted if name in stored and wanted[name] != stored[name]]
-        faults += [f"{name}: the state wants {_aval(wanted[name])}, but {_aval(stored[name])} was saved" for name in both]
+        faults += [
+            f"{name}: the state wants {_aval(wanted[name])}, but {_aval(stored[name])} was saved"
+            for name in both
+        ]
         if not faults:
             return
         hint = ""
         if not self._portable.layer_axis and any("stages" in name.split("/") for name in both):
-            hint = "\n(another number of stages can resume only where both runs say Checkpoints(..., layer_axis=True))"
+            hint = (
+                "\n(another number of stages can resume only where both runs say "
+                "Checkpoints(..., layer_axis=True))"
+            )
         where = f"step {step} of {self._folder} was saved by another model or optimizer:\n"
         raise CheckpointError(where + "\n".join(f"  {f}" for f in faults) + hint, tuple(faults))
 
@@ -268,7 +352,10 @@ class Checkpoints:
 def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
     """Path -> [dtype, shape] of every leaf, as JSON keeps it."""
     leaves = jax.tree_util.tree_leaves_with_path(canonical)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): [str(leaf.dtype), list(leaf.shape)]
+        for path, leaf in leaves
+    }
 
 
 def _check_number(step: Any) -> None:
@@ -278,7 +365,9 @@ def _check_number(step: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the error says; of tensorstore's, which tells each layer's part, the last: the file, and why it was not written."""
+    """What the error says; of tensorstore's, which tells each layer's part, the last: the file, and
+    why it was not written.
+    """
     text = " ".join(str(error).split()).rpartition("Failed writing: ")[2]
     return f"{type(error).__name__}: {text[:400]}"
 
@@ -289,4 +378,8 @@ def _aval(entry: list[Any]) -> str:
 
 def _shape_of(leaf: Any) -> Any:
     """An array without its numbers; numbers as they are."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) if isinstance(leaf, jax.Array) else leaf
+    return (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        if isinstance(leaf, jax.Array)
+        else leaf
+    )

@@ -1,4 +1,6 @@
-"""Finds the first value of a step that is not finite, by running the model stage by stage and microbatch by microbatch."""
+"""Finds the first value of a step that is not finite, by running the model stage by stage and
+microbatch by microbatch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Nonfinite:
-    """The first call of a step with a result that is not finite; `str()` gives a sentence for people.
+    """The first call of a step with a result that is not finite; `str()` gives a sentence for
+    people.
 
     Args:
         phase: forward (the result is an output, or the loss) or backward (a gradient).
@@ -44,7 +47,8 @@ class Nonfinite:
         microbatch: the microbatch's number.
         shard: the data shard whose rows they are, 0 without data parallelism.
         values: the results that are not finite, with how many of their entries are NaN or infinite.
-        inputs: likewise the call's inputs.  Where there are none, this very call makes the first NaN or infinity.
+        inputs: likewise the call's inputs.  Where there are none, this very call makes the first
+            NaN or infinity.
     """
 
     phase: Phase
@@ -56,19 +60,36 @@ class Nonfinite:
     inputs: tuple[str, ...]
 
     def __str__(self) -> str:
-        name = f"stage {self.stage}" if self.function == "stage" else f"`{self.function}` (with stage {self.stage})"
-        where = f"{name}, microbatch {self.microbatch}" + (f", data shard {self.shard}" if self.shard else "")
-        origin = "so are already its inputs: " + "; ".join(self.inputs) if self.inputs else "its inputs are all finite, so it is made here"
-        return f"not finite in the {self.phase.value} of {where}: {'; '.join(self.values)} ({origin})"
+        name = (
+            f"stage {self.stage}"
+            if self.function == "stage"
+            else f"`{self.function}` (with stage {self.stage})"
+        )
+        where = f"{name}, microbatch {self.microbatch}" + (
+            f", data shard {self.shard}" if self.shard else ""
+        )
+        origin = (
+            "so are already its inputs: " + "; ".join(self.inputs)
+            if self.inputs
+            else "its inputs are all finite, so it is made here"
+        )
+        return (
+            f"not finite in the {self.phase.value} of {where}: {'; '.join(self.values)} ({origin})"
+        )
 
 
-def find_nonfinite(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None) -> Nonfinite | None:
-    """The first NaN or infinity in the step that `value_and_grad` would run with these arguments, or None.
+def find_nonfinite(
+    pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None
+) -> Nonfinite | None:
+    """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
+    or None.
 
-    Microbatches are taken in order, each through all its forwards and then its backwards, so the first is what a run without a
-    pipeline would meet first, whatever the schedule.  It is for use after a loss or gradient was seen not to be finite: the step
-    itself pays nothing, and this costs a forward and a recomputing backward of each stage and microbatch, one after the other on
-    the pipeline's own mesh, with one stage's parameters whole on every device.  Sums over microbatches are not looked at.
+    Microbatches are taken in order, each through all its forwards and then its backwards, so the
+    first is what a run without a pipeline would meet first, whatever the schedule.  It is for use
+    after a loss or gradient was seen not to be finite: the step itself pays nothing, and this costs
+    a forward and a recomputing backward of each stage and microbatch, one after the other on the
+    pipeline's own mesh, with one stage's parameters whole on every device.  Sums over microbatches
+    are not looked at.
 
     Raises:
         PipelineError: as `value_and_grad` does.
@@ -80,11 +101,13 @@ def find_nonfinite(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, 
     """
     if pipe.functions.has_state:
         raise PipelineError(
-            "find_nonfinite runs stages apart from each other, and so none that takes `state`; give that stage a constant one"
+            "find_nonfinite runs stages apart from each other, and so none that takes `state`; "
+            "give that stage a constant one"
         )
     if pipe.functions.spreads_last or pipe.functions.spreads_first:
         raise PipelineError(
-            "find_nonfinite runs functions apart from each other, and so none that is spread over the devices; build a pipeline whose "
+            "find_nonfinite runs functions apart from each other, and so none that is spread "
+            "over the devices; build a pipeline whose "
             "`last` runs on one device"
         )
     jax.eval_shape(pipe._step, params, batch, rng, ())  # raises what a step would raise
@@ -105,7 +128,9 @@ class _Call:
     wants: frozenset[str]
 
 
-def _x_of_stage(functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree) -> PyTree:
+def _x_of_stage(
+    functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree
+) -> PyTree:
     """What a stage hands on."""
     return functions.run_stage(stage, params, x, extra)[0]
 
@@ -117,21 +142,37 @@ class _Search:
         self.pipe, self.params, self.rng = pipe, params, rng
         self.mesh = pipe.mesh
         self.rows = PartitionSpec(pipe.data_axes or None)
-        self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch)
+        self.batch = jax.tree.map(
+            lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
+        )
         functions = pipe.functions
         self.first = _Call("first", functions.run_first, OUTER_WANTS)
         # Unlike stages are compiled apart, alike ones once.
         self.stages = tuple(
-            _Call(f"stage {s}" if pipe.layout.unlike else "stage", partial(_x_of_stage, functions, s), function.wants_arrays)
+            _Call(
+                f"stage {s}" if pipe.layout.unlike else "stage",
+                partial(_x_of_stage, functions, s),
+                function.wants_arrays,
+            )
             for s, function in enumerate(functions.stages)
         )
-        self.last = _Call("last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS)
+        self.last = _Call(
+            "last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS
+        )
         self._compiled: dict[tuple[Phase, str], Callable[..., Any]] = {}
-        self._pick = jax.jit(lambda tree, d: jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree))
+        self._pick = jax.jit(
+            lambda tree, d: jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree
+            )
+        )
 
     def microbatch(self, microbatch: int) -> Nonfinite | None:
         """Forwards in order, keeping what enters each stage, then backwards in reverse."""
-        calls = [(self.first, 0), *((call, s) for s, call in enumerate(self.stages)), (self.last, len(self.stages) - 1)]
+        calls = [
+            (self.first, 0),
+            *((call, s) for s, call in enumerate(self.stages)),
+            (self.last, len(self.stages) - 1),
+        ]
         entered: list[PyTree] = []
         x: PyTree = ()
         for call, stage in calls:
@@ -152,16 +193,26 @@ class _Search:
         """The cotangent of a microbatch's loss, as in the step."""
         pipe = self.pipe
         mean = pipe.functions.loss is Loss.MEAN
-        return jnp.asarray(1.0 / (pipe.schedule.num_microbatches * pipe._data_size) if mean else 1.0, dtype)
+        return jnp.asarray(
+            1.0 / (pipe.schedule.num_microbatches * pipe._data_size) if mean else 1.0, dtype
+        )
 
     def _params(self, call: _Call, stage: int) -> PyTree:
         """(parameters of the call, shared ones)."""
         if call in (self.first, self.last):
             own = self.params.get(call.name, {})
         else:
-            device, chunk = next((d, row.index(stage)) for d, row in enumerate(self.pipe.layout.owned) if stage in row)
+            device, chunk = next(
+                (d, row.index(stage))
+                for d, row in enumerate(self.pipe.layout.owned)
+                if stage in row
+            )
             placed = self.params["stages"][chunk]
-            own = placed.stage(device) if isinstance(placed, Packed) else self._pick(placed, jnp.int32(device))
+            own = (
+                placed.stage(device)
+                if isinstance(placed, Packed)
+                else self._pick(placed, jnp.int32(device))
+            )
         return jax.tree.map(self._on_mesh, (own, self.params.get("shared", {})))
 
     def _on_mesh(self, leaf: Any) -> Any:
@@ -169,8 +220,12 @@ class _Search:
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(self.mesh, spec))
 
-    def _run(self, phase: Phase, call: _Call, stage: int, microbatch: int, x: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """(output, or gradient of x; counts of NaN and infinity in all results and inputs, by name)."""
+    def _run(
+        self, phase: Phase, call: _Call, stage: int, microbatch: int, x: PyTree
+    ) -> tuple[PyTree, dict[str, Any]]:
+        """(output, or gradient of x; counts of NaN and infinity in all results and inputs, by
+        name).
+        """
         key = (phase, call.name)
         if key not in self._compiled:
             body = self._forward(call) if phase is Phase.FORWARD else self._backward(call)
@@ -185,16 +240,28 @@ class _Search:
                 )
             )
         where = jnp.int32(stage), jnp.int32(microbatch)
-        result, counts = self._compiled[key](self._params(call, stage), x, self.batch, self.rng, *where)
+        result, counts = self._compiled[key](
+            self._params(call, stage), x, self.batch, self.rng, *where
+        )
         return result, jax.tree.map(np.asarray, counts)
 
-    def _extra(self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any) -> dict[str, PyTree]:
+    def _extra(
+        self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any
+    ) -> dict[str, PyTree]:
         """What the step gives the function besides parameters and x."""
         rng = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
-        return make_extra(split_batch(batch, self.pipe.schedule.num_microbatches), rng, stage, microbatch, call.wants)
+        return make_extra(
+            split_batch(batch, self.pipe.schedule.num_microbatches),
+            rng,
+            stage,
+            microbatch,
+            call.wants,
+        )
 
     def _forward(self, call: _Call) -> Callable[..., Any]:
-        def forward(params: PyTree, x: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any) -> tuple[PyTree, PyTree]:
+        def forward(
+            params: PyTree, x: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any
+        ) -> tuple[PyTree, PyTree]:
             x = jax.tree.map(lambda leaf: leaf[0], x)
             extra = self._extra(call, batch, rng, stage, microbatch)
             y = call.run(params, x, extra)
@@ -204,7 +271,9 @@ class _Search:
         return forward
 
     def _backward(self, call: _Call) -> Callable[..., Any]:
-        def backward(params: PyTree, xdy: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any) -> tuple[PyTree, PyTree]:
+        def backward(
+            params: PyTree, xdy: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any
+        ) -> tuple[PyTree, PyTree]:
             x, dy = jax.tree.map(lambda leaf: leaf[0], xdy)
             extra = self._extra(call, batch, rng, stage, microbatch)
             leaves = jax.tree.leaves(x)
@@ -213,13 +282,22 @@ class _Search:
 
             def outputs(params: PyTree, floats: Sequence[Any]) -> list[Any]:
                 given = iter(floats)
-                merged = [next(given) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
-                return [leaf for leaf in jax.tree.leaves(call.run(params, tree.unflatten(merged), extra)) if _floating(leaf)]
+                merged = [
+                    next(given) if moves else leaf
+                    for leaf, moves in zip(leaves, moving, strict=True)
+                ]
+                return [
+                    leaf
+                    for leaf in jax.tree.leaves(call.run(params, tree.unflatten(merged), extra))
+                    if _floating(leaf)
+                ]
 
             floats = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
             (own, shared), dx = jax.vjp(outputs, params, floats)[1](dy)
             named = iter(dx)
-            of_x = tree.unflatten([next(named) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)])
+            of_x = tree.unflatten(
+                [next(named) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
+            )
             results = {
                 **self._count("gradient of the input", of_x),
                 **self._count("gradient of parameters", own),
@@ -232,21 +310,34 @@ class _Search:
 
     def _inputs(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> dict[str, Any]:
         own, shared = params
-        named = (("parameters", own), ("shared", shared), ("input", x), ("microbatch", extra.get("microbatch", ())))
-        return {key: count for name, tree in named for key, count in self._count(name, tree).items()}
+        named = (
+            ("parameters", own),
+            ("shared", shared),
+            ("input", x),
+            ("microbatch", extra.get("microbatch", ())),
+        )
+        return {
+            key: count for name, tree in named for key, count in self._count(name, tree).items()
+        }
 
     def _count(self, name: str, tree: PyTree) -> dict[str, Any]:
-        """Name of each floating leaf -> [data shards, (NaN, infinite, all)], the same on every device."""
+        """Name of each floating leaf -> [data shards, (NaN, infinite, all)], the same on every
+        device.
+        """
         counts = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if _floating(leaf):
-                found = jnp.stack([jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum(), jnp.asarray(jnp.size(leaf))])[None]
+                found = jnp.stack(
+                    [jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum(), jnp.asarray(jnp.size(leaf))]
+                )[None]
                 for axis in reversed(self.pipe.data_axes):
                     found = lax.all_gather(found, axis, tiled=True)
                 counts[name + jax.tree_util.keystr(path)] = found
         return counts
 
-    def _fault(self, phase: Phase, call: _Call, stage: int, microbatch: int, counts: dict[str, Any]) -> Nonfinite | None:
+    def _fault(
+        self, phase: Phase, call: _Call, stage: int, microbatch: int, counts: dict[str, Any]
+    ) -> Nonfinite | None:
         """What the counts say, of the first data shard that has a fault."""
         for shard in range(self.pipe._data_size):
             values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
@@ -257,11 +348,16 @@ class _Search:
 
 def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
     rows = [(name, *map(int, found[shard])) for name, found in counts.items()]
-    return tuple(f"{name} has {nan} NaN and {inf} infinite of {size} values" for name, nan, inf, size in rows if nan or inf)
+    return tuple(
+        f"{name} has {nan} NaN and {inf} infinite of {size} values"
+        for name, nan, inf, size in rows
+        if nan or inf
+    )
 
 
 def _floating(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    if dtype == jax.dtypes.float0:  # what stands for the gradient of a frozen parameter that is not floating
+    # what stands for the gradient of a frozen parameter that is not floating
+    if dtype == jax.dtypes.float0:
         return False
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

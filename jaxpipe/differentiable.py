@@ -1,4 +1,6 @@
-"""Functions of a pipeline under `jax.grad`: a loss whose derivative is the table's own backward, and others that say they have none."""
+"""Functions of a pipeline under `jax.grad`: a loss whose derivative is the table's own backward,
+and others that say they have none.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,22 @@ from .errors import PipelineError
 T = TypeVar("T")
 
 _NO_GRADIENT = (
-    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which jax.grad and jax.value_and_grad know, "
+    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
+    "jax.grad and jax.value_and_grad know, "
     "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
 )
 
 
 def differentiable_loss(
-    value: Callable[..., dict[str, Any]], value_and_grad: Callable[..., tuple[dict[str, Any], PyTree]]
+    value: Callable[..., dict[str, Any]],
+    value_and_grad: Callable[..., tuple[dict[str, Any], PyTree]],
 ) -> Callable[..., dict[str, Any]]:
-    """`f(params, *rest) -> {"loss", ...}`, whose loss is differentiable by `params`: the step's gradients, scaled by the cotangent.
+    """`f(params, *rest) -> {"loss", ...}`, whose loss is differentiable by `params`: the step's
+    gradients, scaled by the cotangent.
 
-    `value` is called where nothing is differentiated, `value_and_grad`, which returns (the same, gradients), where something is.  Other
-    results are constants, and `rest` may not depend on what is differentiated.
+    `value` is called where nothing is differentiated, `value_and_grad`, which returns (the same,
+    gradients), where something is.  Other results are constants, and `rest` may not depend on what
+    is differentiated.
     """
 
     @jax.custom_vjp
@@ -46,13 +52,20 @@ def differentiable_loss(
         none = (None, None, None)  # batch, rng, state
         if isinstance(scale, SymbolicZero):
             return jax.tree.map(_nothing, params), *none
-        return jax.tree.map(lambda p, g: _nothing(p) if g is None else (g * scale.astype(g.dtype)).astype(p.dtype), params, grads), *none
+        return jax.tree.map(
+            lambda p, g: _nothing(p) if g is None else (g * scale.astype(g.dtype)).astype(p.dtype),
+            params,
+            grads,
+        ), *none
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
     def call(*arguments: PyTree) -> dict[str, Any]:
         found = results(*arguments)
-        return {key: leaf if key == "loss" else jax.lax.stop_gradient(leaf) for key, leaf in found.items()}
+        return {
+            key: leaf if key == "loss" else jax.lax.stop_gradient(leaf)
+            for key, leaf in found.items()
+        }
 
     return call
 
@@ -93,16 +106,25 @@ def _plain(leaf: Any) -> Any:
 
 def _moves(leaf: Any) -> bool:
     """Whether a leaf depends on what is differentiated, and could have a gradient."""
-    return isinstance(leaf, CustomVJPPrimal) and leaf.perturbed and bool(jnp.issubdtype(jnp.result_type(leaf.value), jnp.inexact))
+    return (
+        isinstance(leaf, CustomVJPPrimal)
+        and leaf.perturbed
+        and bool(jnp.issubdtype(jnp.result_type(leaf.value), jnp.inexact))
+    )
 
 
 def _check_constant(rest: PyTree) -> None:
     """PipelineError listing what else than parameters is differentiated."""
     leaves = jax.tree_util.tree_leaves_with_path(rest, is_leaf=_is_primal)
-    faults = [jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if _moves(leaf)]
+    faults = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in leaves
+        if _moves(leaf)
+    ]
     if faults:
         raise PipelineError.listing(
-            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is differentiated (compute them in `first`, "
+            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
+            "differentiated (compute them in `first`, "
             "from its parameters, or put jax.lax.stop_gradient around them)",
             faults,
         )

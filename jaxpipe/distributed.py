@@ -1,4 +1,6 @@
-"""Pipelines that run in several processes: the order of the mesh, the rows that a process feeds, and a limit for every step."""
+"""Pipelines that run in several processes: the order of the mesh, the rows that a process feeds,
+and a limit for every step.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from .fingerprint import check_same, fingerprint
 from .pipeline import Pipeline
 from .processes import Causes, LastWords, RollCall, client, roll_text, service_address
 
-__all__ = ["Watchdog", "check_same", "crossings", "fingerprint", "global_batch", "local_rows", "make_mesh"]
+__all__ = [
+    "Watchdog",
+    "check_same",
+    "crossings",
+    "fingerprint",
+    "global_batch",
+    "local_rows",
+    "make_mesh",
+]
 
 _AGAIN = "Start the job again, and it goes on from the newest checkpoint"
 _LAST = 3.0  # seconds that process 0, which holds what the others ask, stays after it has failed
@@ -32,11 +42,13 @@ FAILED, TIMED_OUT = 1, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h: sta
 
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh whose first axis goes over the slowest network and whose last one stays closest together.
+    """A mesh whose first axis goes over the slowest network and whose last one stays closest
+    together.
 
-    Devices are taken node by node, and within a node process by process, so `{"pipe": 4, "data": 2, "tensor": 8}` on nodes of 8
-    devices keeps "tensor" inside a node.  A pipeline sends one activation a microbatch between neighbours, the least of all
-    kinds of parallelism, so "pipe" comes first (Narayanan et al. 2021, section 5.4.1).
+    Devices are taken node by node, and within a node process by process, so `{"pipe": 4, "data": 2,
+    "tensor": 8}` on nodes of 8 devices keeps "tensor" inside a node.  A pipeline sends one
+    activation a microbatch between neighbours, the least of all kinds of parallelism, so "pipe"
+    comes first (Narayanan et al. 2021, section 5.4.1).
 
     Args:
         axes: axis names and sizes, slowest first; their product is the number of devices.
@@ -54,8 +66,10 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
     if any(size < 1 for size in sizes) or np.prod(sizes, dtype=int) != len(found):
         product = " x ".join(map(str, sizes)) or "no axes"
         raise PipelineError(
-            f"a mesh of {dict(axes)} has {product} = {np.prod(sizes, dtype=int)} devices, but there are {len(found)} "
-            f"in {len({d.process_index for d in found})} processes; let the sizes' product be {len(found)}"
+            f"a mesh of {dict(axes)} has {product} = {np.prod(sizes, dtype=int)} devices, but "
+            f"there are {len(found)} "
+            f"in {len({d.process_index for d in found})} processes; let the sizes' product be "
+            f"{len(found)}"
         )
     ordered = np.empty(len(found), dtype=object)
     ordered[:] = sorted(found, key=lambda d: (_node(d), d.process_index, d.id))
@@ -63,10 +77,11 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
 
 
 def crossings(mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """Per axis of a mesh, how many pairs of neighbours along it lie in different processes, and how many pairs there are.
+    """Per axis of a mesh, how many pairs of neighbours along it lie in different processes, and how
+    many pairs there are.
 
-    What to look at where steps are slow: an axis of tensor parallelism should cross nothing but, with one process a GPU, the
-    processes of a node.
+    What to look at where steps are slow: an axis of tensor parallelism should cross nothing but,
+    with one process a GPU, the processes of a node.
 
     Example:
         >>> crossings(make_mesh({"pipe": 1}, devices=jax.devices()[:1]))
@@ -74,27 +89,34 @@ def crossings(mesh: Mesh) -> dict[str, tuple[int, int]]:
     """
     processes = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
     changes = {name: np.diff(processes, axis=k) for k, name in enumerate(mesh.axis_names)}
-    return {name: (int(np.count_nonzero(change)), int(change.size)) for name, change in changes.items()}
+    return {
+        name: (int(np.count_nonzero(change)), int(change.size)) for name, change in changes.items()
+    }
 
 
 def local_rows(pipe: Pipeline, rows: int) -> Any:
     """The numbers of the batch's rows that this process has to feed, as a sorted int array.
 
-    Each shard along `data_axes` takes its share of the rows, in order; every process with a device in that shard feeds them, and
-    none feeds others.  Processes that are stages of the same pipeline replica feed the same rows.
+    Each shard along `data_axes` takes its share of the rows, in order; every process with a device
+    in that shard feeds them, and none feeds others.  Processes that are stages of the same pipeline
+    replica feed the same rows.
 
     Raises:
         PipelineError: `rows` does not divide over the data shards.
     """
     shards = int(np.prod([pipe.mesh.shape[name] for name in pipe.data_axes], dtype=int))
     if rows < 1 or rows % shards:
-        raise PipelineError(f"{rows} rows do not divide over {shards} data shards; use {max(1, round(rows / shards)) * shards} rows")
+        raise PipelineError(
+            f"{rows} rows do not divide over {shards} data shards; use "
+            f"{max(1, round(rows / shards)) * shards} rows"
+        )
     index = _rows_sharding(pipe).addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[part] for part in index]))
 
 
 def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
-    """A batch of `rows` rows from this process's own: leaves [len(local_rows(pipe, rows)), ...] -> global arrays [rows, ...].
+    """A batch of `rows` rows from this process's own: leaves [len(local_rows(pipe, rows)), ...] ->
+    global arrays [rows, ...].
 
     Raises:
         PipelineError: leaves with another number of rows; every fault is listed.
@@ -106,7 +128,8 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
     """
     count = len(local_rows(pipe, rows))
     faults = [
-        f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; this process feeds {count} of the {rows} rows (`local_rows`)"
+        f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; this process feeds "
+        f"{count} of the {rows} rows (`local_rows`)"
         for path, leaf in jax.tree_util.tree_leaves_with_path(local)
         if np.shape(leaf)[:1] != (count,)
     ]
@@ -115,19 +138,24 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
     to = _rows_sharding(pipe)
 
     def join(leaf: Any) -> Any:
-        return jax.make_array_from_process_local_data(to, np.asarray(leaf), (rows, *np.shape(leaf)[1:]))
+        return jax.make_array_from_process_local_data(
+            to, np.asarray(leaf), (rows, *np.shape(leaf)[1:])
+        )
 
     return jax.tree.map(join, local)
 
 
 class Watchdog:
-    """Ends this process, and says why, where a step of a job of several processes fails or takes longer than its limit.
+    """Ends this process, and says why, where a step of a job of several processes fails or takes
+    longer than its limit.
 
-    A collective waits for ever for a process that is stuck, and JAX notices only processes that are gone (its heartbeats).  Under
-    `with watchdog.step(n):` an overdue step prints which step on which process it was and where every thread stands, and ends the
-    process with status 75; an error prints its traceback and ends it with status 1 at once, without waiting for the others at JAX's
-    shutdown barrier.  Either is seen by the others, through JAX, as a process that died.  In a job of one process errors are raised
-    as usual.  Wait for the step's result inside (`float(loss)`): a call that JAX has only dispatched returns at once.
+    A collective waits for ever for a process that is stuck, and JAX notices only processes that are
+    gone (its heartbeats).  Under `with watchdog.step(n):` an overdue step prints which step on
+    which process it was and where every thread stands, and ends the process with status 75; an
+    error prints its traceback and ends it with status 1 at once, without waiting for the others at
+    JAX's shutdown barrier.  Either is seen by the others, through JAX, as a process that died.  In
+    a job of one process errors are raised as usual.  Wait for the step's result inside
+    (`float(loss)`): a call that JAX has only dispatched returns at once.
 
     Args:
         seconds: limit of a step.
@@ -140,9 +168,16 @@ class Watchdog:
     """
 
     def __init__(self, *, seconds: float, first: float | None = None) -> None:
-        faults = [f"{name}={value!r}" for name, value in (("seconds", seconds), ("first", first)) if value is not None and not value > 0]
+        faults = [
+            f"{name}={value!r}"
+            for name, value in (("seconds", seconds), ("first", first))
+            if value is not None and not value > 0
+        ]
         if faults:
-            raise PipelineError(f"a step's limit must be more than 0 seconds; got {', '.join(faults)}", tuple(faults))
+            raise PipelineError(
+                f"a step's limit must be more than 0 seconds; got {', '.join(faults)}",
+                tuple(faults),
+            )
         self.seconds = seconds
         self._next = seconds if first is None else first
         self._where = "its beginning"
@@ -151,13 +186,17 @@ class Watchdog:
 
     @contextmanager
     def step(self, what: int | str, *, seconds: float | None = None) -> Iterator[None]:
-        """Watch one step, or something else that takes its time ("checkpoint 40"), which may have a limit of its own."""
+        """Watch one step, or something else that takes its time ("checkpoint 40"), which may have a
+        limit of its own.
+        """
         name = f"step {what}" if isinstance(what, int) else what
         limit = self._next if seconds is None else seconds
         self._where = name
         if self._roll is None and client() is not None and jax.process_count() > 1:
             self._roll = RollCall(lambda: self._where, self._without_service)
-            self._last = LastWords(Causes.of(jax.process_index(), jax.process_count()), service_address())
+            self._last = LastWords(
+                Causes.of(jax.process_index(), jax.process_count()), service_address()
+            )
         if self._last is not None:
             self._last.say(f"jaxpipe: {_here()}: died in {name}. {{}}. {_AGAIN}")
         timer = threading.Timer(limit, self._overdue, (name, limit))
@@ -184,7 +223,8 @@ class Watchdog:
     def _overdue(self, name: str, limit: float) -> None:
         faulthandler.dump_traceback(all_threads=True)
         self._leave(
-            f"{name} has not ended within its limit of {limit:g} s (the threads are above). {self._called()}. Either another process is "
+            f"{name} has not ended within its limit of {limit:g} s (the threads are above). "
+            f"{self._called()}. Either another process is "
             f"stuck or gone, or the limit is too small. {_AGAIN}",
             TIMED_OUT,
         )
@@ -194,7 +234,10 @@ class Watchdog:
         if self._roll is None:
             return "Another process may have died: see its log"
         try:
-            return f"Of the other processes: {roll_text(self._roll.ask(), jax.process_index(), jax.process_count())}"
+            return (
+                "Of the other processes: "
+                f"{roll_text(self._roll.ask(), jax.process_index(), jax.process_count())}"
+            )
         except jax.errors.JaxRuntimeError:
             return _NO_SERVICE
 
@@ -209,7 +252,11 @@ class Watchdog:
 
 def _end(why: str, status: int) -> None:
     """Say why and leave at once: Python's own exit would wait for the other processes."""
-    print(f"\njaxpipe: {_here()}: {why}. This process ends with status {status}.", file=sys.stderr, flush=True)
+    print(
+        f"\njaxpipe: {_here()}: {why}. This process ends with status {status}.",
+        file=sys.stderr,
+        flush=True,
+    )
     sys.stdout.flush()
     if client() is not None and jax.process_index() == 0 and jax.process_count() > 1:
         time.sleep(_LAST)  # the others ask process 0 who is gone
@@ -225,6 +272,8 @@ def _rows_sharding(pipe: Pipeline) -> NamedSharding:
 
 
 def _node(device: jax.Device) -> int:
-    """The node of a device: JAX numbers those that share one (GPUs and CPUs), or else the process."""
+    """The node of a device: JAX numbers those that share one (GPUs and CPUs), or else
+    the process.
+    """
     node = getattr(device, "partition_index", None)
     return device.process_index if node is None else int(node)

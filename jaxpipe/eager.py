@@ -1,6 +1,8 @@
-"""The eager executor: a program run by `program.interpret` in one process, with plain `jax.vjp` for the stages.
+"""The eager executor: a program run by `program.interpret` in one process, with plain `jax.vjp` for
+the stages.
 
-No shard_map, no compilation, no cut of the backward: an oracle for the SPMD executor, and a step that a debugger can walk through.
+No shard_map, no compilation, no cut of the backward: an oracle for the SPMD executor, and a step
+that a debugger can walk through.
 """
 
 from __future__ import annotations
@@ -27,15 +29,23 @@ _OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
 
 class EagerExecutor:
-    """Runs a job's program tick by tick, device by device, in eager JAX (an `Executor`); data shards come one after the other.
+    """Runs a job's program tick by tick, device by device, in eager JAX (an `Executor`); data
+    shards come one after the other.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> from jaxpipe.eager import EagerExecutor
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(lambda p, x: jnp.tanh(x @ p), schedule=s, mesh=jax.make_mesh((1,), ("pipe",)), executor=EagerExecutor(),
-        ...                    last=lambda p, x, mb: jnp.mean(x**2))
-        >>> loss, grads = pipe.value_and_grad(pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}}), {"x": jnp.zeros((4, 3))})
+        >>> pipe = jp.Pipeline(
+        ...     lambda p, x: jnp.tanh(x @ p),
+        ...     schedule=s,
+        ...     mesh=jax.make_mesh((1,), ("pipe",)),
+        ...     executor=EagerExecutor(),
+        ...     last=lambda p, x, mb: jnp.mean(x**2),
+        ... )
+        >>> loss, grads = pipe.value_and_grad(
+        ...     pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}}), {"x": jnp.zeros((4, 3))}
+        ... )
         >>> float(loss)
         0.0
     """
@@ -43,64 +53,109 @@ class EagerExecutor:
     compiles = False
 
     def run(
-        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; PipelineError under `jax.jit`, since an eager program needs numbers."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, batch, rng, state))):
+        if any(
+            isinstance(leaf, jax.core.Tracer)
+            for leaf in jax.tree.leaves((params, batch, rng, state))
+        ):
             raise PipelineError(
-                "the eager executor runs one operation after the other and cannot be traced: call the step outside of jax.jit and "
-                "`pipe.jit`; `lower`, `compile_report` and `predict_memory` need a pipeline without executor="
+                "the eager executor runs one operation after the other and cannot be traced: "
+                "call the step outside of jax.jit and "
+                "`pipe.jit`; `lower`, `compile_report` and `predict_memory` need a pipeline "
+                "without executor="
             )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
         job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})
         program = verify(job.plan.program(Liveness()))
-        shards = [_Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard) for shard in range(job.data_size)]
+        shards = [
+            _Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard)
+            for shard in range(job.data_size)
+        ]
         for shard in shards:
             interpret(program, shard)
         results = _results(job, shards)
         scale = results.pop("weight", 1.0)
         if not job.training:
             return results, {}
-        grads = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]) * scale, *(shard.gradients() for shard in shards))
+        grads = jax.tree.map(
+            lambda *parts: sum(parts[1:], parts[0]) * scale,
+            *(shard.gradients() for shard in shards),
+        )
         return results, grads
 
 
 def _rows_of(batch: PyTree, shard: int, count: int) -> PyTree:
     """A data shard's rows."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf[shard * len(leaf) // count : (shard + 1) * len(leaf) // count]), batch)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(
+            leaf[shard * len(leaf) // count : (shard + 1) * len(leaf) // count]
+        ),
+        batch,
+    )
 
 
 class _Shard:
-    """The model on one data shard (a `program.interpret.Model`): residuals are `jax.vjp` functions, a stash is the gradient itself."""
+    """The model on one data shard (a `program.interpret.Model`): residuals are `jax.vjp` functions,
+    a stash is the gradient itself.
+    """
 
-    def __init__(self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...], shard: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
+        shard: int,
+    ) -> None:
         self.job, self.functions = job, job.functions
         self.batch = split_batch(batch, job.num_microbatches)
         self.rng = rng if rng is None or job.data_size == 1 else jax.random.fold_in(rng, shard)
         self.outer = {key: params[key] for key in ("first", "last", "shared")}
         stages = range(job.layout.placement.num_stages)
         self.stages = [job.layout.of_stage(s, params["stages"]) for s in stages]
-        self.state = [job.layout.of_stage(s, state) for s in stages] if state else [()] * len(stages)
+        self.state = (
+            [job.layout.of_stage(s, state) for s in stages] if state else [()] * len(stages)
+        )
         plans = job.plans
         self.frozen = {key: _frozen(params[key], leaf_plans(plans[key])) for key in self.outer}
-        self.frozen["stages"] = [_frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan)) for s, own in enumerate(self.stages)]
+        self.frozen["stages"] = [
+            _frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan))
+            for s, own in enumerate(self.stages)
+        ]
         self.like = params["stages"]
         self.total = jax.tree.map(self._zeros, {**self.outer, "stages": self.stages}, self.frozen)
-        self.given: dict[tuple[int, int], PyTree] = {}  # state that a forward found: stage, microbatch
+        # state that a forward found: stage, microbatch
+        self.given: dict[tuple[int, int], PyTree] = {}
         self.losses: list[Any] = [0.0] * job.num_microbatches
         self.aux: list[Any] = [None] * job.num_microbatches
 
     def _zeros(self, leaf: Any, frozen: bool) -> Any:
         if frozen:
             return None
-        return jnp.zeros(leaf.shape, leaf.dtype if self.job.accumulate is None else wider(leaf.dtype, self.job.accumulate))
+        return jnp.zeros(
+            leaf.shape,
+            leaf.dtype if self.job.accumulate is None else wider(leaf.dtype, self.job.accumulate),
+        )
 
     def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
         return make_extra(self.batch, self.rng, jnp.int32(stage), jnp.int32(microbatch), wants)
 
     def _add(self, key: str, grads: PyTree, stage: int | None = None) -> None:
         old = self.total[key] if stage is None else self.total[key][stage]
-        new = jax.tree.map(lambda total, grad: None if total is None else total + grad.astype(total.dtype), old, grads, is_leaf=_is_none)
+        new = jax.tree.map(
+            lambda total, grad: None if total is None else total + grad.astype(total.dtype),
+            old,
+            grads,
+            is_leaf=_is_none,
+        )
         if stage is None:
             self.total[key] = new
         else:
@@ -121,7 +176,9 @@ class _Shard:
                 return self.functions.run_first((own, shared), (), extra)
             # As in `last`; one device's is the first stage's input.
             shares = self.job.cuts.shares("first", own), self.job.cuts.shares("shared", shared)
-            every = jax.vmap(lambda *share: self.functions.run_first(share, (), extra), axis_name=self.job.axis)(*shares)
+            every = jax.vmap(
+                lambda *share: self.functions.run_first(share, (), extra), axis_name=self.job.axis
+            )(*shares)
             return jax.tree.map(lambda leaf: leaf[0], every)
 
         return jax.vjp(call, self.outer["first"], self.outer["shared"])
@@ -148,7 +205,12 @@ class _Shard:
         if "state" in function.wants:
             extra["state"] = self.given[stage, microbatch]
             if self.job.training and microbatch == 0:
-                trained = [not frozen for frozen in jax.tree.leaves((self.frozen["stages"][stage], self.frozen["shared"]))]
+                trained = [
+                    not frozen
+                    for frozen in jax.tree.leaves(
+                        (self.frozen["stages"][stage], self.frozen["shared"])
+                    )
+                ]
                 check_state_gradient(function.name, run, (own, shared), x, extra, trained)
 
         def call(own: PyTree, shared: PyTree, x: PyTree) -> tuple[Any, Any]:
@@ -156,7 +218,11 @@ class _Shard:
             return (y, returned.loss), returned
 
         (y, loss), vjp, returned = jax.vjp(call, own, shared, x, has_aux=True)
-        return y, returned, lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype)))
+        return (
+            y,
+            returned,
+            lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype))),
+        )
 
     def last(self, microbatch: int, y: Any) -> Any:
         """The loss and the cotangent of y."""
@@ -167,7 +233,9 @@ class _Shard:
                 return self.functions.run_last((own, shared), y, extra)
             return self._last_of(self._last_shares(own, shared), y, extra)
 
-        loss, vjp, self.aux[microbatch] = jax.vjp(call, self.outer["last"], self.outer["shared"], y, has_aux=True)
+        loss, vjp, self.aux[microbatch] = jax.vjp(
+            call, self.outer["last"], self.outer["shared"], y, has_aux=True
+        )
         self.losses[microbatch] += loss
         if not self.job.training:
             return None
@@ -177,19 +245,29 @@ class _Shard:
         return dy
 
     def last_input_grad(self, microbatch: int, y: Any) -> tuple[Any, list[Any]]:
-        """The same; what is left for a device's H is the gradient of its share of the parameters."""
+        """The same; what is left for a device's H is the gradient of its share of
+        the parameters.
+        """
         extra = self._extra(len(self.stages) - 1, microbatch, _OUTER_WANTS)
         shares = self._last_shares(self.outer["last"], self.outer["shared"])
-        loss, vjp, self.aux[microbatch] = jax.vjp(partial(self._last_of, extra=extra), shares, y, has_aux=True)
+        loss, vjp, self.aux[microbatch] = jax.vjp(
+            partial(self._last_of, extra=extra), shares, y, has_aux=True
+        )
         self.losses[microbatch] += loss
         grads, dy = vjp(self._seed(loss.dtype))
-        return dy, [jax.tree.map(lambda leaf, d=d: leaf[d], grads) for d in range(self.job.cuts.parts)]
+        return dy, [
+            jax.tree.map(lambda leaf, d=d: leaf[d], grads) for d in range(self.job.cuts.parts)
+        ]
 
     def last_weight_grad(self, device: int, microbatch: int, stash: Any) -> None:
         """H: what the device's share is of the whole parameters' gradient."""
         whole = self.outer["last"], self.outer["shared"]
         shares, back = jax.vjp(self._last_shares, *whole)
-        own, shared = back(jax.tree.map(lambda leaf, grad: jnp.zeros_like(leaf).at[device].set(grad), shares, stash))
+        own, shared = back(
+            jax.tree.map(
+                lambda leaf, grad: jnp.zeros_like(leaf).at[device].set(grad), shares, stash
+            )
+        )
         self._add("last", own)
         self._add("shared", shared)
 
@@ -197,23 +275,35 @@ class _Shard:
         """Every device's share of the parameters of a spread `last`."""
         return self.job.cuts.shares("last", own), self.job.cuts.shares("shared", shared)
 
-    def _last_of(self, shares: tuple[PyTree, PyTree], y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, Any]:
-        """All devices at once: a mapped axis in place of the mesh's, and the mean of their equal losses."""
-        losses, aux = jax.vmap(lambda *share: self.functions.run_last(share, y, extra), axis_name=self.job.axis)(*shares)
+    def _last_of(
+        self, shares: tuple[PyTree, PyTree], y: PyTree, extra: dict[str, PyTree]
+    ) -> tuple[Any, Any]:
+        """All devices at once: a mapped axis in place of the mesh's, and the mean of their equal
+        losses.
+        """
+        losses, aux = jax.vmap(
+            lambda *share: self.functions.run_last(share, y, extra), axis_name=self.job.axis
+        )(*shares)
         return jnp.mean(losses), jax.tree.map(lambda leaf: leaf[0], aux)
 
-    def backward(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> Any:
+    def backward(
+        self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any
+    ) -> Any:
         """B."""
         dx, stash = self.input_grad(stage, microbatch, x, residuals, dy)
         self.weight_grad(stage, microbatch, x, residuals[1], dy, stash)
         return dx
 
-    def input_grad(self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any) -> tuple[Any, Any]:
+    def input_grad(
+        self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any
+    ) -> tuple[Any, Any]:
         """I; the gradient of the parameters, which comes with it, is the stash."""
         own, shared, dx = residuals[1](dy)
         return dx, (own, shared)
 
-    def weight_grad(self, stage: int, microbatch: int, x: Any, residuals: Any, dy: Any, stash: Any) -> None:
+    def weight_grad(
+        self, stage: int, microbatch: int, x: Any, residuals: Any, dy: Any, stash: Any
+    ) -> None:
         """W."""
         self._add("stages", stash[0], stage)
         self._add("shared", stash[1])
@@ -226,7 +316,10 @@ class _Shard:
 
     def gradients(self) -> dict[str, PyTree]:
         """Laid out as parameters are placed."""
-        return {**self.total, "stages": self.job.layout.place_trees(self.total["stages"], self.like)}
+        return {
+            **self.total,
+            "stages": self.job.layout.place_trees(self.total["stages"], self.like),
+        }
 
 
 def _frozen(tree: PyTree, plans: list[LeafPlan]) -> PyTree:
@@ -239,9 +332,13 @@ def _is_none(node: Any) -> bool:
 
 
 def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
-    """As the SPMD executor returns them; "weight" besides, where gradients are still to be scaled."""
+    """As the SPMD executor returns them; "weight" besides, where gradients are still to
+    be scaled.
+    """
     if job.outputs:
-        rows: list[Leaves] = [jax.tree.leaves(aux["metrics"]) for shard in shards for aux in shard.aux]
+        rows: list[Leaves] = [
+            jax.tree.leaves(aux["metrics"]) for shard in shards for aux in shard.aux
+        ]
         tree = jax.tree.structure(shards[0].aux[0]["metrics"])
         parts = [[jnp.atleast_1d(leaf) for leaf in leaves] for leaves in zip(*rows, strict=True)]
         whole = jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])
@@ -249,10 +346,17 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
     found: dict[str, Any] = {"state": _merged_state(job, shards)}
     if job.functions.last is None:
         return found
-    losses = jnp.stack([sum(parts[1:], parts[0]) for parts in zip(*(shard.losses for shard in shards), strict=True)])
+    losses = jnp.stack(
+        [
+            sum(parts[1:], parts[0])
+            for parts in zip(*(shard.losses for shard in shards), strict=True)
+        ]
+    )
     auxes = [aux for shard in shards for aux in shard.aux]
     if job.functions.loss is Loss.SUM_OVER_COUNT:
-        found["weight"] = inverse_count(jnp.asarray(sum(aux["count"] for aux in auxes)), losses.dtype)
+        found["weight"] = inverse_count(
+            jnp.asarray(sum(aux["count"] for aux in auxes)), losses.dtype
+        )
         loss = jnp.sum(losses) * found["weight"]
     else:
         losses = losses / job.data_size
@@ -275,4 +379,9 @@ def _merged_state(job: Job, shards: list[_Shard]) -> tuple[PyTree, ...]:
             return _mean(*parts).astype(parts[0].dtype)
         return jnp.max(jnp.stack(parts), axis=0)
 
-    return job.layout.place_trees([jax.tree.map(merge, *trees) for trees in zip(*(shard.state for shard in shards), strict=True)])
+    return job.layout.place_trees(
+        [
+            jax.tree.map(merge, *trees)
+            for trees in zip(*(shard.state for shard in shards), strict=True)
+        ]
+    )

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-# A message stays readable, however many faults there are: it shows this many characters of a value, and this many faults.
+# A message stays readable, however many faults there are: it shows this many characters of a value,
+# and this many faults.
 _MOST_CHARACTERS, _MOST_FAULTS = 60, 100
 _MOST_BITS = 512  # of a whole number that is written out
 
 
 class JaxpipeError(ValueError):
-    """Base of every error about user input: what is invalid, where, why, and what to write instead."""
+    """Base of every error about user input: what is invalid, where, why, and what to
+    write instead.
+    """
 
 
 class ParseError(JaxpipeError):
@@ -22,7 +25,8 @@ class ParseError(JaxpipeError):
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: its name, a sentence, and the cell (device, position in its row) if there is one.
+    """One broken rule: its name, a sentence, and the cell (device, position in its row) if there is
+    one.
 
     `others` are further cells that are involved (a deadlock's cycle, the first of two duplicates).
     """
@@ -39,7 +43,9 @@ class Violation:
 
 
 class ScheduleError(JaxpipeError):
-    """A schedule that cannot be built or that breaks the rules of a table; `.violations` holds every one."""
+    """A schedule that cannot be built or that breaks the rules of a table; `.violations` holds
+    every one.
+    """
 
     violations: tuple[Violation, ...]
 
@@ -49,7 +55,9 @@ class ScheduleError(JaxpipeError):
 
 
 class CostError(JaxpipeError):
-    """Costs that do not fit: a list of another length than the stages, or a cost that is negative or not a number."""
+    """Costs that do not fit: a list of another length than the stages, or a cost that is negative
+    or not a number.
+    """
 
 
 class FaultsError(JaxpipeError):
@@ -69,7 +77,9 @@ class FaultsError(JaxpipeError):
 
 
 class PipelineError(FaultsError):
-    """A mesh, parameter tree, batch or function that does not fit the schedule; `.faults` holds every one."""
+    """A mesh, parameter tree, batch or function that does not fit the schedule; `.faults` holds
+    every one.
+    """
 
 
 class PlanError(FaultsError):
@@ -77,15 +87,20 @@ class PlanError(FaultsError):
 
 
 class CheckpointError(FaultsError):
-    """A checkpoint that is not there or is of another model, or a state that cannot be saved; `.faults` holds every one."""
+    """A checkpoint that is not there or is of another model, or a state that cannot be saved;
+    `.faults` holds every one.
+    """
 
 
 class ProgramError(FaultsError):
-    """A lowered program that does not compute its schedule: a bug of jaxpipe, found before anything is compiled."""
+    """A lowered program that does not compute its schedule: a bug of jaxpipe, found before anything
+    is compiled.
+    """
 
 
 def quoted(value: object, most: int = _MOST_CHARACTERS) -> str:
-    """A value as an error shows it: its repr, shortened where it is long.  Never fails, whatever the value is.
+    """A value as an error shows it: its repr, shortened where it is long.  Never fails, whatever
+    the value is.
 
     >>> quoted("2F0"), quoted("x" * 1000, 3), quoted(10**5000)
     ("'2F0'", "'xxx'... (1,000 characters)", 'a number of about 5,001 digits')
@@ -104,7 +119,8 @@ def quoted(value: object, most: int = _MOST_CHARACTERS) -> str:
 
 
 def listed(head: str, faults: Sequence[object]) -> str:
-    """A message with a line for each fault below `head`; of very many, the first hundred and the number of the others.
+    """A message with a line for each fault below `head`; of very many, the first hundred and the
+    number of the others.
 
     >>> print(listed("two things are wrong", ["this", "that"]))
     two things are wrong:

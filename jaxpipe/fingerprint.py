@@ -22,33 +22,44 @@ _MOST = 400  # characters of an entry
 
 
 def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> dict[str, str]:
-    """Name -> text of what must be equal: versions, the table, the mesh, the pipeline's options, shapes, and `more`.
+    """Name -> text of what must be equal: versions, the table, the mesh, the pipeline's options,
+    shapes, and `more`.
 
     Args:
         pipe: the pipeline.
         params: canonical or placed parameters, or their shapes (`jax.eval_shape(init, key)`).
-        batch: a batch of all rows, or its shapes; None where it is checked by the numbers that make it, as in `more`.
-        more: anything else that decides what is computed: a learning rate, a seed, the number of steps.
+        batch: a batch of all rows, or its shapes; None where it is checked by the numbers that make
+            it, as in `more`.
+        more: anything else that decides what is computed: a learning rate, a seed, the number of
+            steps.
     """
     table, mesh = pipe.schedule, pipe.mesh
     settings: Any = jax.config
     found = {
-        "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, Python {sys.version.split()[0]}",
-        "schedule": f"{table.name} of {table.num_stages} stages and {table.num_microbatches} microbatches {_digest(str(table.rows))}",
-        "mesh": f"{dict(mesh.shape)} of {mesh.devices.flat[0].device_kind} {_digest(str([d.id for d in mesh.devices.flat]))}",
+        "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, "
+        f"Python {sys.version.split()[0]}",
+        "schedule": f"{table.name} of {table.num_stages} stages and {table.num_microbatches} "
+        f"microbatches {_digest(str(table.rows))}",
+        "mesh": f"{dict(mesh.shape)} of {mesh.devices.flat[0].device_kind} "
+        f"{_digest(str([d.id for d in mesh.devices.flat]))}",
         "pipeline": _options(pipe),
         "parameters": _tree(params),
         "batch": _tree(batch),
-        "precision": f"x64={settings.jax_enable_x64}, matmul={settings.jax_default_matmul_precision}",
+        "precision": f"x64={settings.jax_enable_x64}, "
+        f"matmul={settings.jax_default_matmul_precision}",
     }
-    return {name: text[:_MOST] for name, text in (found | {key: repr(value) for key, value in more.items()}).items()}
+    return {
+        name: text[:_MOST]
+        for name, text in (found | {key: repr(value) for key, value in more.items()}).items()
+    }
 
 
 def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> None:
-    """Compare the `fingerprint` of all processes before anything is placed or run; every process of a job calls it.
+    """Compare the `fingerprint` of all processes before anything is placed or run; every process of
+    a job calls it.
 
-    A `Pipeline` compares tables, shapes, code and versions by itself when it first runs; this is for what it cannot know (`more`), and
-    for programs that were compiled by `pipe.lower`.
+    A `Pipeline` compares tables, shapes, code and versions by itself when it first runs; this is
+    for what it cannot know (`more`), and for programs that were compiled by `pipe.lower`.
 
     Raises:
         PipelineError: in every process, with each difference and the processes on its two sides.
@@ -56,7 +67,10 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
     Example:
         check_same(pipe, jax.eval_shape(model.init, key), rows=256, learning_rate=1e-3)
     """
-    compare({"call": "check_same"} | fingerprint(pipe, params, batch, **more), range(jax.process_count()))
+    compare(
+        {"call": "check_same"} | fingerprint(pipe, params, batch, **more),
+        range(jax.process_count()),
+    )
 
 
 def compare_first_step(pipe: Any, call: str, given: Mapping[str, PyTree], code: ModelCode) -> None:
@@ -69,17 +83,34 @@ def compare_first_step(pipe: Any, call: str, given: Mapping[str, PyTree], code: 
     if len(processes) == 1:
         return
     more = {key: _tree(given[key]) for key in ("rng", "state")}
-    compare({"call": call} | fingerprint(pipe, given["params"], given["batch"]) | more | code_texts(code), processes)
+    compare(
+        {"call": call}
+        | fingerprint(pipe, given["params"], given["batch"])
+        | more
+        | code_texts(code),
+        processes,
+    )
 
 
 def code_texts(code: ModelCode) -> dict[str, str]:
-    """Name -> text of each traced function: how many operations it has, and a digest of what they are.
+    """Name -> text of each traced function: how many operations it has, and a digest of what they
+    are.
 
-    The digest knows no order and no names, which may differ between processes for the same code, but primitives, shapes and numbers.
+    The digest knows no order and no names, which may differ between processes for the same code,
+    but primitives, shapes and numbers.
     """
-    texts = {"code of first": (code.first.hoist, code.first.evaluate)} if code.first.evaluate.eqns else {}
-    texts |= {f"code of stage {code.kind_of.index(k)}": (kind.hoist, kind.evaluate) for k, kind in enumerate(code.kinds)}
-    texts |= {"code of last": (code.last.hoist, code.last.evaluate)} if code.last is not None else {}
+    texts = (
+        {"code of first": (code.first.hoist, code.first.evaluate)}
+        if code.first.evaluate.eqns
+        else {}
+    )
+    texts |= {
+        f"code of stage {code.kind_of.index(k)}": (kind.hoist, kind.evaluate)
+        for k, kind in enumerate(code.kinds)
+    }
+    texts |= (
+        {"code of last": (code.last.hoist, code.last.evaluate)} if code.last is not None else {}
+    )
     found = {}
     for name, jaxprs in texts.items():
         lines = sorted(line for jaxpr in jaxprs for line in _operations(jaxpr))
@@ -91,9 +122,13 @@ def code_texts(code: ModelCode) -> dict[str, str]:
 
 
 def _operations(jaxpr: Any) -> Iterator[str]:
-    """Every operation with the shapes or numbers that it takes and gives, those inside others too."""
+    """Every operation with the shapes or numbers that it takes and gives, those inside
+    others too.
+    """
     for eqn in jaxpr.eqns:
-        takes = [repr(v.val) if isinstance(v, core.Literal) else v.aval.str_short() for v in eqn.invars]
+        takes = [
+            repr(v.val) if isinstance(v, core.Literal) else v.aval.str_short() for v in eqn.invars
+        ]
         yield f"{eqn.primitive.name} {takes} {[v.aval.str_short() for v in eqn.outvars]}"
         for inner in core.jaxprs_in_params(eqn.params):
             yield from _operations(inner)
@@ -104,14 +139,23 @@ def _options(pipe: Any) -> str:
     functions, dtype = pipe.functions, pipe.accumulate_dtype
     parts = [f"axis={pipe.axis!r}", f"data_axes={pipe.data_axes}", f"loss={functions.loss.value}"]
     parts += [f"accumulate_dtype={None if dtype is None else np.dtype(dtype).name}"]
-    parts += [f"layout={'|'.join(pipe.layout.layers.stages)!r}"] if pipe.layout.layers is not None else []
-    return ", ".join([*parts, *(f"with {f.name}" for f in (functions.first, functions.last) if f is not None)])
+    parts += (
+        [f"layout={'|'.join(pipe.layout.layers.stages)!r}"]
+        if pipe.layout.layers is not None
+        else []
+    )
+    return ", ".join(
+        [*parts, *(f"with {f.name}" for f in (functions.first, functions.last) if f is not None)]
+    )
 
 
 def _tree(tree: PyTree) -> str:
     leaves = jax.tree.leaves(tree)
     count = sum(int(np.prod(np.shape(leaf), dtype=np.int64)) for leaf in leaves)
-    return f"{len(leaves)} arrays of {count:,} numbers, {described(tree, 3)} {_digest(described(tree, len(leaves)))}"
+    return (
+        f"{len(leaves)} arrays of {count:,} numbers, {described(tree, 3)} "
+        f"{_digest(described(tree, len(leaves)))}"
+    )
 
 
 def _digest(text: str) -> str:

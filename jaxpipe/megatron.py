@@ -1,7 +1,8 @@
 """Megatron-Core's helper tables for interleaved 1F1B, for users of Megatron.
 
-A *virtual microbatch* is one (microbatch, chunk) pair; with M microbatches and V chunks a device runs M * V of them forward, and
-as many backward.  The functions mirror `megatron/core/pipeline_parallel/schedules.py` and raise ScheduleError on bad numbers.
+A *virtual microbatch* is one (microbatch, chunk) pair; with M microbatches and V chunks a device
+runs M * V of them forward, and as many backward.  The functions mirror
+`megatron/core/pipeline_parallel/schedules.py` and raise ScheduleError on bad numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class VirtualMicrobatch(NamedTuple):
 
 
 class WarmupCounts(NamedTuple):
-    """How many virtual microbatches a device runs in all, in warmup (before its first backward), and in the steady state."""
+    """How many virtual microbatches a device runs in all, in warmup (before its first backward),
+    and in the steady state.
+    """
 
     total: int
     warmup: int
@@ -37,18 +40,25 @@ class WarmupCounts(NamedTuple):
 
 
 @typed()
-def schedule_table(microbatches: int, chunks: int, *, group_size: int) -> tuple[VirtualMicrobatch, ...]:
-    """The (microbatch, chunk) pairs in forward order: a group of microbatches goes through chunk 0, 1, ..., then the next group.
+def schedule_table(
+    microbatches: int, chunks: int, *, group_size: int
+) -> tuple[VirtualMicrobatch, ...]:
+    """The (microbatch, chunk) pairs in forward order: a group of microbatches goes through chunk 0,
+    1, ..., then the next group.
 
     The last group is smaller where `group_size` does not divide M.
-    Source: Megatron-Core `get_schedule_table` (group_size is its microbatch_group_size_per_vp_stage).
+    Source: Megatron-Core `get_schedule_table` (group_size is its
+    microbatch_group_size_per_vp_stage).
 
     >>> [tuple(pair) for pair in schedule_table(3, 2, group_size=2)]
     [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
     """
     _require(microbatches=microbatches, chunks=chunks, group_size=group_size)
     if microbatches * chunks > MAX_PAIRS:
-        raise ScheduleError(f"microbatches={microbatches} and chunks={chunks} make more than {MAX_PAIRS:,} virtual microbatches")
+        raise ScheduleError(
+            f"microbatches={microbatches} and chunks={chunks} make more than {MAX_PAIRS:,} "
+            "virtual microbatches"
+        )
     return tuple(
         VirtualMicrobatch(microbatch, chunk)
         for start in range(0, microbatches, group_size)
@@ -70,9 +80,10 @@ def warmup_counts(
 ) -> WarmupCounts:
     """How many forwards a device runs before its first backward.
 
-    With one chunk P - 1 - d; with several 2 * (P - 1 - d) + (V - 1) * group_size, one more with `overlap` (the steady state of
-    overlapped pairs), none on a single device, never more than M * V, and all of them with `forward_only`.  `group_size` is P
-    unless given.  Source: Megatron-Core `get_pp_rank_microbatches` (overlap is its overlap_moe_expert_parallel_comm).
+    With one chunk P - 1 - d; with several 2 * (P - 1 - d) + (V - 1) * group_size, one more with
+    `overlap` (the steady state of overlapped pairs), none on a single device, never more than M *
+    V, and all of them with `forward_only`.  `group_size` is P unless given.  Source: Megatron-Core
+    `get_pp_rank_microbatches` (overlap is its overlap_moe_expert_parallel_comm).
 
     >>> tuple(warmup_counts(8, devices=4, device=0, chunks=2))
     (16, 10, 6)
@@ -95,11 +106,15 @@ def warmup_counts(
 
 
 @typed()
-def execution_order(table: Sequence[tuple[int, int]], *, chunks: int, warmup: int) -> tuple[int, ...]:
-    """The order in which a device runs its chunks: +c is a forward of chunk c - 1, -c a backward of chunk c - 1.
+def execution_order(
+    table: Sequence[tuple[int, int]], *, chunks: int, warmup: int
+) -> tuple[int, ...]:
+    """The order in which a device runs its chunks: +c is a forward of chunk c - 1, -c a backward of
+    chunk c - 1.
 
-    `warmup` forwards, then one forward and one backward in turn, then the remaining backwards.  Backwards go through the chunks from
-    the last to the first.  Source: Megatron-Core `convert_schedule_table_to_order`.
+    `warmup` forwards, then one forward and one backward in turn, then the remaining backwards.
+    Backwards go through the chunks from the last to the first.  Source: Megatron-Core
+    `convert_schedule_table_to_order`.
 
     >>> execution_order(schedule_table(2, 2, group_size=2), chunks=2, warmup=3)
     (1, 1, 2, 2, -2, -2, -1, -1)
@@ -107,9 +122,14 @@ def execution_order(table: Sequence[tuple[int, int]], *, chunks: int, warmup: in
     _require(chunks=chunks)
     wrong = sorted({chunk for _, chunk in table if not 0 <= chunk < chunks})
     if wrong:
-        raise ScheduleError(f"the table names chunks {quoted(wrong)}, but chunks={chunks} allows only 0 ... {chunks - 1}")
+        raise ScheduleError(
+            f"the table names chunks {quoted(wrong)}, but chunks={chunks} allows only 0 ... "
+            f"{chunks - 1}"
+        )
     if not 0 <= warmup <= len(table):
-        raise ScheduleError(f"warmup must be 0 ... {len(table)}, the length of the table; got {quoted(warmup)}")
+        raise ScheduleError(
+            f"warmup must be 0 ... {len(table)}, the length of the table; got {quoted(warmup)}"
+        )
     forward = [chunk + 1 for _, chunk in table]
     backward = [chunk - chunks for _, chunk in table]
     steady = [step for pair in zip(forward[warmup:], backward, strict=False) for step in pair]
@@ -119,7 +139,8 @@ def execution_order(table: Sequence[tuple[int, int]], *, chunks: int, warmup: in
 
 @typed()
 def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tuple[Action, ...]:
-    """A device's row of a table from its execution order: chunk c is stage c * P + d, microbatches are counted per chunk.
+    """A device's row of a table from its execution order: chunk c is stage c * P + d, microbatches
+    are counted per chunk.
 
     >>> [str(action) for action in order_to_actions((1, 2, -2, -1), devices=4, device=3)]
     ['3F0', '7F0', '7B0', '3B0']
@@ -128,7 +149,9 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
     if not 0 <= device < devices:
         raise ScheduleError(f"device must be 0 ... {devices - 1}; got {quoted(device)}")
     if 0 in order:
-        raise ScheduleError("0 is not a step of an order: write 1 for a forward of chunk 0, -1 for its backward")
+        raise ScheduleError(
+            "0 is not a step of an order: write 1 for a forward of chunk 0, -1 for its backward"
+        )
     seen: Counter[int] = Counter()
     row = []
     for step in order:
@@ -140,6 +163,11 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
 
 def _require(**numbers: int) -> None:
     """ScheduleError that names every number that is below one or too large."""
-    low = [f"{name}={quoted(value)}" for name, value in numbers.items() if not 1 <= value <= MAX_COUNT]
+    low = [
+        f"{name}={quoted(value)}" for name, value in numbers.items() if not 1 <= value <= MAX_COUNT
+    ]
     if low:
-        raise ScheduleError(f"{', '.join(low)}: {'each' if len(low) > 1 else 'it'} must be at least 1, and at most {MAX_COUNT:,}")
+        raise ScheduleError(
+            f"{', '.join(low)}: {'each' if len(low) > 1 else 'it'} must be at least 1, and at "
+            f"most {MAX_COUNT:,}"
+        )

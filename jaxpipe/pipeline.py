@@ -65,50 +65,69 @@ from .transforms.place_together import without
 class Pipeline:
     """A model cut into stages, run on a mesh by a schedule's table.
 
-    `first(first_params, microbatch) -> x`, `stage(stage_params, x) -> x` and `last(last_params, x, microbatch) -> scalar loss` are
-    the model.  Each may also take by keyword `ctx` (a `Context`: stage, microbatch, rng), `shared` (the parameters under "shared",
-    whose gradients are summed over all uses) and `training` (False in `evaluate`); a stage may also take `microbatch`, the rows of
-    the batch, and `state` (see `place_state`).  Without `first`, x is the microbatch's "x".
+    `first(first_params, microbatch) -> x`, `stage(stage_params, x) -> x` and `last(last_params, x,
+    microbatch) -> scalar loss` are the model.  Each may also take by keyword `ctx` (a `Context`:
+    stage, microbatch, rng), `shared` (the parameters under "shared", whose gradients are summed
+    over all uses) and `training` (False in `evaluate`); a stage may also take `microbatch`, the
+    rows of the batch, and `state` (see `place_state`).  Without `first`, x is the microbatch's "x".
 
     Args:
-        stage: one stage, where all have the same function and parameter shapes and return what they take; or a list of S functions,
-            whose parameters, and what they hand on, may be trees of any shapes.
-        layers: instead of stages, a function for each letter of `layout`: "E" is `first`, "L" is `last`, and others are layers,
-            `(layer_params, x) -> x`; canonical parameters of "stages" are then {letter: leaves [layers, ...] in model order}.
-        layout: the layers of each stage, "Et*3|(tt|)*29,m|L" (see `parse_layout`); no stage computes layers that it does not have.
+        stage: one stage, where all have the same function and parameter shapes and return what they
+            take; or a list of S functions, whose parameters, and what they hand on, may be trees of
+            any shapes.
+        layers: instead of stages, a function for each letter of `layout`: "E" is `first`, "L" is
+            `last`, and others are layers, `(layer_params, x) -> x`; canonical parameters of
+            "stages" are then {letter: leaves [layers, ...] in model order}.
+        layout: the layers of each stage, "Et*3|(tt|)*29,m|L" (see `parse_layout`); no stage
+            computes layers that it does not have.
         schedule: any valid table; its devices are the mesh's pipe axis.
-        mesh: a `jax.sharding.Mesh` with axes of any types; axes that are neither `axis` nor in `data_axes` are left to the partitioner.
-            `pipe.mesh` has the same devices with automatic axes, and what the pipeline returns lies there.
+        mesh: a `jax.sharding.Mesh` with axes of any types; axes that are neither `axis` nor in
+            `data_axes` are left to the partitioner. `pipe.mesh` has the same devices with automatic
+            axes, and what the pipeline returns lies there.
         axis: the name of the pipe axis.
-        first, last: what comes before the first stage and after the last one; they run on those devices only.  Under
-            `jaxpipe.spread`, or as `jaxpipe.VocabEmbedding` and `jaxpipe.VocabHead`, they run on all devices at once, each with its share
-            of the parameters, as actions E and G, and L, of the table: `spread_first` and `spread_last` put them in where it has none.
-        data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them once a step.
-        loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum, count).
-        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches, in float32 at least.
-        stage_loss: stages (or layers) return (x, loss); the losses are added to that of the microbatch.
+        first, last: what comes before the first stage and after the last one; they run on those
+            devices only.  Under `jaxpipe.spread`, or as `jaxpipe.VocabEmbedding` and
+            `jaxpipe.VocabHead`, they run on all devices at once, each with its share of the
+            parameters, as actions E and G, and L, of the table: `spread_first` and `spread_last`
+            put them in where it has none.
+        data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them
+            once a step.
+        loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum,
+            count).
+        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches, in
+            float32 at least.
+        stage_loss: stages (or layers) return (x, loss); the losses are added to that of the
+            microbatch.
         remat: "full", or a `jax.checkpoint` policy: what the backward of a stage recomputes.
-        fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer state are split too; they are
-            gathered once a step.
-        shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis likewise.
-        specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the axis of stages (or layers): a tree
-            like the canonical parameters (or one for all of a list of stages); one spec may stand for a subtree, what is left out is whole.
-        replicated_axes: mesh axes along which parameters and rows are whole, as for a function that uses such an axis by itself (a
-            sharding constraint, a `shard_map` inside a stage).  An axis of several devices that is in no argument is an error: they
-            would all do the same work.
-        frozen: parameters that are not trained: a function of a canonical path, "stages/w" ("stages/1/w" of a list), and the shape and
-            dtype (without the axis of stages or layers), or regular expressions, each found in some path.  They have no gradient (None
+        fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer
+            state are split too; they are gathered once a step.
+        shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis
+            likewise.
+        specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the
+            axis of stages (or layers): a tree like the canonical parameters (or one for all of a
+            list of stages); one spec may stand for a subtree, what is left out is whole.
+        replicated_axes: mesh axes along which parameters and rows are whole, as for a function that
+            uses such an axis by itself (a sharding constraint, a `shard_map` inside a stage).  An
+            axis of several devices that is in no argument is an error: they would all do the same
+            work.
+        frozen: parameters that are not trained: a function of a canonical path, "stages/w"
+            ("stages/1/w" of a list), and the shape and dtype (without the axis of stages or
+            layers), or regular expressions, each found in some path.  They have no gradient (None
             stands in its place), no accumulator and no optimizer state, and any dtype.
-        accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None for the parameters' own.
-        offload: "residuals" keeps in the host's memory what forwards leave for backwards that are some ticks away; it is fetched a tick
-            ahead, beside compute, so that a device holds what the next ticks need.
-        costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the program is chosen by them, since what its
-            predicates and transfers take weighs more the shorter the actions are, and so are the places of spread ends in the table.  None
-            stands for a forward of 5 ms.
-        executor: the back end; None is the SPMD executor, one `shard_map` program.  `jaxpipe.eager.EagerExecutor()` runs the same
-            program in eager JAX, for debugging.
+        accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None
+            for the parameters' own.
+        offload: "residuals" keeps in the host's memory what forwards leave for backwards that are
+            some ticks away; it is fetched a tick ahead, beside compute, so that a device holds what
+            the next ticks need.
+        costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the
+            program is chosen by them, since what its predicates and transfers take weighs more the
+            shorter the actions are, and so are the places of spread ends in the table.  None stands
+            for a forward of 5 ms.
+        executor: the back end; None is the SPMD executor, one `shard_map` program.
+            `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
-    Pipelines of equal arguments, functions being the same objects, share what is traced and compiled.  It is freed with the last of them.
+    Pipelines of equal arguments, functions being the same objects, share what is traced and
+    compiled.  It is freed with the last of them.
 
     Raises:
         ScheduleError: the table breaks a rule.
@@ -117,10 +136,16 @@ class Pipeline:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(lambda p, x: jnp.tanh(x @ p), schedule=s, mesh=jax.make_mesh((1,), ("pipe",)),
-        ...                    last=lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2))
+        >>> pipe = jp.Pipeline(
+        ...     lambda p, x: jnp.tanh(x @ p),
+        ...     schedule=s,
+        ...     mesh=jax.make_mesh((1,), ("pipe",)),
+        ...     last=lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2),
+        ... )
         >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}})
-        >>> loss, grads = pipe.value_and_grad(params, {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))})
+        >>> loss, grads = pipe.value_and_grad(
+        ...     params, {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
+        ... )
         >>> grads["stages"][0].shape
         (1, 3, 3)
     """
@@ -162,8 +187,23 @@ class Pipeline:
         self._target = Target.of(self.mesh, (axis, *self.data_axes))
         self.offload = offload_of(offload)
         self.costs = costs_of(costs, schedule)
-        check_mesh(schedule, self.mesh, axis, self.data_axes, fsdp, {*as_tuple(replicated_axes), *axes_of(specs)})
-        model = read_model(schedule.placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
+        check_mesh(
+            schedule,
+            self.mesh,
+            axis,
+            self.data_axes,
+            fsdp,
+            {*as_tuple(replicated_axes), *axes_of(specs)},
+        )
+        model = read_model(
+            schedule.placement,
+            stage,
+            first=first,
+            last=last,
+            layers=layers,
+            layout=layout,
+            stage_loss=stage_loss,
+        )
         self.schedule = with_shares(schedule, self.costs, first=model.first, last=model.last)
         self._cuts = Cuts(schedule.num_devices, model.cuts)
         self.partition = Partition(
@@ -178,7 +218,9 @@ class Pipeline:
             frozen=frozen_filter(frozen),
             cuts=self._cuts,
         )
-        self._executor: Executor = SpmdExecutor(self.mesh, self.partition) if executor is None else executor
+        self._executor: Executor = (
+            SpmdExecutor(self.mesh, self.partition) if executor is None else executor
+        )
         self.functions = Functions(
             stages=tuple(rematerialised(model.stages, remat)),
             first=model.first,
@@ -189,58 +231,85 @@ class Pipeline:
         )
         self.layout = model.layout
         self._compared = False  # with the other processes, where there are some
-        self._placer = Placer(mesh=self.mesh, axis=axis, layout=self.layout, partition=self.partition, cuts=self._cuts)
-        code = copy(self)  # has not what is compiled from it: without circles, a dropped pipeline is freed at once
+        self._placer = Placer(
+            mesh=self.mesh, axis=axis, layout=self.layout, partition=self.partition, cuts=self._cuts
+        )
+        # has not what is compiled from it: without circles, a dropped pipeline is freed at once
+        code = copy(self)
         step, forwards = self._jitted(code._step), self._jitted(code._forwards)
         self._jit_step = without_gradient(step, "value_and_grad")
         self._jit_evaluate = without_gradient(self._jitted(code._evaluate), "evaluate")
         self._jit_outputs = without_gradient(self._jitted(code._outputs), "outputs")
         # What stages hand from microbatch to microbatch is known after a step alone.
-        self._jit_loss = differentiable_loss((lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step)
+        self._jit_loss = differentiable_loss(
+            (lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step
+        )
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         table = self.schedule
-        parts = [f"schedule={table.name or 'a table'!r}", f"{table.num_stages} stages", f"{table.num_microbatches} microbatches"]
+        parts = [
+            f"schedule={table.name or 'a table'!r}",
+            f"{table.num_stages} stages",
+            f"{table.num_microbatches} microbatches",
+        ]
         parts += [f"mesh=({axes})", f"axis={self.axis!r}"]
         parts += [f"data_axes={self.data_axes}"] if self.data_axes else []
-        parts += [f"layout={'|'.join(self.layout.layers.stages)!r}"] if self.layout.layers is not None else []
+        parts += (
+            [f"layout={'|'.join(self.layout.layers.stages)!r}"]
+            if self.layout.layers is not None
+            else []
+        )
         names = [f.name for f in (self.functions.first, self.functions.last) if f is not None]
-        return f"Pipeline({', '.join(parts)}, with {' and '.join(names) or 'neither first nor last'})"
+        return (
+            f"Pipeline({', '.join(parts)}, with {' and '.join(names) or 'neither first nor last'})"
+        )
 
     # Parameters
 
     def place(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Canonical parameters -> placed ones; ShapeDtypeStructs give ShapeDtypeStructs with shardings.
+        """Canonical parameters -> placed ones; ShapeDtypeStructs give ShapeDtypeStructs with
+        shardings.
 
-        Canonical: {"first", "stages" with leaves [S, ...] in model order, "last", "shared"}.  Placed: "stages" is a tuple with a tree
-        a chunk, leaves [P, ...] sharded over the pipe axis; the others are on every device.  Its structure says for which placement of
-        stages it is, also after `jax.tree.map`, `jit` and an optimizer, so that no other schedule takes it.
+        Canonical: {"first", "stages" with leaves [S, ...] in model order, "last", "shared"}.
+        Placed: "stages" is a tuple with a tree a chunk, leaves [P, ...] sharded over the pipe axis;
+        the others are on every device.  Its structure says for which placement of stages it is,
+        also after `jax.tree.map`, `jit` and an optimizer, so that no other schedule takes it.
 
         Raises:
-            PipelineError: parameters that do not fit, are placed already, or no arrays; every fault is listed.
+            PipelineError: parameters that do not fit, are placed already, or no arrays; every fault
+                is listed.
         """
-        check_canonical(params, self.layout, has_first=self.functions.first is not None, has_last=self.functions.last is not None)
+        check_canonical(
+            params,
+            self.layout,
+            has_first=self.functions.first is not None,
+            has_last=self.functions.last is not None,
+        )
         return self._placer.place(dict(params))
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> dict[str, PyTree]:
         """Placed parameters, or gradients, back in the canonical layout.
 
-        With `spread`, leaves stay spread over the mesh (stages over the pipe axis where they divide), so that no device needs room for the
-        whole model; otherwise they are where any computation finds them.
+        With `spread`, leaves stay spread over the mesh (stages over the pipe axis where they
+        divide), so that no device needs room for the whole model; otherwise they are where any
+        computation finds them.
         """
         return self._placer.canonical(placed, spread=spread)
 
     def init(self, optimizer: Any, params: dict[str, PyTree], *, as_placed: bool = False) -> PyTree:
-        """`optimizer.init(params)`, with every array where a training step leaves it: moments beside their parameters, counts on the mesh.
+        """`optimizer.init(params)`, with every array where a training step leaves it: moments
+        beside their parameters, counts on the mesh.
 
-        `optimizer.init` by itself leaves counts on one device, and moments in the dtype of parameters where gradients are wider, so
-        that the step is compiled a second time for what the first returns.
-        ShapeDtypeStructs give ShapeDtypeStructs with shardings.  `as_placed` says that rules for one array are meant for placed ones.
+        `optimizer.init` by itself leaves counts on one device, and moments in the dtype of
+        parameters where gradients are wider, so that the step is compiled a second time for what
+        the first returns. ShapeDtypeStructs give ShapeDtypeStructs with shardings.  `as_placed`
+        says that rules for one array are meant for placed ones.
 
         Raises:
-            PipelineError: it has rules for paths, ranks, shapes or norms, and placed arrays have others (see `jaxpipe.per_layer`).
+            PipelineError: it has rules for paths, ranks, shapes or norms, and placed arrays have
+                others (see `jaxpipe.per_layer`).
 
         Example:
             opt_state = pipe.init(optimizer, params)
@@ -251,13 +320,22 @@ class Pipeline:
         begin = init_as_updated(optimizer, self.accumulate_dtype)
         state = jax.eval_shape(begin, placed)
         beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
-        to = state_shardings(self.mesh, state, placed, beside, buffer_spec=self.partition.buffer_spec)
+        to = state_shardings(
+            self.mesh, state, placed, beside, buffer_spec=self.partition.buffer_spec
+        )
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
-            return jax.tree.map(lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), state, to)
+            return jax.tree.map(
+                lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
+                state,
+                to,
+            )
         return jit_on_mesh(self.mesh, begin, to)(placed)
 
-    def trained(self, tree: dict[str, PyTree], *, like: Mapping[str, PyTree] | None = None) -> dict[str, PyTree]:
-        """Placed parameters, or a tree like them, with None for those that are `frozen`: what an optimizer is for.
+    def trained(
+        self, tree: dict[str, PyTree], *, like: Mapping[str, PyTree] | None = None
+    ) -> dict[str, PyTree]:
+        """Placed parameters, or a tree like them, with None for those that are `frozen`: what an
+        optimizer is for.
 
         Example:
             trained = pipe.trained(params)
@@ -265,18 +343,30 @@ class Pipeline:
             params = pipe.with_trained(params, optax.apply_updates(trained, updates))
         """
         plans = self.partition.plans(tree if like is None else like)
-        return jax.tree.map(lambda plan, leaf: None if plan.frozen else leaf, plans, tree, is_leaf=is_plan)
+        return jax.tree.map(
+            lambda plan, leaf: None if plan.frozen else leaf, plans, tree, is_leaf=is_plan
+        )
 
-    def with_trained(self, params: dict[str, PyTree], trained: dict[str, PyTree]) -> dict[str, PyTree]:
+    def with_trained(
+        self, params: dict[str, PyTree], trained: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
         """Placed parameters with new values for those that are not `frozen`."""
         plans = self.partition.plans(params)
-        return jax.tree.map(lambda plan, old, new: old if plan.frozen else new, plans, params, trained, is_leaf=is_plan)
+        return jax.tree.map(
+            lambda plan, old, new: old if plan.frozen else new,
+            plans,
+            params,
+            trained,
+            is_leaf=is_plan,
+        )
 
     def place_state(self, state: PyTree) -> Chunks | tuple[()]:
-        """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid out as `place` does.
+        """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid
+        out as `place` does.
 
-        A stage that takes `state` by keyword returns (x, new state).  The next microbatch finds what the one before left, in the order
-        of the table; no gradient goes back through it.  Over data shards it is averaged at the end of a step (integers: the greatest).
+        A stage that takes `state` by keyword returns (x, new state).  The next microbatch finds
+        what the one before left, in the order of the table; no gradient goes back through it.  Over
+        data shards it is averaged at the end of a step (integers: the greatest).
         """
         return self._placer.place_state(state)
 
@@ -287,70 +377,145 @@ class Pipeline:
     # Steps
 
     def value_and_grad(
-        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
     ) -> tuple[Any, dict[str, PyTree]]:
-        """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`; may be jitted, donates nothing.
+        """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`;
+        may be jitted, donates nothing.
 
-        `batch` is a tree whose leaves have a leading axis of rows, cut into M equal microbatches in order (each data shard cuts
-        its own rows).  `rng` is the step's key, from which `ctx.rng` is made.  With `state` (see `place_state`), the new state comes
-        after the loss: ((loss, state), grads), or ((loss, metrics, state), grads).
+        `batch` is a tree whose leaves have a leading axis of rows, cut into M equal microbatches in
+        order (each data shard cuts its own rows).  `rng` is the step's key, from which `ctx.rng` is
+        made.  With `state` (see `place_state`), the new state comes after the loss: ((loss, state),
+        grads), or ((loss, metrics, state), grads).
         """
         results, grads = self._call(self._jit_step, params, batch, rng, state)
         return self._answer(results, with_state=self.functions.has_state), grads
 
-    def loss(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad` differentiate by `params`.
+    def loss(
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
+    ) -> Any:
+        """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad`
+        differentiate by `params`.
 
-        Differentiated, it runs the step of `value_and_grad` once and scales its gradients, which then have the parameters' own dtypes;
-        else it runs forwards alone, as in training (`evaluate` tells functions `training=False`).  With has_metrics it is
-        (loss, metrics), with state (loss, new state), with both (loss, (metrics, new state)), for `has_aux=True`: these are constants.
+        Differentiated, it runs the step of `value_and_grad` once and scales its gradients, which
+        then have the parameters' own dtypes; else it runs forwards alone, as in training
+        (`evaluate` tells functions `training=False`).  With has_metrics it is (loss, metrics), with
+        state (loss, new state), with both (loss, (metrics, new state)), for `has_aux=True`: these
+        are constants.
 
         Raises:
-            PipelineError: as `value_and_grad` does; and where batch, rng or state depend on what is differentiated.
+            PipelineError: as `value_and_grad` does; and where batch, rng or state depend on what is
+                differentiated.
 
         Example:
-            loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 * optax.tree.norm(p, squared=True))(params)
+            loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 *
+            optax.tree.norm(p, squared=True))(params)
         """
         results = self._call(self._jit_loss, params, batch, rng, state)
-        aux = [results[key] for key, there in (("metrics", self.functions.has_metrics), ("state", self.functions.has_state)) if there]
-        return (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
+        aux = [
+            results[key]
+            for key, there in (
+                ("metrics", self.functions.has_metrics),
+                ("state", self.functions.has_state),
+            )
+            if there
+        ]
+        return (
+            (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
+        )
 
-    def evaluate(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every process; the state after it is dropped.
+    def evaluate(
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
+    ) -> Any:
+        """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every
+        process; the state after it is dropped.
 
-        A batch of any number of rows will do, such as the last one of a data set: it is cut into as many microbatches as its rows
-        divide into, up to the schedule's.  (Each number of rows is a program of its own.)
+        A batch of any number of rows will do, such as the last one of a data set: it is cut into as
+        many microbatches as its rows divide into, up to the schedule's.  (Each number of rows is a
+        program of its own.)
         """
         return self._answer(self._call(self._jit_evaluate, params, batch, rng, state))
 
-    def losses(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`); fewer where `evaluate` cuts fewer."""
+    def losses(
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
+    ) -> Any:
+        """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
+        fewer where `evaluate` cuts fewer.
+        """
         self._check_last("`losses`")
         return self._call(self._jit_evaluate, params, batch, rng, state)["losses"]
 
-    def outputs(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> PyTree:
-        """What the last stage returns, before `last`: leaves [rows, ...] in the order of the batch's rows, by forwards alone.
+    def outputs(
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
+    ) -> PyTree:
+        """What the last stage returns, before `last`: leaves [rows, ...] in the order of the
+        batch's rows, by forwards alone.
 
-        A leaf that is a scalar of each microbatch gives one entry a microbatch.  With `state` (see `place_state`) it is (outputs, new
-        state): what a step of generation leaves in its cache of keys and values, for instance.
+        A leaf that is a scalar of each microbatch gives one entry a microbatch.  With `state` (see
+        `place_state`) it is (outputs, new state): what a step of generation leaves in its cache of
+        keys and values, for instance.
         """
         results = self._call(self._jit_outputs, params, batch, rng, state)
-        return (results["outputs"], results["state"]) if self.functions.has_state else results["outputs"]
+        return (
+            (results["outputs"], results["state"])
+            if self.functions.has_state
+            else results["outputs"]
+        )
 
-    def lower(self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()) -> Any:
-        """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too; `.compile()` works for any mesh.
+    def lower(
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
+    ) -> Any:
+        """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
+        `.compile()` works for any mesh.
 
-        What it compiles to is called with the same arguments: `compiled(params, batch)`, or `compiled(params, batch, rng=key)`.
+        What it compiles to is called with the same arguments: `compiled(params, batch)`, or
+        `compiled(params, batch, rng=key)`.
         """
         return self._lower(params, batch, rng, state)
 
     def compile_report(
-        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
     ) -> dict[str, Any]:
-        """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals, XLA's memory, compile seconds.
+        """Compile the step and describe it: ticks, segments, slots, transfers, makespans,
+        residuals, XLA's memory, compile seconds.
 
-        Takes what `lower` takes and runs nothing.  `jaxpipe.report` lists the keys; those most asked for are "ticks",
-        "segments" (texts), "slots", "transfers", "temp_bytes", "flops" and "compile_seconds".
+        Takes what `lower` takes and runs nothing.  `jaxpipe.report` lists the keys; those most
+        asked for are "ticks", "segments" (texts), "slots", "transfers", "temp_bytes", "flops" and
+        "compile_seconds".
 
         Raises:
             PipelineError: as `value_and_grad` does.
@@ -362,18 +527,35 @@ class Pipeline:
         begin = time.perf_counter()
         lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
         middle = time.perf_counter()
-        compiled, program = compile_and_try_to_read(lowered) if self._target.on_gpus else (lowered.compile(), None)
+        compiled, program = (
+            compile_and_try_to_read(lowered) if self._target.on_gpus else (lowered.compile(), None)
+        )
         seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
         held, memory = self._predicted(traced[0], params, batch)
-        described = report(self.schedule, self._plan, traced[0][1], compiled, program, params=held, times=self._step_time())
+        described = report(
+            self.schedule,
+            self._plan,
+            traced[0][1],
+            compiled,
+            program,
+            params=held,
+            times=self._step_time(),
+        )
         return described | {"predicted": memory} | seconds
 
     def predict_memory(
-        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Chunks | tuple[()] = ()
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: Chunks | tuple[()] = (),
     ) -> dict[str, int]:
-        """Bytes that a step takes on one device, by what they are for, and their "total" (`jaxpipe.spmd.memory` lists the keys).
+        """Bytes that a step takes on one device, by what they are for, and their "total"
+        (`jaxpipe.spmd.memory` lists the keys).
 
-        Takes what `lower` takes.  The step is traced, and each block of it compiled alone; the step itself is not compiled.
+        Takes what `lower` takes.  The step is traced, and each block of it compiled alone; the step
+        itself is not compiled.
 
         Raises:
             PipelineError: as `value_and_grad` does.
@@ -389,19 +571,31 @@ class Pipeline:
         from .spmd.memory import predicted_memory
 
         to = self.partition.shardings(self.mesh, params)
-        held = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params, to)
+        held = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            params,
+            to,
+        )
         job, code, entries = traced
         return held, predicted_memory(job, self.mesh, code, entries, with_outer(held), batch)
 
     def profile(
-        self, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: tuple[PyTree, ...] = (), repeats: int = 3
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: tuple[PyTree, ...] = (),
+        repeats: int = 3,
     ) -> Timeline:
-        """Run the step and return when each action really began and ended, in seconds: a timeline like `simulate`'s.
+        """Run the step and return when each action really began and ended, in seconds: a timeline
+        like `simulate`'s.
 
-        Every block calls the host at its begin and its end, so the step is a little slower than without (tens of microseconds a block).
-        The first block begins at 0; of `repeats` runs the median one is returned.  `timeline.over(planned)` compares it with a simulated
-        one.  What devices share along axes that are left to the partitioner begins when the last of them has come to it.  For backends
-        where the host can be called from a program.
+        Every block calls the host at its begin and its end, so the step is a little slower than
+        without (tens of microseconds a block). The first block begins at 0; of `repeats` runs the
+        median one is returned.  `timeline.over(planned)` compares it with a simulated one.  What
+        devices share along axes that are left to the partitioner begins when the last of them has
+        come to it.  For backends where the host can be called from a program.
 
         Raises:
             PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
@@ -414,15 +608,18 @@ class Pipeline:
 
     @cached_property
     def compiler_options(self) -> dict[str, str | bool]:
-        """XLA options that the program wants on this mesh's backend: on NVIDIA GPUs predicates become nodes of CUDA graphs; else none.
+        """XLA options that the program wants on this mesh's backend: on NVIDIA GPUs predicates
+        become nodes of CUDA graphs; else none.
 
-        `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the outermost `jax.jit` only, so a function of
-        yours around them needs them too: write `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
+        `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the
+        outermost `jax.jit` only, so a function of yours around them needs them too: write
+        `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
         """
         return options_for(self._target)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that you give go before them.
+        """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that
+        you give go before them.
 
         Example:
             step = pipe.jit(train_step, donate_argnums=(0, 1))
@@ -431,7 +628,9 @@ class Pipeline:
         return jax.jit(function, compiler_options=mine or None, **options)
 
     def _jitted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function compiled, with the options where it is called from outside of any other `jax.jit`."""
+        """The function compiled, with the options where it is called from outside of any other
+        `jax.jit`.
+        """
         if not self._executor.compiles:
             return function
         key = (function.__name__, self._key)
@@ -448,7 +647,9 @@ class Pipeline:
 
     # Inside
 
-    def _call(self, function: Callable[..., Any], params: Any, batch: Any, rng: Any, state: Any) -> Any:
+    def _call(
+        self, function: Callable[..., Any], params: Any, batch: Any, rng: Any, state: Any
+    ) -> Any:
         """The function of a step; what JAX cannot take is named by its place in the arguments."""
         faults = key_faults(rng)
         if faults:
@@ -459,14 +660,24 @@ class Pipeline:
             self._check_step(params, batch, rng, state)
             raise
 
-    def _lower(self, params: Any, batch: Any, rng: Any, state: Any, observe: Observe | None = None) -> Any:
-        def step(params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()) -> tuple[Any, dict[str, PyTree]]:
+    def _lower(
+        self, params: Any, batch: Any, rng: Any, state: Any, observe: Observe | None = None
+    ) -> Any:
+        def step(
+            params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()
+        ) -> tuple[Any, dict[str, PyTree]]:
             results, grads = self._step(params, batch, rng, state, observe, alone=True)
             return self._answer(results, with_state=self.functions.has_state), grads
 
         given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
-        return self._call(lambda params, batch, _rng, _state: jitted.lower(params, batch, **given), params, batch, rng, state)
+        return self._call(
+            lambda params, batch, _rng, _state: jitted.lower(params, batch, **given),
+            params,
+            batch,
+            rng,
+            state,
+        )
 
     @cached_property
     def _plan(self) -> Any:
@@ -486,23 +697,40 @@ class Pipeline:
         return found[0] if len(found) == 1 else tuple(found)
 
     def _step(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, observe: Observe | None = None, *, alone: bool = False
+        self,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: Any,
+        observe: Observe | None = None,
+        *,
+        alone: bool = False,
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         self._check_last("a training step")
         if self.schedule.forward_only:
-            raise PipelineError(f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a schedule with backwards")
+            raise PipelineError(
+                f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a "
+                "schedule with backwards"
+            )
         return self._run(params, batch, rng, state, training=True, observe=observe, alone=alone)
 
-    def _forwards(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
+    def _forwards(
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
+    ) -> dict[str, Any]:
         """The results of a step, without its gradients."""
         self._check_last("`loss`")
         return self._run(params, batch, rng, state, training=False, told=True)[0]
 
     def _check_last(self, what: str) -> None:
         if self.functions.last is None:
-            raise PipelineError(f"{what} needs a loss; give Pipeline(..., last=function(last_params, x, microbatch) -> scalar)")
+            raise PipelineError(
+                f"{what} needs a loss; give Pipeline(..., last=function(last_params, x, "
+                "microbatch) -> scalar)"
+            )
 
-    def _evaluate(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> dict[str, Any]:
+    def _evaluate(
+        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
+    ) -> dict[str, Any]:
         self._check_last("`evaluate`")
         return self._run(params, batch, rng, state, training=False)[0]
 
@@ -522,15 +750,20 @@ class Pipeline:
         observe: Observe | None = None,
         alone: bool = False,
     ) -> Any:
-        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same where it is None; `alone`: it is
-        lowered, which one process may do by itself.
+        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same
+        where it is None; `alone`: it is lowered, which one process may do by itself.
         """
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
         given, params = params, with_outer(params)
-        table = without(self.schedule, {Kind.L}) if outputs else self.schedule  # what the last stage returns needs no `last`
+        # what the last stage returns needs no `last`
+        table = without(self.schedule, {Kind.L}) if outputs else self.schedule
         job = Job(
-            plan=self._plan if training else forward_plan(table, self._microbatches_of(batch), overheads=self._target.overheads),
+            plan=self._plan
+            if training
+            else forward_plan(
+                table, self._microbatches_of(batch), overheads=self._target.overheads
+            ),
             functions=functions.handing_over() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
@@ -541,47 +774,80 @@ class Pipeline:
             training=training,
             outputs=outputs,
             cuts=self._cuts,
-            observe=observe if alone or observe is not None else self._comparing(params, batch, rng, state),
+            observe=observe
+            if alone or observe is not None
+            else self._comparing(params, batch, rng, state),
         )
         lie = self._result_shardings(job, params)
         if self._executor.compiles:
-            results, grads = on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(params, batch, rng, state)
+            results, grads = on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(
+                params, batch, rng, state
+            )
         else:
             found = self._executor.run(job, params, batch, rng, state)
             results, grads = jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, found)
         return results, {key: grads[key] for key in given if key in grads}
 
     def _comparing(self, params: Any, batch: Any, rng: Any, state: Any) -> Observe:
-        """Compares this step with those of the other processes, the first time, as soon as it is traced."""
+        """Compares this step with those of the other processes, the first time, as soon as it is
+        traced.
+        """
         given = {"params": params, "batch": batch, "rng": rng, "state": state}
 
         def compare(job: Job, code: ModelCode, _: Any) -> None:
             if not self._compared:
                 self._compared = True
-                compare_first_step(self, "a step" if job.training else "forwards alone", given, code)
+                compare_first_step(
+                    self, "a step" if job.training else "forwards alone", given, code
+                )
 
         return compare
 
     def _microbatches_of(self, batch: PyTree) -> int:
-        """The most microbatches, up to those of the schedule, into which the rows of a batch for evaluation divide."""
+        """The most microbatches, up to those of the schedule, into which the rows of a batch for
+        evaluation divide.
+        """
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
-        return max(count for count in range(1, self.schedule.num_microbatches + 1) if rows % count == 0)
+        return max(
+            count for count in range(1, self.schedule.num_microbatches + 1) if rows % count == 0
+        )
 
-    def _result_shardings(self, job: Job, params: Mapping[str, PyTree]) -> tuple[dict[str, NamedSharding], PyTree]:
+    def _result_shardings(
+        self, job: Job, params: Mapping[str, PyTree]
+    ) -> tuple[dict[str, NamedSharding], PyTree]:
         """Where results and gradients lie, whatever the executor is."""
-        spread = {"state": PartitionSpec(self.axis), "outputs": PartitionSpec(self.data_axes or None)}
-        results = {key: NamedSharding(self.mesh, spread.get(key, PartitionSpec())) for key in job.results}
+        spread = {
+            "state": PartitionSpec(self.axis),
+            "outputs": PartitionSpec(self.data_axes or None),
+        }
+        results = {
+            key: NamedSharding(self.mesh, spread.get(key, PartitionSpec())) for key in job.results
+        }
         return results, self.partition.shardings(self.mesh, params) if job.training else {}
 
     @property
     def _data_size(self) -> int:
         return math.prod(self.mesh.shape[name] for name in self.data_axes)
 
-    def _check_step(self, params: Mapping[str, PyTree], batch: PyTree, rng: Any, state: Any, *, training: bool = True) -> None:
-        """PipelineError, before anything is traced, for parameters that are not placed for this schedule or rows that do not divide."""
+    def _check_step(
+        self,
+        params: Mapping[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: Any,
+        *,
+        training: bool = True,
+    ) -> None:
+        """PipelineError, before anything is traced, for parameters that are not placed for this
+        schedule or rows that do not divide.
+        """
         faults = [
             *param_faults(params, self.layout.home, self.schedule.num_devices),
-            *batch_faults(batch, self.schedule.num_microbatches if training else 1, data_shards=self._data_size),
+            *batch_faults(
+                batch,
+                self.schedule.num_microbatches if training else 1,
+                data_shards=self._data_size,
+            ),
             *key_faults(rng),
             *state_faults(state, self.layout.home, wanted=self.functions.has_state),
         ] or self.partition.frozen_faults(params)

@@ -1,4 +1,6 @@
-"""What the processes of a job tell each other through JAX's coordination service: no collective, so none can wait for ever."""
+"""What the processes of a job tell each other through JAX's coordination service: no collective, so
+none can wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src import distributed  # JAX has no public name for the client; orbax takes it from here too
+
+# JAX has no public name for the client; orbax takes it from here too
+from jax._src import distributed
 
 from .errors import PipelineError
 
@@ -25,7 +29,9 @@ _LEAVE = 10.0  # seconds that a process waits until the others have read why the
 
 
 def client() -> Any:
-    """The client of JAX's coordination service; None where `jax.distributed` was not initialized."""
+    """The client of JAX's coordination service; None where `jax.distributed` was
+    not initialized.
+    """
     return distributed.global_state.client
 
 
@@ -38,19 +44,27 @@ def compare(found: Mapping[str, str], processes: Sequence[int], *, wait: float =
     """Compare texts by name over processes, all of which call it equally often.
 
     Raises:
-        PipelineError: in every process, with each difference and the processes on its two sides; or naming those that did not come.
+        PipelineError: in every process, with each difference and the processes on its two sides; or
+            naming those that did not come.
     """
     service, me, lead = client(), jax.process_index(), min(processes)
     if service is None:
         return
-    group = "jaxpipe/compare/" + "-".join(map(str, (min(processes), max(processes), len(processes))))
-    # The service counts how often each process was here, so that the n-th comparison of one meets the n-th of the others.
+    group = "jaxpipe/compare/" + "-".join(
+        map(str, (min(processes), max(processes), len(processes)))
+    )
+    # The service counts how often each process was here, so that the n-th comparison of one meets
+    # the n-th of the others.
     place = f"{group}/{service.key_value_increment(f'{group}/count/{me}', 1)}"
     service.key_value_set(f"{place}/of/{me}", json.dumps(dict(found)))
     if me == lead:
-        service.key_value_set(f"{place}/verdict", json.dumps(_judged(service, place, processes, wait)))
+        service.key_value_set(
+            f"{place}/verdict", json.dumps(_judged(service, place, processes, wait))
+        )
     try:
-        verdict = json.loads(service.blocking_key_value_get(f"{place}/verdict", int(1000 * (wait + _LEAVE))))
+        verdict = json.loads(
+            service.blocking_key_value_get(f"{place}/verdict", int(1000 * (wait + _LEAVE)))
+        )
     except jax.errors.JaxRuntimeError as error:
         raise PipelineError(f"{_missing([lead], wait)} ({error})") from error
     if not verdict:
@@ -65,7 +79,10 @@ def _judged(service: Any, place: str, processes: Sequence[int], wait: float) -> 
     """The differences, once all have come."""
     end, pause, found = time.monotonic() + wait, _POLL, dict[int, str]()
     while True:
-        found = {int(key.rsplit("/", 1)[1]): text for key, text in service.key_value_dir_get(f"{place}/of/")}
+        found = {
+            int(key.rsplit("/", 1)[1]): text
+            for key, text in service.key_value_dir_get(f"{place}/of/")
+        }
         late = [process for process in processes if process not in found]
         if not late:
             return differences({process: json.loads(found[process]) for process in processes})
@@ -89,26 +106,33 @@ def differences(found: Mapping[int, Mapping[str, str]]) -> list[str]:
         (first, own), *others = groups.items()
         sides = [f"{_named(members, 'has', 'have')} {text}" for text, members in others]
         if sides:
-            faults.append(f"{name}: {_named(own, 'has', 'have')} {first}, but {' and '.join(sides)}")
+            faults.append(
+                f"{name}: {_named(own, 'has', 'have')} {first}, but {' and '.join(sides)}"
+            )
     return faults
 
 
 def _missing(late: Sequence[int], wait: float) -> str:
     return (
-        f"{_named(late, 'has', 'have')} not come to compare with the others within {wait:g} s; every process has to run the same "
+        f"{_named(late, 'has', 'have')} not come to compare with the others within {wait:g} s; "
+        "every process has to run the same "
         "steps of the same pipelines in the same order (see its log)"
     )
 
 
 def _named(members: Sequence[int], one: str, several: str) -> str:
-    shown = ", ".join(map(str, members[:4])) + (f" and {len(members) - 4} more" if len(members) > 4 else "")
+    shown = ", ".join(map(str, members[:4])) + (
+        f" and {len(members) - 4} more" if len(members) > 4 else ""
+    )
     return f"process {shown} {one}" if len(members) == 1 else f"processes {shown} {several}"
 
 
 class RollCall:
-    """Answers from a thread, also while a collective waits, where this process is; and asks where the others are.
+    """Answers from a thread, also while a collective waits, where this process is; and asks where
+    the others are.
 
-    The thread waits in one call to the service, which answers when somebody asks: a job that runs well sends nothing.
+    The thread waits in one call to the service, which answers when somebody asks: a job that runs
+    well sends nothing.
 
     Args:
         where: what this process is doing, "step 7".
@@ -140,7 +164,9 @@ class RollCall:
         """Python ends badly while a thread waits outside of it."""
         with suppress(jax.errors.JaxRuntimeError):
             if client() is not None:
-                client().key_value_set(f"{self._ASK}/{jax.process_index()}", self._LEAVE, allow_overwrite=True)
+                client().key_value_set(
+                    f"{self._ASK}/{jax.process_index()}", self._LEAVE, allow_overwrite=True
+                )
         self._thread.join(_ANSWER)
 
     def ask(self) -> dict[int, str]:
@@ -154,7 +180,10 @@ class RollCall:
             service.key_value_set(f"{self._ASK}/{process}", "where", allow_overwrite=True)
         while len(found) < jax.process_count() and time.monotonic() < end:
             time.sleep(_POLL)
-            found = {int(key.rsplit("/", 1)[1]): text for key, text in service.key_value_dir_get(f"{self._HERE}/")}
+            found = {
+                int(key.rsplit("/", 1)[1]): text
+                for key, text in service.key_value_dir_get(f"{self._HERE}/")
+            }
         return found
 
 
@@ -165,17 +194,28 @@ def roll_text(found: Mapping[int, str], me: int, count: int) -> str:
     'processes 1, 3 are gone or stopped (no answer in 2 s); process 2 is in step 6'
     """
     silent = [process for process in range(count) if process not in found and process != me]
-    parts = [f"{_named(silent, 'is', 'are')} gone or stopped (no answer in {_ANSWER:g} s)"] if silent else []
+    parts = (
+        [f"{_named(silent, 'is', 'are')} gone or stopped (no answer in {_ANSWER:g} s)"]
+        if silent
+        else []
+    )
     groups: dict[str, list[int]] = {}
     for process, where in found.items():
         if process != me:
             groups.setdefault(where, []).append(process)
-    return "; ".join([*parts, *(f"{_named(members, 'is', 'are')} in {where}" for where, members in groups.items())])
+    return "; ".join(
+        [
+            *parts,
+            *(f"{_named(members, 'is', 'are')} in {where}" for where, members in groups.items()),
+        ]
+    )
 
 
 @dataclass(frozen=True)
 class Causes:
-    """What is said of the end of a process, where process 0, which holds the service, still answers, and where it does not."""
+    """What is said of the end of a process, where process 0, which holds the service, still
+    answers, and where it does not.
+    """
 
     answers: str
     silent: str
@@ -189,18 +229,30 @@ class Causes:
         """
         killed = "It was killed (out of memory, perhaps)"
         other = f"process {1 - me}" if count == 2 else "another process"
-        unknown = f"{killed}, or ended by JAX because {other} is gone: see the lines above, and the logs of the others"
+        unknown = (
+            f"{killed}, or ended by JAX because {other} is gone: see the lines above, and "
+            "the logs of the others"
+        )
         if me == 0:
             return cls(unknown, unknown)
-        here = f"{killed}: process 0, the only other one, still answers" if count == 2 else f"{unknown}. Process 0 still answers"
-        return cls(here, "Process 0, which coordinates the job, does not answer: it is gone, and JAX ends the others. Its log says why")
+        here = (
+            f"{killed}: process 0, the only other one, still answers"
+            if count == 2
+            else f"{unknown}. Process 0 still answers"
+        )
+        return cls(
+            here,
+            "Process 0, which coordinates the job, does not answer: it is gone, and JAX ends the "
+            "others. Its log says why",
+        )
 
 
 class LastWords:
-    """Says what a process was doing in its place, where it dies without a word of its own: killed, or ended by JAX or the system.
+    """Says what a process was doing in its place, where it dies without a word of its own: killed,
+    or ended by JAX or the system.
 
-    Another process reads lines from it.  When the pipe ends, that one asks whether process 0 still answers, and prints the last line,
-    with one of the causes for its "{}", to their standard error.
+    Another process reads lines from it.  When the pipe ends, that one asks whether process 0 still
+    answers, and prints the last line, with one of the causes for its "{}", to their standard error.
     """
 
     _READER = """
@@ -221,7 +273,17 @@ if line.strip():
 """
 
     def __init__(self, causes: Causes, address: str) -> None:
-        command = [sys.executable, "-S", "-E", "-c", self._READER, causes.answers, causes.silent, address, str(_ANSWER)]
+        command = [
+            sys.executable,
+            "-S",
+            "-E",
+            "-c",
+            self._READER,
+            causes.answers,
+            causes.silent,
+            address,
+            str(_ANSWER),
+        ]
         self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         atexit.register(self.close)
 

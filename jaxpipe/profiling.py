@@ -23,7 +23,15 @@ from .table.run_order import Transfers
 from .table.schedule import Schedule
 
 
-def profile(pipe: Any, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = (), repeats: int = 3) -> Timeline:
+def profile(
+    pipe: Any,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
+    repeats: int = 3,
+) -> Timeline:
     """What `Pipeline.profile` says."""
     if repeats < 1:
         raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
@@ -37,7 +45,13 @@ def profile(pipe: Any, params: dict[str, PyTree], batch: PyTree, *, rng: Any = N
         jax.block_until_ready(step(params, batch, rng, state))
         # Callbacks may still be on their way when the results are there.
         jax.effects_barrier()
-        runs.append(timeline_of(jobs[0].plan.ticks.schedule, list(clock.events), pipe.mesh.devices.flat[0].device_kind))
+        runs.append(
+            timeline_of(
+                jobs[0].plan.ticks.schedule,
+                list(clock.events),
+                pipe.mesh.devices.flat[0].device_kind,
+            )
+        )
     runs.sort(key=lambda timeline: timeline.makespan)
     return runs[len(runs) // 2]
 
@@ -50,7 +64,9 @@ def with_clock(pipe: Any, clock: _Clock, jobs: list[Job]) -> Any:
 
 
 class Event(NamedTuple):
-    """The begin (phase 0) or the end (1) of a block; `partner`: the place of its device among those that share the block."""
+    """The begin (phase 0) or the end (1) of a block; `partner`: the place of its device among those
+    that share the block.
+    """
 
     now: float
     partner: int
@@ -84,7 +100,12 @@ class _ClockedExecutor:
     compiles = True
 
     def run(
-        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job."""
         self.jobs.append(job)
@@ -94,20 +115,29 @@ class _ClockedExecutor:
 def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
     """Of data shard 0; its first block begins at 0."""
     table = schedule.encoded
-    # Of a block that several devices share, along axes that the partitioner has, each tells its own times.
-    times = np.full((2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan)
+    # Of a block that several devices share, along axes that the partitioner has, each tells its own
+    # times.
+    times = np.full(
+        (2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan
+    )
     for event in events:
         number = int(table.at[event.kind, event.stage, event.microbatch])
         if event.shard == 0 and number >= 0:
             times[event.phase, event.partner, number] = event.now
     # It begins when the last of them has come to it: until then the others wait in its collectives.
     starts, ends = times.max(axis=1)
-    missing = [table.text(i) for i in np.flatnonzero((np.isnan(starts) | np.isnan(ends)) & table.is_compute).tolist()]
+    missing = [
+        table.text(i)
+        for i in np.flatnonzero((np.isnan(starts) | np.isnan(ends)) & table.is_compute).tolist()
+    ]
     if missing:
         raise PipelineError(
-            f"the run has no times of {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs them otherwise"
+            "the run has no times of "
+            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs "
+            "them otherwise"
         )
-    # What all devices do together begins when the last of them has come to it: until then the others wait in its collective.
+    # What all devices do together begins when the last of them has come to it: until then the
+    # others wait in its collective.
     for meeting in set(table.meetings.values()):
         members = list(meeting.members)
         starts[members] = starts[members].max()
@@ -121,16 +151,33 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
     return Timeline(schedule, _costs(schedule, begin, end, unit), Transfers.ASYNC, begin, end)
 
 
-def _costs(schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str) -> Costs:
-    """The median time of each stage's actions in the run, of shares of each device's; transfers are in the gaps."""
+def _costs(
+    schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str
+) -> Costs:
+    """The median time of each stage's actions in the run, of shares of each device's; transfers are
+    in the gaps.
+    """
     table = schedule.encoded
     shares = {Kind.L: "last", Kind.H: "last_weight_grad", Kind.E: "first", Kind.G: "first_grad"}
-    names = shares | {Kind.F: "forward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.B: "backward", Kind.R: "recompute"}
+    names = shares | {
+        Kind.F: "forward",
+        Kind.I: "input_grad",
+        Kind.W: "weight_grad",
+        Kind.B: "backward",
+        Kind.R: "recompute",
+    }
     found: dict[str, Any] = {}
     for kind, name in names.items():
-        numbers = [np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist() for s in range(table.num_stages)]
+        numbers = [
+            np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist()
+            for s in range(table.num_stages)
+        ]
         if all(numbers) or (kind in SHARES and any(numbers)):
-            found[name] = tuple(statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers)
+            found[name] = tuple(
+                statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
+            )
     if table.defers_last:  # what an L takes with all that it left to its H
-        found["last"] = tuple(soon + late for soon, late in zip(found["last"], found["last_weight_grad"], strict=True))
+        found["last"] = tuple(
+            soon + late for soon, late in zip(found["last"], found["last_weight_grad"], strict=True)
+        )
     return Costs(**found, unit=unit)

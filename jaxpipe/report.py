@@ -5,42 +5,58 @@ The table and the program made of it:
     schedule, devices, stages, microbatches
     table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
     makespan            the program's, where a transfer holds up only its two ends
-    seconds             of a step, simulated from the plan and the pipeline's `costs` (without any, a forward of 5 ms); None but on GPUs
+    seconds             of a step, simulated from the plan and the pipeline's `costs` (without any,
+                        a forward of 5 ms); None but on GPUs
     predicate_seconds   of those, what predicates take; None but on GPUs
-    loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be faster; None but on GPUs
+    loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be
+                        faster; None but on GPUs
     ticks               lock-step ticks of the program
-    num_segments, segments   pieces of code that are compiled once, and their text: which blocks and permutes each tick has
+    num_segments, segments   pieces of code that are compiled once, and their text: which blocks
+                        and permutes each tick has
     blocks              pieces of stage code that are compiled, over all segments
     table_transfers     values that cross devices in the table, a step
-    late_transfers      (awaited in a later tick than issued, all) of the table's transfers that are needed no sooner than a tick later
-    transfers           pairs of devices that the program's permutes send between, a step; more than the table's where ticks share them
+    late_transfers      (awaited in a later tick than issued, all) of the table's transfers that
+                        are needed no sooner than a tick later
+    transfers           pairs of devices that the program's permutes send between, a step; more
+                        than the table's where ticks share them
 
-Memory, for one coordinate of the pipe and data axes, before the partitioner splits anything over other axes:
+Memory, for one coordinate of the pipe and data axes, before the partitioner splits anything over
+other axes:
 
     slots               entries of each pool: the most that any device holds at one time
     slot_bytes          of one entry of each pool
     pool_bytes          slots times that; "host" is in the host's memory, the others on the device
-    residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the backward, or I for W
-    hoisted_bytes       what is computed from parameters once a step and kept (casts), over all chunks of a device
-    parameter_bytes     of stages, first, last and shared, as one device holds them; gradients take as much, in their own dtype
+    residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the
+                        backward, or I for W
+    hoisted_bytes       what is computed from parameters once a step and kept (casts), over all
+                        chunks of a device
+    parameter_bytes     of stages, first, last and shared, as one device holds them; gradients take
+                        as much, in their own dtype
     transfer_bytes      the most that one device sends, a step
 
 What XLA says of the compiled program, for one device:
 
     temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
-    host_temp_bytes     in the memory of the host (`offload`); of CPU devices, whose memory that is, it is in temp_bytes
-    predicted           bytes of one device by what they are for, and their "total" (`jaxpipe.spmd.memory`): from the program's slots and
+    host_temp_bytes     in the memory of the host (`offload`); of CPU devices, whose memory that
+                        is, it is in temp_bytes
+    predicted           bytes of one device by what they are for, and their "total"
+                        (`jaxpipe.spmd.memory`): from the program's slots and
                         each block compiled alone, without the compiled step
 
 What the text of the step compiled for NVIDIA GPUs says; None for other backends:
 
-    host_waits          how often a device's host waits for it in a step, an upper bound: no CUDA graph holds that predicate
-    permutes_with_slack_beside_compute  (with compute issued between start and done, all) of those awaited in a later tick, anywhere
-    permutes_beside_compute     (with compute issued between start and done, all) of the segment of most trips
+    host_waits          how often a device's host waits for it in a step, an upper bound: no CUDA
+                        graph holds that predicate
+    permutes_with_slack_beside_compute  (with compute issued between start and done, all) of those
+                        awaited in a later tick, anywhere
+    permutes_beside_compute     (with compute issued between start and done, all) of the segment of
+                        most trips
     collectives_beside_compute  the same of all other collectives
 
-    stage_kinds         different stages (by function, parameters, or what they take); pools hold the largest of each, transfers too
-    fallbacks           equations that the cut of the backward into I and W could not cut, and so do W's work in I
+    stage_kinds         different stages (by function, parameters, or what they take); pools hold
+                        the largest of each, transfers too
+    fallbacks           equations that the cut of the backward into I and W could not cut, and so
+                        do W's work in I
 """
 
 from __future__ import annotations
@@ -104,11 +120,17 @@ def report(
         "predicate_seconds": times and times.predicates,
         "loses_to_1f1b": times and times.loses,
         **_memory(code),
-        "parameter_bytes": {key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()},
+        "parameter_bytes": {
+            key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()
+        },
         **_xla(compiled),
         **_gpu(gpu_program, schedule),
         "stage_kinds": len(code.kinds),
-        "fallbacks": list(dict.fromkeys(f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted)))),
+        "fallbacks": list(
+            dict.fromkeys(
+                f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted))
+            )
+        ),
     }
 
 
@@ -148,7 +170,9 @@ def _sent(program: Program) -> dict[tuple[Payload, int], int]:
 def _memory(code: ModelCode) -> dict[str, Any]:
     """Pools, residuals and what is sent."""
     buffers, program = SharedBuffers.of(code.kinds), code.program
-    splits = any(use.block.kind is Kind.I for s in program.segments for p in s.templates for use in p.blocks)
+    splits = any(
+        use.block.kind is Kind.I for s in program.segments for p in s.templates for use in p.blocks
+    )
     kept: dict[str, Sequence[Any]] = {
         "x": buffers.x.avals,
         "residual_input": buffers.residual_input.avals,
@@ -158,7 +182,9 @@ def _memory(code: ModelCode) -> dict[str, Any]:
         "first": code.first_avals,
         "last": code.last_avals,
         "share": code.share_avals,
-        "host": (*buffers.residual_input.avals, *buffers.residual_weight.avals) if program.slots.host else (),
+        "host": (*buffers.residual_input.avals, *buffers.residual_weight.avals)
+        if program.slots.host
+        else (),
     }
     assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
     slot_bytes = {pool: _total(avals) for pool, avals in kept.items()}
@@ -166,17 +192,24 @@ def _memory(code: ModelCode) -> dict[str, Any]:
     sent: dict[int, int] = {}
     for (kind, device), count in _sent(program).items():
         sent[device] = sent.get(device, 0) + count * payload[kind]
-    kinds = {(v, code.kind_of[s]) for stages in program.schedule.placement.stages_of for v, s in enumerate(stages)}
+    kinds = {
+        (v, code.kind_of[s])
+        for stages in program.schedule.placement.stages_of
+        for v, s in enumerate(stages)
+    }
     outer = (*code.first.once_avals, *(code.last.once_avals if code.last else ()))
     return {
         "slot_bytes": slot_bytes,
-        "pool_bytes": {pool: size * getattr(program.slots, pool) for pool, size in slot_bytes.items()},
+        "pool_bytes": {
+            pool: size * getattr(program.slots, pool) for pool, size in slot_bytes.items()
+        },
         "residuals": [
             (pool, f"{aval.dtype}{list(aval.shape)}", nbytes(aval))
             for pool in ("residual_input", "residual_weight", "stash", "first")
             for aval in kept[pool]
         ],
-        "hoisted_bytes": sum(_total(code.kinds[kind].once_avals) for _, kind in kinds) + _total(outer),
+        "hoisted_bytes": sum(_total(code.kinds[kind].once_avals) for _, kind in kinds)
+        + _total(outer),
         "transfer_bytes": max(sent.values(), default=0),
     }
 
@@ -202,21 +235,35 @@ def _gpu(program: GpuProgram | None, schedule: Schedule) -> dict[str, Any]:
     """What the text of a GPU program tells; None where there is none."""
     if program is None:
         return {"host_waits": None} | dict.fromkeys(_BESIDE)
-    permutes, others = ([each for each in program.collectives if (each.kind == "collective-permute") is kind] for kind in (True, False))
+    permutes, others = (
+        [each for each in program.collectives if (each.kind == "collective-permute") is kind]
+        for kind in (True, False)
+    )
     with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
     found = zip(_BESIDE, (with_slack, steady(program.collectives), others), strict=True)
     return {
-        "host_waits": round(most_waits(program.predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule))),
+        "host_waits": round(
+            most_waits(
+                program.predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)
+            )
+        ),
         **{key: (sum(each.overlapped for each in those), len(those)) for key, those in found},
     }
 
 
-_BESIDE = ("permutes_with_slack_beside_compute", "permutes_beside_compute", "collectives_beside_compute")
+_BESIDE = (
+    "permutes_with_slack_beside_compute",
+    "permutes_beside_compute",
+    "collectives_beside_compute",
+)
 
 
 def most_actions(schedule: Schedule) -> int:
     """The most actions of any device, an overlapped pair counted as two."""
-    return max(sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None) for row in schedule.rows)
+    return max(
+        sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None)
+        for row in schedule.rows
+    )
 
 
 def most_of_each_kind(schedule: Schedule) -> dict[str, int]:
@@ -228,7 +275,8 @@ def most_of_each_kind(schedule: Schedule) -> dict[str, int]:
 
 
 def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
-    """Equations of I that have outputs which only W reads: nothing but a scan can be cut inside, so I does that work too.
+    """Equations of I that have outputs which only W reads: nothing but a scan can be cut inside, so
+    I does that work too.
 
     `input_grad` returns `num_dx` gradients, then what it leaves for W.
     """
@@ -236,24 +284,41 @@ def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
 
 
 # Several outputs, but no work that could be W's.
-_FREE = frozenset({"split", "optimization_barrier", "random_split", "random_unwrap", "threefry2x32"})
+_FREE = frozenset(
+    {"split", "optimization_barrier", "random_split", "random_unwrap", "threefry2x32"}
+)
 
 
 def _fallbacks(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> list[str]:
     chosen = list(zip(jaxpr.eqns, needed_for(jaxpr, wanted), strict=True))
-    needed = {v for eqn, choice in chosen if choice is not False for v in eqn.invars if isinstance(v, core.Var)}
-    needed |= {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, core.Var)}
+    needed = {
+        v
+        for eqn, choice in chosen
+        if choice is not False
+        for v in eqn.invars
+        if isinstance(v, core.Var)
+    }
+    needed |= {
+        v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, core.Var)
+    }
     found = []
     for eqn, choice in chosen:
         name = eqn.primitive.name
         if choice is False:
             continue
         if name == "scan":
-            carries = choice.carry_first if isinstance(choice, Split) else (True,) * eqn.params["num_carry"]
+            carries = (
+                choice.carry_first
+                if isinstance(choice, Split)
+                else (True,) * eqn.params["num_carry"]
+            )
             read = [v in needed for v in eqn.outvars[len(carries) :]]
             found += _fallbacks(eqn.params["jaxpr"].jaxpr, [*carries, *read])
             continue
         count = sum(v not in needed and not isinstance(v, core.DropVar) for v in eqn.outvars)
         if count and len(eqn.outvars) > 1 and name not in _FREE:
-            found.append(f"{name}: {count} of its {len(eqn.outvars)} results are for W alone, and are computed in I")
+            found.append(
+                f"{name}: {count} of its {len(eqn.outvars)} results are for W alone, and are "
+                "computed in I"
+            )
     return found

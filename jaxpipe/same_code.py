@@ -1,4 +1,6 @@
-"""Functions that share what JAX has compiled for one of an equal key: a pipeline built a second time does not compile again."""
+"""Functions that share what JAX has compiled for one of an equal key: a pipeline built a second
+time does not compile again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _HELD: WeakValueDictionary[Any, Callable[..., Any]] = WeakValueDictionary()
 
 
 def jit_same(key: Any, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit` of the function, or what this returned for an earlier one of an equal key and equal options, if somebody holds it."""
+    """`jax.jit` of the function, or what this returned for an earlier one of an equal key and equal
+    options, if somebody holds it.
+    """
     whole = (key, key_of(options))
     found = _HELD.get(whole)
     if found is None:
@@ -21,7 +25,9 @@ def jit_same(key: Any, function: Callable[..., Any], **options: Any) -> Callable
 
 
 def key_of(settings: Mapping[str, Any]) -> Any:
-    """Settings as a key: equal for equal settings, functions being equal only to themselves; unique where one cannot be compared."""
+    """Settings as a key: equal for equal settings, functions being equal only to themselves; unique
+    where one cannot be compared.
+    """
     key = tuple((name, _hashable(value)) for name, value in sorted(settings.items()))
     try:
         hash(key)
@@ -32,7 +38,10 @@ def key_of(settings: Mapping[str, Any]) -> Any:
 
 def _hashable(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return tuple((name, _hashable(item)) for name, item in sorted(value.items(), key=lambda pair: str(pair[0])))
+        return tuple(
+            (name, _hashable(item))
+            for name, item in sorted(value.items(), key=lambda pair: str(pair[0]))
+        )
     if type(value) in (list, tuple):
         return tuple(map(_hashable, value))
     return value

@@ -1,8 +1,9 @@
-"""Runs before any test module is imported: eight virtual CPU devices and float64, without importing jax.
+"""Runs before any test module is imported: eight virtual CPU devices and float64, without importing
+jax.
 
-The rooms that need no JAX are tested by directories that never import it, so they run in seconds; `-m no_jax` selects them, and then
-no other test is collected.
-Environment variables, not `jax.config`, carry the settings, so that tests which start a subprocess hand them on.
+The rooms that need no JAX are tested by directories that never import it, so they run in seconds;
+`-m no_jax` selects them, and then no other test is collected. Environment variables, not
+`jax.config`, carry the settings, so that tests which start a subprocess hand them on.
 """
 
 from __future__ import annotations
@@ -18,15 +19,35 @@ import pytest
 from hypothesis import settings
 
 NUM_DEVICES = 8
-# Compare numbers of compiled programs: what is run under several instruction sets (`make test-numeric ISA=AVX2`).
-NUMERIC = ("axes", "checkpoint", "flax", "fuzz", "lowering", "models", "parity", "precision", "unlike")
+# Compare numbers of compiled programs: what is run under several instruction sets (`make
+# test-numeric ISA=AVX2`).
+NUMERIC = (
+    "axes",
+    "checkpoint",
+    "flax",
+    "fuzz",
+    "lowering",
+    "models",
+    "parity",
+    "precision",
+    "unlike",
+)
 # XLA's names for --xla_cpu_max_isa.
-INSTRUCTION_SETS = ("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX", "AMX_FP16")
+INSTRUCTION_SETS = (
+    "SSE4_2",
+    "AVX",
+    "AVX2",
+    "AVX512",
+    "AVX512_VNNI",
+    "AVX512_BF16",
+    "AMX",
+    "AMX_FP16",
+)
 NO_JAX = ("table", "schedules")
 TIERS = ("slow", "exhaustive")  # the default run has neither
 COUNT_FLAG = "--xla_force_host_platform_device_count"
-# XLA's older way to make CPU code for fusions compiles in three quarters of the time.  `make test-slow` and `make test-numeric` have the
-# newer one, which is XLA's default.
+# XLA's older way to make CPU code for fusions compiles in three quarters of the time.  `make
+# test-slow` and `make test-numeric` have the newer one, which is XLA's default.
 EMITTERS_FLAG = "--xla_cpu_use_fusion_emitters"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -35,7 +56,8 @@ for flag, value in ((COUNT_FLAG, str(NUM_DEVICES)), (EMITTERS_FLAG, "false")):
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 
-# No deadline for the single example: machines are shared.  The quick examples are the same on every machine, the others new in every run.
+# No deadline for the single example: machines are shared.  The quick examples are the same on every
+# machine, the others new in every run.
 settings.register_profile("quick", deadline=None, max_examples=10, derandomize=True)
 settings.register_profile("slow", deadline=None, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -48,24 +70,42 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = re.search(r"--xla_cpu_max_isa=(\S*)", os.environ["XLA_FLAGS"])
     if asked and asked[1] not in INSTRUCTION_SETS:
         # XLA would ignore it, and the tests would run with the machine's own.
-        raise pytest.UsageError(f"there is no instruction set {asked[1]!r}; XLA_FLAGS must name one of {', '.join(INSTRUCTION_SETS)}")
+        raise pytest.UsageError(
+            f"there is no instruction set {asked[1]!r}; XLA_FLAGS must name one of "
+            f"{', '.join(INSTRUCTION_SETS)}"
+        )
     if _only_no_jax(config):
         # A sixth of these tests' time; what they leave behind in cycles is little.
         gc.disable()
-    config.addinivalue_line("markers", "no_jax: quick tests of the rooms that need neither jax nor torch")
-    config.addinivalue_line("markers", "numeric: tests that compare numbers of compiled programs, for runs under several instruction sets")
+    config.addinivalue_line(
+        "markers", "no_jax: quick tests of the rooms that need neither jax nor torch"
+    )
+    config.addinivalue_line(
+        "markers",
+        "numeric: tests that compare numbers of compiled programs, for runs under several "
+        "instruction sets",
+    )
     config.addinivalue_line("markers", "torch: tests of rooms without jax that compare with torch")
-    config.addinivalue_line("markers", "property: tests of random examples, of which `HYPOTHESIS_PROFILE=slow` or `thorough` makes more")
+    config.addinivalue_line(
+        "markers",
+        "property: tests of random examples, of which `HYPOTHESIS_PROFILE=slow` or `thorough` "
+        "makes more",
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     if find_spec("jax") is None:
-        return f"jax is not installed: only tests/{{{','.join(sorted(p for p in NO_JAX if (HERE / p).is_dir()))}}} are collected"
+        return (
+            "jax is not installed: only "
+            f"tests/{{{','.join(sorted(p for p in NO_JAX if (HERE / p).is_dir()))}}} are collected"
+        )
     return None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what would import jax where it is not installed, or where `-m no_jax` selects nothing of it."""
+    """Leave out what would import jax where it is not installed, or where `-m no_jax` selects
+    nothing of it.
+    """
     parts = collection_path.relative_to(HERE).parts if collection_path.is_relative_to(HERE) else ()
     if not parts or parts[0] in NO_JAX or not (HERE / parts[0]).is_dir():
         return None

@@ -1,4 +1,6 @@
-"""The environment of programs that tests start: what conftest.py sets for the tests themselves left out, and the instruction set kept."""
+"""The environment of programs that tests start: what conftest.py sets for the tests themselves left
+out, and the instruction set kept.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,17 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 def outside(**more: str) -> dict[str, str]:
-    """As a person has it: one device, float32, and the XLA flags that the tests were started with, the instruction set among them."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
-    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT_FLAG))
+    """As a person has it: one device, float32, and the XLA flags that the tests were started with,
+    the instruction set among them.
+    """
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("XLA_FLAGS", "JAX_ENABLE_X64")
+    }
+    flags = " ".join(
+        flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT_FLAG)
+    )
     return kept | ({"XLA_FLAGS": flags} if flags else {}) | more
 
 

@@ -1,4 +1,6 @@
-"""Golden texts: what a person looked at once and found right.  `UPDATE_GOLDENS=1 pytest ...` writes them anew."""
+"""Golden texts: what a person looked at once and found right.  `UPDATE_GOLDENS=1 pytest ...` writes
+them anew.
+"""
 
 from __future__ import annotations
 
@@ -13,4 +15,7 @@ def check_golden(name: str, text: str) -> None:
     path = GOLDENS / name
     if os.environ.get("UPDATE_GOLDENS"):
         path.write_text(text)
-    assert text == path.read_text(), f"{name} changed; look at the difference, then run again with UPDATE_GOLDENS=1 if it is right"
+    assert text == path.read_text(), (
+        f"{name} changed; look at the difference, then run again with UPDATE_GOLDENS=1 if it is "
+        "right"
+    )

@@ -1,6 +1,8 @@
-"""Slow and plain second opinions on tables: what `check`, `simulate` and `add_transfers` are compared with.
+"""Slow and plain second opinions on tables: what `check`, `simulate` and `add_transfers` are
+compared with.
 
-Everything here works on sets of actions and tries again until nothing moves; nothing is shared with the package but its value types.
+Everything here works on sets of actions and tries again until nothing moves; nothing is shared with
+the package but its value types.
 """
 
 from __future__ import annotations
@@ -15,21 +17,37 @@ SHARES = {Kind.E, Kind.G, Kind.L, Kind.H}  # the number before them is their dev
 
 
 def is_complete(s: Schedule) -> bool:
-    """Every F once; every backward once, as B or as I and W (or none at all), with an R or without; nothing else; all in range."""
+    """Every F once; every backward once, as B or as I and W (or none at all), with an R or without;
+    nothing else; all in range.
+    """
     actions = [a for row in s.rows for c in row for a in parts(c) if a.kind.is_compute]
     if len(set(actions)) != len(actions):
         return False
     pairs = {(stage, m) for stage in range(s.num_stages) for m in range(s.num_microbatches)}
-    by_kind = {k: {(a.stage, a.microbatch) for a in actions if a.kind is k} for k in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)}
+    by_kind = {
+        k: {(a.stage, a.microbatch) for a in actions if a.kind is k}
+        for k in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+    }
     full, dgrad, wgrad = by_kind[Kind.B], by_kind[Kind.I], by_kind[Kind.W]
-    if by_kind[Kind.F] != pairs or dgrad != wgrad or full & dgrad or not by_kind[Kind.R] <= full | dgrad:
+    if (
+        by_kind[Kind.F] != pairs
+        or dgrad != wgrad
+        or full & dgrad
+        or not by_kind[Kind.R] <= full | dgrad
+    ):
         return False
     return bool(pairs) and full | dgrad in (pairs, set())
 
 
 def is_well_placed(s: Schedule) -> bool:
     """Every action on a device of its stage, and where its microbatch's forward is."""
-    forward_on = {(a.stage, a.microbatch): d for d, row in enumerate(s.rows) for c in row for a in parts(c) if a.kind is Kind.F}
+    forward_on = {
+        (a.stage, a.microbatch): d
+        for d, row in enumerate(s.rows)
+        for c in row
+        for a in parts(c)
+        if a.kind is Kind.F
+    }
     return all(
         d in s.placement.devices_of[a.stage] and forward_on.get((a.stage, a.microbatch)) == d
         for d, row in enumerate(s.rows)
@@ -51,7 +69,11 @@ def needs(s: Schedule, action: Action) -> list[set[Action]]:
         return own
     if any(Action(stage, Kind.R, m) in row for row in s.rows):
         own.append({Action(stage, Kind.R, m)})
-    return own if stage == s.num_stages - 1 else [*own, {Action(stage + 1, Kind.B, m), Action(stage + 1, Kind.I, m)}]
+    return (
+        own
+        if stage == s.num_stages - 1
+        else [*own, {Action(stage + 1, Kind.B, m), Action(stage + 1, Kind.I, m)}]
+    )
 
 
 def runs(s: Schedule) -> bool:
@@ -62,7 +84,9 @@ def runs(s: Schedule) -> bool:
     while moved:
         moved = False
         for d, row in enumerate(s.rows):
-            while head[d] < len(row) and all(done & need for a in parts(row[head[d]]) for need in needs(s, a)):
+            while head[d] < len(row) and all(
+                done & need for a in parts(row[head[d]]) for need in needs(s, a)
+            ):
                 done.update(parts(row[head[d]]))
                 head[d] += 1
                 moved = True
@@ -72,12 +96,19 @@ def runs(s: Schedule) -> bool:
 def mate(action: Action) -> Action:
     """The other side of a SEND or RECV."""
     stage, kind, m = action
-    other = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B}[kind]
+    other = {
+        Kind.SEND_F: Kind.RECV_F,
+        Kind.RECV_F: Kind.SEND_F,
+        Kind.SEND_B: Kind.RECV_B,
+        Kind.RECV_B: Kind.SEND_B,
+    }[kind]
     return Action(stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1), other, m)
 
 
 def runs_with_transfers(s: Schedule, transfers: Transfers) -> bool:
-    """Whether a table with transfers runs to its end, each device seeing only what it has made or received."""
+    """Whether a table with transfers runs to its end, each device seeing only what it has made or
+    received.
+    """
     rendezvous = transfers is Transfers.RENDEZVOUS
     head = [0] * s.num_devices
     has: list[set[Action]] = [set() for _ in s.rows]
@@ -88,11 +119,18 @@ def runs_with_transfers(s: Schedule, transfers: Transfers) -> bool:
 
     def fed(d: int, a: Action) -> bool:
         if a.kind in SENDS:
-            made = {Action(a.stage, k, a.microbatch) for k in ([Kind.F] if a.kind is Kind.SEND_F else [Kind.B, Kind.I])}
+            made = {
+                Action(a.stage, k, a.microbatch)
+                for k in ([Kind.F] if a.kind is Kind.SEND_F else [Kind.B, Kind.I])
+            }
             return bool(has[d] & made)
         received = Action(a.stage, Kind.RECV_F if a.kind is Kind.F else Kind.RECV_B, a.microbatch)
-        arrived = received in has[d] and (transfers is not Transfers.ASYNC or mate(received) in sent)
-        return all(has[d] & need or (index_of_neighbour(need, a) and arrived) for need in needs(s, a))
+        arrived = received in has[d] and (
+            transfers is not Transfers.ASYNC or mate(received) in sent
+        )
+        return all(
+            has[d] & need or (index_of_neighbour(need, a) and arrived) for need in needs(s, a)
+        )
 
     def index_of_neighbour(need: set[Action], a: Action) -> bool:
         return all(n.stage != a.stage for n in need)
@@ -106,7 +144,9 @@ def runs_with_transfers(s: Schedule, transfers: Transfers) -> bool:
                 continue
             kinds = {a.kind for a in parts(cell)}
             if kinds & RECVS:
-                other = next((e for e in range(s.num_devices) if here(e) == mate(cell) and e != d), None)
+                other = next(
+                    (e for e in range(s.num_devices) if here(e) == mate(cell) and e != d), None
+                )
                 if rendezvous and (other is None or not fed(other, here(other))):
                     continue
                 if transfers is Transfers.BUFFERED and mate(cell) not in sent:
@@ -128,7 +168,9 @@ def runs_with_transfers(s: Schedule, transfers: Transfers) -> bool:
 
 
 def times(s: Schedule, duration, latency) -> dict[Action, tuple[float, float]]:
-    """(start, end) of every action of a compute-only table; `duration(cell)` and `latency(producer)` give the costs."""
+    """(start, end) of every action of a compute-only table; `duration(cell)` and
+    `latency(producer)` give the costs.
+    """
     where = {a: d for d, row in enumerate(s.rows) for c in row for a in parts(c)}
     found: dict[Action, tuple[float, float]] = {}
     free, head = [0] * s.num_devices, [0] * s.num_devices
@@ -137,7 +179,11 @@ def times(s: Schedule, duration, latency) -> dict[Action, tuple[float, float]]:
             if head[d] == len(row):
                 continue
             cell = row[head[d]]
-            inputs = [next((n for n in need if n in found), None) for a in parts(cell) for need in needs(s, a)]
+            inputs = [
+                next((n for n in need if n in found), None)
+                for a in parts(cell)
+                for need in needs(s, a)
+            ]
             if None in inputs:
                 continue
             ready = [found[n][1] + (latency(n) if where[n] != d else 0) for n in inputs]
@@ -150,20 +196,34 @@ def times(s: Schedule, duration, latency) -> dict[Action, tuple[float, float]]:
 
 
 def deferred(s: Schedule) -> Schedule:
-    """The rows with each SEND right behind its producer and each RECV right before its consumer: short, but seldom safe."""
+    """The rows with each SEND right behind its producer and each RECV right before its consumer:
+    short, but seldom safe.
+    """
     where = {a: d for d, row in enumerate(s.rows) for c in row for a in parts(c)}
 
     def crosses(a: Action) -> bool:
-        return any(n.stage != a.stage and n in where and where[n] != where[a] for need in needs(s, a) for n in need)
+        return any(
+            n.stage != a.stage and n in where and where[n] != where[a]
+            for need in needs(s, a)
+            for n in need
+        )
 
     def transfers(a: Action, *, before: bool) -> list[Action]:
         stage, kind, m = a
         if before:
-            return [Action(stage, Kind.RECV_F if kind is Kind.F else Kind.RECV_B, m)] if kind is not Kind.W and crosses(a) else []
+            return (
+                [Action(stage, Kind.RECV_F if kind is Kind.F else Kind.RECV_B, m)]
+                if kind is not Kind.W and crosses(a)
+                else []
+            )
         if kind is Kind.F:
             takers = [Action(stage + 1, Kind.F, m)]
         else:
-            takers = [Action(stage - 1, k, m) for k in (Kind.B, Kind.I)] if kind in (Kind.B, Kind.I) else []
+            takers = (
+                [Action(stage - 1, k, m) for k in (Kind.B, Kind.I)]
+                if kind in (Kind.B, Kind.I)
+                else []
+            )
         send = Kind.SEND_F if kind is Kind.F else Kind.SEND_B
         return [Action(stage, send, m)] if any(t in where and crosses(t) for t in takers) else []
 
@@ -183,7 +243,13 @@ def deferred(s: Schedule) -> Schedule:
 
 def accepts(s: Schedule, transfers: Transfers = Transfers.RENDEZVOUS) -> bool:
     """Whether a table is valid: everything once, in its place, and all of it runs."""
-    return _is_whole(s) and _is_at_home(s) and _pairs_well(s) and _sends_what_crosses(s) and _comes_to_its_end(s, transfers)
+    return (
+        _is_whole(s)
+        and _is_at_home(s)
+        and _pairs_well(s)
+        and _sends_what_crosses(s)
+        and _comes_to_its_end(s, transfers)
+    )
 
 
 def _actions(s: Schedule, *kinds: Kind) -> list[Action]:
@@ -192,22 +258,36 @@ def _actions(s: Schedule, *kinds: Kind) -> list[Action]:
 
 
 def _is_whole(s: Schedule) -> bool:
-    """Everything that belongs to each stage and microbatch, and to each device and microbatch, once, and nothing else."""
+    """Everything that belongs to each stage and microbatch, and to each device and microbatch,
+    once, and nothing else.
+    """
     actions = _actions(s)
-    stages, devices, microbatches = range(s.num_stages), range(s.num_devices), range(s.num_microbatches)
+    stages, devices, microbatches = (
+        range(s.num_stages),
+        range(s.num_devices),
+        range(s.num_microbatches),
+    )
     known = set(_actions(s, *SHARES))
     if len(set(actions)) < len(actions) or not actions:
         return False
-    if not all(a.microbatch in microbatches and a.stage in (devices if a in known else stages) for a in actions):
+    if not all(
+        a.microbatch in microbatches and a.stage in (devices if a in known else stages)
+        for a in actions
+    ):
         return False
     has = {kind: {(a.stage, a.microbatch) for a in actions if a.kind is kind} for kind in Kind}
-    every, shares = {(s, m) for s in stages for m in microbatches}, {(d, m) for d in devices for m in microbatches}
+    every, shares = (
+        {(s, m) for s in stages for m in microbatches},
+        {(d, m) for d in devices for m in microbatches},
+    )
     backwards = bool(_actions(s, Kind.B, Kind.I, Kind.W, Kind.R, Kind.G, Kind.H))
     if has[Kind.F] != every or has[Kind.I] != has[Kind.W] or has[Kind.B] & has[Kind.I]:
         return False
     if backwards and has[Kind.B] | has[Kind.I] != every:
         return False
-    if any(has[kind] not in (set(), shares) for kind in (Kind.E, Kind.G, Kind.L)) or has[Kind.H] not in (set(), has[Kind.L]):
+    if any(has[kind] not in (set(), shares) for kind in (Kind.E, Kind.G, Kind.L)) or has[
+        Kind.H
+    ] not in (set(), has[Kind.L]):
         return False
     if any(has[kind] for kind in (Kind.E, Kind.G, Kind.L)) and len(stages) < len(devices):
         return False
@@ -215,7 +295,9 @@ def _is_whole(s: Schedule) -> bool:
 
 
 def _is_at_home(s: Schedule) -> bool:
-    """Each share on its device, everything else on a device of its stage, and where its microbatch's F is."""
+    """Each share on its device, everything else on a device of its stage, and where its
+    microbatch's F is.
+    """
     home = {a: d for d, row in enumerate(s.rows) for c in row for a in parts(c)}
     if s.placement.num_devices != s.num_devices:
         return False
@@ -223,7 +305,9 @@ def _is_at_home(s: Schedule) -> bool:
         if a.kind in SHARES:
             if a.stage != device:
                 return False
-        elif a.kind.is_compute and (device not in s.placement.devices_of[a.stage] or home[a._replace(kind=Kind.F)] != device):
+        elif a.kind.is_compute and (
+            device not in s.placement.devices_of[a.stage] or home[a._replace(kind=Kind.F)] != device
+        ):
             return False
     return True
 
@@ -231,7 +315,12 @@ def _is_at_home(s: Schedule) -> bool:
 def _pairs_well(s: Schedule) -> bool:
     """Each pair is of an F and a B or I, and not of the same stage and microbatch."""
     pairs = [cell for row in s.rows for cell in row if isinstance(cell, Overlap)]
-    return all(f.kind is Kind.F and b.kind in (Kind.B, Kind.I) and (f.stage, f.microbatch) != (b.stage, b.microbatch) for f, b in pairs)
+    return all(
+        f.kind is Kind.F
+        and b.kind in (Kind.B, Kind.I)
+        and (f.stage, f.microbatch) != (b.stage, b.microbatch)
+        for f, b in pairs
+    )
 
 
 def _sends_what_crosses(s: Schedule) -> bool:
@@ -241,7 +330,11 @@ def _sends_what_crosses(s: Schedule) -> bool:
     wanted: dict[Action, int] = {}
     for a in home:
         stage, kind, m = a
-        fed = {Kind.F: (stage - 1, (Kind.F,)), Kind.B: (stage + 1, (Kind.B, Kind.I)), Kind.I: (stage + 1, (Kind.B, Kind.I))}.get(kind)
+        fed = {
+            Kind.F: (stage - 1, (Kind.F,)),
+            Kind.B: (stage + 1, (Kind.B, Kind.I)),
+            Kind.I: (stage + 1, (Kind.B, Kind.I)),
+        }.get(kind)
         for feeder in () if fed is None else (Action(fed[0], k, m) for k in fed[1]):
             if feeder in home and home[feeder] != home[a]:
                 receive = Action(stage, Kind.RECV_F if kind is Kind.F else Kind.RECV_B, m)
@@ -305,7 +398,11 @@ def _comes_to_its_end(s: Schedule, transfers: Transfers) -> bool:
             return ()
         if len(cell) == 1 and cell[0].kind in (Kind.E, Kind.L, Kind.G):
             _, kind, m = cell[0]
-            return tuple(range(s.num_devices)) if all(at(e) == (Action(e, kind, m),) for e in range(s.num_devices)) else ()
+            return (
+                tuple(range(s.num_devices))
+                if all(at(e) == (Action(e, kind, m),) for e in range(s.num_devices))
+                else ()
+            )
         if len(cell) == 1 and cell[0].kind in SENDS | RECVS and transfers is not Transfers.ASYNC:
             other = mate(cell[0])
             if transfers is Transfers.BUFFERED:
@@ -315,7 +412,10 @@ def _comes_to_its_end(s: Schedule, transfers: Transfers) -> bool:
         return (d,)
 
     while any(h < len(row) for h, row in zip(head, s.rows, strict=True)):
-        moving = next((found for d, row in enumerate(s.rows) if head[d] < len(row) and (found := group(d))), ())
+        moving = next(
+            (found for d, row in enumerate(s.rows) if head[d] < len(row) and (found := group(d))),
+            (),
+        )
         if not moving:
             return False
         for d in moving:

@@ -40,10 +40,62 @@ class Odd:
     __hash__ = object.__hash__
 
 
-NUMBERS = (-1, 0, 1, 2, 3, 1.5, -0.0, 1e-320, 1e300, float("nan"), float("inf"), 2**31, 2**63, 2**64, 10**400, -(10**5000))
-NUMBERS = (*NUMBERS, True, False, 1j, Fraction(1, 3), Decimal(1), np.int64(2), np.int8(1), np.uint64(2**63), np.bool_(True))
-NUMBERS = (*NUMBERS, np.float32(1.5), np.float64(2), np.float64("nan"), np.array(1.0), np.arange(3), np.ones((2, 2)))
-TEXTS = ("", "x", "1f1b", "0F0", "0F0\n", "\ud800", "a\0b", "x" * 10_000, b"0F0", "{}", "[]", '{"forward": null}', "Et|tL", "t*9", "pipe")
+NUMBERS = (
+    -1,
+    0,
+    1,
+    2,
+    3,
+    1.5,
+    -0.0,
+    1e-320,
+    1e300,
+    float("nan"),
+    float("inf"),
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    -(10**5000),
+)
+NUMBERS = (
+    *NUMBERS,
+    True,
+    False,
+    1j,
+    Fraction(1, 3),
+    Decimal(1),
+    np.int64(2),
+    np.int8(1),
+    np.uint64(2**63),
+    np.bool_(True),
+)
+NUMBERS = (
+    *NUMBERS,
+    np.float32(1.5),
+    np.float64(2),
+    np.float64("nan"),
+    np.array(1.0),
+    np.arange(3),
+    np.ones((2, 2)),
+)
+TEXTS = (
+    "",
+    "x",
+    "1f1b",
+    "0F0",
+    "0F0\n",
+    "\ud800",
+    "a\0b",
+    "x" * 10_000,
+    b"0F0",
+    "{}",
+    "[]",
+    '{"forward": null}',
+    "Et|tL",
+    "t*9",
+    "pipe",
+)
 CONTAINERS = (
     [],
     [1],
@@ -62,9 +114,36 @@ CONTAINERS = (
     [1.5, "a"],
     [[1], [2]],
 )
-CELLS = (Action(0, Kind.F, 0), Action("x", 3, None), Action(0, 99, 0), Overlap(1, 2), Overlap(Action(0, Kind.F, 0), Action(0, Kind.B, 1)))
-ROWS = ([[Action(0, Kind.F, 0)]], [["0F0"]], [[Action(0, Kind.F, -1)]], [[Action(2**70, Kind.F, 0)]], [[Action(0.5, 0, 0)]], [3])
-TABLES = (GOOD, SPREAD, SENT, BROKEN, EMPTY, TIMELINE, LONG, SHORT, LAYOUT, GOOD.placement, Placement.loop(devices=3), Costs(), LAYER)
+CELLS = (
+    Action(0, Kind.F, 0),
+    Action("x", 3, None),
+    Action(0, 99, 0),
+    Overlap(1, 2),
+    Overlap(Action(0, Kind.F, 0), Action(0, Kind.B, 1)),
+)
+ROWS = (
+    [[Action(0, Kind.F, 0)]],
+    [["0F0"]],
+    [[Action(0, Kind.F, -1)]],
+    [[Action(2**70, Kind.F, 0)]],
+    [[Action(0.5, 0, 0)]],
+    [3],
+)
+TABLES = (
+    GOOD,
+    SPREAD,
+    SENT,
+    BROKEN,
+    EMPTY,
+    TIMELINE,
+    LONG,
+    SHORT,
+    LAYOUT,
+    GOOD.placement,
+    Placement.loop(devices=3),
+    Costs(),
+    LAYER,
+)
 ENUMS = (Kind.F, *Transfers, *Release, Theme.DARK, jp.Objective.PERIOD, "async", "auto")
 OBJECTS = (None, object(), Odd(), int, len, Schedule, ...)
 POOL = (*NUMBERS, *TEXTS, *CONTAINERS, *CELLS, *ROWS, *TABLES, *ENUMS, *OBJECTS)
@@ -75,4 +154,12 @@ def draw_value(rng: random.Random) -> Any:
     if rng.random() < 0.8:
         return rng.choice(POOL)
     inner = [rng.choice(POOL) for _ in range(rng.randint(0, 3))]
-    return rng.choice((list, tuple, iter, lambda found: dict(enumerate(found)), lambda found: dict(zip("tEL", found, strict=False))))(inner)
+    return rng.choice(
+        (
+            list,
+            tuple,
+            iter,
+            lambda found: dict(enumerate(found)),
+            lambda found: dict(zip("tEL", found, strict=False)),
+        )
+    )(inner)

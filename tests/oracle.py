@@ -1,4 +1,6 @@
-"""The yardstick of every parity test: the same work in plain JAX, with no pipeline, no mesh and nothing imported from jaxpipe."""
+"""The yardstick of every parity test: the same work in plain JAX, with no pipeline, no mesh and
+nothing imported from jaxpipe.
+"""
 
 import inspect
 
@@ -6,9 +8,14 @@ import jax
 
 
 def oracle_loss(canonical, batch, *, first, stage, last, microbatches):
-    """Mean over microbatches of last(stage(...stage(first))), from canonical parameters and a whole batch."""
+    """Mean over microbatches of last(stage(...stage(first))), from canonical parameters and a whole
+    batch.
+    """
 
-    cut = jax.tree.map(lambda leaf: leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:]), batch)
+    cut = jax.tree.map(
+        lambda leaf: leaf.reshape(microbatches, leaf.shape[0] // microbatches, *leaf.shape[1:]),
+        batch,
+    )
     total = 0.0
     for m in range(microbatches):
         microbatch = jax.tree.map(lambda leaf, m=m: leaf[m], cut)
@@ -31,5 +38,9 @@ def _call(function, canonical, *args):
 
 
 def oracle_value_and_grad(canonical, batch, **functions):
-    """(loss, gradients) of `oracle_loss`, gradients laid out like `canonical`; one compiled program, not one an operation."""
-    return jax.jit(jax.value_and_grad(lambda params, rows: oracle_loss(params, rows, **functions)))(canonical, batch)
+    """(loss, gradients) of `oracle_loss`, gradients laid out like `canonical`; one compiled
+    program, not one an operation.
+    """
+    return jax.jit(jax.value_and_grad(lambda params, rows: oracle_loss(params, rows, **functions)))(
+        canonical, batch
+    )

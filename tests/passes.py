@@ -1,4 +1,6 @@
-"""What the tests of passes share: ways to assign ticks, random segments, and what an action needs, from the meaning of F, B, I and W."""
+"""What the tests of passes share: ways to assign ticks, random segments, and what an action needs,
+from the meaning of F, B, I and W.
+"""
 
 from __future__ import annotations
 
@@ -53,20 +55,33 @@ def cuts(ticks):
 
 def exchanges(segments):
     """The permutes of each tick."""
-    return [segment.template(tick).permutes for segment in segments for tick in range(segment.start, segment.stop)]
+    return [
+        segment.template(tick).permutes
+        for segment in segments
+        for tick in range(segment.start, segment.stop)
+    ]
 
 
 def random_liveness(rng):
-    return Liveness(x=rng.choice(list(LastUse)), cotangent=rng.choice([LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD]))
+    return Liveness(
+        x=rng.choice(list(LastUse)), cotangent=rng.choice([LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD])
+    )
 
 
 def places(ticks):
     """Action -> (device, tick), read off the cells."""
-    return {a: (d, t) for d, row in enumerate(ticks.cells) for t, cell in enumerate(row) for a in parts(cell)}
+    return {
+        a: (d, t)
+        for d, row in enumerate(ticks.cells)
+        for t, cell in enumerate(row)
+        for a in parts(cell)
+    }
 
 
 def inputs(schedule):
-    """Action -> [(what makes an input of it, what carries that between devices, or None)], from the meaning of F, B, I and W."""
+    """Action -> [(what makes an input of it, what carries that between devices, or None)], from the
+    meaning of F, B, I and W.
+    """
     every = {a for _, _, a in schedule.actions()}
     found = {}
     for action in every:
@@ -76,7 +91,10 @@ def inputs(schedule):
         elif kind is Kind.W:
             makers = [(Action(stage, Kind.I, m), None)]
         else:
-            makers = [(Action(stage, Kind.F, m), None), *((Action(stage + 1, k, m), Payload.COTANGENT) for k in (Kind.B, Kind.I))]
+            makers = [
+                (Action(stage, Kind.F, m), None),
+                *((Action(stage + 1, k, m), Payload.COTANGENT) for k in (Kind.B, Kind.I)),
+            ]
         found[action] = [(maker, payload) for maker, payload in makers if maker in every]
     return found
 
@@ -88,7 +106,9 @@ def emitted(name, chunks, devices, microbatches, **options):
 
 
 def simulated(costs, segments, transfer, forward_first=False):
-    """`program_makespan` again, from its definition: part by part, device by device, no trip left out."""
+    """`program_makespan` again, from its definition: part by part, device by device, no trip left
+    out.
+    """
     order = parts_in_order(forward_first)
     time = [0.0] * costs.shape[-1]
     for segment in segments:
@@ -96,7 +116,9 @@ def simulated(costs, segments, transfer, forward_first=False):
 
         def place(point, segment=segment):
             blocks = segment.templates[point.tick].blocks
-            return point.tick, order.index(Part.of(blocks[point.block].block.kind)) if point.block < len(blocks) else len(order)
+            return point.tick, order.index(
+                Part.of(blocks[point.block].block.kind)
+            ) if point.block < len(blocks) else len(order)
 
         together = {}  # permutes that are issued together and awaited together
         for t in segment.transits:
@@ -112,7 +134,11 @@ def simulated(costs, segments, transfer, forward_first=False):
                     time = [max(both) for both in zip(time, done, strict=True)]
                 if part < len(order):
                     time = [t + took for t, took in zip(time, costs[tick, part], strict=True)]
-        in_flight = [over(time, permutes, transfer) for (_, _, from_before), permutes in together.items() if from_before]
+        in_flight = [
+            over(time, permutes, transfer)
+            for (_, _, from_before), permutes in together.items()
+            if from_before
+        ]
         time = [max(times) for times in zip(time, *in_flight, strict=True)]
     return max(time, default=0.0)
 
@@ -120,5 +146,10 @@ def simulated(costs, segments, transfer, forward_first=False):
 def over(time, permutes, transfer):
     """When permutes are over that devices issue at these times."""
     ends = [(pair, p) for p in permutes for pair in p.pairs]
-    until = [max([t, *(time[e] for pair, _ in ends if d in pair for e in pair)]) for d, t in enumerate(time)]
-    return [t + transfer * len({id(p) for pair, p in ends if d in pair}) for d, t in enumerate(until)]
+    until = [
+        max([t, *(time[e] for pair, _ in ends if d in pair for e in pair)])
+        for d, t in enumerate(time)
+    ]
+    return [
+        t + transfer * len({id(p) for pair, p in ends if d in pair}) for d, t in enumerate(until)
+    ]

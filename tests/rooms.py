@@ -1,4 +1,6 @@
-"""The rooms of jaxpipe, bottom up, and a count of what imports what: `python -m tests.rooms [folder of the package]`."""
+"""The rooms of jaxpipe, bottom up, and a count of what imports what: `python -m tests.rooms [folder
+of the package]`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 # A room imports itself and rooms before it.  A file beside the rooms is a room of its own.
 WITHOUT_JAX = (
-    *("errors", "version", "table", "simulation", "solver", "transforms", "schedules", "layouts", "megatron", "program"),
+    *(
+        "errors",
+        "version",
+        "table",
+        "simulation",
+        "solver",
+        "transforms",
+        "schedules",
+        "layouts",
+        "megatron",
+        "program",
+    ),
     *("lowering", "planner", "render", "cli"),
 )
 WITH_JAX = (
@@ -40,11 +53,16 @@ ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
     """Every file by its dotted name below the package: "table.check", "pipeline"."""
-    return {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
+    return {
+        ".".join(path.relative_to(package).with_suffix("").parts): path
+        for path in sorted(package.rglob("*.py"))
+    }
 
 
 def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
-    """(dotted name, whether it is in the package) of all that a file imports, inside functions too."""
+    """(dotted name, whether it is in the package) of all that a file imports, inside
+    functions too.
+    """
     package = name.split(".")[:-1]
     for node in _import_statements(path):
         if isinstance(node, ast.Import):
@@ -55,20 +73,35 @@ def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
             base = package[: len(package) - node.level + 1]
             target = ".".join([*base, *([node.module] if node.module else [])])
             # `from . import megatron` names modules, not things in one.
-            yield from ((f"{target}.{alias.name}".strip("."), True) for alias in node.names) if not node.module else [(target, True)]
+            yield from (
+                ((f"{target}.{alias.name}".strip("."), True) for alias in node.names)
+                if not node.module
+                else [(target, True)]
+            )
 
 
 @cache
 def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
 
 
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
-    """Which files of the package each file imports; a package's `__init__` goes by the package's name."""
+    """Which files of the package each file imports; a package's `__init__` goes by the package's
+    name.
+    """
     found = modules(package)
     names = {name.removesuffix(".__init__") for name in found}
-    wanted = {name.removesuffix(".__init__"): {t for t, inside in imports(name, path) if inside} for name, path in found.items()}
-    return {name: {t for t in targets if t in names and t != name} for name, targets in wanted.items()}
+    wanted = {
+        name.removesuffix(".__init__"): {t for t, inside in imports(name, path) if inside}
+        for name, path in found.items()
+    }
+    return {
+        name: {t for t in targets if t in names and t != name} for name, targets in wanted.items()
+    }
 
 
 def room(name: str) -> str:
@@ -86,12 +119,18 @@ def climbing(package: Path = PACKAGE) -> list[str]:
         if room(name) not in rank:
             faults.append(f"{name}: room {room(name)!r} is not declared in tests/rooms.py")
             continue
-        faults += [f"{name} imports {t}, which is above it" for t in sorted(targets) if rank.get(room(t), len(rank)) > rank[room(name)]]
+        faults += [
+            f"{name} imports {t}, which is above it"
+            for t in sorted(targets)
+            if rank.get(room(t), len(rank)) > rank[room(name)]
+        ]
     return faults
 
 
 def floors(edges: dict[str, set[str]]) -> tuple[int, list[list[str]]]:
-    """(longest chain of imports, circles): how many floors a reader climbs, and groups of files that import each other."""
+    """(longest chain of imports, circles): how many floors a reader climbs, and groups of files
+    that import each other.
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -126,7 +165,9 @@ def main(package: Path) -> None:
     rooms: dict[str, set[str]] = {}
     for name, targets in files.items():
         if name not in ROOF:
-            rooms.setdefault(room(name), set()).update({room(t) for t in targets} - {room(name), ""})
+            rooms.setdefault(room(name), set()).update(
+                {room(t) for t in targets} - {room(name), ""}
+            )
     for what, edges in (("files", files), ("rooms", rooms)):
         high, circles = floors(edges)
         print(f"{what}: {len(edges)}, floors: {high}, circles: {len(circles)}")

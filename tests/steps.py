@@ -18,7 +18,9 @@ class TooManyStepsError(Exception):
 
 
 def steps(call: Callable[[], object], *, most: float = float("inf")) -> int:
-    """The number of lines of the package that a call runs, whatever it returns; TooManyStepsError as soon as they are more than `most`."""
+    """The number of lines of the package that a call runs, whatever it returns; TooManyStepsError
+    as soon as they are more than `most`.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

@@ -1,4 +1,6 @@
-"""Random valid tables, for every test that wants to be right about any schedule and not about the famous ones."""
+"""Random valid tables, for every test that wants to be right about any schedule and not about the
+famous ones.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from jaxpipe.table.schedule import Schedule
 
 
 def random_schedule(rng: random.Random, *, recompute: bool = False) -> Schedule:
-    """A valid table: a random order that respects all needs, over a random placement, with B and I + W mixed, idles and pairs.
+    """A valid table: a random order that respects all needs, over a random placement, with B and I
+    + W mixed, idles and pairs.
 
     With `recompute`, none, some or all forwards have an R.
     """
@@ -26,7 +29,9 @@ def random_schedule(rng: random.Random, *, recompute: bool = False) -> Schedule:
 
 
 def schedules(*, recompute: bool = False) -> st.SearchStrategy[Schedule]:
-    """Hypothesis strategy of `random_schedule`; with `HYPOTHESIS_PROFILE=slow` a failure shrinks to a small table."""
+    """Hypothesis strategy of `random_schedule`; with `HYPOTHESIS_PROFILE=slow` a failure shrinks to
+    a small table.
+    """
     return randoms().map(lambda rng: random_schedule(rng, recompute=recompute))
 
 
@@ -37,7 +42,9 @@ few = settings(max_examples=3) if QUICK else settings()
 
 @st.composite
 def randoms(draw: st.DrawFn) -> random.Random:
-    """A random generator: from a seed, which is ten times as fast, or, but in the quick profile, one whose every choice can shrink."""
+    """A random generator: from a seed, which is ten times as fast, or, but in the quick profile,
+    one whose every choice can shrink.
+    """
     if QUICK:
         return random.Random(draw(st.integers(0, 2**32 - 1)))
     return draw(st.randoms(use_true_random=False))
@@ -52,25 +59,41 @@ def _random_placement(rng: random.Random) -> Placement:
         return Placement.vee(devices=devices, chunks=rng.randint(1, 3))
     if shape == "bidirectional":
         return Placement.bidirectional(devices=devices)
-    return Placement.explicit([rng.randrange(devices) for _ in range(rng.randint(1, 6))], devices=devices)
+    return Placement.explicit(
+        [rng.randrange(devices) for _ in range(rng.randint(1, 6))], devices=devices
+    )
 
 
-def _random_table(rng: random.Random, placement: Placement, microbatches: int, *, recompute: bool) -> Schedule:
-    """Draw the actions one by one from those whose needs are met, each onto its device's row: such rows cannot deadlock."""
+def _random_table(
+    rng: random.Random, placement: Placement, microbatches: int, *, recompute: bool
+) -> Schedule:
+    """Draw the actions one by one from those whose needs are met, each onto its device's row: such
+    rows cannot deadlock.
+    """
     needs = _needs(rng, placement.num_stages, microbatches, recompute=recompute)
     # In a bidirectional placement each microbatch goes one way: the r-th device of every stage.
     way = [rng.randrange(min(map(len, placement.devices_of))) for _ in range(microbatches)]
     rows: list[list[Cell]] = [[] for _ in range(placement.num_devices)]
     every = [kind for kind in COMPUTE if kind not in SHARES and (recompute or kind is not Kind.R)]
-    kinds = rng.choice((None, *(rng.sample(every, len(every)) for _ in range(3))))  # a taste: breadth first, depth first, late W...
+    # a taste: breadth first, depth first, late W...
+    kinds = rng.choice((None, *(rng.sample(every, len(every)) for _ in range(3))))
     idle, pair = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.5, 1.0))
     done: set[Action] = set()
     waiting = sorted(needs)
     while waiting:
         ready = [a for a in waiting if needs[a] <= done]
-        action = rng.choice(ready) if kinds is None else min(ready, key=lambda a: (kinds.index(a.kind), rng.random()))
+        action = (
+            rng.choice(ready)
+            if kinds is None
+            else min(ready, key=lambda a: (kinds.index(a.kind), rng.random()))
+        )
         device = placement.devices_of[action.stage][way[action.microbatch]]
-        partners = [a for a in ready if _may_overlap(action, a) and placement.devices_of[a.stage][way[a.microbatch]] == device]
+        partners = [
+            a
+            for a in ready
+            if _may_overlap(action, a)
+            and placement.devices_of[a.stage][way[a.microbatch]] == device
+        ]
         cell: Cell = action
         if partners and rng.random() < pair:
             cell = Overlap(*sorted((action, rng.choice(partners)), key=lambda a: a.kind))
@@ -80,11 +103,17 @@ def _random_table(rng: random.Random, placement: Placement, microbatches: int, *
         for half in cell if isinstance(cell, Overlap) else (action,):
             done.add(half)
             waiting.remove(half)
-    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name="random")
+    return Schedule.from_rows(
+        rows, placement=placement, num_microbatches=microbatches, name="random"
+    )
 
 
-def _needs(rng: random.Random, stages: int, microbatches: int, *, recompute: bool) -> dict[Action, set[Action]]:
-    """Every action of a table and what must be done before it; each backward is whole or split at random."""
+def _needs(
+    rng: random.Random, stages: int, microbatches: int, *, recompute: bool
+) -> dict[Action, set[Action]]:
+    """Every action of a table and what must be done before it; each backward is whole or split at
+    random.
+    """
     forward_only, split = rng.random() < 0.1, rng.choice((0.0, 0.5, 1.0))
     recomputed = rng.choice((0.0, 0.5, 1.0)) if recompute else 0.0
     needs: dict[Action, set[Action]] = {}
@@ -106,11 +135,16 @@ def _needs(rng: random.Random, stages: int, microbatches: int, *, recompute: boo
 
 def _may_overlap(one: Action, other: Action) -> bool:
     """True for an F and a B or I (both ready, so neither needs the other)."""
-    return (one.kind is Kind.F) != (other.kind is Kind.F) and not {Kind.W, Kind.R} & {one.kind, other.kind}
+    return (one.kind is Kind.F) != (other.kind is Kind.F) and not {Kind.W, Kind.R} & {
+        one.kind,
+        other.kind,
+    }
 
 
 def every_table(devices: int, microbatches: int) -> Iterator[Schedule]:
-    """Every valid table of one stage a device without idle cells, pairs or R: each backward is B, or I and W."""
+    """Every valid table of one stage a device without idle cells, pairs or R: each backward is B,
+    or I and W.
+    """
     placement = Placement.loop(devices=devices)
     rows = [list(_rows(stage, microbatches)) for stage in range(devices)]
     for chosen in product(*rows):
@@ -120,7 +154,9 @@ def every_table(devices: int, microbatches: int) -> Iterator[Schedule]:
 
 
 def _rows(stage: int, microbatches: int) -> Iterator[tuple[Action, ...]]:
-    """Every order of a stage's actions in which F of a microbatch comes before its B, or its I and W."""
+    """Every order of a stage's actions in which F of a microbatch comes before its B, or its I and
+    W.
+    """
     for kinds in product(((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)), repeat=microbatches):
         left = {m: tuple(Action(stage, kind, m) for kind in each) for m, each in enumerate(kinds)}
         yield from _merges(left)

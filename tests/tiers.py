@@ -1,4 +1,6 @@
-"""Marks for cases of `pytest.mark.parametrize`: which tier runs them (CONTRIBUTING.md lists the tiers)."""
+"""Marks for cases of `pytest.mark.parametrize`: which tier runs them (CONTRIBUTING.md lists the
+tiers).
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,21 @@
 """How far two valid computations of the same numbers may lie apart.
 
-Bits are the claim only where one compiled program runs on both sides (a run and its resumption, two runs of one executable), where
-data only moves, or where every operation is exact.  Programs that XLA compiled apart fuse and vectorise in other ways, and those ways
-differ from one instruction set to the next, so they are compared within a bound.
+Bits are the claim only where one compiled program runs on both sides (a run and its resumption, two
+runs of one executable), where data only moves, or where every operation is exact.  Programs that
+XLA compiled apart fuse and vectorise in other ways, and those ways differ from one instruction set
+to the next, so they are compared within a bound.
 
-float64: `FLOAT64`, 1e-12 of an array's largest entry.  That is the claim of the project, and 10 to 100 times what `rounding` below
-gives for the sizes of these tests.
+float64: `FLOAT64`, 1e-12 of an array's largest entry.  That is the claim of the project, and 10 to
+100 times what `rounding` below gives for the sizes of these tests.
 
-Everything else, and what must be tighter: each rounding multiplies a value by 1 + d with |d| <= u, the unit roundoff (2^-53, 2^-24
-and 2^-8 for float64, float32 and bfloat16).  A chain of n roundings whose d are independent with mean zero ends within a factor
-1 +- lambda sqrt(n) u with probability at least 1 - 2 exp(-lambda^2 / 2) (Higham and Mary 2019, "A new approach to probabilistic
-rounding error analysis", theorem 2.4).  lambda = 5 leaves 7e-6.  n is the number of roundings on the longest path from an input to an
-output; `longest_chain` reads it from the jaxpr of a function, its gradients' too.  Sums of terms of random sign lose nothing by
-cancellation here, since errors are relative to the largest entry of an array: what cancels in the values cancels in their independent
+Everything else, and what must be tighter: each rounding multiplies a value by 1 + d with |d| <= u,
+the unit roundoff (2^-53, 2^-24 and 2^-8 for float64, float32 and bfloat16).  A chain of n roundings
+whose d are independent with mean zero ends within a factor 1 +- lambda sqrt(n) u with probability
+at least 1 - 2 exp(-lambda^2 / 2) (Higham and Mary 2019, "A new approach to probabilistic rounding
+error analysis", theorem 2.4).  lambda = 5 leaves 7e-6.  n is the number of roundings on the longest
+path from an input to an output; `longest_chain` reads it from the jaxpr of a function, its
+gradients' too.  Sums of terms of random sign lose nothing by cancellation here, since errors are
+relative to the largest entry of an array: what cancels in the values cancels in their independent
 errors too.
 """
 
@@ -28,9 +31,11 @@ import numpy as np
 
 FLOAT64 = 1e-12
 LAMBDA = 5.0
-# Units in the last place that XLA's transcendental functions may be off, counted as so many roundings.
+# Units in the last place that XLA's transcendental functions may be off, counted as so many
+# roundings.
 TRANSCENDENTAL = 4
-# A kernel that JAX cannot look into: a product with a matrix of the tests' size, and an activation function.
+# A kernel that JAX cannot look into: a product with a matrix of the tests' size, and an activation
+# function.
 OPAQUE = 20
 
 
@@ -40,7 +45,9 @@ def unit_roundoff(dtype: Any) -> float:
 
 
 def rounding(count: int, dtype: Any = np.float64) -> float:
-    """lambda sqrt(n) u: how far a chain of `count` roundings ends from the exact answer, relative to the largest entry."""
+    """lambda sqrt(n) u: how far a chain of `count` roundings ends from the exact answer, relative
+    to the largest entry.
+    """
     return LAMBDA * math.sqrt(count) * unit_roundoff(dtype)
 
 
@@ -50,7 +57,9 @@ def apart(count: int, dtype: Any = np.float64) -> float:
 
 
 def relative(found: Any, wanted: Any) -> float:
-    """The largest difference of any two leaves, relative to the largest entry of the wanted one; zeros must be zeros."""
+    """The largest difference of any two leaves, relative to the largest entry of the wanted one;
+    zeros must be zeros.
+    """
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return max((_relative(np.asarray(f), np.asarray(w)) for f, w in pairs), default=0.0)
@@ -69,8 +78,35 @@ def longest_chain(function: Callable[..., Any], *arguments: Any) -> int:
     return max(_chain(jaxpr, [0] * len(jaxpr.invars)), default=0)
 
 
-ONCE = ("add", "add_any", "convert_element_type", "div", "integer_pow", "mul", "rem", "sqrt", "square", "sub")
-FUNCTIONS = ("cos", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "tan", "tanh")
+ONCE = (
+    "add",
+    "add_any",
+    "convert_element_type",
+    "div",
+    "integer_pow",
+    "mul",
+    "rem",
+    "sqrt",
+    "square",
+    "sub",
+)
+FUNCTIONS = (
+    "cos",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "logistic",
+    "pow",
+    "rsqrt",
+    "sin",
+    "tan",
+    "tanh",
+)
 SUMMED = {"reduce_sum": "axes", "cumsum": "axis", "cumprod": "axis", "reduce_prod": "axes"}
 
 
@@ -95,7 +131,11 @@ def _cost(eqn: Any) -> int:
 
 def _bodies(eqn: Any) -> list[Any]:
     """The jaxprs that an equation runs."""
-    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    values = [
+        v
+        for value in eqn.params.values()
+        for v in (value if isinstance(value, tuple | list) else (value,))
+    ]
     return [inner for inner in (getattr(v, "jaxpr", v) for v in values) if hasattr(inner, "eqns")]
 
 
@@ -106,7 +146,12 @@ def _chain(jaxpr: Any, given: Sequence[int]) -> list[int]:
         longest = max((known.get(v, 0) for v in eqn.invars if not hasattr(v, "val")), default=0)
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         bodies = [] if eqn.primitive.name == "scatter-add" else _bodies(eqn)
-        inside = max((max(_chain(body, [0] * len(body.invars)), default=0) for body in bodies), default=0)
-        # What a body adds, it adds in every trip: an upper bound where only some of its results are carried.
-        known.update(dict.fromkeys(eqn.outvars, longest + (trips * inside if bodies else _cost(eqn))))
+        inside = max(
+            (max(_chain(body, [0] * len(body.invars)), default=0) for body in bodies), default=0
+        )
+        # What a body adds, it adds in every trip: an upper bound where only some of its results are
+        # carried.
+        known.update(
+            dict.fromkeys(eqn.outvars, longest + (trips * inside if bodies else _cost(eqn)))
+        )
     return [known.get(v, 0) if not hasattr(v, "val") else 0 for v in jaxpr.outvars]

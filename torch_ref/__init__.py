@@ -1,4 +1,5 @@
-"""An independent torch reference: runs a schedule table with autograd and returns losses and gradients.
+"""An independent torch reference: runs a schedule table with autograd and returns losses and
+gradients.
 
 It shares no code with jaxpipe: tables come in as CSV, weights as arrays named by path.
 
@@ -6,7 +7,8 @@ It shares no code with jaxpipe: tables come in as CSV, weights as arrays named b
 >>> from torch_ref.models import MLP
 >>> model = MLP(num_stages=2)
 >>> batch = {"x": np.ones((2, 8)), "y": np.ones((2, 4))}
->>> result = torch_ref.run("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", model, batch, weights=model.init())
+>>> table = "0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n"
+>>> result = torch_ref.run(table, model, batch, weights=model.init())
 >>> result.order[:3]
 ('0F0', '1F0', '0F1')
 """
@@ -17,4 +19,15 @@ from .models.base import StagedModel
 from .result import Result
 from .training import Trained, train
 
-__all__ = ["BatchError", "PeerError", "Result", "StagedModel", "TableError", "TorchRefError", "Trained", "WeightsError", "run", "train"]
+__all__ = [
+    "BatchError",
+    "PeerError",
+    "Result",
+    "StagedModel",
+    "TableError",
+    "TorchRefError",
+    "Trained",
+    "WeightsError",
+    "run",
+    "train",
+]

@@ -39,21 +39,46 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torch_ref",
-        description="Run a schedule table on a model with torch autograd; prints losses as JSON, writes gradients as .npz.",
+        description="Run a schedule table on a model with torch autograd; prints losses as JSON, "
+        "writes gradients as .npz.",
     )
     parser.add_argument("--table", required=True, help="the schedule, torch's compute-only CSV")
-    parser.add_argument("--weights", required=True, help=".npz, arrays named by path: first/wte, stages/attn/qkv/kernel, ...")
-    parser.add_argument("--batch", required=True, help=".npz, arrays [rows, ...]; with --optimizer [steps, rows, ...]")
+    parser.add_argument(
+        "--weights",
+        required=True,
+        help=".npz, arrays named by path: first/wte, stages/attn/qkv/kernel, ...",
+    )
+    parser.add_argument(
+        "--batch",
+        required=True,
+        help=".npz, arrays [rows, ...]; with --optimizer [steps, rows, ...]",
+    )
     parser.add_argument("--model", required=True, choices=names())
-    parser.add_argument("--config", required=True, help='JSON of the model\'s fields: {"num_stages": 4, "width": 32}')
-    parser.add_argument("--out", required=True, help=".npz to write: gradients; with --optimizer the trained weights")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="cast weights and floating batch entries (default: as they are)")
-    parser.add_argument("--rows", type=int, nargs="+", help="rows of each microbatch (default: equal)")
+    parser.add_argument(
+        "--config",
+        required=True,
+        help='JSON of the model\'s fields: {"num_stages": 4, "width": 32}',
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        help=".npz to write: gradients; with --optimizer the trained weights",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(_DTYPES),
+        help="cast weights and floating batch entries (default: as they are)",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="rows of each microbatch (default: equal)"
+    )
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument(
         "--optimizer",
-        help='train instead; JSON: {"name": "adamw" or "sgd", "rate": R, "weight_decay": 0.1, "no_decay": ["*/bias"], "clip": 1.0, ...}, '
-        'where R is 0.001, a list with one a step, {"peak": 0.001, "steps": 10} or {"peak": 0.001, "warmup_steps": 10, "decay_steps": 100}',
+        help='train instead; JSON: {"name": "adamw" or "sgd", "rate": R, "weight_decay": 0.1, '
+        '"no_decay": ["*/bias"], "clip": 1.0, ...}, '
+        'where R is 0.001, a list with one a step, {"peak": 0.001, "steps": 10} or {"peak": '
+        '0.001, "warmup_steps": 10, "decay_steps": 100}',
     )
     return parser
 
@@ -69,7 +94,9 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
     model = build(options.model, load_config(options.config))
-    result = run(Path(options.table).read_text(), model, load_arrays(options.batch), **_common(options))
+    result = run(
+        Path(options.table).read_text(), model, load_arrays(options.batch), **_common(options)
+    )
     save_arrays(options.out, result.grads)
     return {
         "loss": result.loss,
@@ -83,9 +110,15 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     model = build(options.model, load_config(options.config))
     optimizer = read_optimizer(load_config(options.optimizer))
     stream = batches(load_arrays(options.batch))
-    trained = train(Path(options.table).read_text(), model, stream, optimizer=optimizer, **_common(options))
+    trained = train(
+        Path(options.table).read_text(), model, stream, optimizer=optimizer, **_common(options)
+    )
     save_arrays(options.out, trained.weights)
-    return {"losses": trained.losses.tolist(), "grad_norms": trained.grad_norms.tolist(), "rates": trained.rates.tolist()}
+    return {
+        "losses": trained.losses.tolist(),
+        "grad_norms": trained.grad_norms.tolist(),
+        "rates": trained.rates.tolist(),
+    }
 
 
 def read_optimizer(config: dict[str, Any]) -> Optimizer:
@@ -93,12 +126,21 @@ def read_optimizer(config: dict[str, Any]) -> Optimizer:
     kinds: dict[str, type[Any]] = {"adamw": AdamW, "sgd": SGD}
     kind = kinds.get(config.get("name", ""))
     if kind is None:
-        raise TorchRefError(f'the optimizer\'s "name" must be adamw or sgd, not {config.get("name")!r}')
+        raise TorchRefError(
+            f'the optimizer\'s "name" must be adamw or sgd, not {config.get("name")!r}'
+        )
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = [key for key in config if key not in [*known, "name"]]
     if unknown or "rate" not in config:
-        raise TorchRefError(f"an optimizer needs a rate, and its fields are {', '.join(known)}; not known: {unknown}")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items() if key != "name"}
+        raise TorchRefError(
+            f"an optimizer needs a rate, and its fields are {', '.join(known)}; not known: "
+            f"{unknown}"
+        )
+    given = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in config.items()
+        if key != "name"
+    }
     optimizer: Optimizer = kind(**{**given, "rate": _read_rate(config["rate"])})
     return optimizer
 

@@ -25,23 +25,39 @@ class Microbatches:
 
 
 def split(
-    batch: Mapping[str, Any], microbatches: int, *, rows: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    batch: Mapping[str, Any],
+    microbatches: int,
+    *,
+    rows: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Microbatches:
-    """Cut every array along its leading axis into M parts, equal or of the given numbers of rows; BatchError if it cannot be."""
+    """Cut every array along its leading axis into M parts, equal or of the given numbers of rows;
+    BatchError if it cannot be.
+    """
     arrays = {name: torch.as_tensor(value) for name, value in batch.items()}
     total = _total(arrays)
     if rows is None:
         if total % microbatches:
             raise BatchError(
-                f"{total} rows cannot be cut into {microbatches} equal microbatches; pad the batch to "
+                f"{total} rows cannot be cut into {microbatches} equal microbatches; pad the "
+                "batch to "
                 f"{-(-total // microbatches) * microbatches} rows, or give the rows of each"
             )
         rows = (total // microbatches,) * microbatches
     if len(rows) != microbatches or sum(rows) != total or min(rows) < 1:
-        raise BatchError(f"rows {tuple(rows)} do not cut {total} rows into {microbatches} microbatches of at least one row")
-    arrays = {name: value.to(dtype) if dtype is not None and value.is_floating_point() else value for name, value in arrays.items()}
+        raise BatchError(
+            f"rows {tuple(rows)} do not cut {total} rows into {microbatches} microbatches of at "
+            "least one row"
+        )
+    arrays = {
+        name: value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        for name, value in arrays.items()
+    }
     starts = [sum(rows[:m]) for m in range(microbatches)]
-    parts = tuple({name: value[start : start + count] for name, value in arrays.items()} for start, count in zip(starts, rows, strict=True))
+    parts = tuple(
+        {name: value[start : start + count] for name, value in arrays.items()}
+        for start, count in zip(starts, rows, strict=True)
+    )
     return Microbatches(parts, tuple(rows))
 
 
@@ -50,8 +66,13 @@ def _total(arrays: Mapping[str, Tensor]) -> int:
         raise BatchError("the batch is empty; give it arrays with a leading axis of rows")
     scalars = [name for name, value in arrays.items() if value.ndim == 0]
     if scalars:
-        raise BatchError(f"{', '.join(scalars)} of the batch has no axis; every entry needs a leading axis of rows")
+        raise BatchError(
+            f"{', '.join(scalars)} of the batch has no axis; every entry needs a leading axis of "
+            "rows"
+        )
     lengths = {name: len(value) for name, value in arrays.items()}
     if len(set(lengths.values())) > 1:
-        raise BatchError(f"the batch's entries have different numbers of rows: {lengths}; give all the same")
+        raise BatchError(
+            f"the batch's entries have different numbers of rows: {lengths}; give all the same"
+        )
     return next(iter(lengths.values()))

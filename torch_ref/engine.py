@@ -1,8 +1,9 @@
-"""Runs a schedule table in one process with autograd: devices take turns, each in the order of its own row.
+"""Runs a schedule table in one process with autograd: devices take turns, each in the order of its
+own row.
 
-A cell runs when every input of it exists.  Where no device can go on, the table is wrong: the error says what each device
-waits for, and where that stands.  What an action has used up is dropped at once, so a table that uses something twice, or
-before it is there, cannot run.
+A cell runs when every input of it exists.  Where no device can go on, the table is wrong: the error
+says what each device waits for, and where that stands.  What an action has used up is dropped at
+once, so a table that uses something twice, or before it is there, cannot run.
 """
 
 from __future__ import annotations
@@ -30,12 +31,26 @@ from .weights import Weights
 class Engine:
     """One run of a table."""
 
-    def __init__(self, table: Table, model: StagedModel, weights: Weights, microbatches: Microbatches, scale: float, step: int) -> None:
-        self.table, self.model, self.weights, self.microbatches = table, model, weights, microbatches
+    def __init__(
+        self,
+        table: Table,
+        model: StagedModel,
+        weights: Weights,
+        microbatches: Microbatches,
+        scale: float,
+        step: int,
+    ) -> None:
+        self.table, self.model, self.weights, self.microbatches = (
+            table,
+            model,
+            weights,
+            microbatches,
+        )
         self.scale, self.step = scale, step
         self.last_stage = model.num_stages - 1
         self.activations: dict[tuple[int, int], Value] = {}  # (stage, microbatch) -> its input
-        self.cotangents: dict[tuple[int, int], list[Tensor | None]] = {}  # -> the gradients of its output's leaves
+        # -> the gradients of its output's leaves
+        self.cotangents: dict[tuple[int, int], list[Tensor | None]] = {}
         self.kept: list[dict[tuple[int, int], Input | Saved | Late]] = [{} for _ in table.rows]
         self.peaks = [0] * table.num_devices
         self.losses: list[Tensor | None] = [None] * len(microbatches.parts)
@@ -56,9 +71,11 @@ class Engine:
             Kind.H: self._last_weight_gradient,
         }
         self.at = [0] * table.num_devices  # how far each device is in its row
-        self.ends: dict[int, Value] = {}  # by microbatch, the last stage's output that waits for an L
+        # by microbatch, the last stage's output that waits for an L
+        self.ends: dict[int, Value] = {}
         self.begins: dict[int, tuple[list[Tensor], Uses]] = {}  # what E made, until its G
-        self.left: list[dict[int, PendingWeights | None]] = [{} for _ in table.rows]  # by microbatch, what L leaves each device for its H
+        # by microbatch, what L leaves each device for its H
+        self.left: list[dict[int, PendingWeights | None]] = [{} for _ in table.rows]
 
     def run(self) -> Result:
         """Take turns until every row is done."""
@@ -86,7 +103,9 @@ class Engine:
     # What an action needs.
 
     def _waits_for(self, device: int, cell: Cell) -> list[tuple[Action, Action]]:
-        """(action, what it still lacks) of a cell; what one half of a pair makes is not there for the other half."""
+        """(action, what it still lacks) of a cell; what one half of a pair makes is not there for
+        the other half.
+        """
         return [(action, need) for action in cell for need in self._lacks(device, action)]
 
     def _lacks(self, device: int, action: Action) -> list[Action]:
@@ -95,20 +114,36 @@ class Engine:
         if kind is Kind.H:
             return [] if m in self.left[device] else [Action(device, Kind.L, m)]
         if kind in TOGETHER:
-            absent = [Action(d, kind, m) for d in range(self.table.num_devices) if (Action(d, kind, m),) != self._here(d)]
+            absent = [
+                Action(d, kind, m)
+                for d in range(self.table.num_devices)
+                if (Action(d, kind, m),) != self._here(d)
+            ]
             return [*self._lacks_together(kind, m), *absent]
         if kind is Kind.F:
             missing = (stage > 0 or self.table.spreads_first) and (stage, m) not in self.activations
-            return [Action(stage - 1, Kind.F, m) if stage > 0 else Action(device, Kind.E, m)] if missing else []
+            return (
+                [Action(stage - 1, Kind.F, m) if stage > 0 else Action(device, Kind.E, m)]
+                if missing
+                else []
+            )
         if kind is Kind.W:
             return [] if isinstance(kept, Late) else [Action(stage, Kind.I, m)]
         if kind is Kind.R:
             return [] if isinstance(kept, Input) else [Action(stage, Kind.F, m)]
-        lacks = [] if isinstance(kept, Saved) else [Action(stage, Kind.R if self._is_recomputed(stage, m) else Kind.F, m)]
+        lacks = (
+            []
+            if isinstance(kept, Saved)
+            else [Action(stage, Kind.R if self._is_recomputed(stage, m) else Kind.F, m)]
+        )
         if stage < self.last_stage and (stage, m) not in self.cotangents:
             whole = Action(stage + 1, Kind.B, m)
             lacks.append(whole if whole in self.table.places else Action(stage + 1, Kind.I, m))
-        if stage == self.last_stage and self.table.spreads_last and (stage, m) not in self.cotangents:
+        if (
+            stage == self.last_stage
+            and self.table.spreads_last
+            and (stage, m) not in self.cotangents
+        ):
             lacks.append(Action(device, Kind.L, m))
         return lacks
 
@@ -147,14 +182,18 @@ class Engine:
         self._hand_on(stage, m, ran)
 
     def _recompute(self, device: int, action: Action) -> None:
-        """The forward once more, for what its backward reads; all else that it gives has been handed on by F."""
+        """The forward once more, for what its backward reads; all else that it gives has been
+        handed on by F.
+        """
         stage, m = action.stage, action.microbatch
         kept = self.kept[device][stage, m]
         assert isinstance(kept, Input), f"{action} ran before its forward"
         self.kept[device][stage, m] = self._run_stage(stage, m, kept.x).saved
 
     def _run_stage(self, stage: int, m: int, x: Value | None) -> Ran:
-        """Run a stage on its input, the first with `first` before it, the last with `last` after it; nothing is handed on."""
+        """Run a stage on its input, the first with `first` before it, the last with `last` after
+        it; nothing is handed on.
+        """
         ctx, batch = Context(stage, m, self.step), self.microbatches.parts[m]
         uses = Uses(self.weights.of_stage(stage), grad=torch.is_grad_enabled())
         embedded: list[Tensor] = []
@@ -179,16 +218,23 @@ class Engine:
 
     def _loss(self, uses: Uses, y: Value, m: int) -> tuple[Tensor, Tensor | None]:
         """`last` of a microbatch: its loss, and its count where it is a sum."""
-        loss = self.model.last(uses, y, self.microbatches.parts[m], Context(self.last_stage, m, self.step))
+        loss = self.model.last(
+            uses, y, self.microbatches.parts[m], Context(self.last_stage, m, self.step)
+        )
         count = None
         if isinstance(loss, SumCount):
             loss, count = loss.loss_sum, loss.count
         if loss.ndim != 0:
-            raise TorchRefError(f"`last` must return a scalar loss; it returned {tuple(loss.shape)}: take its mean, for instance")
+            raise TorchRefError(
+                f"`last` must return a scalar loss; it returned {tuple(loss.shape)}: take its "
+                "mean, for instance"
+            )
         return loss, count
 
     def _last(self, device: int, action: Action) -> None:
-        """`last` and its gradient, once for all shares: this reference cuts no parameter, so it shares no fault of one that does."""
+        """`last` and its gradient, once for all shares: this reference cuts no parameter, so it
+        shares no fault of one that does.
+        """
         m = action.microbatch
         if self.table.defers_last:
             self.left[device][m] = None
@@ -224,7 +270,9 @@ class Engine:
         embedded = tree.leaves(x)
         if not self.table.forward_only:
             self.begins[m] = embedded, uses
-        self.activations[0, m] = tree.rebuild(x, [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in embedded])
+        self.activations[0, m] = tree.rebuild(
+            x, [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in embedded]
+        )
 
     def _first_gradient(self, device: int, action: Action) -> None:
         """The gradient of `first`, once for all shares."""
@@ -236,7 +284,9 @@ class Engine:
         self.gradients.add(0, named)
 
     def _hand_on(self, stage: int, m: int, ran: Ran) -> None:
-        """Give a stage's output to the next stage, or note the outputs and the loss of the last one."""
+        """Give a stage's output to the next stage, or note the outputs and the loss of the last
+        one.
+        """
         if ran.aux is not None:
             self.aux[m].append(ran.aux.detach())
         leaves = tree.leaves(ran.y)
@@ -245,21 +295,31 @@ class Engine:
             if ran.loss is None:
                 # An F without a graph cannot tell which of its outputs have a gradient: see below.
                 blind = self._is_recomputed(stage, m)
-                wanted = [leaf.is_floating_point() if blind else leaf.requires_grad for leaf in leaves]
+                wanted = [
+                    leaf.is_floating_point() if blind else leaf.requires_grad for leaf in leaves
+                ]
                 given = zip(leaves, wanted, strict=True)
-                self.ends[m] = tree.rebuild(ran.y, [leaf.detach().requires_grad_(want) for leaf, want in given])
+                self.ends[m] = tree.rebuild(
+                    ran.y, [leaf.detach().requires_grad_(want) for leaf, want in given]
+                )
                 return
             self.losses[m] = ran.loss.detach()
             self.counts[m] = None if ran.count is None else ran.count.detach()
             return
-        # Only detached values travel: what a device keeps stays its own.  An F without a graph cannot tell which of its
-        # outputs have a gradient: each float may, and R drops the gradients of those that have none.
+        # Only detached values travel: what a device keeps stays its own.  An F without a graph
+        # cannot tell which of its outputs have a gradient: each float may, and R drops the
+        # gradients of those that have none.
         blind = self._is_recomputed(stage, m)
-        handed = [leaf.detach().requires_grad_(leaf.is_floating_point() if blind else leaf.requires_grad) for leaf in leaves]
+        handed = [
+            leaf.detach().requires_grad_(leaf.is_floating_point() if blind else leaf.requires_grad)
+            for leaf in leaves
+        ]
         self.activations[stage + 1, m] = tree.rebuild(ran.y, handed)
 
     def _seed(self, m: int, loss: Tensor) -> Tensor:
-        """The gradient of the step's loss by a microbatch's: its share of the rows (a sum's is 1, divided once at the end)."""
+        """The gradient of the step's loss by a microbatch's: its share of the rows (a sum's is 1,
+        divided once at the end).
+        """
         share = 1.0 if self._sums() else self.microbatches.share(m)
         return torch.full_like(loss, share * self.scale)
 
@@ -309,18 +369,30 @@ class Engine:
     # What comes out.
 
     def _result(self) -> Result:
-        left = [key for kept in self.kept for key in kept] + [*self.activations, *self.cotangents, *self.ends, *self.begins]
+        left = [key for kept in self.kept for key in kept] + [
+            *self.activations,
+            *self.cotangents,
+            *self.ends,
+            *self.begins,
+        ]
         left += [m for waiting in self.left for m in waiting]
         assert not left, f"something was never used: {left}"
         losses = np.array([self._total(m) for m in range(len(self.losses))])
-        counts = np.array([float(c) for c in self.counts if c is not None]) if self._sums() else None
+        counts = (
+            np.array([float(c) for c in self.counts if c is not None]) if self._sums() else None
+        )
         if counts is not None and counts.sum() == 0:
-            raise TorchRefError("the counts of all microbatches sum to 0, so the loss has no mean; give some target a weight")
+            raise TorchRefError(
+                "the counts of all microbatches sum to 0, so the loss has no mean; give some "
+                "target a weight"
+            )
         shares = np.array([self.microbatches.share(m) for m in range(len(losses))])
         loss = float(losses @ shares) if counts is None else float(losses.sum() / counts.sum())
         divisor = self.scale * (1.0 if counts is None else float(counts.sum()))
         grads = {} if self.table.forward_only else self.gradients.arrays(divisor)
-        return Result(losses, loss, grads, tuple(self.peaks), tuple(self.outputs), counts, tuple(self.order))
+        return Result(
+            losses, loss, grads, tuple(self.peaks), tuple(self.outputs), counts, tuple(self.order)
+        )
 
     def _total(self, m: int) -> float:
         """A microbatch's loss with its auxiliary losses."""

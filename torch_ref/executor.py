@@ -27,7 +27,8 @@ def run(
     loss_scale: float = 1.0,
     step: int = 0,
 ) -> Result:
-    """Run a table on a model, weights and a batch; losses, gradients, outputs and the peak of kept activations.
+    """Run a table on a model, weights and a batch; losses, gradients, outputs and the peak of kept
+    activations.
 
     Args:
         table_csv: the table's text: a line a device, a cell an action, an empty cell where idle.
@@ -36,7 +37,8 @@ def run(
         weights: by name, the shapes of `model.shapes()`.
         dtype: what to cast weights and floating entries of the batch to; as they are, where None.
         rows: how many rows each microbatch has; equal numbers where None.
-        loss_scale: the backward starts from the loss times this, and the gradients are divided by it at the end.
+        loss_scale: the backward starts from the loss times this, and the gradients are divided by
+            it at the end.
         step: handed to the model in its `Context`.
 
     Raises:
@@ -54,9 +56,14 @@ def run(
     """
     table = read_table(table_csv)
     if table.num_stages != model.num_stages:
-        raise TableError(f"the table has {table.num_stages} stages, the model {model.num_stages}; they must be equal")
+        raise TableError(
+            f"the table has {table.num_stages} stages, the model {model.num_stages}; they must "
+            "be equal"
+        )
     model.check(weights)
     microbatches = split(batch, table.num_microbatches, rows=rows, dtype=dtype)
-    engine = Engine(table, model, Weights.of(weights, model.num_stages, dtype), microbatches, loss_scale, step)
+    engine = Engine(
+        table, model, Weights.of(weights, model.num_stages, dtype), microbatches, loss_scale, step
+    )
     with torch.set_grad_enabled(not table.forward_only):
         return engine.run()

@@ -21,7 +21,9 @@ def load_arrays(path: str | Path) -> Arrays:
 
 
 def save_arrays(path: str | Path, arrays: Mapping[str, Array]) -> None:
-    """Write an `.npz` file under exactly this name (numpy alone would add `.npz` to a name without it)."""
+    """Write an `.npz` file under exactly this name (numpy alone would add `.npz` to a name without
+    it).
+    """
     with Path(path).open("wb") as file:
         entries: dict[str, Any] = dict(arrays)
         np.savez(file, **entries)
@@ -39,6 +41,9 @@ def batches(stacked: Mapping[str, Array]) -> Iterator[Arrays]:
     """Cut arrays [steps, rows, ...] into one batch a step."""
     steps = {name: len(value) if value.ndim else 0 for name, value in stacked.items()}
     if len(set(steps.values())) != 1:
-        raise BatchError(f"the entries have different numbers of steps: {steps}; give all of them a leading axis of the same length")
+        raise BatchError(
+            f"the entries have different numbers of steps: {steps}; give all of them a leading "
+            "axis of the same length"
+        )
     for step in range(next(iter(steps.values()))):
         yield {name: value[step] for name, value in stacked.items()}

@@ -12,11 +12,14 @@ from .weights import Weights
 
 
 class Gradients:
-    """One array a weight, in float32 at least: sums of half-precision gradients lose digits with every microbatch."""
+    """One array a weight, in float32 at least: sums of half-precision gradients lose digits with
+    every microbatch.
+    """
 
     def __init__(self, weights: Weights) -> None:
         self._sums = {
-            name: torch.zeros(value.shape, dtype=torch.promote_types(value.dtype, torch.float32)) for name, value in weights.whole.items()
+            name: torch.zeros(value.shape, dtype=torch.promote_types(value.dtype, torch.float32))
+            for name, value in weights.whole.items()
         }
 
     def add(self, stage: int, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -27,4 +30,7 @@ class Gradients:
 
     def arrays(self, divisor: float) -> Arrays:
         """Every gradient, divided once."""
-        return {name: (value / divisor if divisor != 1 else value).numpy().copy() for name, value in self._sums.items()}
+        return {
+            name: (value / divisor if divisor != 1 else value).numpy().copy()
+            for name, value in self._sums.items()
+        }

@@ -24,14 +24,18 @@ class Saved:
 
 @dataclass
 class Input:
-    """What a forward keeps where the table has an R for it: the stage's input; None on stage 0, which starts from the batch."""
+    """What a forward keeps where the table has an R for it: the stage's input; None on stage 0,
+    which starts from the batch.
+    """
 
     x: Value | None
 
 
 @dataclass
 class Ran:
-    """What running a stage gives; `y` is handed on, or the loss and its count are the microbatch's."""
+    """What running a stage gives; `y` is handed on, or the loss and its count are
+    the microbatch's.
+    """
 
     saved: Saved
     y: Value

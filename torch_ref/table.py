@@ -1,9 +1,10 @@
 """Reads a schedule table: a line a device, a cell an action, an empty cell where the device idles.
 
-Nothing is passed over: a cell that is not F, B, I, W, R, L, E, G, H or an overlapped pair is an error, and so is a table that does not
-hold every forward (and, if it has any backward, every backward) exactly once, on one device.  An L is a device's share of `last`,
-an E of `first`, a G of the gradient of `first`: its first number is the device's, and a table that has any has one for every device
-and microbatch.
+Nothing is passed over: a cell that is not F, B, I, W, R, L, E, G, H or an overlapped pair is an
+error, and so is a table that does not hold every forward (and, if it has any backward, every
+backward) exactly once, on one device.  An L is a device's share of `last`, an E of `first`, a G of
+the gradient of `first`: its first number is the device's, and a table that has any has one for
+every device and microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from .errors import TableError
 
 
 class Kind(enum.Enum):
-    """What an action does: forward, full backward, input gradient, weight gradient, recomputation of the forward, shares."""
+    """What an action does: forward, full backward, input gradient, weight gradient, recomputation
+    of the forward, shares.
+    """
 
     F = "F"
     B = "B"
@@ -37,7 +40,12 @@ class Kind(enum.Enum):
 # What all devices do at the same time.
 TOGETHER = (Kind.L, Kind.E, Kind.G)
 # Of what each device does its share.
-SHARES = {Kind.L: "`last`", Kind.E: "`first`", Kind.G: "the gradient of `first`", Kind.H: "the gradient of the parameters of `last`"}
+SHARES = {
+    Kind.L: "`last`",
+    Kind.E: "`first`",
+    Kind.G: "the gradient of `first`",
+    Kind.H: "the gradient of the parameters of `last`",
+}
 
 
 class Action(NamedTuple):
@@ -84,7 +92,9 @@ class Table:
     @property
     def num_stages(self) -> int:
         """One more than the highest stage."""
-        return 1 + max((action.stage for _, action in self.actions() if action.kind not in SHARES), default=-1)
+        return 1 + max(
+            (action.stage for _, action in self.actions() if action.kind not in SHARES), default=-1
+        )
 
     @property
     def num_microbatches(self) -> int:
@@ -125,7 +135,9 @@ class Table:
 
 
 def read_table(text: str) -> Table:
-    """Read and check a table; TableError lists every cell that is no action, and everything missing, doubled or misplaced."""
+    """Read and check a table; TableError lists every cell that is no action, and everything
+    missing, doubled or misplaced.
+    """
     rows: list[tuple[Cell, ...]] = []
     faults: list[str] = []
     for device, line in enumerate(csv.reader(io.StringIO(text))):
@@ -139,7 +151,9 @@ def read_table(text: str) -> Table:
     if faults:
         raise TableError("the text is not a table:\n" + "\n".join(f"  {fault}" for fault in faults))
     if not any(cell for row in rows for cell in row):
-        raise TableError("the table holds no action; write a line a device and an action a cell, e.g. 0F0,0B0")
+        raise TableError(
+            "the table holds no action; write a line a device and an action a cell, e.g. 0F0,0B0"
+        )
     table = Table(tuple(rows))
     faults = list(_faults(table))
     if faults:
@@ -164,8 +178,13 @@ def _read_action(text: str) -> Action:
     if match is not None:
         return Action(int(match[1]), Kind(match[2]), int(match[3]))
     if _TRANSFER.fullmatch(text):
-        raise TableError(f"{text!r} is a transfer; give the compute-only table, transfers follow from it")
-    raise TableError(f"{text!r} is not an action; write [stage][F, B, I, W, R, L, E, G or H][microbatch], e.g. 2F0")
+        raise TableError(
+            f"{text!r} is a transfer; give the compute-only table, transfers follow from it"
+        )
+    raise TableError(
+        f"{text!r} is not an action; write [stage][F, B, I, W, R, L, E, G or H][microbatch], "
+        "e.g. 2F0"
+    )
 
 
 def _faults(table: Table) -> Iterator[str]:
@@ -193,13 +212,21 @@ def _share_faults(table: Table, kind: Kind, places: dict[Action, list[Place]]) -
     for microbatch in range(table.num_microbatches):
         for device in range(table.num_devices):
             if Action(device, kind, microbatch) not in places:
-                yield f"{Action(device, kind, microbatch)} is missing: every device has its share of {SHARES[kind]}"
+                yield (
+                    f"{Action(device, kind, microbatch)} is missing: every device has its "
+                    f"share of {SHARES[kind]}"
+                )
     for action, found in places.items():
         if action.kind is kind and any(place.device != action.stage for place in found):
-            yield f"{action} is on device {found[0].device}, but it is the share of device {action.stage}"
+            yield (
+                f"{action} is on device {found[0].device}, but it is the share of device "
+                f"{action.stage}"
+            )
 
 
-def _faults_of(places: dict[Action, list[Place]], stage: int, microbatch: int, *, forward_only: bool) -> Iterator[str]:
+def _faults_of(
+    places: dict[Action, list[Place]], stage: int, microbatch: int, *, forward_only: bool
+) -> Iterator[str]:
     """What is wrong with one stage's actions of one microbatch."""
     own = {kind: Action(stage, kind, microbatch) for kind in Kind if kind not in SHARES}
     here = {kind for kind, action in own.items() if action in places}
@@ -216,5 +243,10 @@ def _faults_of(places: dict[Action, list[Place]], stage: int, microbatch: int, *
         yield f"{own[Kind.I]} is missing, though {own[Kind.W]} is there"
     devices = {place.device for kind in here for place in places[own[kind]]}
     if len(devices) > 1:
-        names = ", ".join(f"{own[kind]} on device {places[own[kind]][0].device}" for kind in own if kind in here)
-        yield f"stage {stage}, microbatch {microbatch} is spread over devices, but what F saves stays on its device: {names}"
+        names = ", ".join(
+            f"{own[kind]} on device {places[own[kind]][0].device}" for kind in own if kind in here
+        )
+        yield (
+            f"stage {stage}, microbatch {microbatch} is spread over devices, but what F saves "
+            f"stays on its device: {names}"
+        )

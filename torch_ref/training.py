@@ -44,7 +44,8 @@ def train(
     rows: Sequence[int] | None = None,
     loss_scale: float = 1.0,
 ) -> Trained:
-    """Train a model on one batch a step, every step through the table; the weights that are given stay as they are.
+    """Train a model on one batch a step, every step through the table; the weights that are given
+    stay as they are.
 
     Args:
         table_csv: a table with backwards, as `run` takes it.
@@ -52,7 +53,8 @@ def train(
         batches: one a step.
         weights: by name, from before the first step.
         optimizer: `AdamW` or `SGD`, with its rate, weight decay and clipping.
-        dtype: what weights and floating entries of the batches are computed in; the weights themselves keep their own type.
+        dtype: what weights and floating entries of the batches are computed in; the weights
+            themselves keep their own type.
         rows: how many rows each microbatch has; equal numbers where None.
         loss_scale: as `run` takes it.
 
@@ -64,7 +66,13 @@ def train(
     >>> from torch_ref.models import MLP
     >>> model = MLP(num_stages=1)
     >>> batch = {"x": np.ones((2, 8)), "y": np.ones((2, 4))}
-    >>> trained = train("0F0,0B0\\n", model, [batch] * 20, weights=model.init(), optimizer=optim.SGD(0.1, momentum=0.5))
+    >>> trained = train(
+    ...     "0F0,0B0\\n",
+    ...     model,
+    ...     [batch] * 20,
+    ...     weights=model.init(),
+    ...     optimizer=optim.SGD(0.1, momentum=0.5),
+    ... )
     >>> bool(trained.losses[-1] < 0.01 * trained.losses[0])
     True
     """
@@ -73,10 +81,25 @@ def train(
     losses, norms, rates = [], [], []
     for step, batch in enumerate(batches):
         now = {name: to_numpy(value) for name, value in params.items()}
-        result = run(table_csv, model, batch, weights=now, dtype=dtype, rows=rows, loss_scale=loss_scale, step=step)
+        result = run(
+            table_csv,
+            model,
+            batch,
+            weights=now,
+            dtype=dtype,
+            rows=rows,
+            loss_scale=loss_scale,
+            step=step,
+        )
         if not result.grads:
-            raise TableError("the table has no backwards, so it gives no gradients to train with; add B, or I and W, for every F")
-        gradients = {name: torch.from_numpy(result.grads[name]).to(value.dtype) for name, value in params.items()}
+            raise TableError(
+                "the table has no backwards, so it gives no gradients to train with; add B, or I "
+                "and W, for every F"
+            )
+        gradients = {
+            name: torch.from_numpy(result.grads[name]).to(value.dtype)
+            for name, value in params.items()
+        }
         losses.append(result.loss)
         norms.append(float(global_norm(gradients.values())))
         rates.append(rate_of(optimizer.rate, step))

@@ -18,7 +18,10 @@ def leaves(value: Any) -> list[Any]:
         return [leaf for item in value for leaf in leaves(item)]
     if isinstance(value, Tensor):
         return [value]
-    raise TorchRefError(f"a stage's value holds a {type(value).__name__}; use tensors, and dicts, tuples and lists of them")
+    raise TorchRefError(
+        f"a stage's value holds a {type(value).__name__}; use tensors, and dicts, tuples and "
+        "lists of them"
+    )
 
 
 def rebuild(like: Any, new: Iterable[Any]) -> Any:

@@ -12,7 +12,9 @@ from .model import Model, PyTree, Step, microbatches_of
 
 
 def accumulate(model: Model, *, microbatches: int) -> Step:
-    """A step (canonical parameters, batch) -> (mean loss, gradients); the stages follow each other without a loop."""
+    """A step (canonical parameters, batch) -> (mean loss, gradients); the stages follow each other
+    without a loop.
+    """
 
     def loss_of(params: PyTree, microbatch: PyTree) -> Any:
         x = model.first(params["first"], microbatch)
@@ -22,7 +24,9 @@ def accumulate(model: Model, *, microbatches: int) -> Step:
 
     def step(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
         def one(total: PyTree, microbatch: PyTree) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_of)(params, microbatch)), None
+            return jax.tree.map(
+                jnp.add, total, jax.value_and_grad(loss_of)(params, microbatch)
+            ), None
 
         nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
         return lax.scan(one, nothing, microbatches_of(batch, microbatches))[0]

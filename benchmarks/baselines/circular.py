@@ -1,7 +1,9 @@
-"""The circular pipeline of praxis and MaxText: all stages in one vmap, a buffer sharded over devices that is rotated each iteration.
+"""The circular pipeline of praxis and MaxText: all stages in one vmap, a buffer sharded over
+devices that is rotated each iteration.
 
-The partitioner turns the rotation into a collective permute.  A device holds V stages, P apart, and a microbatch goes round V times;
-forward and backward are two scans of M V + P - 1 iterations, with every iteration's residuals kept in between.
+The partitioner turns the rotation into a collective permute.  A device holds V stages, P apart, and
+a microbatch goes round V times; forward and backward are two scans of M V + P - 1 iterations, with
+every iteration's residuals kept in between.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def place_circular(params: PyTree, *, mesh: Mesh, axis: str = "pipe") -> PyTree:
 
 
 def circular(model: Model, *, mesh: Mesh, microbatches: int, axis: str = "pipe") -> Step:
-    """A step (placed parameters, batch) -> (mean loss, gradients laid out like them); at least as many microbatches as devices."""
+    """A step (placed parameters, batch) -> (mean loss, gradients laid out like them); at least as
+    many microbatches as devices.
+    """
     devices = mesh.shape[axis]
     rounds = model.stages // devices
     assert microbatches >= devices, "a microbatch must be back before its next round begins"
@@ -38,7 +42,9 @@ def circular(model: Model, *, mesh: Mesh, microbatches: int, axis: str = "pipe")
         if rounds == 1:
             return jax.tree.map(lambda leaf: leaf[0], stages)
         which = jnp.clip((t - places) // microbatches, 0, rounds - 1)
-        return jax.tree.map(lambda leaf: jax.vmap(lambda own, v: own[v], in_axes=(1, 0))(leaf, which), stages)
+        return jax.tree.map(
+            lambda leaf: jax.vmap(lambda own, v: own[v], in_axes=(1, 0))(leaf, which), stages
+        )
 
     def iterate(stages: PyTree, xs: Any) -> Any:
         """xs [M, ...] -> the last stage's outputs [M, ...]."""
@@ -48,12 +54,16 @@ def circular(model: Model, *, mesh: Mesh, microbatches: int, axis: str = "pipe")
             m = t % microbatches
             entering = jnp.where(t < microbatches, xs[m], done[m])
             buffer = lax.with_sharding_constraint(buffer.at[0].set(entering), spread)
-            ys = lax.with_sharding_constraint(jax.vmap(model.stage)(weights_at(stages, t), buffer), spread)
+            ys = lax.with_sharding_constraint(
+                jax.vmap(model.stage)(weights_at(stages, t), buffer), spread
+            )
             done = done.at[(t - devices + 1) % microbatches].set(ys[-1])
             return (jnp.roll(ys, 1, axis=0), done), None
 
         buffer = lax.with_sharding_constraint(jnp.zeros((devices, *xs.shape[1:]), xs.dtype), spread)
-        (_, done), _ = lax.scan(iteration, (buffer, jnp.zeros_like(xs)), jnp.arange(microbatches * rounds + devices - 1))
+        (_, done), _ = lax.scan(
+            iteration, (buffer, jnp.zeros_like(xs)), jnp.arange(microbatches * rounds + devices - 1)
+        )
         return done
 
     def loss(params: PyTree, batch: PyTree) -> Any:

@@ -1,4 +1,5 @@
-"""GPipe as tutorials write it: a scan over M + P - 1 ticks with a ppermute in each, differentiated from outside by jax.grad.
+"""GPipe as tutorials write it: a scan over M + P - 1 ticks with a ppermute in each, differentiated
+from outside by jax.grad.
 
 Devices compute on zeros while they have nothing to do, and the scan keeps every tick's residuals.
 """
@@ -22,7 +23,8 @@ def place_stages(params: PyTree, *, mesh: Mesh, axis: str = "pipe") -> PyTree:
 
 
 def scan_permute(model: Model, *, mesh: Mesh, microbatches: int, axis: str = "pipe") -> Step:
-    """A step (placed parameters, batch) -> (mean loss, gradients laid out like them); one stage a device.
+    """A step (placed parameters, batch) -> (mean loss, gradients laid out like them); one stage a
+    device.
 
     The embedding and the loss are outside the loop, spread over the devices by microbatch.
     """
@@ -30,7 +32,9 @@ def scan_permute(model: Model, *, mesh: Mesh, microbatches: int, axis: str = "pi
     spread = jax.NamedSharding(mesh, PartitionSpec(axis))
 
     def ticks(stages: PyTree, xs: Any) -> Any:
-        """On each device: stages' leaves [1, ...], xs [M, ...] -> [1, M, ...], which is right on the last device."""
+        """On each device: stages' leaves [1, ...], xs [M, ...] -> [1, M, ...], which is right on
+        the last device.
+        """
         mine = jax.tree.map(lambda leaf: leaf[0], stages)
         is_first = lax.axis_index(axis) == 0
 
@@ -46,7 +50,9 @@ def scan_permute(model: Model, *, mesh: Mesh, microbatches: int, axis: str = "pi
         parts = lax.with_sharding_constraint(microbatches_of(batch, microbatches), spread)
         xs = jax.vmap(model.first, in_axes=(None, 0))(params["first"], parts)
         specs = (PartitionSpec(axis), PartitionSpec())
-        ys = jax.shard_map(ticks, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), check_vma=False)(params["stages"], xs)
+        ys = jax.shard_map(
+            ticks, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis), check_vma=False
+        )(params["stages"], xs)
         ys = lax.with_sharding_constraint(ys[-1], spread)
         return jnp.mean(jax.vmap(model.last, in_axes=(None, 0, 0))(params["last"], ys, parts))
 

@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining on gloo: its own schedule classes, a process a device, kept alive between steps."""
+"""torch.distributed.pipelining on gloo: its own schedule classes, a process a device, kept alive
+between steps.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from torch_ref.batch import split
 from torch_ref.models import GPT
@@ -43,14 +50,18 @@ class TorchJob:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step took: seconds on the clock, and seconds of processor time in all processes together."""
+    """What a step took: seconds on the clock, and seconds of processor time in all processes
+    together.
+    """
 
     wall: float
     cpu: float
 
 
 class TorchPipelines:
-    """P processes that run steps of any of the jobs on demand.  A context manager; the processes end with it."""
+    """P processes that run steps of any of the jobs on demand.  A context manager; the processes
+    end with it.
+    """
 
     def __init__(self, jobs: Sequence[TorchJob]) -> None:
         self._jobs = list(jobs)
@@ -62,14 +73,21 @@ class TorchPipelines:
         context = mp.get_context("spawn")
         for rank in range(self._jobs[0].devices):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._jobs, self._folder, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._jobs, self._folder, there), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -100,7 +118,9 @@ class TorchPipelines:
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(MINUTES * 60):
-                raise RuntimeError(f"torch's process {rank} did not answer within {MINUTES} minutes")
+                raise RuntimeError(
+                    f"torch's process {rank} did not answer within {MINUTES} minutes"
+                )
             try:
                 answers.append(pipe.recv())
             except EOFError:
@@ -114,7 +134,13 @@ def _serve(rank: int, jobs: Sequence[TorchJob], folder: str, pipe: Connection) -
     # More threads only make the processes fight for the cores.
     torch.set_num_threads(1)
     limit = timedelta(minutes=MINUTES)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=jobs[0].devices, timeout=limit)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=jobs[0].devices,
+        timeout=limit,
+    )
     runners = [_Runner(rank, job) for job in jobs]
     while True:
         try:
@@ -133,7 +159,10 @@ class _Runner:
         weights = Weights.of(job.weights, stages)
         mine = range(rank, stages, job.devices)
         self._modules = [StageModule(job.model, weights, s, parts) for s in mine]
-        placed = [PipelineStage(m, s, stages, torch.device("cpu")) for m, s in zip(self._modules, mine, strict=True)]
+        placed = [
+            PipelineStage(m, s, stages, torch.device("cpu"))
+            for m, s in zip(self._modules, mine, strict=True)
+        ]
         final = self._modules[-1]
 
         def loss_of(output: Any, rows: Any) -> Any:
@@ -180,5 +209,7 @@ class _Runner:
     def outcome(self) -> tuple[float, float]:
         """This process's part of the loss, and of the gradient's square."""
         loss = sum(part.item() for part in self._losses) / len(self._losses) if self._last else 0.0
-        grads = [p.grad for module in self._modules for p in module.parameters() if p.grad is not None]
+        grads = [
+            p.grad for module in self._modules for p in module.parameters() if p.grad is not None
+        ]
         return loss, float(sum((g.double() ** 2).sum() for g in grads))

@@ -1,1 +1,3 @@
-"""The parts of examples/train_gpt.py: model, data, optimizer, checkpoints, verification, reporting."""
+"""The parts of examples/train_gpt.py: model, data, optimizer, checkpoints,
+verification, reporting.
+"""

@@ -39,17 +39,29 @@ class RunFolder:
         try:
             return dict(json.loads((self.path / "settings.json").read_text()))
         except FileNotFoundError:
-            raise SystemExit(f"{self.path} is not the folder of a run: it has no settings.json") from None
+            raise SystemExit(
+                f"{self.path} is not the folder of a run: it has no settings.json"
+            ) from None
         except ValueError as error:
-            raise SystemExit(f"{self.path}/settings.json is damaged ({error}); write it anew from the folder of a like run") from None
+            raise SystemExit(
+                f"{self.path}/settings.json is damaged ({error}); write it anew from the folder "
+                "of a like run"
+            ) from None
 
     def check_corpus(self, digest: str) -> None:
-        """Exit where the run was trained on another text: another version of Python has another library."""
+        """Exit where the run was trained on another text: another version of Python has another
+        library.
+        """
         if self.read_settings()["corpus"] != digest:
-            raise SystemExit(f"{self.path} was trained on another Python's standard library: resume it with the Python that started it")
+            raise SystemExit(
+                f"{self.path} was trained on another Python's standard library: resume it with "
+                "the Python that started it"
+            )
 
     def read_losses(self, steps: int) -> list[float]:
-        """The losses of the first `steps` steps; the file is cut there, since the resumed run writes the rest again."""
+        """The losses of the first `steps` steps; the file is cut there, since the resumed run
+        writes the rest again.
+        """
         file = self.path / "losses.csv"
         lines = file.read_text().splitlines()[1 : steps + 1] if file.exists() else []
         file.write_text("\n".join(["step,loss", *lines]) + "\n")

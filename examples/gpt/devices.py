@@ -1,4 +1,6 @@
-"""Devices to train on: real accelerators where there are enough of them, virtual CPU devices otherwise."""
+"""Devices to train on: real accelerators where there are enough of them, virtual CPU devices
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,17 @@ from jax.sharding import Mesh
 def find(count: int) -> list[jax.Device]:
     """`count` GPUs or TPUs if JAX sees that many, else `count` virtual devices of the CPU.
 
-    Call it before anything else uses JAX: the number of virtual devices is fixed when JAX starts its CPU backend.
+    Call it before anything else uses JAX: the number of virtual devices is fixed when JAX starts
+    its CPU backend.
     """
     jax.config.update("jax_num_cpu_devices", count)
-    if find_spec("jax_cuda13_plugin") and not glob("/dev/nvidia[0-9]*") and "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # the plugin is there to compile for GPUs only; starting it would print an error
+    if (
+        find_spec("jax_cuda13_plugin")
+        and not glob("/dev/nvidia[0-9]*")
+        and "JAX_PLATFORMS" not in os.environ
+    ):
+        # the plugin is there to compile for GPUs only; starting it would print an error
+        jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
     if len(devices) < count:
         devices = jax.devices("cpu")

@@ -29,16 +29,29 @@ def progress(start: int, steps: int, *, tokens_per_step: int) -> Iterator[Advanc
         def line(step: int, loss: float) -> None:
             rate = clock.tick()
             if step == start or (step + 1) % every == 0 or step + 1 == steps:
-                print(f"step {step + 1:>5}/{steps}   loss {loss:.4f}   {rate:,.0f} tokens/s", flush=True)
+                print(
+                    f"step {step + 1:>5}/{steps}   loss {loss:.4f}   {rate:,.0f} tokens/s",
+                    flush=True,
+                )
 
         yield line
         return
-    columns = ("step", BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (
+        "step",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as bar:
         task = bar.add_task("compiling", total=steps, completed=start)
 
         def advance(step: int, loss: float) -> None:
-            bar.update(task, completed=step + 1, description=f"loss {loss:.4f}   {clock.tick():,.0f} tokens/s")
+            bar.update(
+                task,
+                completed=step + 1,
+                description=f"loss {loss:.4f}   {clock.tick():,.0f} tokens/s",
+            )
 
         yield advance
 
@@ -57,7 +70,9 @@ class Clock:
 
 
 def loss_curve(losses: Sequence[float], path: Path, *, validation: float, title: str) -> None:
-    """Write the loss of every step, its running mean, and the validation loss at the end, as a picture."""
+    """Write the loss of every step, its running mean, and the validation loss at the end, as a
+    picture.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,9 +81,27 @@ def loss_curve(losses: Sequence[float], path: Path, *, validation: float, title:
     window = max(1, len(losses) // 40)
     smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    axes.plot(np.arange(1, len(losses) + 1), losses, color="#9db4d0", linewidth=0.8, label="training, every step")
-    axes.plot(np.arange(window, len(losses) + 1), smooth, color="#1f4e8c", linewidth=1.8, label=f"training, mean of {window} steps")
-    axes.plot(len(losses), validation, "o", color="#c8442b", label=f"held-out files at the end: {validation:.3f}")
+    axes.plot(
+        np.arange(1, len(losses) + 1),
+        losses,
+        color="#9db4d0",
+        linewidth=0.8,
+        label="training, every step",
+    )
+    axes.plot(
+        np.arange(window, len(losses) + 1),
+        smooth,
+        color="#1f4e8c",
+        linewidth=1.8,
+        label=f"training, mean of {window} steps",
+    )
+    axes.plot(
+        len(losses),
+        validation,
+        "o",
+        color="#c8442b",
+        label=f"held-out files at the end: {validation:.3f}",
+    )
     axes.set(title=title, xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.3)
     axes.legend()

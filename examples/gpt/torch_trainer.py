@@ -1,4 +1,6 @@
-"""The third way of `--verify`: torch_ref runs the same table on the same weights, and torch.optim.AdamW updates them."""
+"""The third way of `--verify`: torch_ref runs the same table on the same weights, and
+torch.optim.AdamW updates them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from .optimizer import BETAS, EPS
 class Torch:
     """torch_ref, which reads the table as CSV, and torch.optim.AdamW."""
 
-    def __init__(self, model: GPT, schedule: jp.Schedule, args: argparse.Namespace, weights: dict[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        schedule: jp.Schedule,
+        args: argparse.Namespace,
+        weights: dict[str, np.ndarray],
+    ) -> None:
         self.table = schedule.to_csv()
         self.model = TorchGPT(
             num_stages=model.stages,
@@ -47,8 +55,15 @@ class Torch:
         self.steps = 0
 
     def step(self, batch: Any) -> tuple[float, dict[str, np.ndarray]]:
-        result = torch_ref.run(self.table, self.model, batch, weights={name: w.numpy() for name, w in self.weights.items()})
-        clipped = optim.clip({name: torch.from_numpy(g) for name, g in result.grads.items()}, self.clip)
+        result = torch_ref.run(
+            self.table,
+            self.model,
+            batch,
+            weights={name: w.numpy() for name, w in self.weights.items()},
+        )
+        clipped = optim.clip(
+            {name: torch.from_numpy(g) for name, g in result.grads.items()}, self.clip
+        )
         for name, weight in self.weights.items():
             weight.grad = clipped[name]
         for group in self.optimizer.param_groups:

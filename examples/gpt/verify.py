@@ -1,7 +1,8 @@
-"""Train the same steps three ways and measure how far apart they are: the pipeline, plain JAX without one, and torch.
+"""Train the same steps three ways and measure how far apart they are: the pipeline, plain JAX
+without one, and torch.
 
-Every trainer starts from the same weights, sees the same batches and has its own optimizer, so that a difference in any
-gradient would grow from step to step.
+Every trainer starts from the same weights, sees the same batches and has its own optimizer, so that
+a difference in any gradient would grow from step to step.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from .optimizer import adamw
 
 Arrays = dict[str, np.ndarray]  # by path, e.g. "stages/mlp/up/kernel"
 
-# Largest differences that rounding explains, relative to the loss and to the largest entry of each gradient array.  The sums over
-# some 10^3 tokens are taken in another order by each of the three, which leaves some hundred machine epsilons in a gradient (measured,
-# over 20 steps of the default sizes, in both types); 10^4 leaves room for other sizes and more steps.
+# Largest differences that rounding explains, relative to the loss and to the largest entry of each
+# gradient array.  The sums over some 10^3 tokens are taken in another order by each of the three,
+# which leaves some hundred machine epsilons in a gradient (measured, over 20 steps of the default
+# sizes, in both types); 10^4 leaves room for other sizes and more steps.
 TOLERANCE = {"float64": 2e-12, "float32": 1e-3}
 
 
 def by_path(tree: Any) -> Arrays:
     """A tree of arrays -> arrays by path, as torch_ref names them."""
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in leaves
+    }
 
 
 class Trainer(Protocol):
@@ -46,7 +51,9 @@ class Trainer(Protocol):
 class Pipelined:
     """The pipeline's own losses and gradients."""
 
-    def __init__(self, model: GPT, pipe: jp.Pipeline, optimizer: optax.GradientTransformation, canonical: Any) -> None:
+    def __init__(
+        self, model: GPT, pipe: jp.Pipeline, optimizer: optax.GradientTransformation, canonical: Any
+    ) -> None:
         self.pipe = pipe
         self.params = pipe.place(canonical)
         self.opt_state = optimizer.init(self.params)
@@ -77,7 +84,9 @@ class Plain:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a trainer's step is from the pipeline's; relative ones are to the loss, and to the largest entry of each array."""
+    """How far a trainer's step is from the pipeline's; relative ones are to the loss, and to the
+    largest entry of each array.
+    """
 
     loss: float
     gradient: float
@@ -90,7 +99,9 @@ def difference(ours: tuple[float, Arrays], other: tuple[float, Arrays]) -> Diffe
     """Compare a step; both must have the same arrays."""
     grads, others = ours[1], other[1]
     if grads.keys() != others.keys():
-        raise ValueError(f"the gradients have different names: {sorted(grads.keys() ^ others.keys())}")
+        raise ValueError(
+            f"the gradients have different names: {sorted(grads.keys() ^ others.keys())}"
+        )
     absolute = {name: float(np.max(np.abs(grads[name] - others[name]))) for name in grads}
     relative = {name: absolute[name] / float(np.max(np.abs(others[name]))) for name in grads}
     where = max(relative, key=relative.__getitem__)
@@ -99,13 +110,18 @@ def difference(ours: tuple[float, Arrays], other: tuple[float, Arrays]) -> Diffe
 
 
 def main(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpus) -> int:
-    """Print the differences of every step and overall; 1 if one is beyond what rounding explains, else 0."""
+    """Print the differences of every step and overall; 1 if one is beyond what rounding explains,
+    else 0.
+    """
     if args.dtype not in TOLERANCE:
         raise SystemExit(f"--verify compares in float64 or float32, not in {args.dtype}")
     try:
         from .torch_trainer import Torch
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--verify compares with torch, which is not here ({error}); `make verify` installs it and runs this") from None
+        raise SystemExit(
+            f"--verify compares with torch, which is not here ({error}); `make verify` installs "
+            "it and runs this"
+        ) from None
     optimizer = adamw(rate=args.rate, warmup=args.warmup, decay=args.decay, clip=args.clip)
     canonical = jax.jit(model.init)(jax.random.key(args.seed))
     ours = Pipelined(model, pipe, optimizer, canonical)
@@ -114,7 +130,12 @@ def main(args: argparse.Namespace, model: GPT, pipe: jp.Pipeline, corpus: Corpus
         "torch_ref": Torch(model, pipe.schedule, args, by_path(canonical)),
     }
 
-    table = Table("step", "loss", *(f"{what} vs {name}" for name in others for what in ("loss", "gradient")), title=f"in {args.dtype}")
+    table = Table(
+        "step",
+        "loss",
+        *(f"{what} vs {name}" for name in others for what in ("loss", "gradient")),
+        title=f"in {args.dtype}",
+    )
     worst: dict[str, list[Difference]] = {name: [] for name in others}
     for i in range(args.steps):
         batch = corpus.batch(i, size=args.batch, context=args.context, seed=args.seed)
@@ -135,12 +156,15 @@ def report(worst: dict[str, list[Difference]], args: argparse.Namespace) -> int:
     for name, found in worst.items():
         # A nan is the worst difference, wherever in the list it stands.
         loss = max(found, key=lambda d: (d.relative_loss != d.relative_loss, d.relative_loss))
-        gradient = max(found, key=lambda d: (d.relative_gradient != d.relative_gradient, d.relative_gradient))
+        gradient = max(
+            found, key=lambda d: (d.relative_gradient != d.relative_gradient, d.relative_gradient)
+        )
         bad |= not (loss.relative_loss <= limit and gradient.relative_gradient <= limit)
         print(
             f"pipeline vs {name}, largest of {len(found)} steps: "
             f"loss {max(d.loss for d in found):.1e} (relative {loss.relative_loss:.1e}), "
-            f"gradient {max(d.gradient for d in found):.1e} (relative {gradient.relative_gradient:.1e}, in {gradient.where})"
+            f"gradient {max(d.gradient for d in found):.1e} (relative "
+            f"{gradient.relative_gradient:.1e}, in {gradient.where})"
         )
     print(f"{'BEYOND' if bad else 'all within'} the tolerance of {limit:.0e}, relative")
     return int(bad)

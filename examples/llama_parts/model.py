@@ -1,8 +1,11 @@
-"""Llama in plain JAX, cut into the functions that a pipeline wants: `first` (embedding), `layer`, `last` (norm, head and loss).
+"""Llama in plain JAX, cut into the functions that a pipeline wants: `first` (embedding), `layer`,
+`last` (norm, head and loss).
 
-Pre-norm layers with RMSNorm, rotary positions, grouped-query attention and a SwiGLU (Touvron et al. 2023; Grattafiori et al. 2024). The
-formulas and parameter names are those of torch_ref/models/llama.py; rotation and kernels fit the files that Hugging Face publishes.
-Parameters have float32 (the master weights of the optimizer); the compute casts them to `dtype`, once a step.
+Pre-norm layers with RMSNorm, rotary positions, grouped-query attention and a SwiGLU (Touvron et al.
+2023; Grattafiori et al. 2024). The formulas and parameter names are those of
+torch_ref/models/llama.py; rotation and kernels fit the files that Hugging Face publishes.
+Parameters have float32 (the master weights of the optimizer); the compute casts them to `dtype`,
+once a step.
 """
 
 from __future__ import annotations
@@ -31,14 +34,17 @@ class Remat(StrEnum):
     NONE = "none"  # nothing but elementwise arithmetic
     DOTS = "dots"  # all but the results of products with weights
     LAYER = "layer"  # the whole layer, from its input
-    STAGE = "stage"  # the whole stage, from its input: the least memory between forward and backward
+    # the whole stage, from its input: the least memory between forward and backward
+    STAGE = "stage"
 
 
 class Attention(StrEnum):
     """How attention is computed."""
 
     PLAIN = "plain"  # products and a softmax, [N, heads, T, T]: any device, short contexts
-    CUDNN = "cudnn"  # JAX's call of cuDNN's fused kernel, on NVIDIA GPUs in bfloat16; no test runs it, for want of a GPU
+    # JAX's call of cuDNN's fused kernel, on NVIDIA GPUs in bfloat16; no test runs it, for want of a
+    # GPU
+    CUDNN = "cudnn"
 
 
 POLICIES = {
@@ -49,10 +55,12 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes and how to compute; `first`, `layer` and `last` are what `jaxpipe.Pipeline` takes as layers E, t and L.
+    """Sizes and how to compute; `first`, `layer` and `last` are what `jaxpipe.Pipeline` takes as
+    layers E, t and L.
 
-    A microbatch holds "tokens", "targets" and "weights" (how much each target counts), [N, T], and where its rows are packed of several
-    documents also "segments" (the document of a token) and "positions" (its place in the document).
+    A microbatch holds "tokens", "targets" and "weights" (how much each target counts), [N, T], and
+    where its rows are packed of several documents also "segments" (the document of a token) and
+    "positions" (its place in the document).
     """
 
     sizes: Sizes
@@ -60,8 +68,11 @@ class Llama:
     remat: Remat = Remat.NONE
     attention: Attention = Attention.PLAIN
     loss_tokens: int = 0  # logits of so many tokens of a row at a time; 0 for all at once
-    tensor: str | None = None  # the mesh axis over which layers are split; None outside of a pipeline
-    sequence: bool = False  # what lies between layers is split over that axis too, by time (Korthikanti et al. 2022, section 4.2.2)
+    # the mesh axis over which layers are split; None outside of a pipeline
+    tensor: str | None = None
+    # what lies between layers is split over that axis too, by time (Korthikanti et al. 2022,
+    # section 4.2.2)
+    sequence: bool = False
 
     @property
     def param_dtype(self) -> Any:
@@ -69,35 +80,61 @@ class Llama:
         return jnp.promote_types(self.dtype, jnp.float32)
 
     def shapes(self) -> Tree:
-        """The canonical parameters as shapes: {"first", "stages": {"t": leaves [layers, ...]}, "last"}; a tied table is in "shared"."""
+        """The canonical parameters as shapes: {"first", "stages": {"t": leaves [layers, ...]},
+        "last"}; a tied table is in "shared".
+        """
         s = self.sizes
         kernels = {
-            "attn": {"q": (s.width, s.heads * s.head), "k": (s.width, s.kv_heads * s.head), "v": (s.width, s.kv_heads * s.head)},
-            "mlp": {"gate": (s.width, s.hidden), "up": (s.width, s.hidden), "down": (s.hidden, s.width)},
+            "attn": {
+                "q": (s.width, s.heads * s.head),
+                "k": (s.width, s.kv_heads * s.head),
+                "v": (s.width, s.kv_heads * s.head),
+            },
+            "mlp": {
+                "gate": (s.width, s.hidden),
+                "up": (s.width, s.hidden),
+                "down": (s.hidden, s.width),
+            },
         }
         kernels["attn"]["out"] = (s.heads * s.head, s.width)
-        layer: Tree = {part: {name: {"kernel": shape} for name, shape in own.items()} for part, own in kernels.items()}
+        layer: Tree = {
+            part: {name: {"kernel": shape} for name, shape in own.items()}
+            for part, own in kernels.items()
+        }
         layer |= {"norm1": {"scale": (s.width,)}, "norm2": {"scale": (s.width,)}}
-        stacked = jax.tree.map(lambda shape: (s.layers, *shape), layer, is_leaf=lambda node: isinstance(node, tuple))
+        stacked = jax.tree.map(
+            lambda shape: (s.layers, *shape), layer, is_leaf=lambda node: isinstance(node, tuple)
+        )
         table, last = {"table": (s.vocab, s.width)}, {"norm": {"scale": (s.width,)}}
         ends: Tree = {"first": {}, "last": last, "shared": table}
         if not s.tied:
             ends = {"first": table, "last": last | {"head": {"kernel": (s.width, s.vocab)}}}
         shapes = ends | {"stages": {"t": stacked}}
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a, self.param_dtype), shapes, is_leaf=lambda node: isinstance(node, tuple))
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a, self.param_dtype),
+            shapes,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
 
     def specs(self) -> Tree:
-        """How tensor parallelism splits heads, hidden features and the vocabulary (Shoeybi et al. 2019), without the layers' axis."""
+        """How tensor parallelism splits heads, hidden features and the vocabulary (Shoeybi et al.
+        2019), without the layers' axis.
+        """
         axis = self.tensor
         columns, rows = {"kernel": PartitionSpec(None, axis)}, {"kernel": PartitionSpec(axis, None)}
-        layer = {"attn": {"q": columns, "k": columns, "v": columns, "out": rows}, "mlp": {"gate": columns, "up": columns, "down": rows}}
+        layer = {
+            "attn": {"q": columns, "k": columns, "v": columns, "out": rows},
+            "mlp": {"gate": columns, "up": columns, "down": rows},
+        }
         table = {"table": PartitionSpec(axis, None)}
         if self.sizes.tied:
             return {"shared": table, "stages": {"t": layer}}
         return {"first": table, "stages": {"t": layer}, "last": {"head": columns}}
 
     def spread_specs(self) -> Tree:
-        """The same where the pipe axis cuts the vocabulary of head or tied table: the tensor axis has the width, and sums logits."""
+        """The same where the pipe axis cuts the vocabulary of head or tied table: the tensor axis
+        has the width, and sums logits.
+        """
         if self.sizes.tied:
             return self.specs() | {"shared": {"table": PartitionSpec(None, self.tensor)}}
         return self.specs() | {"last": {"head": {"kernel": PartitionSpec(self.tensor, None)}}}
@@ -115,42 +152,75 @@ class Llama:
             return jax.checkpoint(self._layer, policy=POLICIES[self.remat])(params, x, seen)
         return self._layer(params, x, seen)
 
-    def last(self, params: Tree, x: jax.Array, microbatch: Tree, *, shared: Tree = None) -> tuple[jax.Array, jax.Array]:
-        """The weighted cross entropy of a microbatch, in nats: its sum, and the sum of the weights."""
+    def last(
+        self, params: Tree, x: jax.Array, microbatch: Tree, *, shared: Tree = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The weighted cross entropy of a microbatch, in nats: its sum, and the sum of
+        the weights.
+        """
         u = self._whole(self._norm(params["norm"], x))
-        kernel = self._table(params, shared).T if self.sizes.tied else params["head"]["kernel"].astype(self.dtype)
+        kernel = (
+            self._table(params, shared).T
+            if self.sizes.tied
+            else params["head"]["kernel"].astype(self.dtype)
+        )
         return self._summed(partial(_cross_entropy, kernel), u, microbatch)
 
-    def spread_first(self, params: Tree, microbatch: Tree, *, ctx: jp.Context, shared: Tree) -> jax.Array:
-        """`first` of a tied model on all devices of the pipeline at once, each with some rows of the table (`jaxpipe.spread`)."""
-        return self._between(jp.VocabEmbedding()({}, microbatch, ctx=ctx, shared=self._table(params, shared)))
+    def spread_first(
+        self, params: Tree, microbatch: Tree, *, ctx: jp.Context, shared: Tree
+    ) -> jax.Array:
+        """`first` of a tied model on all devices of the pipeline at once, each with some rows of
+        the table (`jaxpipe.spread`).
+        """
+        return self._between(
+            jp.VocabEmbedding()({}, microbatch, ctx=ctx, shared=self._table(params, shared))
+        )
 
     def spread_last(
         self, params: Tree, x: jax.Array, microbatch: Tree, *, ctx: jp.Context, shared: Tree = None
     ) -> tuple[jax.Array, jax.Array]:
-        """`last` in the same way: each device has some columns of the head, or some rows of the tied table."""
+        """`last` in the same way: each device has some columns of the head, or some rows of the
+        tied table.
+        """
         size = ctx.shared_sizes["table"] if self.sizes.tied else ctx.sizes["head"]["kernel"]
-        table = self._table(params, shared) if self.sizes.tied else params["head"]["kernel"].astype(self.dtype).T
+        table = (
+            self._table(params, shared)
+            if self.sizes.tied
+            else params["head"]["kernel"].astype(self.dtype).T
+        )
 
         def cross_entropy(parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             u, targets, weights = parts
-            losses, _ = jp.VocabHead().token_losses(table, u, {"targets": targets}, ctx=ctx._replace(sizes=size))
+            losses, _ = jp.VocabHead().token_losses(
+                table, u, {"targets": targets}, ctx=ctx._replace(sizes=size)
+            )
             return jnp.sum(weights * losses)
 
         return self._summed(cross_entropy, self._whole(self._norm(params["norm"], x)), microbatch)
 
-    def _summed(self, cross_entropy: Callable[..., jax.Array], u: jax.Array, microbatch: Tree) -> tuple[jax.Array, jax.Array]:
+    def _summed(
+        self, cross_entropy: Callable[..., jax.Array], u: jax.Array, microbatch: Tree
+    ) -> tuple[jax.Array, jax.Array]:
         """The loss of all tokens, of all at once or of some at a time."""
         parts = (u, microbatch["targets"], microbatch["weights"])
         length = u.shape[1]
         if not self.loss_tokens or self.loss_tokens >= length:
             return cross_entropy(parts), jnp.sum(microbatch["weights"], dtype=self.param_dtype)
         if length % self.loss_tokens:
-            raise ValueError(f"rows of {length} tokens do not divide into pieces of {self.loss_tokens}; let loss_tokens divide {length}")
-        # One piece of logits at a time, and again in the backward: [N, T, V] in float32 is more than a stage's parameters.
-        cut = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, self.loss_tokens, *a.shape[2:]), 1, 0), parts)
+            raise ValueError(
+                f"rows of {length} tokens do not divide into pieces of {self.loss_tokens}; let "
+                f"loss_tokens divide {length}"
+            )
+        # One piece of logits at a time, and again in the backward: [N, T, V] in float32 is more
+        # than a stage's parameters.
+        cut = jax.tree.map(
+            lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, self.loss_tokens, *a.shape[2:]), 1, 0),
+            parts,
+        )
         piece = jax.checkpoint(cross_entropy)
-        total = jax.lax.scan(lambda total, part: (total + piece(part), None), jnp.zeros((), self.param_dtype), cut)[0]
+        total = jax.lax.scan(
+            lambda total, part: (total + piece(part), None), jnp.zeros((), self.param_dtype), cut
+        )[0]
         return total, jnp.sum(microbatch["weights"], dtype=self.param_dtype)
 
     # Without a pipeline
@@ -158,17 +228,25 @@ class Llama:
     def logits(self, canonical: Tree, batch: Tree) -> jax.Array:
         """The whole model, [N, T] tokens -> [N, T, V]."""
         x, shared = self.hidden(canonical, batch), canonical.get("shared")
-        kernel = self._table({}, shared).T if self.sizes.tied else canonical["last"]["head"]["kernel"].astype(self.dtype)
+        kernel = (
+            self._table({}, shared).T
+            if self.sizes.tied
+            else canonical["last"]["head"]["kernel"].astype(self.dtype)
+        )
         return _wide(self._norm(canonical["last"]["norm"], x) @ kernel)
 
     def hidden(self, canonical: Tree, batch: Tree) -> jax.Array:
         """What the last layer returns, [N, T, d]."""
         x = self.first(canonical["first"], batch, shared=canonical.get("shared"))
-        return jax.lax.scan(lambda x, row: (self.layer(row, x, microbatch=batch), None), x, canonical["stages"]["t"])[0]
+        return jax.lax.scan(
+            lambda x, row: (self.layer(row, x, microbatch=batch), None), x, canonical["stages"]["t"]
+        )[0]
 
     def loss(self, canonical: Tree, batch: Tree) -> jax.Array:
         """The loss of a whole batch at once, in nats a token."""
-        total, count = self.last(canonical["last"], self.hidden(canonical, batch), batch, shared=canonical.get("shared"))
+        total, count = self.last(
+            canonical["last"], self.hidden(canonical, batch), batch, shared=canonical.get("shared")
+        )
         return total / count
 
     # Inside
@@ -177,26 +255,37 @@ class Llama:
         return (shared if self.sizes.tied else params)["table"].astype(self.dtype)
 
     def _layer(self, params: Tree, x: jax.Array, seen: Tree) -> jax.Array:
-        x = x + self._between(self._attend(params["attn"], self._whole(self._norm(params["norm1"], x)), seen))
+        x = x + self._between(
+            self._attend(params["attn"], self._whole(self._norm(params["norm1"], x)), seen)
+        )
         u, mlp = self._whole(self._norm(params["norm2"], x)), params["mlp"]
         gated = jax.nn.silu(self._dense(mlp["gate"], u)) * self._dense(mlp["up"], u)
         return x + self._between(self._dense(mlp["down"], gated))
 
     def _attend(self, params: Tree, u: jax.Array, seen: Tree) -> jax.Array:
-        """Grouped-query attention (Ainslie et al. 2023): `heads / kv_heads` queries share a key and a value."""
+        """Grouped-query attention (Ainslie et al. 2023): `heads / kv_heads` queries share a key and
+        a value.
+        """
         rows, tokens, _ = u.shape
-        q, k, v = (self._dense(params[name], u).reshape(rows, tokens, -1, self.sizes.head) for name in ("q", "k", "v"))
+        q, k, v = (
+            self._dense(params[name], u).reshape(rows, tokens, -1, self.sizes.head)
+            for name in ("q", "k", "v")
+        )
         positions = seen.get("positions", jnp.broadcast_to(jnp.arange(tokens), (rows, tokens)))
         q, k = self._rotate(q, positions), self._rotate(k, positions)
         attend = _fused_attention if self.attention is Attention.CUDNN else _plain_attention
-        return self._dense(params["out"], attend(q, k, v, seen.get("segments")).reshape(rows, tokens, -1))
+        return self._dense(
+            params["out"], attend(q, k, v, seen.get("segments")).reshape(rows, tokens, -1)
+        )
 
     def _between(self, x: jax.Array) -> jax.Array:
         """Say how x lies between layers: left open, the partitioner might split its width."""
         return self._lies(x, PartitionSpec(None, self.tensor if self.sequence else None, None))
 
     def _whole(self, x: jax.Array) -> jax.Array:
-        """What is multiplied with split kernels is whole on every device: else the partitioner might gather the kernels."""
+        """What is multiplied with split kernels is whole on every device: else the partitioner
+        might gather the kernels.
+        """
         return self._lies(x, PartitionSpec(None, None, None))
 
     def _lies(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -211,8 +300,13 @@ class Llama:
         return (wide * jax.lax.rsqrt(size) * params["scale"]).astype(self.dtype)
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotary positions (Su et al. 2021) of [N, T, heads, h]: feature i turns with feature i + h / 2, as in Hugging Face's files."""
-        angle = _wide(positions.astype(jnp.float32)).astype(self.param_dtype)[..., None, None] * self.sizes.frequencies()
+        """Rotary positions (Su et al. 2021) of [N, T, heads, h]: feature i turns with feature i + h
+        / 2, as in Hugging Face's files.
+        """
+        angle = (
+            _wide(positions.astype(jnp.float32)).astype(self.param_dtype)[..., None, None]
+            * self.sizes.frequencies()
+        )
         a, b = jnp.split(_wide(x), 2, axis=-1)
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -224,28 +318,44 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _visible(tokens: int, segments: jax.Array | None) -> jax.Array:
-    """Which keys a query sees, [N or 1, 1, T, T]: none that come later, and none of another document."""
+    """Which keys a query sees, [N or 1, 1, T, T]: none that come later, and none of another
+    document.
+    """
     causal = jnp.tril(jnp.ones((tokens, tokens), bool))[None, None]
-    return causal if segments is None else causal & (segments[:, None, :, None] == segments[:, None, None, :])
+    return (
+        causal
+        if segments is None
+        else causal & (segments[:, None, :, None] == segments[:, None, None, :])
+    )
 
 
-def _plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+def _plain_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> jax.Array:
     rows, tokens, heads, size = q.shape
     grouped = q.reshape(rows, tokens, k.shape[2], -1, size)
-    scores = jnp.einsum("nqkgf,nskf->nkgqs", grouped, k, preferred_element_type=_wide(q).dtype) / np.sqrt(size).astype(_wide(q).dtype)
+    scores = jnp.einsum(
+        "nqkgf,nskf->nkgqs", grouped, k, preferred_element_type=_wide(q).dtype
+    ) / np.sqrt(size).astype(_wide(q).dtype)
     seen = _visible(tokens, segments)[:, :, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
     return jnp.einsum("nkgqs,nskf->nqkgf", weights, v).reshape(rows, tokens, heads, size)
 
 
-def _fused_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+def _fused_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> jax.Array:
     if segments is None:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return jax.nn.dot_product_attention(q, k, v, mask=_visible(q.shape[1], segments), implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=_visible(q.shape[1], segments), implementation="cudnn"
+    )
 
 
 def _cross_entropy(kernel: jax.Array, parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """The weighted sum over some tokens; what is compared with the target, not looked up, stays split over a tensor axis."""
+    """The weighted sum over some tokens; what is compared with the target, not looked up, stays
+    split over a tensor axis.
+    """
     u, targets, weights = parts
     logits = _wide(u @ kernel)
     found = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0).sum(axis=-1)

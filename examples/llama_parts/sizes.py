@@ -11,7 +11,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Scaling:
-    """How Llama 3.1 and later stretch rotary positions (Grattafiori et al. 2024; `rope_scaling` of type llama3)."""
+    """How Llama 3.1 and later stretch rotary positions (Grattafiori et al. 2024; `rope_scaling` of
+    type llama3).
+    """
 
     factor: float = 8.0
     low: float = 1.0
@@ -47,13 +49,18 @@ class Sizes:
         return self.layers * (self._kernels() + 2 * self.width) + ends
 
     def flops(self, context: int) -> dict[str, float]:
-        """FLOPs a token, forward and backward, of each letter of a layout, without what remat computes again.
+        """FLOPs a token, forward and backward, of each letter of a layout, without what remat
+        computes again.
 
-        Six for each weight that it is multiplied with, and 12 T for each feature of the queries, as if each token saw the
-        whole row (Chowdhery et al. 2022, appendix B).
+        Six for each weight that it is multiplied with, and 12 T for each feature of the queries, as
+        if each token saw the whole row (Chowdhery et al. 2022, appendix B).
         """
         attention = 12.0 * self.heads * self.head * context
-        return {"E": 0.0, "t": 6.0 * self._kernels() + attention, "L": 6.0 * self.vocab * self.width}
+        return {
+            "E": 0.0,
+            "t": 6.0 * self._kernels() + attention,
+            "L": 6.0 * self.vocab * self.width,
+        }
 
     def frequencies(self) -> np.ndarray[Any, Any]:
         """What an angle grows by from one position to the next, [head / 2], in radians."""
@@ -67,7 +74,9 @@ class Sizes:
 
     def _kernels(self) -> int:
         """Weights in the kernels of a layer."""
-        return self.width * (2 * self.heads * self.head + 2 * self.kv_heads * self.head + 3 * self.hidden)
+        return self.width * (
+            2 * self.heads * self.head + 2 * self.kv_heads * self.head + 3 * self.hidden
+        )
 
 
 _V3 = {"vocab": 128_256, "theta": 500_000.0, "kv_heads": 8, "context": 8192}
@@ -75,7 +84,8 @@ _V31 = {**_V3, "scaling": Scaling(), "context": 131_072}
 _V32 = {**_V31, "scaling": Scaling(factor=32.0), "tied": True}
 
 PUBLISHED = {
-    "tiny": Sizes(4, 64, 4, 2, 160, 256, scaling=Scaling(context=64), context=512),  # for trials and tests; not published
+    # for trials and tests; not published
+    "tiny": Sizes(4, 64, 4, 2, 160, 256, scaling=Scaling(context=64), context=512),
     "llama2-7b": Sizes(32, 4096, 32, 32, 11_008, 32_000),
     "llama2-13b": Sizes(40, 5120, 40, 40, 13_824, 32_000),
     "llama2-70b": Sizes(80, 8192, 64, 8, 28_672, 32_000),
@@ -128,15 +138,31 @@ def from_config(config: dict[str, Any]) -> Sizes:
     kind = rope.get("rope_type", rope.get("type", "default"))
     faults = [
         f"{name} {config[name]!r} (this model has {has!r})"
-        for name, has in (("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False))
+        for name, has in (
+            ("model_type", "llama"),
+            ("hidden_act", "silu"),
+            ("attention_bias", False),
+            ("mlp_bias", False),
+        )
         if config.get(name, has) != has
     ]
-    faults += [] if kind in ("default", "llama3") else [f"rope_type {kind!r} (this model has 'default' and 'llama3')"]
+    faults += (
+        []
+        if kind in ("default", "llama3")
+        else [f"rope_type {kind!r} (this model has 'default' and 'llama3')"]
+    )
     if faults:
-        raise SystemExit(f"config.json is not of a Llama that this example knows: {', '.join(faults)}")
+        raise SystemExit(
+            f"config.json is not of a Llama that this example knows: {', '.join(faults)}"
+        )
     scaling = None
     if kind == "llama3":
-        scaling = Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"])
+        scaling = Scaling(
+            rope["factor"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
     return Sizes(
         layers=config["num_hidden_layers"],
         width=config["hidden_size"],

@@ -1,4 +1,6 @@
-"""A model with a mixture of experts in every stage: what the examples of expert parallelism have in common, and it without any."""
+"""A model with a mixture of experts in every stage: what the examples of expert parallelism have in
+common, and it without any.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def first(params: Any, microbatch: Any) -> jax.Array:
 
 
 def mixed(params: Any, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens of a row mixed causally; the router's gates, and its balance loss (Fedus et al. 2021)."""
+    """Tokens of a row mixed causally; the router's gates, and its balance loss (Fedus et
+    al. 2021).
+    """
     h = h + jnp.einsum("qk,nkd->nqd", jnp.tril(params["mix"]), h)
     gate = jax.nn.softmax(h @ params["router"])  # [N, T, E]
     chosen = jax.nn.one_hot(jnp.argmax(gate, axis=-1), EXPERTS)
@@ -25,7 +29,9 @@ def mixed(params: Any, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def dense_stage(params: Any, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(h, balance loss): every expert sees every token, and those that it was not chosen for weigh nothing."""
+    """(h, balance loss): every expert sees every token, and those that it was not chosen for weigh
+    nothing.
+    """
     h, gate, balance = mixed(params, h)
     up = jax.nn.gelu(jnp.einsum("ntd,edf->entf", h, params["up"]))
     weights = gate * jax.nn.one_hot(jnp.argmax(gate, axis=-1), EXPERTS)
@@ -33,7 +39,9 @@ def dense_stage(params: Any, h: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def last(params: Any, h: jax.Array, microbatch: Any) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(h @ params["head"], microbatch["targets"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        h @ params["head"], microbatch["targets"]
+    ).mean()
 
 
 def initial(key: jax.Array, stages: int) -> dict[str, Any]:
@@ -49,7 +57,13 @@ def initial(key: jax.Array, stages: int) -> dict[str, Any]:
     }
     leaves, form = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
     keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(form, [jax.random.normal(k, shape) / fan_in**0.5 for k, (fan_in, *shape) in zip(keys, leaves, strict=True)])
+    return jax.tree.unflatten(
+        form,
+        [
+            jax.random.normal(k, shape) / fan_in**0.5
+            for k, (fan_in, *shape) in zip(keys, leaves, strict=True)
+        ],
+    )
 
 
 def sequences(step: int, *, rows: int) -> dict[str, jax.Array]:

@@ -1,4 +1,6 @@
-"""What several examples do with their pipeline: compare it with the same model without one, then train."""
+"""What several examples do with their pipeline: compare it with the same model without one, then
+train.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def compare_and_train(
 ) -> list[float]:
     """Assert that loss and gradients are those of one device, then train: the loss of each step.
 
-    `plain_loss(canonical, batch)` is the model without a pipeline; `rows(i)` is the batch of step i.
+    `plain_loss(canonical, batch)` is the model without a pipeline; `rows(i)` is the batch of step
+    i.
     """
     params, batch = pipe.place(canonical), rows(0)
 
@@ -29,7 +32,10 @@ def compare_and_train(
     value, grads = step(params, batch)
     plain, plain_grads = jax.jit(jax.value_and_grad(plain_loss))(canonical, batch)
     worst = farthest(pipe.canonical(grads), plain_grads)
-    print(f"against one device: loss {abs(float(value - plain)):.1e} apart, gradients {worst:.1e} of their largest entry")
+    print(
+        f"against one device: loss {abs(float(value - plain)):.1e} apart, gradients {worst:.1e} "
+        "of their largest entry"
+    )
     assert abs(value - plain) < 1e-12
     assert worst < 1e-12  # float64, summed in another order
 

@@ -1,4 +1,6 @@
-"""Arguments of the command line: a name or file becomes a schedule, `F,I,W,T` costs, `key=value` options."""
+"""Arguments of the command line: a name or file becomes a schedule, `F,I,W,T` costs, `key=value`
+options.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,17 @@ from ..table.text import csv_lines, csv_place, json_place, json_value
 # Columns of a table's grid that are printed around the marked cells.
 MOST_COLUMNS = 60
 # Costs with a flag of their own name.
-_OTHER_COSTS = ("backward", "overlap", "recompute", "activation", "checkpoint", "last", "last_weight_grad", "first", "first_grad")
+_OTHER_COSTS = (
+    "backward",
+    "overlap",
+    "recompute",
+    "activation",
+    "checkpoint",
+    "last",
+    "last_weight_grad",
+    "first",
+    "first_grad",
+)
 MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 
 
@@ -34,7 +46,10 @@ _MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where
 _WHOLE = re.compile(f"[+-]?[0-9]{{1,{_MOST_DIGITS}}}")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Arguments of `build` that have a flag of their own.
-_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("devices", "microbatches", "chunks", "forward_only")}
+_FLAGS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("devices", "microbatches", "chunks", "forward_only")
+}
 
 
 class UsageError(JaxpipeError):
@@ -46,40 +61,76 @@ class InvalidScheduleError(ScheduleError):
 
 
 def is_file(source: str) -> bool:
-    """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or an existing file that has no schedule's name."""
+    """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or an existing file that has no
+    schedule's name.
+    """
     if source in names():
         return False
-    return source == "-" or Path(source).suffix in (".csv", ".json") or "/" in source or "\\" in source or Path(source).exists()
+    return (
+        source == "-"
+        or Path(source).suffix in (".csv", ".json")
+        or "/" in source
+        or "\\" in source
+        or Path(source).exists()
+    )
 
 
-def load(source: str, arguments: argparse.Namespace, costs: Costs | None, *, transfers: Transfers = Transfers.RENDEZVOUS) -> Schedule:
+def load(
+    source: str,
+    arguments: argparse.Namespace,
+    costs: Costs | None,
+    *,
+    transfers: Transfers = Transfers.RENDEZVOUS,
+) -> Schedule:
     """Read or build one schedule and check it.
 
-    `costs` go to schedules that take costs.  UsageError where the arguments do not fit the source, InvalidScheduleError where the table
-    of a file is invalid.
+    `costs` go to schedules that take costs.  UsageError where the arguments do not fit the source,
+    InvalidScheduleError where the table of a file is invalid.
     """
     if not is_file(source):
         return named(source, arguments, costs)
-    given = [f"--{name}" for name in ("devices", "microbatches", "chunks") if getattr(arguments, name) is not None]
+    given = [
+        f"--{name}"
+        for name in ("devices", "microbatches", "chunks")
+        if getattr(arguments, name) is not None
+    ]
     given += ["--option"] if arguments.option else []
     given += ["--forward-only"] if arguments.forward_only else []
     if given:
-        raise UsageError(f"{', '.join(given)} cannot be given for {source}: a file has its own shape; give the name of a schedule instead")
+        raise UsageError(
+            f"{', '.join(given)} cannot be given for {source}: a file has its own shape; give "
+            "the name of a schedule instead"
+        )
     return checked(read(source), transfers=transfers)
 
 
-def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chunks: int | None = None) -> Schedule:
+def named(
+    name: str, arguments: argparse.Namespace, costs: Costs | None, *, chunks: int | None = None
+) -> Schedule:
     """Build a named schedule from the command line's shape and options."""
     entry = describe(name)
-    missing = [f"--{what}" for what in ("devices", "microbatches") if getattr(arguments, what) is None]
+    missing = [
+        f"--{what}" for what in ("devices", "microbatches") if getattr(arguments, what) is None
+    ]
     if missing:
-        raise UsageError(f"{name} needs {' and '.join(missing)}, e.g. jaxpipe show {name} --devices 4 --microbatches 8")
+        raise UsageError(
+            f"{name} needs {' and '.join(missing)}, e.g. jaxpipe show {name} --devices 4 "
+            "--microbatches 8"
+        )
     options = read_options(arguments.option)
-    if costs is not None and "costs" not in options and any(option.name == "costs" for option in entry.options):
+    if (
+        costs is not None
+        and "costs" not in options
+        and any(option.name == "costs" for option in entry.options)
+    ):
         options["costs"] = costs
     chunks = arguments.chunks if chunks is None else chunks
     if options.get("placement") is not None:
-        options["placement"] = _placement(options["placement"], arguments.devices, entry.chunks.natural if chunks is None else chunks)
+        options["placement"] = _placement(
+            options["placement"],
+            arguments.devices,
+            entry.chunks.natural if chunks is None else chunks,
+        )
     if options.get("objective") is not None:
         options["objective"] = _objective(options["objective"])
     return build(
@@ -94,28 +145,49 @@ def named(name: str, arguments: argparse.Namespace, costs: Costs | None, *, chun
 
 def read(source: str) -> Schedule:
     """Read a table from a .csv or .json file, or CSV from standard input; it is not checked yet."""
-    text, name = (_limited(sys.stdin, source), "stdin") if source == "-" else (read_text(file_path(source)), Path(source).stem)
+    text, name = (
+        (_limited(sys.stdin, source), "stdin")
+        if source == "-"
+        else (read_text(file_path(source)), Path(source).stem)
+    )
     try:
         if Path(source).suffix == ".json":
             return Schedule.from_json(text)
         return Schedule.from_csv(text, name=name)
     except ScheduleError as error:
-        raise InvalidScheduleError(f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations) from error
+        raise InvalidScheduleError(
+            f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations
+        ) from error
     except JaxpipeError as error:
         raise InvalidScheduleError(f"{source}: {error}") from error
 
 
-def checked(schedule: Schedule, *, transfers: Transfers = Transfers.RENDEZVOUS, max_activations: int | None = None) -> Schedule:
-    """The schedule, or InvalidScheduleError with every violation (`check`'s own message has a hundred at most) and the marked grid."""
+def checked(
+    schedule: Schedule,
+    *,
+    transfers: Transfers = Transfers.RENDEZVOUS,
+    max_activations: int | None = None,
+) -> Schedule:
+    """The schedule, or InvalidScheduleError with every violation (`check`'s own message has a
+    hundred at most) and the marked grid.
+    """
     try:
         return check(schedule, transfers=transfers, max_activations=max_activations)
     except ScheduleError as error:
         found = error.violations
-        marked = {(v.device, v.position) for v in found if v.device is not None and v.position is not None}
+        marked = {
+            (v.device, v.position) for v in found if v.device is not None and v.position is not None
+        }
         marked |= {cell for v in found for cell in v.others}
-        lines = [f"{schedule.name or 'the schedule'} is invalid, {len(found)} violation{'' if len(found) == 1 else 's'}:"]
+        lines = [
+            f"{schedule.name or 'the schedule'} is invalid, {len(found)} "
+            f"violation{'' if len(found) == 1 else 's'}:"
+        ]
         lines += [f"  {v}" for v in found] or [f"  {error}"]
-        raise InvalidScheduleError("\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS)]), found) from error
+        raise InvalidScheduleError(
+            "\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS)]),
+            found,
+        ) from error
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
@@ -124,7 +196,10 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
     if arguments.costs is not None:
         fields = arguments.costs.split(",")
         if len(fields) not in (3, 4):
-            raise UsageError(f"--costs {quoted(arguments.costs)} must be F,I,W,T: three or four numbers joined by commas, e.g. 1,1,1,0.1")
+            raise UsageError(
+                f"--costs {quoted(arguments.costs)} must be F,I,W,T: three or four numbers "
+                "joined by commas, e.g. 1,1,1,0.1"
+            )
         kinds = ("forward", "input_grad", "weight_grad", "transfer")
         given = {kind: _cost("--costs", field) for kind, field in zip(kinds, fields, strict=False)}
     for name in _OTHER_COSTS:
@@ -139,18 +214,27 @@ def gives_costs(arguments: argparse.Namespace) -> bool:
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
-    """`["group_size=4", "lean=true"]` -> {"group_size": 4, "lean": True}; UsageError lists every pair without '='."""
+    """`["group_size=4", "lean=true"]` -> {"group_size": 4, "lean": True}; UsageError lists every
+    pair without '='.
+    """
     bad = [pair for pair in pairs if not pair.partition("=")[0].isidentifier() or "=" not in pair]
     if bad:
-        raise UsageError(f"--option {', '.join(map(quoted, bad))} must be KEY=VALUE, e.g. --option group_size=4")
+        raise UsageError(
+            f"--option {', '.join(map(quoted, bad))} must be KEY=VALUE, e.g. --option group_size=4"
+        )
     given: dict[str, Any] = {}
     for key, _, value in (pair.partition("=") for pair in pairs):
         if key in given:
             raise UsageError(f"--option {quoted(key)} is given twice; give it once")
         if key in _FLAGS:
-            raise UsageError(f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {_FLAGS[key]}")
+            raise UsageError(
+                f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {_FLAGS[key]}"
+            )
         if key == "name":
-            raise UsageError("--option name=... is the schedule's name; write it after the command, e.g. jaxpipe show 1f1b")
+            raise UsageError(
+                "--option name=... is the schedule's name; write it after the command, e.g. "
+                "jaxpipe show 1f1b"
+            )
         given[key] = _value(value)
     return given
 
@@ -158,7 +242,9 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
 def whole_number(text: str) -> int:
     """An argument that is a whole number, for argparse."""
     if _WHOLE.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number (of at most {_MOST_DIGITS} digits)")
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a whole number (of at most {_MOST_DIGITS} digits)"
+        )
     return int(text)
 
 
@@ -177,7 +263,10 @@ def _placement(given: object, devices: int, chunks: int) -> Placement:
         return Placement.vee(devices=devices, chunks=chunks)
     if isinstance(given, tuple) and all(isinstance(device, int) for device in given):
         return Placement.explicit(given, devices=devices)
-    raise UsageError(f"--option placement={quoted(given)} must be loop, vee, or the device of each stage, e.g. placement=0,1,1,0")
+    raise UsageError(
+        f"--option placement={quoted(given)} must be loop, vee, or the device of each stage, "
+        "e.g. placement=0,1,1,0"
+    )
 
 
 def _objective(given: object) -> Objective:
@@ -185,11 +274,16 @@ def _objective(given: object) -> Objective:
     for objective in Objective:
         if given == objective.value:
             return objective
-    raise UsageError(f"--option objective={quoted(given)} must be {' or '.join(objective.value for objective in Objective)}")
+    raise UsageError(
+        f"--option objective={quoted(given)} must be "
+        f"{' or '.join(objective.value for objective in Objective)}"
+    )
 
 
 def _value(text: str) -> object:
-    """A whole number, several joined by commas, True, False or None, where the text is one of them; else the text."""
+    """A whole number, several joined by commas, True, False or None, where the text is one of them;
+    else the text.
+    """
     words: dict[str, object] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -204,12 +298,16 @@ def _cost(flag: str, text: str) -> Cost:
     try:
         numbers = [_number(part) for part in text.split(":")]
     except ValueError:
-        raise UsageError(f"{flag}: {quoted(text)} is not a number (numbers joined by : are one per stage)") from None
+        raise UsageError(
+            f"{flag}: {quoted(text)} is not a number (numbers joined by : are one per stage)"
+        ) from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _number(text: str) -> float:
-    """An int where it is one, so that whole costs give whole makespans; ValueError for what is not a number."""
+    """An int where it is one, so that whole costs give whole makespans; ValueError for what is not
+    a number.
+    """
     if _WHOLE.fullmatch(text.strip()):
         return int(text)
     if _REAL.fullmatch(text.strip()):
@@ -230,37 +328,62 @@ def read_text(path: Path) -> str:
         with path.open(encoding="utf-8-sig") as file:
             return _limited(file, str(path))
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not a text file ({error.reason} at byte {error.start}); give a .csv or .json table") from error
+        raise UsageError(
+            f"{path}: not a text file ({error.reason} at byte {error.start}); give a .csv or "
+            ".json table"
+        ) from error
 
 
 def _limited(file: TextIO, name: str) -> str:
     """The text of a file; UsageError for one that is far too long for a table, or endless."""
     text = file.read(MAX_TEXT + 1)
     if len(text) > MAX_TEXT:
-        raise UsageError(f"{name}: more than {MAX_TEXT:,} characters, more than any table; give a .csv or .json table")
+        raise UsageError(
+            f"{name}: more than {MAX_TEXT:,} characters, more than any table; give a .csv or "
+            ".json table"
+        )
     return text
 
 
 def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
-    """The error and, where it is about cells, a grid of the cells as they are written, the faulty ones marked."""
-    faulty = {v.message.partition(": ")[0]: v.device for v in error.violations if v.device is not None}
+    """The error and, where it is about cells, a grid of the cells as they are written, the faulty
+    ones marked.
+    """
+    faulty = {
+        v.message.partition(": ")[0]: v.device for v in error.violations if v.device is not None
+    }
     if not faulty:
         return str(error)
     place = json_place if suffix == ".json" else csv_place
     rows = list(_raw_cells(text, suffix))
-    marked = {(d, p) for d in set(faulty.values()) for p in range(len(rows[d])) if place(d, p) in faulty}
+    marked = {
+        (d, p) for d in set(faulty.values()) for p in range(len(rows[d])) if place(d, p) in faulty
+    }
     columns = range(max(map(len, rows)))
     if len(columns) > MOST_COLUMNS:
         first = min(p for _, p in marked)
-        columns = range(max(0, first - MOST_COLUMNS // 2), min(len(columns), first + MOST_COLUMNS // 2))
+        columns = range(
+            max(0, first - MOST_COLUMNS // 2), min(len(columns), first + MOST_COLUMNS // 2)
+        )
     shown = [[_cut(cell) for cell in row[columns.start : columns.stop]] for row in rows]
-    cells = [[f"[{cell}]" if (d, p) in marked else cell for p, cell in enumerate(row, columns.start)] for d, row in enumerate(shown)]
+    cells = [
+        [f"[{cell}]" if (d, p) in marked else cell for p, cell in enumerate(row, columns.start)]
+        for d, row in enumerate(shown)
+    ]
     width = max(len(c) for row in cells for c in row)
     label = len(f"device {len(rows) - 1}")
-    lines = [str(error)] + ([f"columns {columns.start + 1} to {columns.stop}:"] if len(columns) < max(map(len, rows)) else [])
+    lines = [str(error)] + (
+        [f"columns {columns.start + 1} to {columns.stop}:"]
+        if len(columns) < max(map(len, rows))
+        else []
+    )
     for device, row in enumerate(cells):
         tail = f"  {MARK}" if any(d == device for d, _ in marked) else ""
-        lines.append(f"{f'device {device}':<{label}} |" + "".join(f" {c:<{width}}" for c in row).rstrip() + tail)
+        lines.append(
+            f"{f'device {device}':<{label}} |"
+            + "".join(f" {c:<{width}}" for c in row).rstrip()
+            + tail
+        )
     return "\n".join(lines)
 
 

@@ -44,7 +44,14 @@ _WHERE = {
     Transfers.RENDEZVOUS: "",
 }
 _NO_GAP = 1e-9
-_SUFFIXES = {".trace.json": "trace", ".csv": "csv", ".svg": "svg", ".html": "html", ".htm": "html", ".json": "json"}
+_SUFFIXES = {
+    ".trace.json": "trace",
+    ".csv": "csv",
+    ".svg": "svg",
+    ".html": "html",
+    ".htm": "html",
+    ".json": "json",
+}
 
 
 def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
@@ -55,8 +62,14 @@ def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             {
                 "name": e.name,
                 "summary": e.summary,
-                "chunks": {"natural": e.chunks.natural, "least": e.chunks.least, "most": e.chunks.most},
-                "options": [{"name": o.name, "default": o.default, "summary": o.summary} for o in e.options],
+                "chunks": {
+                    "natural": e.chunks.natural,
+                    "least": e.chunks.least,
+                    "most": e.chunks.most,
+                },
+                "options": [
+                    {"name": o.name, "default": o.default, "summary": o.summary} for o in e.options
+                ],
                 "doc": e.doc,
             }
             for e in entries
@@ -64,8 +77,15 @@ def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         terminal.write(json.dumps(facts, indent=2, default=str))
     elif arguments.names:
         for entry in entries:
-            options = "\n".join(f"  --option {o.name}={o.default}  {o.summary}" for o in entry.options if o.name != "forward_only")
-            terminal.write(f"{entry.name}\n\n{entry.doc}\n\nchunks: {entry.chunks}\n" + (f"options:\n{options}\n" if options else ""))
+            options = "\n".join(
+                f"  --option {o.name}={o.default}  {o.summary}"
+                for o in entry.options
+                if o.name != "forward_only"
+            )
+            terminal.write(
+                f"{entry.name}\n\n{entry.doc}\n\nchunks: {entry.chunks}\n"
+                + (f"options:\n{options}\n" if options else "")
+            )
     else:
         rows = [(e.name, str(e.chunks), e.summary) for e in entries]
         terminal.table(("schedule", "chunks", "description"), rows, left=3)
@@ -84,7 +104,9 @@ def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     if arguments.output in (None, "-"):
         terminal.write(text)
         return True
-    file_path(arguments.output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    file_path(arguments.output).write_text(
+        text if text.endswith("\n") else text + "\n", encoding="utf-8"
+    )
     terminal.complain(f"wrote {arguments.output}")
     return True
 
@@ -94,19 +116,41 @@ def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     costs = read_costs(arguments)
     transfers = Transfers(arguments.transfers)
     with terminal.doing(f"simulating {arguments.source}"):
-        schedule = load(arguments.source, arguments, costs if gives_costs(arguments) else None, transfers=transfers)
+        schedule = load(
+            arguments.source,
+            arguments,
+            costs if gives_costs(arguments) else None,
+            transfers=transfers,
+        )
         t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
-        terminal.write(json.dumps(_timeline_facts(t) | ({} if t.schedule.forward_only else {"lower_bound": bound_beside(t)[0]})))
+        terminal.write(
+            json.dumps(
+                _timeline_facts(t)
+                | ({} if t.schedule.forward_only else {"lower_bound": bound_beside(t)[0]})
+            )
+        )
         return True
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
-    head = (("makespan", number(t.makespan)), ("span", number(t.span)), ("bubble", f"{t.bubble:.2%}"))
+    head = (
+        ("makespan", number(t.makespan)),
+        ("span", number(t.span)),
+        ("bubble", f"{t.bubble:.2%}"),
+    )
     terminal.write("\n".join(f"{name:<9} {value}" for name, value in head) + "\n")
     rows = [
-        (str(d), *(number(v) for v in (t.busy[d], sum(t.idle[d]), *t.idle[d])), str(t.peak_activations[d]), number(t.peak_memory[d]))
+        (
+            str(d),
+            *(number(v) for v in (t.busy[d], sum(t.idle[d]), *t.idle[d])),
+            str(t.peak_activations[d]),
+            number(t.peak_memory[d]),
+        )
         for d in range(t.schedule.num_devices)
     ]
-    terminal.table(("device", "busy", "idle", "warmup", "waiting", "drain", "peak activations", "peak memory"), rows)
+    terminal.table(
+        ("device", "busy", "idle", "warmup", "waiting", "drain", "peak activations", "peak memory"),
+        rows,
+    )
     if not t.schedule.forward_only:
         terminal.write(_gap_words(t))
     return True
@@ -117,7 +161,9 @@ def _gap_words(t: Timeline) -> str:
     bound, held = bound_beside(t)
     gap = t.makespan / bound - 1 if bound else 0.0
     memory = "" if held is None else f" and at most {held} activations a device without R"
-    within = "none is shorter" if gap < _NO_GAP else f"it is at most {gap:.2%} longer than the shortest"
+    within = (
+        "none is shorter" if gap < _NO_GAP else f"it is at most {gap:.2%} longer than the shortest"
+    )
     return f"lower bound {number(bound)} for this placement{memory}: {within}"
 
 
@@ -129,10 +175,19 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     facts: dict[str, Any] = {"file": arguments.file, "ok": True, "transfers": transfers.value}
     try:
         with terminal.doing(f"checking {arguments.file}"):
-            schedule = checked(read(arguments.file), transfers=transfers, max_activations=arguments.max_activations)
+            schedule = checked(
+                read(arguments.file), transfers=transfers, max_activations=arguments.max_activations
+            )
     except InvalidScheduleError as error:
-        found = [{"rule": v.rule, "message": v.message, "device": v.device, "position": v.position} for v in error.violations]
-        text = json.dumps(facts | {"ok": False, "violations": found, "report": str(error)}) if arguments.json else str(error)
+        found = [
+            {"rule": v.rule, "message": v.message, "device": v.device, "position": v.position}
+            for v in error.violations
+        ]
+        text = (
+            json.dumps(facts | {"ok": False, "violations": found, "report": str(error)})
+            if arguments.json
+            else str(error)
+        )
         terminal.write(text)
         return False
     if arguments.json:
@@ -140,8 +195,10 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     else:
         s = schedule
         terminal.write(
-            f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, {s.num_microbatches} microbatches, "
-            f"{s.encoded.num_actions} actions; it cannot deadlock{_WHERE[transfers] if s.has_transfers else ''}"
+            f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
+            f"{s.num_microbatches} microbatches, "
+            f"{s.encoded.num_actions} actions; it cannot "
+            f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
         )
     return True
 
@@ -150,7 +207,10 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """`jaxpipe compare`: several schedules of one model, side by side."""
     costs = read_costs(arguments)
     if any(isinstance(value, tuple) for value in vars(costs).values()):
-        raise UsageError("compare takes one number for each cost, since the schedules have different stages; leave the ':' out")
+        raise UsageError(
+            "compare takes one number for each cost, since the schedules have different stages; "
+            "leave the ':' out"
+        )
     _refuse_unknown_options(arguments)
     results: list[tuple[Timeline, float]] = []
     skipped: list[str] = []
@@ -158,7 +218,8 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         try:
             results.append(_one_of_many(source, arguments, costs))
         except ScheduleError as error:
-            # Without names, all schedules that can be built are compared; one that is named must be built.
+            # Without names, all schedules that can be built are compared; one that is named must be
+            # built.
             if arguments.sources:
                 raise
             skipped.append(f"left out: {error}")
@@ -166,7 +227,9 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         raise UsageError("\n".join(["no schedule can be built with these arguments:", *skipped]))
     if arguments.json:
         facts = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
-        terminal.write(json.dumps({"costs": _cost_facts(costs), "schedules": facts, "left_out": skipped}))
+        terminal.write(
+            json.dumps({"costs": _cost_facts(costs), "schedules": facts, "left_out": skipped})
+        )
         return True
     _print_comparison(results, costs, terminal)
     if skipped:
@@ -174,17 +237,35 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     return True
 
 
-def _one_of_many(source: str, arguments: argparse.Namespace, costs: Costs) -> tuple[Timeline, float]:
-    """A schedule's timeline with its share of the costs, and that share: a stage holds P / S of a device's part of the model."""
+def _one_of_many(
+    source: str, arguments: argparse.Namespace, costs: Costs
+) -> tuple[Timeline, float]:
+    """A schedule's timeline with its share of the costs, and that share: a stage holds P / S of a
+    device's part of the model.
+    """
     if is_file(source):
-        shape = argparse.Namespace(**(vars(arguments) | {"devices": None, "microbatches": None, "chunks": None, "option": []}))
+        shape = argparse.Namespace(
+            **(
+                vars(arguments)
+                | {"devices": None, "microbatches": None, "chunks": None, "option": []}
+            )
+        )
         shape.forward_only = False
         schedule = load(source, shape, None)
     else:
         entry = describe(source)
-        chunks = entry.chunks.natural if arguments.chunks is None else entry.chunks.nearest(arguments.chunks)
+        chunks = (
+            entry.chunks.natural
+            if arguments.chunks is None
+            else entry.chunks.nearest(arguments.chunks)
+        )
         known = {option.name for option in entry.options}
-        own = argparse.Namespace(**(vars(arguments) | {"option": [o for o in arguments.option if o.partition("=")[0] in known]}))
+        own = argparse.Namespace(
+            **(
+                vars(arguments)
+                | {"option": [o for o in arguments.option if o.partition("=")[0] in known]}
+            )
+        )
         made_for = _shared(costs, 1 / chunks) if gives_costs(arguments) else None
         schedule = named(source, own, made_for, chunks=chunks)
     share = schedule.num_devices / schedule.num_stages
@@ -192,23 +273,48 @@ def _one_of_many(source: str, arguments: argparse.Namespace, costs: Costs) -> tu
 
 
 def _refuse_unknown_options(arguments: argparse.Namespace) -> None:
-    """UsageError for an option that none of the schedules takes (each gets the options that it takes)."""
+    """UsageError for an option that none of the schedules takes (each gets the options that it
+    takes).
+    """
     sources = [source for source in arguments.sources or names() if not is_file(source)]
     known = {option.name for source in sources for option in describe(source).options}
     unknown = sorted(set(read_options(arguments.option)) - known)
     if unknown:
-        raise UsageError(f"no schedule of these takes --option {', '.join(unknown)}; they take {', '.join(sorted(known)) or 'none'}")
+        raise UsageError(
+            f"no schedule of these takes --option {', '.join(unknown)}; they take "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
 
 
-def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs, terminal: Terminal) -> None:
+def _print_comparison(
+    results: list[tuple[Timeline, float]], costs: Costs, terminal: Terminal
+) -> None:
     best = min(t.makespan for t, _ in results)
-    header = ("schedule", "devices", "microbatches", "chunks", "makespan", "vs best", "bubble", "peak activations")
+    header = (
+        "schedule",
+        "devices",
+        "microbatches",
+        "chunks",
+        "makespan",
+        "vs best",
+        "bubble",
+        "peak activations",
+    )
     rows = []
     for t, share in results:
         s = t.schedule
         ratio = f"{t.makespan / best:.3f}" if best else "-"
         shape = (str(s.num_devices), str(s.num_microbatches), str(s.num_chunks))
-        rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", number(max(t.peak_memory) * share)))
+        rows.append(
+            (
+                s.name,
+                *shape,
+                number(t.makespan),
+                ratio,
+                f"{t.bubble:.2%}",
+                number(max(t.peak_memory) * share),
+            )
+        )
     terminal.table(header, rows, best=(i for i, (t, _) in enumerate(results) if t.makespan == best))
     terminal.write(f"costs and activations of a P-th of the model: {_cost_words(costs)}")
 
@@ -224,11 +330,15 @@ def _sums(t: Timeline, share: float) -> dict[str, Any]:
 
 
 def _shared(costs: Costs, share: float) -> Costs:
-    """The costs of a stage that is this share of a device's part of the model; transfers and memory are not scaled."""
+    """The costs of a stage that is this share of a device's part of the model; transfers and memory
+    are not scaled.
+    """
     if share == 1:
         return costs
     names = [spec.cost for spec in KINDS if spec.cost is not None] + ["overlap"]
-    times: dict[str, Any] = {name: _part(time, share) for name in names if (time := getattr(costs, name)) is not None}
+    times: dict[str, Any] = {
+        name: _part(time, share) for name in names if (time := getattr(costs, name)) is not None
+    }
     return replace(costs, **times)
 
 
@@ -240,7 +350,11 @@ def _part(cost: Cost, share: float) -> float:
 def _writers(arguments: argparse.Namespace, costs: Costs) -> dict[str, Callable[[Schedule], str]]:
     """Per format, the function that writes a schedule in it."""
     look = {"title": arguments.title, "width": arguments.width}
-    drawing = {"theme": Theme(arguments.theme), "memory": arguments.memory, "critical_path": arguments.critical_path}
+    drawing = {
+        "theme": Theme(arguments.theme),
+        "memory": arguments.memory,
+        "critical_path": arguments.critical_path,
+    }
     return {
         "grid": str,
         "csv": lambda s: s.to_csv(),
@@ -255,9 +369,14 @@ def _format_of(output: str | None) -> str:
     """The format of a file's suffix; the grid where there is none."""
     if output is None or output == "-":
         return "grid"
-    found = next((name for suffix, name in _SUFFIXES.items() if output.lower().endswith(suffix)), None)
+    found = next(
+        (name for suffix, name in _SUFFIXES.items() if output.lower().endswith(suffix)), None
+    )
     if found is None and Path(output).suffix not in ("", ".txt"):
-        raise UsageError(f"no format is known for {output}; give --format, or a file that ends in {', '.join(_SUFFIXES)} or .txt")
+        raise UsageError(
+            f"no format is known for {output}; give --format, or a file that ends in "
+            f"{', '.join(_SUFFIXES)} or .txt"
+        )
     return found or "grid"
 
 
@@ -292,5 +411,9 @@ def _cost_facts(costs: Costs) -> dict[str, Any]:
 
 
 def _cost_words(costs: Costs) -> str:
-    words = [f"{name.replace('_', ' ')} {number(v)}" for name, v in vars(costs).items() if isinstance(v, int | float)]
+    words = [
+        f"{name.replace('_', ' ')} {number(v)}"
+        for name, v in vars(costs).items()
+        if isinstance(v, int | float)
+    ]
     return ", ".join(words)

@@ -36,12 +36,29 @@ class Terminal:
         """Print text to stderr as it is."""
         sys.stderr.write(text + "\n")
 
-    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, best: Iterable[int] = ()) -> None:
-        """Print columns, the first `left` of them flush left; rows numbered in `best` are highlighted on a terminal."""
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        left: int = 1,
+        best: Iterable[int] = (),
+    ) -> None:
+        """Print columns, the first `left` of them flush left; rows numbered in `best` are
+        highlighted on a terminal.
+        """
         person = self.out.is_terminal
-        table = Table(box=box.SIMPLE_HEAD if person else None, pad_edge=person, header_style="bold" if person else "")
+        table = Table(
+            box=box.SIMPLE_HEAD if person else None,
+            pad_edge=person,
+            header_style="bold" if person else "",
+        )
         for i, name in enumerate(header):
-            table.add_column(Text(name), justify="left" if i < left else "right", no_wrap=not (person and i == len(header) - 1))
+            table.add_column(
+                Text(name),
+                justify="left" if i < left else "right",
+                no_wrap=not (person and i == len(header) - 1),
+            )
         marked = set(best)
         for i, row in enumerate(rows):
             table.add_row(*map(Text, row), style="bold green" if person and i in marked else "")
@@ -63,17 +80,26 @@ class Terminal:
 
     @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A function that is told (done, of how many) and shows it on stderr: a bar on a terminal, else a line if it takes long."""
+        """A function that is told (done, of how many) and shows it on stderr: a bar on a terminal,
+        else a line if it takes long.
+        """
         if not self.err.is_terminal:
             yield self._once(what)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.err, transient=True) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done, of: progress.update(task, completed=done, total=of)
 
     def _once(self, what: str) -> Callable[[int, int], None]:
-        """A function that is told (done, of how many), and says so once, when some seconds have passed."""
+        """A function that is told (done, of how many), and says so once, when some seconds have
+        passed.
+        """
         late = [time.monotonic() + _PATIENCE]
 
         def tell(done: int, of: int) -> None:
@@ -88,7 +114,12 @@ class Terminal:
         if not self.err.is_terminal:
             yield from items
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.err, transient=True) as progress:
             yield from progress.track(items, description=what)
 

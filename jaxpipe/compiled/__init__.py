@@ -1,6 +1,8 @@
-"""Reads GPU programs that XLA has compiled: host waits, large copies, overlap of collectives, memory.
+"""Reads GPU programs that XLA has compiled: host waits, large copies, overlap of collectives,
+memory.
 
-A GPU program can be compiled on a machine without a GPU (`tests.gpu.programs.gpu_mesh`); nothing here runs one.
+A GPU program can be compiled on a machine without a GPU (`tests.gpu.programs.gpu_mesh`); nothing
+here runs one.
 """
 
 from .collectives import Beside, Collective, find_collectives, steady

@@ -1,4 +1,6 @@
-"""Collectives that run beside compute: what a compiled program issues between the start and the done of each."""
+"""Collectives that run beside compute: what a compiled program issues between the start and the
+done of each.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from enum import IntEnum
 from .hlo import Computation, Instruction, Module
 from .walk import Place, inner, walk
 
-# An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take about 10 us on an H100.
+# An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take
+# about 10 us on an H100.
 LARGE = 2**24
 _MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
 
@@ -24,7 +27,9 @@ class Beside(IntEnum):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program; `beside` is NOTHING too where start and done are one synchronous call."""
+    """One collective of a program; `beside` is NOTHING too where start and done are one synchronous
+    call.
+    """
 
     kind: str  # collective-permute, all-reduce, all-gather, all-to-all, reduce-scatter
     start: Instruction
@@ -38,7 +43,10 @@ class Collective:
 
     def __str__(self) -> str:
         guarded = " guarded" if self.place.guarded else ""
-        return f"{self.kind} {self.start.name}, {self.place.trips} x{guarded}, beside {self.beside.name.lower()}"
+        return (
+            f"{self.kind} {self.start.name}, {self.place.trips} x{guarded}, beside "
+            f"{self.beside.name.lower()}"
+        )
 
 
 class _Reader:
@@ -89,18 +97,34 @@ class _Reader:
             return Beside.MATMUL if any(word in target for word in _MATMULS) else Beside.NOTHING
         if instruction.opcode == "fusion":
             (name,) = instruction.called["calls"]
-            if any(each.opcode in ("dot", "convolution") for each in self.module.computations[name].instructions):
+            if any(
+                each.opcode in ("dot", "convolution")
+                for each in self.module.computations[name].instructions
+            ):
                 return Beside.MATMUL
             return Beside.ELEMENTWISE if instruction.nbytes >= LARGE else Beside.NOTHING
-        return max((self._computed_by(body) for body, _ in inner(self.module, instruction)), default=Beside.NOTHING)
+        return max(
+            (self._computed_by(body) for body, _ in inner(self.module, instruction)),
+            default=Beside.NOTHING,
+        )
 
     def _computed_by(self, computation: Computation) -> Beside:
         if computation.name not in self._known:
-            self._known[computation.name] = max(map(self._compute, computation.instructions), default=Beside.NOTHING)
+            self._known[computation.name] = max(
+                map(self._compute, computation.instructions), default=Beside.NOTHING
+            )
         return self._known[computation.name]
 
 
-KINDS = ("collective-permute", "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-broadcast", "ragged-all-to-all")
+KINDS = (
+    "collective-permute",
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 
 
 def find_collectives(module: Module) -> list[Collective]:
@@ -115,11 +139,17 @@ def find_collectives(module: Module) -> list[Collective]:
         for names in each.called.values()
         for name in names
     }
-    return [found for place in walk(module) if place.computation.name not in wrapped for found in reader.of(place)]
+    return [
+        found
+        for place in walk(module)
+        if place.computation.name not in wrapped
+        for found in reader.of(place)
+    ]
 
 
 def steady(collectives: Iterable[Collective], kind: str = "collective-permute") -> list[Collective]:
-    """Those of a kind in the segment of most trips that has any, of equal ones in that where fewest are under a predicate.
+    """Those of a kind in the segment of most trips that has any, of equal ones in that where fewest
+    are under a predicate.
 
     Where no segment is a loop, those outside loops.
     """
@@ -129,5 +159,9 @@ def steady(collectives: Iterable[Collective], kind: str = "collective-permute") 
         frame = each.place.segment
         name, trips = (frame.instruction.name, frame.trips or 1) if frame else ("", 1)
         segments.setdefault(name, (trips, []))[1].append(each)
-    best = max(segments.values(), key=lambda item: (item[0], -sum(each.place.guarded for each in item[1])), default=(0, []))
+    best = max(
+        segments.values(),
+        key=lambda item: (item[0], -sum(each.place.guarded for each in item[1])),
+        default=(0, []),
+    )
     return best[1]

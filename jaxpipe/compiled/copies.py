@@ -1,4 +1,6 @@
-"""What a compiled program moves or fills without computing anything: whole arrays copied, transposed, zeroed or padded."""
+"""What a compiled program moves or fills without computing anything: whole arrays copied,
+transposed, zeroed or padded.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ _OPCODES = {
     "slice": Move.SLICE,
     "dynamic-slice": Move.SLICE,
 }
-# What changes neither the number of an array's elements nor their order; a root under it is what makes the array.
+# What changes neither the number of an array's elements nor their order; a root under it is what
+# makes the array.
 _SEEN_THROUGH = ("bitcast", "reshape", "convert", "bitcast-convert", "copy-done")
 
 
@@ -48,10 +51,12 @@ class LargeMove:
     array: Array
     instruction: Instruction
     place: Place
-    origin: str  # op_name of what makes the array, or, where XLA has added that, of the first that reads it
+    # op_name of what makes the array, or, where XLA has added that, of the first that reads it
+    origin: str
     source: str  # the innermost line of the program for that, "file.py:12 function"
-    # The array is one that the outermost loop around it carries, or reads in each trip, or becomes one: a pool, an accumulator, stacked
-    # parameters, what is sent; a whole one of them is made again.  Others are a block's own.
+    # The array is one that the outermost loop around it carries, or reads in each trip, or becomes
+    # one: a pool, an accumulator, stacked parameters, what is sent; a whole one of them is made
+    # again.  Others are a block's own.
     is_carried: bool
 
     @property
@@ -68,11 +73,16 @@ class LargeMove:
         often = f"{self.place.trips} x{' guarded' if self.place.guarded else ''}"
         where = " ".join(filter(None, (self.origin, self.source)))
         whose = "carried " if self.is_carried else ""
-        return f"{self.move.value} {whose}{self.array} {self.nbytes / 2**20:.1f} MiB, {often}: {self.instruction.name} for {where or '?'}"
+        return (
+            f"{self.move.value} {whose}{self.array} {self.nbytes / 2**20:.1f} MiB, {often}: "
+            f"{self.instruction.name} for {where or '?'}"
+        )
 
 
 def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
-    """Every array of `least` bytes or more that an instruction, or a root of a fusion, moves or fills."""
+    """Every array of `least` bytes or more that an instruction, or a root of a fusion, moves or
+    fills.
+    """
     found, flow = [], Flow(module)
     for place in walk(module):
         loop = place.segment
@@ -80,13 +90,27 @@ def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
             for move, computation, root in _moves(module, place.computation, instruction):
                 if root.results[0].nbytes >= least:
                     named = _named(place.computation, instruction, root)
-                    is_carried = loop is not None and flow.is_of(loop.instruction, computation, root)
-                    found.append(LargeMove(move, root.results[0], instruction, place, named.op_name, module.source(named), is_carried))
+                    is_carried = loop is not None and flow.is_of(
+                        loop.instruction, computation, root
+                    )
+                    found.append(
+                        LargeMove(
+                            move,
+                            root.results[0],
+                            instruction,
+                            place,
+                            named.op_name,
+                            module.source(named),
+                            is_carried,
+                        )
+                    )
     return found
 
 
 def _named(computation: Computation, instruction: Instruction, root: Instruction) -> Instruction:
-    """The instruction itself, the root of its fusion, or else its nearest user, whichever has a name of the program's."""
+    """The instruction itself, the root of its fusion, or else its nearest user, whichever has a
+    name of the program's.
+    """
     if root.op_name or instruction.op_name:
         return root if root.op_name else instruction
     seen, waiting = {instruction.name}, [instruction.name]
@@ -100,8 +124,12 @@ def _named(computation: Computation, instruction: Instruction, root: Instruction
     return instruction
 
 
-def _moves(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[Move, Computation, Instruction]]:
-    """How it makes each array that it makes so, and the instruction, itself or a root of its fusion, that does, with what that is in."""
+def _moves(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Move, Computation, Instruction]]:
+    """How it makes each array that it makes so, and the instruction, itself or a root of its
+    fusion, that does, with what that is in.
+    """
     if instruction.opcode in _OPCODES:
         yield _OPCODES[instruction.opcode], computation, instruction
     elif instruction.opcode == "fusion":
@@ -122,8 +150,12 @@ def _roots(fused: Computation) -> list[Instruction]:
 def _made_by(fused: Computation, root: Instruction) -> Move | None:
     maker = _behind(fused, root)
     if maker.opcode == "dynamic-update-slice":
-        # XLA updates the operand in place where it is a parameter of the fusion, and copies before the fusion where it may not.
-        in_place = _behind(fused, fused.by_name[maker.operands[0]], through=("bitcast",)).opcode == "parameter"
+        # XLA updates the operand in place where it is a parameter of the fusion, and copies before
+        # the fusion where it may not.
+        in_place = (
+            _behind(fused, fused.by_name[maker.operands[0]], through=("bitcast",)).opcode
+            == "parameter"
+        )
         return None if in_place else Move.REWRITE
     made = _OPCODES.get(maker.opcode)
     if made is Move.COPY:  # a slice in another layout
@@ -132,7 +164,9 @@ def _made_by(fused: Computation, root: Instruction) -> Move | None:
     return made
 
 
-def _behind(fused: Computation, instruction: Instruction, through: tuple[str, ...] = _SEEN_THROUGH) -> Instruction:
+def _behind(
+    fused: Computation, instruction: Instruction, through: tuple[str, ...] = _SEEN_THROUGH
+) -> Instruction:
     while instruction.opcode in through:
         instruction = fused.by_name[instruction.operands[0]]
     return instruction

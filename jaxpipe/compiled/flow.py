@@ -1,4 +1,6 @@
-"""Where whole arrays come from and go to in a compiled program: through layouts, loops, fusions and updates in place."""
+"""Where whole arrays come from and go to in a compiled program: through layouts, loops, fusions and
+updates in place.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,29 @@ class Value(NamedTuple):
 
 
 class Flow:
-    """Which arrays are made, element by element, of which others of as many elements, across the borders of computations.
+    """Which arrays are made, element by element, of which others of as many elements, across the
+    borders of computations.
 
-    An update in place, a copy, a transpose and a sum with something else all continue an array; a matmul does not, nor does a slice.
+    An update in place, a copy, a transpose and a sum with something else all continue an array; a
+    matmul does not, nor does a slice.
     """
 
     def __init__(self, module: Module) -> None:
         self._module = module
 
     def is_of(self, loop: Instruction, computation: Computation, moving: Instruction) -> bool:
-        """Whether what an instruction moves, or makes, is an array that a loop around it carries, or reads in each trip."""
+        """Whether what an instruction moves, or makes, is an array that a loop around it carries,
+        or reads in each trip.
+        """
         (body,) = (self._module.computations[name] for name in loop.called["body"])
         array = moving.results[0]
         starts = {v for v in self._values(body, self._parameters(body)[0]) if self._alike(v, array)}
         ends = {v for v in self._values(body, body.root) if self._alike(v, array)}
-        read = [v for name in moving.operands for v in self._values(computation, computation.by_name[name])]
+        read = [
+            v
+            for name in moving.operands
+            for v in self._values(computation, computation.by_name[name])
+        ]
         made = self._values(computation, moving)
         return bool(starts & _reached(read, self._before) or ends & _reached(made, self._after))
 
@@ -47,7 +57,11 @@ class Flow:
         return (found.dtype, math.prod(found.dims)) == (array.dtype, math.prod(array.dims))
 
     def _array(self, value: Value) -> Array:
-        return self._module.computations[value.computation].by_name[value.instruction].results[value.number]
+        return (
+            self._module.computations[value.computation]
+            .by_name[value.instruction]
+            .results[value.number]
+        )
 
     @cached_property
     def _after(self) -> Mapping[Value, list[Value]]:
@@ -69,23 +83,33 @@ class Flow:
                 found.setdefault(new, []).append(old)
         return found
 
-    def _steps(self, computation: Computation, instruction: Instruction) -> Iterator[tuple[Value, Value]]:
-        """An array of an operand, and one of a result, that may continue it, where they have as many elements."""
+    def _steps(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Value, Value]]:
+        """An array of an operand, and one of a result, that may continue it, where they have as
+        many elements.
+        """
         if instruction.opcode == "parameter":
             return
-        operands = [self._values(computation, computation.by_name[name]) for name in instruction.operands]
+        operands = [
+            self._values(computation, computation.by_name[name]) for name in instruction.operands
+        ]
         results = self._values(computation, instruction)
         match instruction.opcode:
             case "tuple":
                 yield from zip((v for values in operands for v in values), results, strict=True)
             case "get-tuple-element":
-                yield from ((operands[0][self._index(instruction, operands[0])], v) for v in results[:1])
+                yield from (
+                    (operands[0][self._index(instruction, operands[0])], v) for v in results[:1]
+                )
             case "while" | "conditional" | "call" | "fusion":
                 yield from self._across(instruction, operands, results)
             case opcode if opcode not in _MAKE_OTHERS:
                 yield from ((old, new) for values in operands for old in values for new in results)
 
-    def _across(self, instruction: Instruction, operands: list[list[Value]], results: list[Value]) -> Iterator[tuple[Value, Value]]:
+    def _across(
+        self, instruction: Instruction, operands: list[list[Value]], results: list[Value]
+    ) -> Iterator[tuple[Value, Value]]:
         """Into the computations that an instruction runs, and out of them."""
         for role, names in instruction.called.items():
             for number, name in enumerate(names):
@@ -98,7 +122,9 @@ class Flow:
                 end = self._values(inside, inside.root)
                 yield from zip(end, results, strict=True)
                 if role == "body":
-                    yield from zip(end, self._values(inside, self._parameters(inside)[0]), strict=True)
+                    yield from zip(
+                        end, self._values(inside, self._parameters(inside)[0]), strict=True
+                    )
         if instruction.opcode == "while":
             yield from zip(operands[0], results, strict=True)
 
@@ -113,7 +139,9 @@ class Flow:
         return sorted(found, key=lambda each: int(each.operands[0]))
 
     def _values(self, computation: Computation, instruction: Instruction) -> list[Value]:
-        return [Value(computation.name, instruction.name, i) for i in range(len(instruction.results))]
+        return [
+            Value(computation.name, instruction.name, i) for i in range(len(instruction.results))
+        ]
 
 
 def _reached(start: Iterable[Value], steps: Mapping[Value, list[Value]]) -> set[Value]:

@@ -1,7 +1,9 @@
-"""The text of a compiled program (scheduled HLO after optimisation) as computations of instructions.
+"""The text of a compiled program (scheduled HLO after optimisation) as computations of
+instructions.
 
-The format is that of XLA's HLO parser (openxla.org/xla/operation_semantics names the opcodes).  Only what the readers of this package
-need is taken from a line: name, shapes of the results, opcode, operands, and attributes as text.
+The format is that of XLA's HLO parser (openxla.org/xla/operation_semantics names the opcodes).
+Only what the readers of this package need is taken from a line: name, shapes of the results,
+opcode, operands, and attributes as text.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class Instruction:
 
     @cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Names of the computations it runs, by role: condition, body, calls, to_apply, branches."""
+        """Names of the computations it runs, by role: condition, body, calls,
+        to_apply, branches.
+        """
         found: dict[str, tuple[str, ...]] = {}
         for match in _CALLED.finditer(self.attributes):
             if match["many"] is not None:
@@ -84,7 +88,9 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Of a while loop, where the compiler knows it: then the host asks for nothing between trips."""
+        """Of a while loop, where the compiler knows it: then the host asks for nothing between
+        trips.
+        """
         match = _TRIPS.search(self.attributes)
         return int(match[1]) if match else None
 
@@ -163,7 +169,9 @@ def parse(text: str) -> Module:
     """
     lines = text.splitlines()
     if not lines or "is_scheduled=true" not in lines[0]:
-        raise ValueError("not a scheduled HLO module: read what `compile()` returns, not what is lowered")
+        raise ValueError(
+            "not a scheduled HLO module: read what `compile()` returns, not what is lowered"
+        )
     computations: dict[str, Computation] = {}
     entry, name = "", ""
     current: list[Instruction] = []
@@ -189,7 +197,9 @@ def _instruction(match: re.Match[str], line: str) -> Instruction:
     close = _closing(line, opcode.end() - 1)
     inside = line[opcode.end() : close - 1]
     operands = (inside,) if opcode[1] == "parameter" else tuple(_NAME.findall(inside))
-    return Instruction(match["name"], results, opcode[1], operands, line[close:], match["root"] is not None)
+    return Instruction(
+        match["name"], results, opcode[1], operands, line[close:], match["root"] is not None
+    )
 
 
 def _dims(text: str) -> tuple[int, ...]:
@@ -208,7 +218,12 @@ def _closing(line: str, start: int) -> int:
 
 def _sources(lines: list[str]) -> dict[int, str]:
     """The source line of each stack frame, from the tables at the head of the text."""
-    tables: dict[str, dict[int, str]] = {"FileNames": {}, "FunctionNames": {}, "FileLocations": {}, "StackFrames": {}}
+    tables: dict[str, dict[int, str]] = {
+        "FileNames": {},
+        "FunctionNames": {},
+        "FileLocations": {},
+        "StackFrames": {},
+    }
     table: dict[int, str] | None = None
     for line in lines:
         if line in tables:
@@ -217,13 +232,20 @@ def _sources(lines: list[str]) -> dict[int, str]:
             break
         elif table is not None and (match := re.match(r"^(\d+) (.*)$", line)):
             table[int(match[1])] = match[2]
-    files, functions, locations = tables["FileNames"], tables["FunctionNames"], tables["FileLocations"]
+    files, functions, locations = (
+        tables["FileNames"],
+        tables["FunctionNames"],
+        tables["FileLocations"],
+    )
     places = {}
     for number, text in locations.items():
         file = files.get(_field(text, "file_name_id"), '""').strip('"').rsplit("/", 1)[-1]
         function = functions.get(_field(text, "function_name_id"), '""').strip('"')
         places[number] = f"{file}:{_field(text, 'line')} {function}"
-    return {number: places.get(_field(text, "file_location_id"), "") for number, text in tables["StackFrames"].items()}
+    return {
+        number: places.get(_field(text, "file_location_id"), "")
+        for number, text in tables["StackFrames"].items()
+    }
 
 
 def _field(text: str, name: str) -> int:

@@ -8,7 +8,10 @@ from typing import Any
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # cumulative_size; size; offset; used_by_n_values; shapes_list
-_BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); *(?P<size>[\d.]+)(?P<unit>[KMG]?i?B); *(?P<offset>\d+); *(?P<values>\d+); (?P<shapes>.*)$")
+_BUFFER = re.compile(
+    r"^ *[\d.]+\w+\( *\d+%\); *(?P<size>[\d.]+)(?P<unit>[KMG]?i?B); *(?P<offset>\d+); "
+    r"*(?P<values>\d+); (?P<shapes>.*)$"
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class Memory:
 
 
 def read_memory(compiled: Any, report: str, *, most: int = 10) -> Memory:
-    """From `compiled.memory_analysis()`, and XLA's `*-memory-usage-report.txt` for the largest buffers."""
+    """From `compiled.memory_analysis()`, and XLA's `*-memory-usage-report.txt` for the largest
+    buffers.
+    """
     found = compiled.memory_analysis()
     return Memory(
         temp=found.temp_size_in_bytes,

@@ -42,7 +42,8 @@ class GpuProgram:
 
 
 def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> GpuProgram:
-    """Compile what `pipe.lower(...)` or `jax.jit(f).lower(...)` returns, with XLA options besides its own.
+    """Compile what `pipe.lower(...)` or `jax.jit(f).lower(...)` returns, with XLA options besides
+    its own.
 
     XLA writes its thunks into a temporary folder; nothing is run.
 
@@ -54,7 +55,9 @@ def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> 
 
 
 def compile_and_try_to_read(lowered: Any) -> tuple[Any, GpuProgram | None]:
-    """The compiled program, and what is read in it; None where it is none for GPUs, or where XLA has not written its thunks."""
+    """The compiled program, and what is read in it; None where it is none for GPUs, or where XLA
+    has not written its thunks.
+    """
     with tempfile.TemporaryDirectory() as name:
         compiled = _compile(lowered, None, name)
         try:
@@ -64,7 +67,9 @@ def compile_and_try_to_read(lowered: Any) -> tuple[Any, GpuProgram | None]:
 
 
 def _compile(lowered: Any, options: Mapping[str, Any] | None, folder: str) -> Any:
-    return lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+    return lowered.compile(
+        compiler_options={**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+    )
 
 
 def _read(compiled: Any, folder: Path) -> GpuProgram:

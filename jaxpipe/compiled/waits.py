@@ -1,9 +1,10 @@
 """How often a compiled program makes the host wait for the GPU.
 
-A `while` without a known trip count is run by the host: it runs the condition, copies the flag to the host and waits for the stream,
-before each trip and once more at the end, so a predicate made of a loop of at most one trip waits once where it is not taken and twice
-where it is.  A `conditional` waits once, for the number of its branch.  Neither waits inside a CUDA graph, nor does a loop whose trip
-count is known (XLA's WhileThunk and ConditionalThunk).
+A `while` without a known trip count is run by the host: it runs the condition, copies the flag to
+the host and waits for the stream, before each trip and once more at the end, so a predicate made of
+a loop of at most one trip waits once where it is not taken and twice where it is.  A `conditional`
+waits once, for the number of its branch.  Neither waits inside a CUDA graph, nor does a loop whose
+trip count is known (XLA's WhileThunk and ConditionalThunk).
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class Predicate:
 
     def __str__(self) -> str:
         kind = "loop" if self.is_loop else "conditional"
-        return f"{kind} {self.instruction.name} asked {self.asked}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
+        return (
+            f"{kind} {self.instruction.name} asked "
+            f"{self.asked}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
+        )
 
 
 # The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0".
@@ -52,18 +56,29 @@ Taken: TypeAlias = Callable[[Predicate, float], float]
 
 
 def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
-    """The predicates of a program, nested ones inside those around them; in the order in which they are asked."""
+    """The predicates of a program, nested ones inside those around them; in the order in which they
+    are asked.
+    """
     entry = Place(module.computations[module.entry], ())
     return tuple(_predicates(module, frozenset(graph_nodes), entry, 1))
 
 
-def _predicates(module: Module, graph_nodes: frozenset[str], place: Place, times: int) -> Iterator[Predicate]:
+def _predicates(
+    module: Module, graph_nodes: frozenset[str], place: Place, times: int
+) -> Iterator[Predicate]:
     for instruction in place.computation.instructions:
-        inside = [(Place(body, (*place.frames, *frames)), frames) for body, frames in inner(module, instruction)]
+        inside = [
+            (Place(body, (*place.frames, *frames)), frames)
+            for body, frames in inner(module, instruction)
+        ]
         if any(frame.trips is None for _, frames in inside for frame in frames):
-            nested = tuple(each for body, _ in inside for each in _predicates(module, graph_nodes, body, 1))
+            nested = tuple(
+                each for body, _ in inside for each in _predicates(module, graph_nodes, body, 1)
+            )
             sends = any(_sends(module, body.computation) for body, _ in inside)
-            yield Predicate(instruction, place, times, instruction.name in graph_nodes, sends, nested)
+            yield Predicate(
+                instruction, place, times, instruction.name in graph_nodes, sends, nested
+            )
         else:
             for body, frames in inside:
                 yield from _predicates(module, graph_nodes, body, times * _trips(frames))
@@ -114,18 +129,26 @@ def always(predicate: Predicate, asked: float) -> float:
     return asked
 
 
-def most_waits(predicates: Sequence[Predicate], actions: int, *, by_kind: Mapping[str, int] | None = None) -> float:
-    """The most waits a step, of a device that runs so many actions, and of each kind so many where that is given.
+def most_waits(
+    predicates: Sequence[Predicate], actions: int, *, by_kind: Mapping[str, int] | None = None
+) -> float:
+    """The most waits a step, of a device that runs so many actions, and of each kind so many where
+    that is given.
 
-    Each action takes one predicate that is no gate of an exchange; of the gates that follow one another with no other predicate between,
-    those of one tick, at most one is taken.
+    Each action takes one predicate that is no gate of an exchange; of the gates that follow one
+    another with no other predicate between, those of one tick, at most one is taken.
     """
     total: float = 0.0
     gains: list[tuple[float, int, str]] = []
-    for (sends, _), run in groupby(predicates, lambda each: (each.sends, each.place.computation.name)):
+    for (sends, _), run in groupby(
+        predicates, lambda each: (each.sends, each.place.computation.name)
+    ):
         these = list(run)
         total += count_waits(these, never)
-        each_gain = [((count_waits([p], always) - count_waits([p], never)) / max(1, p.asked), p.asked) for p in these]
+        each_gain = [
+            ((count_waits([p], always) - count_waits([p], never)) / max(1, p.asked), p.asked)
+            for p in these
+        ]
         if sends:
             total += max(gain * times for gain, times in each_gain)
         else:

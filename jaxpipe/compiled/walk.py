@@ -11,7 +11,9 @@ from .hlo import Computation, Instruction, Module
 
 @dataclass(frozen=True)
 class Frame:
-    """A loop or conditional around a computation; `trips` is None where only the running program knows how often it is run."""
+    """A loop or conditional around a computation; `trips` is None where only the running program
+    knows how often it is run.
+    """
 
     instruction: Instruction
     trips: int | None
@@ -26,7 +28,9 @@ class Place:
 
     @property
     def trips(self) -> int:
-        """How often it is run a step; where it is guarded an upper bound, if each predicate is of at most one trip."""
+        """How often it is run a step; where it is guarded an upper bound, if each predicate is of
+        at most one trip.
+        """
         return math.prod(frame.trips for frame in self.frames if frame.trips is not None)
 
     @property
@@ -41,12 +45,16 @@ class Place:
 
     @property
     def segment(self) -> Frame | None:
-        """The outermost loop of known trip count: a segment of the schedule, where it is unrolled into ticks."""
+        """The outermost loop of known trip count: a segment of the schedule, where it is unrolled
+        into ticks.
+        """
         return next((frame for frame in self.frames if frame.trips is not None), None)
 
 
 def walk(module: Module) -> Iterator[Place]:
-    """All computations that issue instructions: the entry, bodies and conditions of loops, branches, calls; not fusions."""
+    """All computations that issue instructions: the entry, bodies and conditions of loops,
+    branches, calls; not fusions.
+    """
     return _walk(module, Place(module.computations[module.entry], ()))
 
 
@@ -57,7 +65,9 @@ def _walk(module: Module, place: Place) -> Iterator[Place]:
             yield from _walk(module, Place(computation, (*place.frames, *frames)))
 
 
-def inner(module: Module, instruction: Instruction) -> Iterator[tuple[Computation, tuple[Frame, ...]]]:
+def inner(
+    module: Module, instruction: Instruction
+) -> Iterator[tuple[Computation, tuple[Frame, ...]]]:
     """The computations that one instruction issues, each with the frame that it adds."""
     roles = instruction.called
     if instruction.opcode == "while":
@@ -65,7 +75,9 @@ def inner(module: Module, instruction: Instruction) -> Iterator[tuple[Computatio
         for role in ("condition", "body"):
             yield from ((module.computations[name], frame) for name in roles[role])
     elif instruction.opcode == "conditional":
-        yield from ((module.computations[name], (Frame(instruction, None),)) for name in roles["branches"])
+        yield from (
+            (module.computations[name], (Frame(instruction, None),)) for name in roles["branches"]
+        )
     elif instruction.opcode in ("call", "async-start"):
         names = (*roles.get("to_apply", ()), *roles.get("calls", ()))
         yield from ((module.computations[name], ()) for name in names)

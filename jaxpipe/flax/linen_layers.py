@@ -1,4 +1,6 @@
-"""A model of linen modules laid out by letters: uneven numbers of blocks, and blocks of several kinds."""
+"""A model of linen modules laid out by letters: uneven numbers of blocks, and blocks of several
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from flax import linen as nn
 from ..arrays import PyTree
 from ..layouts.layout import Layout
 from .common import End, key_of, letters_of, mesh_specs, wanted, with_keywords
-from .linen_parts import Variables, apart, applied, difference, end_function, given_keywords, kind_of, params_of, streams, unboxed_ends
+from .linen_parts import (
+    Variables,
+    apart,
+    applied,
+    difference,
+    end_function,
+    given_keywords,
+    kind_of,
+    params_of,
+    streams,
+    unboxed_ends,
+)
 from .models import Layers, by_letter, check_stateless, each_end, layer_rows
 
 
@@ -26,11 +39,19 @@ class LinenLayers(Layers):
     _letters: str
 
     def to_linen(self, params: dict[str, PyTree]) -> list[Variables]:
-        """Canonical parameters as each block's variables, in order; those of first, last and shared are their modules' already."""
+        """Canonical parameters as each block's variables, in order; those of first, last and shared
+        are their modules' already.
+        """
         seen = dict.fromkeys(self._letters, 0)
         found: list[Variables] = []
         for letter in self._letters:
-            found.append({"params": jax.tree.map(lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter])})
+            found.append(
+                {
+                    "params": jax.tree.map(
+                        lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter]
+                    )
+                }
+            )
             seen[letter] += 1
         return found
 
@@ -48,21 +69,31 @@ def by_layout(
     rules: Mapping[str, Any] | None,
     stage_loss: bool,
 ) -> LinenLayers:
-    """`from_linen` with `layout=`: the i-th block is the i-th letter of the layout that is neither E nor L."""
+    """`from_linen` with `layout=`: the i-th block is the i-th letter of the layout that is neither
+    E nor L.
+    """
     first, last, shared, specs = unboxed_ends(first, last, shared, rules)
     given = [nn.meta.unbox(dict(v)) for v in boxed]
     kinds = [kind_of(module, variables) for module, variables in zip(modules, given, strict=True)]
     members = by_letter(layout, kinds, lambda i, j: difference(kinds[i], kinds[j]))
-    check_stateless({letter: apart(given[blocks[0]])[1] for letter, blocks in members.items()}, "batch_stats")
+    check_stateless(
+        {letter: apart(given[blocks[0]])[1] for letter, blocks in members.items()}, "batch_stats"
+    )
     trees = {letter: [apart(given[i])[0] for i in blocks] for letter, blocks in members.items()}
     params: dict[str, PyTree] = {"stages": {key: layer_rows(own) for key, own in trees.items()}}
-    layers = {letter: _layer(modules[blocks[0]], letter, call, shared, rngs, stage_loss=stage_loss) for letter, blocks in members.items()}
+    layers = {
+        letter: _layer(modules[blocks[0]], letter, call, shared, rngs, stage_loss=stage_loss)
+        for letter, blocks in members.items()
+    }
     for key, letter, end, takes, number in each_end(first, last, len(given)):
         params[key] = params_of(end.modules, end.variables)
         layers[letter] = end_function(end, key, shared, rngs, takes, number)
     if shared is not None:
         params["shared"] = params_of(*shared)
-    specs["stages"] = {key: mesh_specs(nn.get_partition_spec(apart(boxed[own[0]])[0]), rules) for key, own in members.items()}
+    specs["stages"] = {
+        key: mesh_specs(nn.get_partition_spec(apart(boxed[own[0]])[0]), rules)
+        for key, own in members.items()
+    }
     return LinenLayers(layers, layout, params, specs, stage_loss, letters_of(layout))
 
 
@@ -83,7 +114,11 @@ def _layer(
         key = key_of(ctx, ctx.layer) if rngs and ctx is not None else None
         how: dict[str, Any] = {"call": call, "training": True, "stage_loss": stage_loss}
         keywords = given_keywords(shared, wants, given)
-        x, loss, _ = applied(module, params, {}, x, rngs=streams(rngs, key, 0), keywords=keywords, **how)
+        x, loss, _ = applied(
+            module, params, {}, x, rngs=streams(rngs, key, 0), keywords=keywords, **how
+        )
         return (x, loss) if stage_loss else x
 
-    return with_keywords(layer, ("params", "x"), wants | ({"ctx"} if rngs else set()), f"layer_{letter}")
+    return with_keywords(
+        layer, ("params", "x"), wants | ({"ctx"} if rngs else set()), f"layer_{letter}"
+    )

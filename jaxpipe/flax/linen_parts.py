@@ -22,17 +22,26 @@ FIXED = ("params", "perturbations")
 
 
 def unboxed_ends(
-    first: End | None, last: End | None, shared: tuple[Any, Any] | None, rules: Mapping[str, Any] | None
+    first: End | None,
+    last: End | None,
+    shared: tuple[Any, Any] | None,
+    rules: Mapping[str, Any] | None,
 ) -> tuple[End | None, End | None, tuple[Any, Any] | None, dict[str, PyTree]]:
-    """What comes before and after the blocks without sharding metadata, and that metadata as specs."""
+    """What comes before and after the blocks without sharding metadata, and that metadata
+    as specs.
+    """
     specs: dict[str, PyTree] = {}
     for key, end in (("first", first), ("last", last)):
         if end is not None:
-            specs[key] = mesh_specs(nn.get_partition_spec(params_of(end.modules, end.variables)), rules)
+            specs[key] = mesh_specs(
+                nn.get_partition_spec(params_of(end.modules, end.variables)), rules
+            )
     if shared is not None:
         specs["shared"] = mesh_specs(nn.get_partition_spec(params_of(*shared)), rules)
         shared = (shared[0], nn.meta.unbox(shared[1]))
-    first, last = (end and replace(end, variables=nn.meta.unbox(end.variables)) for end in (first, last))
+    first, last = (
+        end and replace(end, variables=nn.meta.unbox(end.variables)) for end in (first, last)
+    )
     return first, last, shared, specs
 
 
@@ -53,7 +62,15 @@ def applied(
     New collections may be written, so that what is sown is seen: it would be lost.
     """
     mutable = DenyList([*FIXED, *([] if training else rest)])
-    run = partial(module.apply, {"params": params, **rest}, x, method=call, rngs=rngs, mutable=mutable, **keywords)
+    run = partial(
+        module.apply,
+        {"params": params, **rest},
+        x,
+        method=call,
+        rngs=rngs,
+        mutable=mutable,
+        **keywords,
+    )
     out, new = drawing("a block", run)
     made = leaf_paths(new) - leaf_paths(rest)
     grown = [path for path in made if path.split("/")[0] in rest]
@@ -64,11 +81,19 @@ def applied(
             "stage_loss=True, call=function that returns (x, loss made of block.variables[...]). "
             "(Leave out likewise what init() sowed into the variables that are given)"
         )
-    return *with_loss("a block", out, stage_loss=stage_loss), {**rest, **{name: new[name] for name in new if name in rest}}
+    return *with_loss("a block", out, stage_loss=stage_loss), {
+        **rest,
+        **{name: new[name] for name in new if name in rest},
+    }
 
 
 def end_function(
-    end: End, name: str, shared: tuple[Any, Any] | None, rngs: Sequence[str], positional: Sequence[str], index: int
+    end: End,
+    name: str,
+    shared: tuple[Any, Any] | None,
+    rngs: Sequence[str],
+    positional: Sequence[str],
+    index: int,
 ) -> Callable[..., Any]:
     """`first` or `last`; its variables that are no parameters are constants."""
     wants = wanted(end.call)
@@ -78,19 +103,35 @@ def end_function(
         modules = bound(end.modules, end.variables, params, streams(rngs, key, 0))
         before = leaf_paths([module.variables for module in jax.tree.leaves(modules)])
         try:
-            out = drawing(f"`{name}`", lambda: end.call(modules, *arguments, **given_keywords(shared, wants, given)))
+            out = drawing(
+                f"`{name}`",
+                lambda: end.call(modules, *arguments, **given_keywords(shared, wants, given)),
+            )
         except errors.ModifyScopeVariableError as error:
-            raise PipelineError(f"`{name}` changes its variables; only blocks may keep state (batch statistics): {error}") from error
+            raise PipelineError(
+                f"`{name}` changes its variables; only blocks may keep state (batch statistics): "
+                f"{error}"
+            ) from error
         made = leaf_paths([module.variables for module in jax.tree.leaves(modules)]) - before
         if made:
             names = ", ".join(sorted(path.split("/", 1)[1] for path in made))
-            raise PipelineError(f"`{name}` writes variables that a pipeline does not keep, as sow() does: {names}; return them instead")
+            raise PipelineError(
+                f"`{name}` writes variables that a pipeline does not keep, as sow() does: "
+                f"{names}; return them instead"
+            )
         return out
 
-    return with_keywords(function, ("params", *positional), (wants - {"microbatch"}) | ({"ctx"} if rngs else set()), name)
+    return with_keywords(
+        function,
+        ("params", *positional),
+        (wants - {"microbatch"}) | ({"ctx"} if rngs else set()),
+        name,
+    )
 
 
-def given_keywords(shared: tuple[Any, Any] | None, wants: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:
+def given_keywords(
+    shared: tuple[Any, Any] | None, wants: frozenset[str], given: dict[str, Any]
+) -> dict[str, Any]:
     """What the user's function is given by keyword; shared parameters as bound modules."""
     found = {name: given[name] for name in wants}
     if "shared" in found and shared is not None:
@@ -138,18 +179,32 @@ def params_of(modules: Any, variables: Any) -> PyTree:
 
 def apart(variables: Variables) -> tuple[PyTree, PyTree]:
     """Parameters, and the other collections."""
-    return variables.get("params", {}), {name: tree for name, tree in variables.items() if name != "params"}
+    return variables.get("params", {}), {
+        name: tree for name, tree in variables.items() if name != "params"
+    }
 
 
 def kind_of(module: nn.Module, variables: Variables) -> dict[str, str]:
-    """What must be equal for two blocks to run the same code: class, settings, and the variables' shapes, by name."""
-    settings = {f.name: repr(getattr(module, f.name, None)) for f in fields(module) if f.name not in ("parent", "name")}
+    """What must be equal for two blocks to run the same code: class, settings, and the variables'
+    shapes, by name.
+    """
+    settings = {
+        f.name: repr(getattr(module, f.name, None))
+        for f in fields(module)
+        if f.name not in ("parent", "name")
+    }
     leaves = jax.tree_util.tree_leaves_with_path(variables)
-    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
     return {"the block": type(module).__name__, **settings, **shapes}
 
 
 def difference(one: dict[str, str], other: dict[str, str]) -> str:
     """The first setting or shape in which two blocks differ."""
     name = next(n for n in [*one, *other] if one.get(n) != other.get(n))
-    return f"{name} is {one.get(name, 'not there')} in one and {other.get(name, 'not there')} in the other"
+    return (
+        f"{name} is {one.get(name, 'not there')} in one and {other.get(name, 'not there')} in "
+        "the other"
+    )

@@ -1,4 +1,6 @@
-"""What models of nnx and of linen have in common: what `Pipeline` is given of them, and how blocks come to letters and stages."""
+"""What models of nnx and of linen have in common: what `Pipeline` is given of them, and how blocks
+come to letters and stages.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Stages:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """What `Pipeline` is given: the functions that there are, and `specs` where variables have sharding metadata."""
+        """What `Pipeline` is given: the functions that there are, and `specs` where variables have
+        sharding metadata.
+        """
         found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
         found["stage_loss"] = self.stage_loss or None
         found["specs"] = None if without_names(self.specs) else self.specs
@@ -59,11 +63,17 @@ class Layers:
 def check_cut(name: str, num_stages: int | None, layout: Layout | str | None) -> None:
     """PipelineError unless it is said in one way how blocks are cut into stages."""
     if (layout is None) == (num_stages is None):
-        raise PipelineError(f"give {name} either num_stages=, for stages of equal size, or layout=, the letters of each stage")
+        raise PipelineError(
+            f"give {name} either num_stages=, for stages of equal size, or layout=, the letters "
+            "of each stage"
+        )
 
 
-def by_letter(layout: Layout | str, kinds: Sequence[Any], difference: Callable[[int, int], str]) -> dict[str, list[int]]:
-    """The numbers of the blocks of each letter; PipelineError where there are more or fewer, or those of a letter are unlike.
+def by_letter(
+    layout: Layout | str, kinds: Sequence[Any], difference: Callable[[int, int], str]
+) -> dict[str, list[int]]:
+    """The numbers of the blocks of each letter; PipelineError where there are more or fewer, or
+    those of a letter are unlike.
 
     Args:
         layout: the i-th block is its i-th letter that is neither E nor L.
@@ -72,27 +82,43 @@ def by_letter(layout: Layout | str, kinds: Sequence[Any], difference: Callable[[
     """
     letters = letters_of(layout)
     if len(letters) != len(kinds):
-        raise PipelineError(f"the layout has {len(letters)} layers between E and L, but there are {len(kinds)} blocks")
-    found = {letter: [i for i, own in enumerate(letters) if own == letter] for letter in sorted(set(letters))}
+        raise PipelineError(
+            f"the layout has {len(letters)} layers between E and L, but there are {len(kinds)} "
+            "blocks"
+        )
+    found = {
+        letter: [i for i, own in enumerate(letters) if own == letter]
+        for letter in sorted(set(letters))
+    }
     for letter, members in found.items():
         odd = next((i for i in members if kinds[i] != kinds[members[0]]), None)
         if odd is not None:
-            raise PipelineError(f"blocks of letter {letter!r} are unlike: {difference(members[0], odd)}; give them letters of their own")
+            raise PipelineError(
+                f"blocks of letter {letter!r} are unlike: {difference(members[0], odd)}; give "
+                "them letters of their own"
+            )
     return found
 
 
 def check_stateless(state: Mapping[str, PyTree], what: str, instead: str = "") -> None:
-    """PipelineError for letters whose blocks have other variables than parameters, `what` for example."""
+    """PipelineError for letters whose blocks have other variables than parameters, `what` for
+    example.
+    """
     letters = [letter for letter, tree in state.items() if jax.tree.leaves(tree)]
     if letters:
         raise PipelineError(
-            f"blocks of letters {letters} have variables that are no parameters ({what}), which only even stages can keep: leave "
+            f"blocks of letters {letters} have variables that are no parameters ({what}), which "
+            "only even stages can keep: leave "
             f"layout= out{instead}"
         )
 
 
-def each_end(first: End | None, last: End | None, blocks: int) -> Iterator[tuple[str, str, End, tuple[str, ...], int]]:
-    """Of `first` and `last`, where they are given: (name, letter, end, what the function takes, number for its keys)."""
+def each_end(
+    first: End | None, last: End | None, blocks: int
+) -> Iterator[tuple[str, str, End, tuple[str, ...], int]]:
+    """Of `first` and `last`, where they are given: (name, letter, end, what the function takes,
+    number for its keys).
+    """
     if first is not None:
         yield "first", "E", first, ("microbatch",), blocks
     if last is not None:
@@ -110,11 +136,18 @@ def stack_size(leaves: Mapping[str, Any], what: str, instead: str = "") -> int:
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
         some = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:_MOST_SHOWN])
         more = f" and {len(shapes) - _MOST_SHOWN} more" if len(shapes) > _MOST_SHOWN else ""
-        raise PipelineError(f"{what} must all have a leading axis of blocks, of one length; these have {some}{more}{instead}")
+        raise PipelineError(
+            f"{what} must all have a leading axis of blocks, of one length; these have "
+            f"{some}{more}{instead}"
+        )
     return int(next(iter(shapes.values()))[0])
 
 
 def stacked_specs(tree: PyTree, leaves: PyTree, rules: Mapping[str, Any] | None) -> PyTree:
-    """The specs of stacked variables; metadata may name the axis of blocks, as `nnx.vmap` and `nn.scan` add it, or not."""
+    """The specs of stacked variables; metadata may name the axis of blocks, as `nnx.vmap` and
+    `nn.scan` add it, or not.
+    """
     whole = jax.tree.map(lambda spec, leaf: len(spec) == leaf.ndim, tree, leaves, is_leaf=is_spec)
-    return jax.tree.map(lambda spec, w: mesh_specs(spec, rules, lead=1, drop=int(w)), tree, whole, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda spec, w: mesh_specs(spec, rules, lead=1, drop=int(w)), tree, whole, is_leaf=is_spec
+    )

@@ -27,15 +27,26 @@ from .common import (
 )
 from .models import Stages, check_cut, stack_size, stacked_specs
 from .nnx_layers import by_layout
-from .nnx_parts import Part, calling, check_apart, difference, end_function, frozen_paths, given_keywords, kind_of, pure
+from .nnx_parts import (
+    Part,
+    calling,
+    check_apart,
+    difference,
+    end_function,
+    frozen_paths,
+    given_keywords,
+    kind_of,
+    pure,
+)
 
 
 @dataclass(frozen=True)
 class NnxStages(Stages):
-    """A model of nnx modules as a pipeline wants it; `Pipeline(**model.functions, schedule=..., mesh=...)`.
+    """A model of nnx modules as a pipeline wants it; `Pipeline(**model.functions, schedule=...,
+    mesh=...)`.
 
-    `params` are canonical, leaves of stages [S, blocks of a stage, ...]; `state` are the blocks' other variables (batch
-    statistics), for `Pipeline.place_state`, or {} where there are none.
+    `params` are canonical, leaves of stages [S, blocks of a stage, ...]; `state` are the blocks'
+    other variables (batch statistics), for `Pipeline.place_state`, or {} where there are none.
     """
 
     frozen: frozenset[str]  # paths of parameters that are not trained
@@ -44,11 +55,17 @@ class NnxStages(Stages):
 
     @property
     def functions(self) -> dict[str, Any]:
-        """What `Pipeline` is given: the functions that there are, `specs` where variables have sharding metadata, `frozen`."""
-        return super().functions | ({"frozen": lambda path, _leaf: path in self.frozen} if self.frozen else {})
+        """What `Pipeline` is given: the functions that there are, `specs` where variables have
+        sharding metadata, `frozen`.
+        """
+        return super().functions | (
+            {"frozen": lambda path, _leaf: path in self.frozen} if self.frozen else {}
+        )
 
     def to_nnx(self, params: dict[str, PyTree], state: PyTree = None) -> None:
-        """Write canonical parameters, and state, into the variables of the modules that the model was made of."""
+        """Write canonical parameters, and state, into the variables of the modules that the model
+        was made of.
+        """
         own = layered(params["stages"])
         other = layered({} if state is None else state)
         part = self._parts["stages"]
@@ -76,35 +93,44 @@ def from_nnx(
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,
 ) -> Any:
-    """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as they are.
+    """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as
+    they are.
 
-    Dropout draws from the step's key (`rng=`), a key for each layer and microbatch, and from no stream of the modules.  Evaluation
-    runs the modules as `Module.eval` would.  Blocks need not be alike: a pattern that every stage repeats (local and global
-    attention in turn) is enough.
+    Dropout draws from the step's key (`rng=`), a key for each layer and microbatch, and from no
+    stream of the modules.  Evaluation runs the modules as `Module.eval` would.  Blocks need not be
+    alike: a pattern that every stage repeats (local and global attention in turn) is enough.
 
     Args:
-        blocks: a list of modules (`nnx.List`, `nnx.Sequential`), or one module whose variables have a leading axis of blocks
-            (made by `nnx.vmap`).
+        blocks: a list of modules (`nnx.List`, `nnx.Sequential`), or one module whose variables have
+            a leading axis of blocks (made by `nnx.vmap`).
         num_stages: S; divides the number of blocks.  The model is then a `NnxStages`.
-        layout: instead of num_stages, the letters of each stage, "Ett|tttL" (see `parse_layout`): E is `first`, L is `last`, and every
-            other letter the next block of the list.  Stages may have any numbers of blocks, and letters kinds of their own.  The model
-            is then a `NnxLayers`.
+        layout: instead of num_stages, the letters of each stage, "Ett|tttL" (see `parse_layout`): E
+            is `first`, L is `last`, and every other letter the next block of the list.  Stages may
+            have any numbers of blocks, and letters kinds of their own.  The model is then a
+            `NnxLayers`.
         first, last: what comes before and after the blocks.
-        shared: modules that several of these functions use (a tied embedding): they are given as `shared` by keyword.
-        call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared and training by keyword.
+        shared: modules that several of these functions use (a tied embedding): they are given as
+            `shared` by keyword.
+        call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared
+            and training by keyword.
         trainable: which variables are parameters (a filter of nnx); the blocks' others are state.
-        frozen: which of them are not trained (a filter of nnx, `lambda path, v: not isinstance(v, nnx.LoRAParam)` say); see `Pipeline`.
+        frozen: which of them are not trained (a filter of nnx, `lambda path, v: not isinstance(v,
+            nnx.LoRAParam)` say); see `Pipeline`.
         rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
         stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
             microbatch.  A loss that blocks sow comes so: `call` takes it with `nnx.capture`.
 
     Raises:
-        PipelineError: blocks do not divide into stages, are unlike, or share a variable.  A step raises it for values that blocks sow and
-            nobody takes.
+        PipelineError: blocks do not divide into stages, are unlike, or share a variable.  A step
+            raises it for values that blocks sow and nobody takes.
 
     Example:
         >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
-        >>> model = from_nnx(blocks, num_stages=2, last=End(None, lambda _, x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)))
+        >>> model = from_nnx(
+        ...     blocks,
+        ...     num_stages=2,
+        ...     last=End(None, lambda _, x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)),
+        ... )
         >>> model.params["stages"]["kernel"].shape
         (2, 3, 4, 4)
     """
@@ -112,13 +138,32 @@ def from_nnx(
     check_cut("from_nnx", num_stages, layout)
     if layout is not None:
         ends_given: dict[str, Any] = {"first": first, "last": last, "shared": shared, "call": call}
-        return by_layout(list(blocks), layout, **ends_given, trainable=trainable, frozen=frozen, rules=rules, stage_loss=stage_loss)
+        return by_layout(
+            list(blocks),
+            layout,
+            **ends_given,
+            trainable=trainable,
+            frozen=frozen,
+            rules=rules,
+            stage_loss=stage_loss,
+        )
     assert num_stages is not None
     groups, stack = _groups(blocks, num_stages)
     parts = {"stages": Part.of(groups[0], trainable, stack=stack)}
-    ends = {"first": None if first is None else first.modules, "last": None if last is None else last.modules, "shared": shared}
-    parts |= {key: Part.of(modules, trainable) for key, modules in ends.items() if modules is not None}
-    check_apart({**{f"block {i}": b for i, b in enumerate(groups)}, **{k: m for k, m in ends.items() if m is not None}})
+    ends = {
+        "first": None if first is None else first.modules,
+        "last": None if last is None else last.modules,
+        "shared": shared,
+    }
+    parts |= {
+        key: Part.of(modules, trainable) for key, modules in ends.items() if modules is not None
+    }
+    check_apart(
+        {
+            **{f"block {i}": b for i, b in enumerate(groups)},
+            **{k: m for k, m in ends.items() if m is not None},
+        }
+    )
 
     part = parts["stages"]
     if stack:
@@ -135,8 +180,12 @@ def from_nnx(
             params.setdefault(key, {})
     return NnxStages(
         stage=_stage(parts, call, per_stage, stage_loss=stage_loss),
-        first=None if first is None else end_function(first, "first", parts, ("microbatch",), total),
-        last=None if last is None else end_function(last, "last", parts, ("x", "microbatch"), total + 1),
+        first=None
+        if first is None
+        else end_function(first, "first", parts, ("microbatch",), total),
+        last=None
+        if last is None
+        else end_function(last, "last", parts, ("x", "microbatch"), total + 1),
         params=params,
         state=state,
         specs=_specs(parts, rules),
@@ -161,23 +210,39 @@ def _specs(parts: dict[str, Part], rules: Mapping[str, Any] | None) -> dict[str,
     return found
 
 
-def _stage(parts: dict[str, Part], call: Callable[..., Any] | None, per_stage: int, *, stage_loss: bool) -> Callable[..., Any]:
+def _stage(
+    parts: dict[str, Part], call: Callable[..., Any] | None, per_stage: int, *, stage_loss: bool
+) -> Callable[..., Any]:
     """The stage function: the blocks of a stage, scanned."""
     part = parts["stages"]
     wants = frozenset() if call is None else wanted(call)
 
-    def run(params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]) -> tuple[PyTree, Any, PyTree]:
+    def run(
+        params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]
+    ) -> tuple[PyTree, Any, PyTree]:
         training = given["training"]
         group = part.build(params, state, key, training=training)
         keywords = given_keywords(parts, wants, given)
         losses = []
         for block in group if isinstance(group, tuple) else (group,):
-            out = calling("a block", part, key, training, block if call is None else lambda x, **k: call(block, x, **k), (x,), keywords)  # noqa: B023
+            out = calling(
+                "a block",
+                part,
+                key,
+                training,
+                block if call is None else lambda x, **k: call(block, x, **k),  # noqa: B023
+                (x,),
+                keywords,
+            )
             x, loss = with_loss("a block", out, stage_loss=stage_loss)
             losses.append(loss)
         return x, sum(losses) if stage_loss else None, part.state_of(group, "a block")
 
-    how = {"random": part.random, "stateful": bool(jax.tree.leaves(part.rest)), "stage_loss": stage_loss}
+    how = {
+        "random": part.random,
+        "stateful": bool(jax.tree.leaves(part.rest)),
+        "stage_loss": stage_loss,
+    }
     return scanned(run, groups=per_stage, wants=wants | {"training"}, **how)
 
 
@@ -189,10 +254,20 @@ def _groups(blocks: Any, num_stages: int) -> tuple[list[Any], bool]:
         return [blocks], True
     found = list(blocks)
     if not found:
-        raise PipelineError("there are no blocks; give a list of nnx modules, or one whose variables have a leading axis of blocks")
-    odd = [f"block {i} is {type(b).__name__}" for i, b in enumerate(found) if not isinstance(b, nnx.Module)]
+        raise PipelineError(
+            "there are no blocks; give a list of nnx modules, or one whose variables have a "
+            "leading axis of blocks"
+        )
+    odd = [
+        f"block {i} is {type(b).__name__}"
+        for i, b in enumerate(found)
+        if not isinstance(b, nnx.Module)
+    ]
     if odd:
-        raise PipelineError(f"blocks must be nnx modules, but {', '.join(odd)}; a plain function goes into call=, or into a module")
+        raise PipelineError(
+            f"blocks must be nnx modules, but {', '.join(odd)}; a plain function goes into "
+            "call=, or into a module"
+        )
     per_stage = blocks_per_stage(len(found), num_stages)
     kinds = [kind_of(block) for block in found]
     length = period(kinds, per_stage, lambda i, j: difference(found[i], found[j]))
@@ -203,9 +278,12 @@ def _groups(blocks: Any, num_stages: int) -> tuple[list[Any], bool]:
 def _stack_size(part: Part) -> int:
     """How many blocks a stacked module holds; PipelineError where its variables disagree."""
     leaves = jax.tree_util.tree_leaves_with_path((pure(part.params), pure(part.rest)))
-    named = {jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf for path, leaf in leaves}
+    named = {
+        jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf for path, leaf in leaves
+    }
     return stack_size(
         named,
         "a stacked module's variables",
-        ": make it with nnx.vmap, or give a list of modules (of a whole model its blocks, and the rest in first= and last=)",
+        ": make it with nnx.vmap, or give a list of modules (of a whole model its blocks, and "
+        "the rest in first= and last=)",
     )

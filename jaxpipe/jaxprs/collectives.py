@@ -9,7 +9,9 @@ from jax.extend import core
 
 
 def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(primitive, mesh axes) of every equation that communicates, also in loops, branches and calls."""
+    """(primitive, mesh axes) of every equation that communicates, also in loops, branches and
+    calls.
+    """
     for eqn in jaxpr.eqns:
         axes = (*_names(eqn.params.get("axes")), *_names(eqn.params.get("axis_name")))
         if axes and eqn.primitive.name != "axis_index":
@@ -23,4 +25,8 @@ def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _names(value: Any) -> tuple[str, ...]:
     """Names of mesh axes; numbers are axes of arrays."""
-    return tuple(name for name in (value if isinstance(value, tuple | list) else (value,)) if isinstance(name, str))
+    return tuple(
+        name
+        for name in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(name, str)
+    )

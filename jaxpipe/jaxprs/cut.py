@@ -1,4 +1,6 @@
-"""Cut a flat jaxpr in two programs: the first runs early and leaves what the second, run later, cannot make cheaply."""
+"""Cut a flat jaxpr in two programs: the first runs early and leaves what the second, run later,
+cannot make cheaply.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ Recompute: TypeAlias = Callable[[core.JaxprEqn, bool], bool]
 
 @dataclass(frozen=True)
 class Cut:
-    """`first(*inputs) -> (*first_outputs, *crossing)` and `second(*inputs, *crossing) -> second_outputs`.
+    """`first(*inputs) -> (*first_outputs, *crossing)` and `second(*inputs, *crossing) ->
+    second_outputs`.
 
-    Both take all inputs of the jaxpr that was cut; `first_reads` and `second_reads` say which ones they use.
+    Both take all inputs of the jaxpr that was cut; `first_reads` and `second_reads` say which ones
+    they use.
     """
 
     first: core.Jaxpr
@@ -35,7 +39,20 @@ class Cut:
     second_reads: tuple[bool, ...]
 
 
-_ELEMENTWISE = frozenset({"convert_element_type", "neg", "add", "sub", "mul", "add_any", "real", "imag", "not", "stop_gradient"})
+_ELEMENTWISE = frozenset(
+    {
+        "convert_element_type",
+        "neg",
+        "add",
+        "sub",
+        "mul",
+        "add_any",
+        "real",
+        "imag",
+        "not",
+        "stop_gradient",
+    }
+)
 
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
@@ -45,7 +62,9 @@ def is_cheap(eqn: core.JaxprEqn) -> bool:
 
 
 def keep_small(eqn: core.JaxprEqn, at_hand: bool) -> bool:
-    """Recompute what is cheap and either has its inputs at hand or would make the crossing no larger."""
+    """Recompute what is cheap and either has its inputs at hand or would make the crossing no
+    larger.
+    """
     if not is_cheap(eqn):
         return False
     inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
@@ -53,11 +72,17 @@ def keep_small(eqn: core.JaxprEqn, at_hand: bool) -> bool:
 
 
 def keep_work(eqn: core.JaxprEqn, at_hand: bool) -> bool:
-    """Recompute only layout changes, slices and what grows (a broadcast bias): for results that are computed once a step."""
+    """Recompute only layout changes, slices and what grows (a broadcast bias): for results that are
+    computed once a step.
+    """
     if is_layout(eqn):
         return True
     inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
-    return at_hand and is_cheap(eqn) and sum(nbytes(v.aval) for v in inputs) < nbytes(eqn.outvars[0].aval)
+    return (
+        at_hand
+        and is_cheap(eqn)
+        and sum(nbytes(v.aval) for v in inputs) < nbytes(eqn.outvars[0].aval)
+    )
 
 
 def cut(
@@ -68,10 +93,12 @@ def cut(
     recompute: Recompute | None = keep_small,
     early: Callable[[core.JaxprEqn], bool] | None = None,
 ) -> Cut:
-    """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns, the rest the second does.
+    """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns,
+    the rest the second does.
 
-    Without a `recompute` rule the crossing is the smallest from which elementwise arithmetic gives the rest (`cheapest`).
-    `early` marks equations of the second part that the first may do too, if it has what they read.
+    Without a `recompute` rule the crossing is the smallest from which elementwise arithmetic gives
+    the rest (`cheapest`). `early` marks equations of the second part that the first may do too, if
+    it has what they read.
     """
     assert not jaxpr.constvars, "constants must be inputs"
     newvar = core.gensym()
@@ -80,7 +107,9 @@ def cut(
 
 
 def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
-    """The jaxpr without equations that no output needs, also in scans, and which inputs it reads."""
+    """The jaxpr without equations that no output needs, also in scans, and which inputs
+    it reads.
+    """
     kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars)))
     alive = _make(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
     return alive, _reads(alive, len(jaxpr.invars))
@@ -107,8 +136,12 @@ class _Maker:
         self._first: list[core.JaxprEqn] = []
         self._second: list[core.JaxprEqn] = []
 
-    def cut(self, assignment: Assignment, outputs: Sequence[bool], *, hidden: frozenset[core.Var]) -> Cut:
-        """`hidden` are inputs that the second part does not have (carries that the first part of a scan owns)."""
+    def cut(
+        self, assignment: Assignment, outputs: Sequence[bool], *, hidden: frozenset[core.Var]
+    ) -> Cut:
+        """`hidden` are inputs that the second part does not have (carries that the first part of a
+        scan owns).
+        """
         jaxpr = self._jaxpr
         for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
             if isinstance(choice, Split):
@@ -129,7 +162,14 @@ class _Maker:
         count = len(jaxpr.invars)
         maker_of = {v: e for e in self._first for v in e.outvars}
         weights = [self._weights.get(v, weight(v, maker_of.get(v))) for v in crossing]
-        return Cut(first, second, tuple(v.aval for v in crossing), sum(weights), first_reads[:count], second_reads[:count])
+        return Cut(
+            first,
+            second,
+            tuple(v.aval for v in crossing),
+            sum(weights),
+            first_reads[:count],
+            second_reads[:count],
+        )
 
     def _may_be_early(self, eqn: core.JaxprEqn) -> bool:
         """Whether the first part may do an equation of the second too, and has what it reads."""
@@ -137,7 +177,9 @@ class _Maker:
             return False
         return not any(isinstance(v, core.Var) and v in self._late for v in eqn.invars)
 
-    def _crossing(self, second_outs: Sequence[Atom], hidden: frozenset[core.Var]) -> tuple[list[core.Var], list[core.JaxprEqn]]:
+    def _crossing(
+        self, second_outs: Sequence[Atom], hidden: frozenset[core.Var]
+    ) -> tuple[list[core.Var], list[core.JaxprEqn]]:
         """What the first part hands over, after deciding what the second part computes again."""
         maker_of = {v: e for e in self._first for v in e.outvars}
         if self._recompute is None:
@@ -147,7 +189,9 @@ class _Maker:
             return list(keep.stored), list(keep.again)
         order = {id(e): i for i, e in enumerate(self._first)}
         used = [v for e in self._second for v in e.invars] + list(second_outs)
-        crossing = dict.fromkeys(v for v in used if isinstance(v, core.Var) and (v in maker_of or v in hidden))
+        crossing = dict.fromkeys(
+            v for v in used if isinstance(v, core.Var) and (v in maker_of or v in hidden)
+        )
         again: dict[int, core.JaxprEqn] = {}
         made_again: set[core.Var] = set()
         numbers = numbers_of(self._first)
@@ -159,7 +203,11 @@ class _Maker:
                 if eqn is None or len(eqn.outvars) != 1 or eqn.effects:
                     continue
                 inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
-                missing = [v for v in inputs if (v in maker_of or v in hidden) and v not in crossing and v not in made_again]
+                missing = [
+                    v
+                    for v in inputs
+                    if (v in maker_of or v in hidden) and v not in crossing and v not in made_again
+                ]
                 # What is made of numbers alone (an iota, a mask of zeros) is never handed over.
                 if inputs and var not in numbers and not self._recompute(eqn, not missing):
                     continue
@@ -173,7 +221,9 @@ class _Maker:
         return list(crossing), sorted(again.values(), key=lambda e: order[id(e)])
 
     def _split_scan(self, eqn: core.JaxprEqn, choice: Split) -> None:
-        """Cut a scan: the first one stacks what crosses in each trip, the second one scans over that."""
+        """Cut a scan: the first one stacks what crosses in each trip, the second one scans over
+        that.
+        """
         consts, carries = scan_counts(eqn)
         body = eqn.params["jaxpr"].jaxpr
         own = [*choice.carry_first, *choice.ys_first]
@@ -188,8 +238,12 @@ class _Maker:
         seconds = [v for v, f in zip(eqn.outvars, own, strict=True) if not f]
         # A value that crosses in each trip and is an output of the scan too is stacked only once.
         inner_outs = made.first.outvars[: len(firsts)]
-        ys = zip(inner_outs[sum(choice.carry_first) :], firsts[sum(choice.carry_first) :], strict=True)
-        stacked = {v: o for v, o in ys if isinstance(v, core.Var) and not isinstance(o, core.DropVar)}
+        ys = zip(
+            inner_outs[sum(choice.carry_first) :], firsts[sum(choice.carry_first) :], strict=True
+        )
+        stacked = {
+            v: o for v, o in ys if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
+        }
         stacks, outs, outvars = [], list(inner_outs), list(firsts)
         makers = {v: e for e in made.first.eqns for v in e.outvars}
         for var in made.first.outvars[len(firsts) :]:
@@ -202,7 +256,9 @@ class _Maker:
             stacks.append(stacked[var])
         if outvars:
             body_first = made.first.replace(outvars=outs)
-            self._first.append(_scan(eqn, body_first, made.first_reads, choice.carry_first, [], outvars))
+            self._first.append(
+                _scan(eqn, body_first, made.first_reads, choice.carry_first, [], outvars)
+            )
         self._late.update(seconds)
         if seconds:
             other = tuple(not f for f in choice.carry_first)
@@ -221,7 +277,9 @@ def _live_equations(jaxpr: core.Jaxpr, needed: Assignment) -> list[core.JaxprEqn
         outs = [v for v, f in zip(body.outvars, own, strict=True) if f]
         part = _make(body, _live_equations(body, choice.body), body.invars, outs)
         outvars = [v for v, f in zip(eqn.outvars, own, strict=True) if f]
-        kept.append(_scan(eqn, part, _reads(part, len(part.invars)), choice.carry_first, [], outvars))
+        kept.append(
+            _scan(eqn, part, _reads(part, len(part.invars)), choice.carry_first, [], outvars)
+        )
     return kept
 
 
@@ -233,12 +291,16 @@ def _scan(
     stacks: Sequence[core.Var],
     outvars: Sequence[core.Var],
 ) -> core.JaxprEqn:
-    """A scan with this body, over those operands of `eqn` that it reads, its own carries, and the stacks."""
+    """A scan with this body, over those operands of `eqn` that it reads, its own carries, and the
+    stacks.
+    """
     consts, carries = scan_counts(eqn)
     keep = [*reads[:consts], *carry_mine, *reads[consts + carries :]]
     operands = [v for v, k in zip(eqn.invars, keep, strict=True) if k] + list(stacks)
     count = len(eqn.invars)
-    invars = [v for v, k in zip(body.invars[:count], keep, strict=True) if k] + list(body.invars[count:])
+    invars = [v for v, k in zip(body.invars[:count], keep, strict=True) if k] + list(
+        body.invars[count:]
+    )
     inner = core.ClosedJaxpr(body.replace(invars=invars), [])
     params = dict(eqn.params, jaxpr=inner, num_consts=sum(keep[:consts]), num_carry=sum(carry_mine))
     if "linear" in params:
@@ -246,13 +308,22 @@ def _scan(
     return eqn.replace(invars=operands, outvars=list(outvars), params=params, effects=inner.effects)
 
 
-def _make(like: core.Jaxpr, eqns: Sequence[core.JaxprEqn], invars: Sequence[core.Var], outvars: Sequence[Atom]) -> core.Jaxpr:
+def _make(
+    like: core.Jaxpr,
+    eqns: Sequence[core.JaxprEqn],
+    invars: Sequence[core.Var],
+    outvars: Sequence[Atom],
+) -> core.Jaxpr:
     """A jaxpr of these equations, with the effects that they have."""
     effects = frozenset().union(*(e.effects for e in eqns))
-    return like.replace(eqns=list(eqns), invars=list(invars), outvars=list(outvars), effects=effects)
+    return like.replace(
+        eqns=list(eqns), invars=list(invars), outvars=list(outvars), effects=effects
+    )
 
 
 def _reads(jaxpr: core.Jaxpr, count: int) -> tuple[bool, ...]:
     """Which of the first `count` inputs an equation or an output reads."""
-    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)} | {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)} | {
+        v for v in jaxpr.outvars if isinstance(v, core.Var)
+    }
     return tuple(v in used for v in jaxpr.invars[:count])

@@ -1,4 +1,6 @@
-"""How a pool keeps a value: raveled, so that no reader's layout reaches the pool, and by the parts that the partitioner makes of it."""
+"""How a pool keeps a value: raveled, so that no reader's layout reaches the pool, and by the parts
+that the partitioner makes of it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ class Part:
 class Entry:
     """One entry of a pool: a value of `shape`, kept as [rows,] [parts, ...] [all the rest of it].
 
-    The first dim stays apart where nothing splits it: a scan reads and writes its rows one by one.  A dim that the partitioner splits
-    is cut into its parts, which come first, so that a device's part of an entry is one piece of memory.  Without this XLA:GPU gives the
-    whole pool the layout that a reader prefers, and transposes it in every tick; and a plain reshape would bring the parts together.
+    The first dim stays apart where nothing splits it: a scan reads and writes its rows one by one.
+    A dim that the partitioner splits is cut into its parts, which come first, so that a device's
+    part of an entry is one piece of memory.  Without this XLA:GPU gives the whole pool the layout
+    that a reader prefers, and transposes it in every tick; and a plain reshape would bring the
+    parts together.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +49,11 @@ class Entry:
         """The shape in the pool."""
         counts = [part.count for part in self.parts]
         rows = self.shape[:1] if self.by_row else ()
-        return (*rows, *counts, math.prod(self.shape) // math.prod([*rows, *counts]) if 0 not in self.shape else 0)
+        return (
+            *rows,
+            *counts,
+            math.prod(self.shape) // math.prod([*rows, *counts]) if 0 not in self.shape else 0,
+        )
 
     @property
     def local_share(self) -> int:
@@ -89,8 +97,12 @@ class Entry:
         return self._join(kept, 0)
 
     def ravel(self, kept: Any) -> Any:
-        """[parts, ...] [all the rest, row by row] of an entry: a device's part of it is one row of numbers, that of others may follow."""
-        return (jnp.moveaxis(kept, 0, len(self.parts)) if self.by_row else kept).reshape(*self.counts, self.length)
+        """[parts, ...] [all the rest, row by row] of an entry: a device's part of it is one row of
+        numbers, that of others may follow.
+        """
+        return (jnp.moveaxis(kept, 0, len(self.parts)) if self.by_row else kept).reshape(
+            *self.counts, self.length
+        )
 
     def unravel(self, raveled: Any) -> Any:
         """The entry."""
@@ -124,7 +136,9 @@ class Entry:
         return self._constrain(parts.reshape(self.shape[missing:]), self._spec(missing))
 
     def _order(self, missing: int) -> tuple[list[int], list[int]]:
-        """Sizes of the dims, those that are split in two, and the order in which the parts come first."""
+        """Sizes of the dims, those that are split in two, and the order in which the parts come
+        first.
+        """
         counts = {part.dim: part.count for part in self.parts}
         dims: list[int] = []
         first: list[int] = []

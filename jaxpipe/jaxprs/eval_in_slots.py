@@ -1,4 +1,6 @@
-"""Evaluate a jaxpr whose stacked scan outputs go straight into buffer slots, and whose scanned inputs come straight from them."""
+"""Evaluate a jaxpr whose stacked scan outputs go straight into buffer slots, and whose scanned
+inputs come straight from them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def run_in_slots(
 ) -> list[Any]:
     """Evaluate a jaxpr with slots (`InSlots`).
 
-    A scan would else build its stacked outputs apart and copy them into the slot (or add them to the accumulator), and a slot would be
-    copied out to be scanned.
+    A scan would else build its stacked outputs apart and copy them into the slot (or add them to
+    the accumulator), and a slot would be copied out to be scanned.
     """
     steps = _steps(InSlots(jaxpr, arguments, reads or {}, writes or {}))
     try:
@@ -39,10 +41,12 @@ def run_in_slots(
 
 
 def run_both_in_slots(one: InSlots, other: InSlots) -> tuple[list[Any], list[Any]]:
-    """Evaluate two jaxprs that do not depend on each other, their scans of equal length merged into one, trip by trip.
+    """Evaluate two jaxprs that do not depend on each other, their scans of equal length merged into
+    one, trip by trip.
 
-    So what one of them awaits in a layer, a collective, may run beside what the other computes.  In a trip `one` reads its slots before
-    `other` writes any: `other` may write pools that `one` reads, but not the other way round.
+    So what one of them awaits in a layer, a collective, may run beside what the other computes.  In
+    a trip `one` reads its slots before `other` writes any: `other` may write pools that `one`
+    reads, but not the other way round.
     """
     runs = (_steps(one), _steps(other))
     loops: list[Loop | None] = [None, None]
@@ -76,14 +80,23 @@ def _steps(run: InSlots) -> Generator[Loop, Answer, list[Any]]:
     env: dict[core.Var, Any] = {}
     for i, (var, argument) in enumerate(zip(jaxpr.invars, run.arguments, strict=True)):
         env[var] = reads.get(i, argument)
-    targets = {jaxpr.outvars[i]: slot for i, slot in writes.items() if isinstance(jaxpr.outvars[i], core.Var)}
+    targets = {
+        jaxpr.outvars[i]: slot
+        for i, slot in writes.items()
+        if isinstance(jaxpr.outvars[i], core.Var)
+    }
     used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
     returned = [v for i, v in enumerate(jaxpr.outvars) if i not in writes]
-    targets = {v: s for v, s in targets.items() if v not in used and v not in returned and jaxpr.outvars.count(v) == 1}
+    targets = {
+        v: s
+        for v, s in targets.items()
+        if v not in used and v not in returned and jaxpr.outvars.count(v) == 1
+    }
     pools = _Pools()
     written: set[core.Var] = set()
     zeros = _zeros_of(jaxpr)
-    # What is read whole is read before any pool is written, here or by what runs together with this.
+    # What is read whole is read before any pool is written, here or by what runs together with
+    # this.
     env.update((v, env[v].load()) for v in _read_whole(jaxpr) if isinstance(env.get(v), _LAZY))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and eqn.params["length"]:
@@ -97,18 +110,29 @@ def _steps(run: InSlots) -> Generator[Loop, Answer, list[Any]]:
             written.update(v for v in outs if v in targets)
             continue
         inputs = [_load(env, v) for v in eqn.invars]
-        target = targets.get(eqn.outvars[0]) if eqn.primitive.name == "scatter-add" and _is_in(eqn.invars[0], zeros) else None
+        target = (
+            targets.get(eqn.outvars[0])
+            if eqn.primitive.name == "scatter-add" and _is_in(eqn.invars[0], zeros)
+            else None
+        )
         if isinstance(target, Total | TotalPiece):
             # The gradient of a table of embeddings, which is mostly zeros.
-            pools.change(target, target._replace(pool=pools.now(target.pool)).scatter(eqn, *inputs[1:]))
+            pools.change(
+                target, target._replace(pool=pools.now(target.pool)).scatter(eqn, *inputs[1:])
+            )
             written.add(eqn.outvars[0])
             continue
         env.update(zip(eqn.outvars, bind(jaxpr, eqn, inputs), strict=True))
     for i, target in writes.items():
         atom = jaxpr.outvars[i]
         if not (isinstance(atom, core.Var) and atom in written):
-            pools.change(target, target._replace(pool=pools.now(target.pool)).store(_load(env, atom)))
-    return [pools.now(writes[i].pool) if i in writes else _load(env, atom) for i, atom in enumerate(jaxpr.outvars)]
+            pools.change(
+                target, target._replace(pool=pools.now(target.pool)).store(_load(env, atom))
+            )
+    return [
+        pools.now(writes[i].pool) if i in writes else _load(env, atom)
+        for i, atom in enumerate(jaxpr.outvars)
+    ]
 
 
 class _Pools:
@@ -134,12 +158,19 @@ class _Pools:
             self._now[id(first)] = after
 
 
-def _loop_of(eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Target], pools: _Pools) -> Loop:
-    """A scan with pools among its carries, for what it writes, and among its constants, for what it reads."""
+def _loop_of(
+    eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Target], pools: _Pools
+) -> Loop:
+    """A scan with pools among its carries, for what it writes, and among its constants, for what it
+    reads.
+    """
     consts, carries = scan_counts(eqn)
     body = eqn.params["jaxpr"]
     inside = body.jaxpr.invars[consts : consts + carries]
-    carry = [jnp.asarray(_load(env, v)).astype(b.aval.dtype) for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)]
+    carry = [
+        jnp.asarray(_load(env, v)).astype(b.aval.dtype)
+        for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)
+    ]
     scanned = [env[v] if isinstance(v, core.Var) else v.val for v in eqn.invars[consts + carries :]]
     found = [targets.get(v) for v in eqn.outvars[carries:]]
     trip = Trip(body, [_load(env, v) for v in eqn.invars[:consts]], carries, found)
@@ -158,7 +189,11 @@ def _read_whole(jaxpr: core.Jaxpr) -> set[core.Var]:
     """Inputs that something reads other than row by row."""
     found: set[core.Var] = set()
     for eqn in jaxpr.eqns:
-        scanned = sum(scan_counts(eqn)) if eqn.primitive.name == "scan" and eqn.params["length"] else len(eqn.invars)
+        scanned = (
+            sum(scan_counts(eqn))
+            if eqn.primitive.name == "scan" and eqn.params["length"]
+            else len(eqn.invars)
+        )
         found.update(v for v in eqn.invars[:scanned] if isinstance(v, core.Var))
     return found & set(jaxpr.invars)
 
@@ -168,7 +203,9 @@ def _zeros_of(jaxpr: core.Jaxpr) -> set[Any]:
     return {
         eqn.outvars[0]
         for eqn in jaxpr.eqns
-        if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], core.Literal) and eqn.invars[0].val == 0
+        if eqn.primitive.name == "broadcast_in_dim"
+        and isinstance(eqn.invars[0], core.Literal)
+        and eqn.invars[0].val == 0
     }
 
 

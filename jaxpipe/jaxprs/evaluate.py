@@ -29,5 +29,11 @@ def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[A
     named = dict(zip(variables, values, strict=True))
     newvar = core.gensym()
     outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
-    single = jaxpr.replace(constvars=[], invars=list(named), outvars=outs, eqns=[eqn.replace(outvars=outs)], effects=eqn.effects)
+    single = jaxpr.replace(
+        constvars=[],
+        invars=list(named),
+        outvars=outs,
+        eqns=[eqn.replace(outvars=outs)],
+        effects=eqn.effects,
+    )
     return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())

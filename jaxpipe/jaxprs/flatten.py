@@ -1,4 +1,6 @@
-"""Inline every call in a jaxpr (jit, remat, custom_jvp, custom_vjp), also inside scans, so that it can be cut."""
+"""Inline every call in a jaxpr (jit, remat, custom_jvp, custom_vjp), also inside scans, so that it
+can be cut.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from jax.extend import core
 Atom: TypeAlias = core.Var | core.Literal
 NewVar: TypeAlias = Callable[[Any], core.Var]
 
-# The parameter that holds a call's body.  `custom_*` calls that are still here were not differentiated, so the
-# plain body is their meaning.  Inlined remat keeps what it is for: a stage's forward and backward are
-# separate computations, so what the backward recomputes cannot be shared with the forward by accident.
+# The parameter that holds a call's body.  `custom_*` calls that are still here were not
+# differentiated, so the plain body is their meaning.  Inlined remat keeps what it is for: a stage's
+# forward and backward are separate computations, so what the backward recomputes cannot be shared
+# with the forward by accident.
 _BODY_OF = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -33,7 +36,9 @@ _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
 
 
 def stores_on_host(jaxpr: core.Jaxpr) -> bool:
-    """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that offload write it."""
+    """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that
+    offload write it.
+    """
     return _has_move(jaxpr, {_Space.Host})
 
 
@@ -47,18 +52,27 @@ def _has_move(jaxpr: core.Jaxpr, to: Collection[Any] = tuple(_Space)) -> bool:
 
 
 def _is_move(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation does nothing but move values between the memories of a device and its host."""
-    return eqn.primitive.name == "device_put" and all(isinstance(to, _Space) for to in eqn.params["devices"])
+    """Whether an equation does nothing but move values between the memories of a device and its
+    host.
+    """
+    return eqn.primitive.name == "device_put" and all(
+        isinstance(to, _Space) for to in eqn.params["devices"]
+    )
 
 
 def _on_device(aval: Any) -> Any:
-    return aval.update(memory_space=_Space.Device) if getattr(aval, "memory_space", None) is _Space.Host else aval
+    return (
+        aval.update(memory_space=_Space.Device)
+        if getattr(aval, "memory_space", None) is _Space.Host
+        else aval
+    )
 
 
 def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The same function with all values on the device, also in the bodies of loops and branches.
 
-    What waits on the host is the program's to say: it moves what a forward keeps as a whole, ticks before it is read.
+    What waits on the host is the program's to say: it moves what a forward keeps as a whole, ticks
+    before it is read.
     """
     newvar = core.gensym()
     env: dict[core.Var, Any] = {}
@@ -110,7 +124,11 @@ def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _emit(
-    jaxpr: core.Jaxpr, arguments: Sequence[Atom], eqns: list[core.JaxprEqn], consts: list[tuple[core.Var, Any]], newvar: NewVar
+    jaxpr: core.Jaxpr,
+    arguments: Sequence[Atom],
+    eqns: list[core.JaxprEqn],
+    consts: list[tuple[core.Var, Any]],
+    newvar: NewVar,
 ) -> list[Atom]:
     """Append the flattened equations of a jaxpr applied to `arguments`; return its outputs."""
     env: dict[core.Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
@@ -122,7 +140,9 @@ def _emit(
         inputs = [read(a) for a in eqn.invars]
         body = eqn.params.get(_BODY_OF.get(eqn.primitive.name, ""))
         if body is not None:
-            inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, [])
+            inner, inner_consts = (
+                (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, [])
+            )
             bound = [newvar(v.aval) for v in inner.constvars]
             consts.extend(zip(bound, inner_consts, strict=True))
             outs = _emit(inner, [*bound, *inputs], eqns, consts, newvar)
@@ -139,11 +159,19 @@ def _emit(
 
 
 def _lift_scan_consts(
-    body: core.ClosedJaxpr, inputs: list[Atom], params: dict[str, Any], consts: list[tuple[core.Var, Any]], newvar: NewVar
+    body: core.ClosedJaxpr,
+    inputs: list[Atom],
+    params: dict[str, Any],
+    consts: list[tuple[core.Var, Any]],
+    newvar: NewVar,
 ) -> tuple[list[Atom], dict[str, Any]]:
-    """Turn the constants of a scan body into operands of the scan, so that a body never holds constants."""
+    """Turn the constants of a scan body into operands of the scan, so that a body never holds
+    constants.
+    """
     lifted = [newvar(v.aval) for v in body.jaxpr.constvars]
     consts.extend(zip(lifted, body.consts, strict=True))
     jaxpr = body.jaxpr.replace(constvars=[], invars=[*body.jaxpr.constvars, *body.jaxpr.invars])
-    changed = dict(params, jaxpr=core.ClosedJaxpr(jaxpr, []), num_consts=params["num_consts"] + len(lifted))
+    changed = dict(
+        params, jaxpr=core.ClosedJaxpr(jaxpr, []), num_consts=params["num_consts"] + len(lifted)
+    )
     return [*lifted, *inputs], changed

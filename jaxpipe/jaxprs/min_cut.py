@@ -1,4 +1,6 @@
-"""Choose what to keep for later: the fewest bytes from which the rest follows by elementwise arithmetic."""
+"""Choose what to keep for later: the fewest bytes from which the rest follows by elementwise
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,57 @@ from jax.extend import core
 
 from .sizes import is_gather, is_layout, nbytes
 
-# Arithmetic that a consumer's fusion does for less than a load from memory.  Nothing transcendental, no reduction, no matmul:
-# what costs real work is kept, never done twice.
+# Arithmetic that a consumer's fusion does for less than a load from memory.  Nothing
+# transcendental, no reduction, no matmul: what costs real work is kept, never done twice.
 _ARITHMETIC = frozenset(
-    {"abs", "add", "add_any", "and", "clamp", "convert_element_type", "copy", "div", "eq", "ge", "gt", "integer_pow", "iota", "le", "lt"}
-    | {"max", "min", "mul", "ne", "neg", "not", "or", "select_n", "sign", "square", "stop_gradient", "sub"}
+    {
+        "abs",
+        "add",
+        "add_any",
+        "and",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "div",
+        "eq",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "le",
+        "lt",
+    }
+    | {
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "not",
+        "or",
+        "select_n",
+        "sign",
+        "square",
+        "stop_gradient",
+        "sub",
+    }
 )
 
 
 def is_arithmetic(eqn: core.JaxprEqn) -> bool:
     """True for elementwise arithmetic and layout changes."""
-    return (is_layout(eqn) or eqn.primitive.name in _ARITHMETIC) and not eqn.effects and len(eqn.outvars) == 1
+    return (
+        (is_layout(eqn) or eqn.primitive.name in _ARITHMETIC)
+        and not eqn.effects
+        and len(eqn.outvars) == 1
+    )
 
 
 @dataclass(frozen=True)
 class Keep:
-    """`stored` values are kept; `again` are the equations, in order, that make the needed values from them and what is at hand."""
+    """`stored` values are kept; `again` are the equations, in order, that make the needed values
+    from them and what is at hand.
+    """
 
     stored: tuple[core.Var, ...]
     again: tuple[core.JaxprEqn, ...]
@@ -39,10 +76,12 @@ def cheapest(
     *,
     recompute: Callable[[core.JaxprEqn], bool] = is_arithmetic,
 ) -> Keep:
-    """A minimum cut between what must be computed early and what is needed late; every value weighs its bytes.
+    """A minimum cut between what must be computed early and what is needed late; every value weighs
+    its bytes.
 
-    The same question as min-cut rematerialisation in torch's AOTAutograd (`min_cut_rematerialization_partition`).
-    Of equally small choices it takes the one nearest to what is needed, which computes the least again.
+    The same question as min-cut rematerialisation in torch's AOTAutograd
+    (`min_cut_rematerialization_partition`). Of equally small choices it takes the one nearest to
+    what is needed, which computes the least again.
     """
     needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
     maker = {v: e for e in eqns for v in e.outvars}
@@ -68,19 +107,26 @@ def cheapest(
     late = graph.sink_side()
     stored = {v for v in seen if _out(v) in late and _in(v) not in late}
     again = _needed_again(needed, stored, maker, at_hand)
-    return Keep(tuple(v for v in dict.fromkeys(_ordered(stored, eqns))), tuple(e for e in eqns if id(e) in again))
+    return Keep(
+        tuple(v for v in dict.fromkeys(_ordered(stored, eqns))),
+        tuple(e for e in eqns if id(e) in again),
+    )
 
 
 def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
     """What keeping a value costs.
 
-    Of a gathered value a device holds more than of what it is gathered from; how much more is not known here.
+    Of a gathered value a device holds more than of what it is gathered from; how much more is not
+    known here.
     """
     return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
 
 
 def _needed_again(
-    needed: Sequence[core.Var], stored: set[core.Var], maker: dict[core.Var, core.JaxprEqn], at_hand: Callable[[core.Var], bool]
+    needed: Sequence[core.Var],
+    stored: set[core.Var],
+    maker: dict[core.Var, core.JaxprEqn],
+    at_hand: Callable[[core.Var], bool],
 ) -> set[int]:
     """Identities of the equations to run again."""
     again: set[int] = set()
@@ -115,7 +161,9 @@ def _out(var: core.Var) -> tuple[Any, ...]:
 
 
 class _Flow:
-    """Maximum flow by shortest augmenting paths (Edmonds and Karp 1972); None is an unlimited capacity."""
+    """Maximum flow by shortest augmenting paths (Edmonds and Karp 1972); None is an unlimited
+    capacity.
+    """
 
     def __init__(self) -> None:
         self._capacity: dict[Any, dict[Any, float]] = {_SOURCE: {}, _SINK: {}}

@@ -34,25 +34,41 @@ class Reductions:
         It is the same object where there is nothing to change, so that calls stay shared.
         """
         eqns = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
-        same = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+        same = len(eqns) == len(jaxpr.eqns) and all(
+            new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
+        )
         return jaxpr if same else jaxpr.replace(eqns=eqns)
 
     def _equations(self, eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
         params = {name: self._parameter(value) for name, value in eqn.params.items()}
         if eqn.primitive.name in _ALL_REDUCES:
             params["axes"] = tuple(name for name in params["axes"] if name not in self.alone)
-        changed = any(params[name] is not value and params[name] != value for name, value in eqn.params.items())
+        changed = any(
+            params[name] is not value and params[name] != value
+            for name, value in eqn.params.items()
+        )
         eqn = eqn.replace(params=params) if changed else eqn
         narrow = any(_is_narrow(atom) for atom in eqn.invars)
         if not (self.widen and narrow and eqn.primitive.name in _REDUCTIONS):
             yield eqn
             return
         newvar = core.gensym()
-        wide: list[Any] = [newvar(a.aval.update(dtype=_WIDE)) if _is_narrow(a) else a for a in (*eqn.invars, *eqn.outvars)]
+        wide: list[Any] = [
+            newvar(a.aval.update(dtype=_WIDE)) if _is_narrow(a) else a
+            for a in (*eqn.invars, *eqn.outvars)
+        ]
         inputs, outputs = wide[: len(eqn.invars)], wide[len(eqn.invars) :]
-        yield from (_converted(eqn, old, new) for old, new in zip(eqn.invars, inputs, strict=True) if new is not old)
+        yield from (
+            _converted(eqn, old, new)
+            for old, new in zip(eqn.invars, inputs, strict=True)
+            if new is not old
+        )
         yield eqn.replace(invars=inputs, outvars=outputs)
-        yield from (_converted(eqn, new, old) for old, new in zip(eqn.outvars, outputs, strict=True) if new is not old)
+        yield from (
+            _converted(eqn, new, old)
+            for old, new in zip(eqn.outvars, outputs, strict=True)
+            if new is not old
+        )
 
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, core.ClosedJaxpr):
@@ -72,4 +88,10 @@ def _is_narrow(atom: Any) -> bool:
 def _converted(eqn: core.JaxprEqn, value: Any, var: Any) -> core.JaxprEqn:
     """The conversion of a value to a variable's dtype, where an equation stands."""
     params = {"new_dtype": var.aval.dtype, "weak_type": False, "sharding": None}
-    return eqn.replace(primitive=convert_element_type_p, invars=[value], outvars=[var], params=params, effects=core.no_effects)
+    return eqn.replace(
+        primitive=convert_element_type_p,
+        invars=[value],
+        outvars=[var],
+        params=params,
+        effects=core.no_effects,
+    )

@@ -1,4 +1,6 @@
-"""Pass: keep fewer residuals of a scan: the backward scan remakes what elementwise arithmetic gives from the rest."""
+"""Pass: keep fewer residuals of a scan: the backward scan remakes what elementwise arithmetic gives
+from the rest.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from .slices import made_from, scan_counts
 
 
 def sink(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool]) -> core.Jaxpr:
-    """Rewrite each scan before equation `border` whose stacked outputs feed scans after it; the equations stay as many.
+    """Rewrite each scan before equation `border` whose stacked outputs feed scans after it; the
+    equations stay as many.
 
-    `known` marks parameters among the inputs: what they alone determine is computed once a step, and stays as it is.
+    `known` marks parameters among the inputs: what they alone determine is computed once a step,
+    and stays as it is.
     """
     eqns = list(jaxpr.eqns)
     newvar = core.gensym()
@@ -27,8 +31,17 @@ def sink(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool]) -> core.Jaxpr
     return jaxpr.replace(eqns=eqns)
 
 
-def _sink_one(eqns: list[core.JaxprEqn], index: int, border: int, jaxpr: core.Jaxpr, parameters: set[core.Var], newvar: Any) -> None:
-    """Choose what this scan stacks, and change it and the scans that read its stacks, in place of the list's entries."""
+def _sink_one(
+    eqns: list[core.JaxprEqn],
+    index: int,
+    border: int,
+    jaxpr: core.Jaxpr,
+    parameters: set[core.Var],
+    newvar: Any,
+) -> None:
+    """Choose what this scan stacks, and change it and the scans that read its stacks, in place of
+    the list's entries.
+    """
     eqn = eqns[index]
     consts, carries = scan_counts(eqn)
     body = eqn.params["jaxpr"].jaxpr
@@ -37,15 +50,24 @@ def _sink_one(eqns: list[core.JaxprEqn], index: int, border: int, jaxpr: core.Ja
     inner_known = [isinstance(a, core.Literal) or a in parameters for a in eqn.invars]
     inner_known[consts : consts + carries] = [False] * carries
     once = made_from(body, inner_known)
-    movable = [(o, v) for o, v in stacked if readers.get(o) and isinstance(v, core.Var) and v not in once]
+    movable = [
+        (o, v) for o, v in stacked if readers.get(o) and isinstance(v, core.Var) and v not in once
+    ]
     if not movable:
         return
-    fixed = {v: o for o, v in stacked if (o, v) not in movable and isinstance(v, core.Var) and not isinstance(o, core.DropVar)}
-    # What the whole step is given, or another output stacks anyway, is at hand in the backward for nothing.
+    fixed = {
+        v: o
+        for o, v in stacked
+        if (o, v) not in movable and isinstance(v, core.Var) and not isinstance(o, core.DropVar)
+    }
+    # What the whole step is given, or another output stacks anyway, is at hand in the backward for
+    # nothing.
     given = set(jaxpr.invars)
     outer = dict(zip(body.invars, eqn.invars, strict=True))
     free = {
-        v: a for i, (v, a) in enumerate(outer.items()) if not consts <= i < consts + carries and (isinstance(a, core.Literal) or a in given)
+        v: a
+        for i, (v, a) in enumerate(outer.items())
+        if not consts <= i < consts + carries and (isinstance(a, core.Literal) or a in given)
     }
     keep = cheapest([v for _, v in movable], body.eqns, lambda v: v in free or v in fixed)
     before = dict.fromkeys(v for _, v in movable)
@@ -56,15 +78,21 @@ def _sink_one(eqns: list[core.JaxprEqn], index: int, border: int, jaxpr: core.Ja
         names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
     eqns[index] = _restack(eqn, body, carries, {o for o, _ in movable}, names)
     moved = dict(movable)
-    xs_free = {v: a for i, (v, a) in enumerate(outer.items()) if v in free and i >= consts + carries}
+    xs_free = {
+        v: a for i, (v, a) in enumerate(outer.items()) if v in free and i >= consts + carries
+    }
     const_free = {v: a for i, (v, a) in enumerate(outer.items()) if v in free and i < consts}
     sources = {**names, **fixed, **xs_free}
     for position in sorted({p for o, _ in movable for p in readers[o]}):
         eqns[position] = _remake(eqns[position], moved, keep, sources, const_free, newvar)
 
 
-def _readers(eqns: Sequence[core.JaxprEqn], border: int, outvars: Sequence[Any], jaxpr: core.Jaxpr) -> dict[Any, list[int]]:
-    """For each stacked output that is read only as a scanned operand of later scans: their positions."""
+def _readers(
+    eqns: Sequence[core.JaxprEqn], border: int, outvars: Sequence[Any], jaxpr: core.Jaxpr
+) -> dict[Any, list[int]]:
+    """For each stacked output that is read only as a scanned operand of later scans: their
+    positions.
+    """
     found: dict[Any, list[int]] = {v: [] for v in outvars if not isinstance(v, core.DropVar)}
     for v in jaxpr.outvars:
         found.pop(v, None) if isinstance(v, core.Var) else None
@@ -80,7 +108,13 @@ def _readers(eqns: Sequence[core.JaxprEqn], border: int, outvars: Sequence[Any],
     return found
 
 
-def _restack(eqn: core.JaxprEqn, body: core.Jaxpr, carries: int, drop: set[Any], names: dict[core.Var, core.Var]) -> core.JaxprEqn:
+def _restack(
+    eqn: core.JaxprEqn,
+    body: core.Jaxpr,
+    carries: int,
+    drop: set[Any],
+    names: dict[core.Var, core.Var],
+) -> core.JaxprEqn:
     """The scan with other stacked outputs."""
     pairs = [(o, v) for o, v in zip(eqn.outvars, body.outvars, strict=True)]
     kept = pairs[:carries] + [(o, v) for o, v in pairs[carries:] if o not in drop]
@@ -97,7 +131,9 @@ def _remake(
     consts_from: dict[core.Var, Atom],
     newvar: Any,
 ) -> core.JaxprEqn:
-    """A reading scan that is given the stored stacks instead, and makes the rest of them at the head of its body."""
+    """A reading scan that is given the stored stacks instead, and makes the rest of them at the
+    head of its body.
+    """
     consts, carries = scan_counts(eqn)
     body = eqn.params["jaxpr"].jaxpr
     head = consts + carries
@@ -114,7 +150,12 @@ def _remake(
     eqns = []
     for e in again:
         outs = [newvar(v.aval) for v in e.outvars]
-        eqns.append(e.replace(invars=[renamed.get(a, a) if isinstance(a, core.Var) else a for a in e.invars], outvars=outs))
+        eqns.append(
+            e.replace(
+                invars=[renamed.get(a, a) if isinstance(a, core.Var) else a for a in e.invars],
+                outvars=outs,
+            )
+        )
         renamed.update(zip(e.outvars, outs, strict=True))
     pairs = list(zip(eqn.invars, body.invars, strict=True))
     env = {v: renamed[moved[a]] for a, v in pairs[head:] if _is_moved(a, moved)}
@@ -134,7 +175,9 @@ def _remake(
         eqns=[*eqns, *(e.replace(invars=[read(a) for a in e.invars]) for e in body.eqns)],
         outvars=[read(a) for a in body.outvars],
     )
-    params = dict(eqn.params, jaxpr=core.ClosedJaxpr(inner, []), num_consts=consts + len(extra_consts))
+    params = dict(
+        eqn.params, jaxpr=core.ClosedJaxpr(inner, []), num_consts=consts + len(extra_consts)
+    )
     if "linear" in params:
         params["linear"] = (False,) * len(operands)
     return eqn.replace(invars=[a for a, _ in operands], params=params)

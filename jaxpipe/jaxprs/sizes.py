@@ -9,21 +9,40 @@ from jax import core as jax_core
 from jax.extend import core
 
 _LAYOUT = frozenset(
-    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "copy", "copy_p", "slice", "dynamic_slice"}
+    {
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "rev",
+        "copy",
+        "copy_p",
+        "slice",
+        "dynamic_slice",
+    }
 )
 
 
 def is_layout(eqn: core.JaxprEqn) -> bool:
-    """True for operations that compute nothing: XLA turns them into addressing, or gathers what lies on other devices."""
+    """True for operations that compute nothing: XLA turns them into addressing, or gathers what
+    lies on other devices.
+    """
     return eqn.primitive.name in _LAYOUT or is_gather(eqn)
 
 
 def is_gather(eqn: core.JaxprEqn) -> bool:
-    """True for a sharding constraint that leaves nothing split: what goes in may be split over other axes, and takes less room then."""
+    """True for a sharding constraint that leaves nothing split: what goes in may be split over
+    other axes, and takes less room then.
+    """
     if eqn.primitive.name != "sharding_constraint":
         return False
     spec = getattr(eqn.params["sharding"], "spec", None)
-    return spec is not None and all(entry is None for entry in spec) and not eqn.params.get("unconstrained_dims")
+    return (
+        spec is not None
+        and all(entry is None for entry in spec)
+        and not eqn.params.get("unconstrained_dims")
+    )
 
 
 def nbytes(aval: Any) -> int:

@@ -1,4 +1,6 @@
-"""Which equations of a flat jaxpr belong to the first part of a cut: what some outputs need, or what some inputs determine."""
+"""Which equations of a flat jaxpr belong to the first part of a cut: what some outputs need, or
+what some inputs determine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from jax.extend import core
 
 @dataclass(frozen=True)
 class Split:
-    """A scan that is cut in two: how its body is cut, and which of its carries go with the first part."""
+    """A scan that is cut in two: how its body is cut, and which of its carries go with the first
+    part.
+    """
 
     body: Assignment
     carry_first: tuple[bool, ...]
@@ -28,7 +32,9 @@ def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> Assignment:
 
 
 def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> Assignment:
-    """First = what depends on the marked inputs alone (a forward slice), through the bodies of scans."""
+    """First = what depends on the marked inputs alone (a forward slice), through the bodies of
+    scans.
+    """
     return _forward(jaxpr, inputs)[0]
 
 
@@ -39,7 +45,11 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
     """The assignment, and which inputs the first part reads."""
-    needed = {v for v, wanted in zip(jaxpr.outvars, outputs, strict=True) if wanted and isinstance(v, core.Var)}
+    needed = {
+        v
+        for v, wanted in zip(jaxpr.outvars, outputs, strict=True)
+        if wanted and isinstance(v, core.Var)
+    }
     found: list[bool | Split] = []
     for eqn in reversed(jaxpr.eqns):
         wanted = [v in needed for v in eqn.outvars]
@@ -47,7 +57,9 @@ def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, l
         reads = [choice is True] * len(eqn.invars)
         if choice and eqn.primitive.name == "scan":
             choice, reads = _backward_scan(eqn, wanted)
-        needed.update(v for v, read in zip(eqn.invars, reads, strict=True) if read and isinstance(v, core.Var))
+        needed.update(
+            v for v, read in zip(eqn.invars, reads, strict=True) if read and isinstance(v, core.Var)
+        )
         found.append(choice)
     return tuple(reversed(found)), [v in needed for v in jaxpr.invars]
 
@@ -68,8 +80,13 @@ def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | S
     # A carry's initial value is read by the part that owns the carry.
     reads = [*reads[:consts], *carry, *reads[consts + carries :]]
     # What the first part makes in each trip anyway it also stacks: the second would only copy it.
-    made = _made_first(body, choice) | {v for v, c in zip(body.invars[consts : consts + carries], carry, strict=True) if c}
-    ys = [y or (isinstance(v, core.Var) and v in made) for y, v in zip(ys, body.outvars[carries:], strict=True)]
+    made = _made_first(body, choice) | {
+        v for v, c in zip(body.invars[consts : consts + carries], carry, strict=True) if c
+    }
+    ys = [
+        y or (isinstance(v, core.Var) and v in made)
+        for y, v in zip(ys, body.outvars[carries:], strict=True)
+    ]
     return Split(choice, tuple(carry), tuple(ys)), reads
 
 
@@ -87,7 +104,9 @@ def _made_first(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
 
 def made_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> set[core.Var]:
     """The values that the marked inputs alone determine, the inputs among them."""
-    return _made_first(jaxpr, _forward(jaxpr, inputs)[0]) | {v for v, k in zip(jaxpr.invars, inputs, strict=True) if k}
+    return _made_first(jaxpr, _forward(jaxpr, inputs)[0]) | {
+        v for v, k in zip(jaxpr.invars, inputs, strict=True) if k
+    }
 
 
 def _forward(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:

@@ -13,7 +13,9 @@ from .entry import Entry
 
 
 class Slot(NamedTuple):
-    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps values as `entry` says."""
+    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps
+    values as `entry` says.
+    """
 
     pool: Any
     index: Any
@@ -29,7 +31,9 @@ class Slot(NamedTuple):
         return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
 
     def store_flat(self, value: Any) -> Any:
-        """The pool with the raveled value at the beginning of the entry, which is one long array."""
+        """The pool with the raveled value at the beginning of the entry, which is one
+        long array.
+        """
         value = jnp.asarray(value).astype(self.pool.dtype).reshape(1, -1)
         return lax.dynamic_update_slice(self.pool, value, (self.index, jnp.int32(0)))
 
@@ -39,21 +43,27 @@ class Slot(NamedTuple):
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
         kept = self.pool.shape[2:]
         start = (self.index, row, *(jnp.int32(0) for _ in kept))
-        return self.entry.unpack_row(lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept))
+        return self.entry.unpack_row(
+            lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept)
+        )
 
     def store_row(self, row: Any, value: Any) -> Any:
         """The pool with `pool[index, row]` replaced."""
         if not self.entry.by_row:
-            return self.store(lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0))
+            return self.store(
+                lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0)
+            )
         value = self.entry.pack_row(value.astype(self.pool.dtype))
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
 
 class Piece(NamedTuple):
-    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row without taking it out.
+    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row
+    without taking it out.
 
-    The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of it is a piece of that device's numbers.
+    The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of
+    it is a piece of that device's numbers.
     """
 
     pool: Any
@@ -75,7 +85,9 @@ class Piece(NamedTuple):
 
 
 class Total(NamedTuple):
-    """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and what is scattered where it belongs."""
+    """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and
+    what is scattered where it belongs.
+    """
 
     pool: Any
 
@@ -91,12 +103,19 @@ class Total(NamedTuple):
 
     def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
         """The accumulator with the updates of a scatter-add into zeros added where they belong."""
-        options = {key: eqn.params[key] for key in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")}
-        return lax.scatter_add(self.pool, indices, jnp.asarray(updates).astype(self.pool.dtype), **options)
+        options = {
+            key: eqn.params[key]
+            for key in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        }
+        return lax.scatter_add(
+            self.pool, indices, jnp.asarray(updates).astype(self.pool.dtype), **options
+        )
 
 
 class TotalPiece(NamedTuple):
-    """An accumulator that is a piece of a long array (see `Piece`): what is stored is added there, in place."""
+    """An accumulator that is a piece of a long array (see `Piece`): what is stored is added there,
+    in place.
+    """
 
     pool: Any
     start: int
@@ -116,20 +135,29 @@ class TotalPiece(NamedTuple):
         return self._add(jnp.int32(self.start) + row * size, own)
 
     def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
-        """The array with the updates of a scatter-add into zeros added where they belong in the piece."""
-        piece = Total(Piece(self.pool, self.start, self.entry).load()).scatter(eqn, indices, updates)
-        return lax.dynamic_update_slice_in_dim(self.pool, self.entry.ravel(self.entry.pack(piece)), self.start, axis=-1)
+        """The array with the updates of a scatter-add into zeros added where they belong in the
+        piece.
+        """
+        piece = Total(Piece(self.pool, self.start, self.entry).load()).scatter(
+            eqn, indices, updates
+        )
+        return lax.dynamic_update_slice_in_dim(
+            self.pool, self.entry.ravel(self.entry.pack(piece)), self.start, axis=-1
+        )
 
     def _add(self, start: Any, value: Any) -> Any:
         old = lax.dynamic_slice_in_dim(self.pool, start, value.shape[-1], axis=-1)
-        return lax.dynamic_update_slice_in_dim(self.pool, old + value.astype(self.pool.dtype), start, axis=-1)
+        return lax.dynamic_update_slice_in_dim(
+            self.pool, old + value.astype(self.pool.dtype), start, axis=-1
+        )
 
 
 Target: TypeAlias = "Slot | Total | TotalPiece"
 
 
 class InSlots(NamedTuple):
-    """A jaxpr to evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in `writes` are returned as updated pools.
+    """A jaxpr to evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in
+    `writes` are returned as updated pools.
 
     Arguments may be pieces of long arrays.  Several outputs may go into one pool.
     """

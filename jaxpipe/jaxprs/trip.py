@@ -24,7 +24,9 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Trip:
-    """The body of a scan, what is the same in all trips, and for each output after the carry its target; None: it is stacked."""
+    """The body of a scan, what is the same in all trips, and for each output after the carry its
+    target; None: it is stacked.
+    """
 
     body: core.ClosedJaxpr
     fixed: list[Any]
@@ -48,7 +50,10 @@ class Trip:
     def store(self, pools: list[Any], row: Any, rows: Mapping[int, Any]) -> list[Any]:
         """The pools with rows of a trip, which are given by position."""
         found = list(pools)
-        numbers = {first: k for k, first in enumerate({id(t.pool): None for t in self.targets if t is not None})}
+        numbers = {
+            first: k
+            for k, first in enumerate({id(t.pool): None for t in self.targets if t is not None})
+        }
         for k, value in rows.items():
             target = self.targets[k]
             assert target is not None

@@ -17,17 +17,26 @@ from .slices import scan_counts
 def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     """For each output, the first output that is equal to it, itself or an earlier one.
 
-    A cast of stacked weights in a scan over layers, and the same cast in the scan that goes over them backwards, are equal.
+    A cast of stacked weights in a scan over layers, and the same cast in the scan that goes over
+    them backwards, are equal.
     """
     numbers: dict[Any, int] = {}
-    of: dict[core.Var, int] = {var: numbers.setdefault(("input", i), len(numbers)) for i, var in enumerate(jaxpr.invars)}
+    of: dict[core.Var, int] = {
+        var: numbers.setdefault(("input", i), len(numbers)) for i, var in enumerate(jaxpr.invars)
+    }
 
     def number(atom: Atom) -> Any:
-        return ("literal", str(atom), str(atom.aval)) if isinstance(atom, core.Literal) else of[atom]
+        return (
+            ("literal", str(atom), str(atom.aval)) if isinstance(atom, core.Literal) else of[atom]
+        )
 
     for eqn in jaxpr.eqns:
         for i, (var, key) in enumerate(zip(eqn.outvars, _keys(eqn), strict=True)):
-            how = (key[0], tuple(number(a) for a in key[1])) if key is not None else ("only", id(eqn), i)
+            how = (
+                (key[0], tuple(number(a) for a in key[1]))
+                if key is not None
+                else ("only", id(eqn), i)
+            )
             of[var] = numbers.setdefault(how, len(numbers))
     first: dict[Any, int] = {}
     return tuple(first.setdefault(number(atom), i) for i, atom in enumerate(jaxpr.outvars))
@@ -39,15 +48,21 @@ def _keys(eqn: core.JaxprEqn) -> Iterator[tuple[Any, tuple[Atom, ...]] | None]:
         yield from (None for _ in eqn.outvars)
     elif eqn.primitive.name == "scan" and scan_counts(eqn)[1] == 0:
         yield from _stacked_keys(eqn)
-    elif any(True for _ in core.jaxprs_in_params(eqn.params)) or any(isinstance(v, np.ndarray | jax.Array) for v in eqn.params.values()):
+    elif any(True for _ in core.jaxprs_in_params(eqn.params)) or any(
+        isinstance(v, np.ndarray | jax.Array) for v in eqn.params.values()
+    ):
         yield from (None for _ in eqn.outvars)
     else:
         params = str(sorted(eqn.params.items(), key=lambda item: item[0]))
-        yield from (((eqn.primitive.name, params, i), tuple(eqn.invars)) for i in range(len(eqn.outvars)))
+        yield from (
+            ((eqn.primitive.name, params, i), tuple(eqn.invars)) for i in range(len(eqn.outvars))
+        )
 
 
 def _stacked_keys(eqn: core.JaxprEqn) -> Iterator[tuple[Any, tuple[Atom, ...]] | None]:
-    """Without a carry each trip is by itself: in whichever order they come, equal bodies stack equal outputs."""
+    """Without a carry each trip is by itself: in whichever order they come, equal bodies stack
+    equal outputs.
+    """
     body = eqn.params["jaxpr"]
     consts, _ = scan_counts(eqn)
     for atom in body.jaxpr.outvars:
@@ -57,11 +72,16 @@ def _stacked_keys(eqn: core.JaxprEqn) -> Iterator[tuple[Any, tuple[Atom, ...]] |
         alone, reads = drop_dead(body.jaxpr.replace(outvars=[atom]))
         used = [i for i, read in enumerate(reads) if read]
         text = str(alone.replace(invars=[alone.invars[i] for i in used]))
-        yield ("scan", eqn.params["length"], tuple(i < consts for i in used), text), tuple(eqn.invars[i] for i in used)
+        yield (
+            ("scan", eqn.params["length"], tuple(i < consts for i in used), text),
+            tuple(eqn.invars[i] for i in used),
+        )
 
 
 def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jaxpr:
-    """The jaxpr whose inputs from `start` on are outputs of another: of equal ones it takes and reads only the first."""
+    """The jaxpr whose inputs from `start` on are outputs of another: of equal ones it takes and
+    reads only the first.
+    """
     mine = jaxpr.invars[start : start + len(same)]
     env = {mine[i]: mine[first] for i, first in enumerate(same) if i != first}
 

@@ -1,6 +1,7 @@
 """How much a jaxpr computes and moves: flops and bytes, for estimates; which equations are light.
 
-XLA's own count takes the body of a loop once, however often it runs, and so cannot be used for stages that scan over layers.
+XLA's own count takes the body of a loop once, however often it runs, and so cannot be used for
+stages that scan over layers.
 """
 
 from __future__ import annotations
@@ -14,18 +15,30 @@ from .sizes import nbytes
 
 _MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 # What may be most of a backward's work.
-_HEAVY = _MATMULS | {"ragged_dot", "ragged_dot_general", "pallas_call", "custom_call", "ffi_call", "cumsum", "sort"}
+_HEAVY = _MATMULS | {
+    "ragged_dot",
+    "ragged_dot_general",
+    "pallas_call",
+    "custom_call",
+    "ffi_call",
+    "cumsum",
+    "sort",
+}
 
 
 class Work(NamedTuple):
-    """Floating point operations, and bytes that matmuls read and write (what lies between them is taken to be fused)."""
+    """Floating point operations, and bytes that matmuls read and write (what lies between them is
+    taken to be fused).
+    """
 
     flops: float
     bytes: float
 
 
 def count_work(jaxpr: core.Jaxpr) -> Work:
-    """Of a jaxpr: two flops a multiplication of matmuls, one a number that anything else makes; loops as often as they run."""
+    """Of a jaxpr: two flops a multiplication of matmuls, one a number that anything else makes;
+    loops as often as they run.
+    """
     flops = moved = 0.0
     for eqn in jaxpr.eqns:
         inner = [_inner(value) for value in eqn.params.values()]
@@ -34,7 +47,11 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
             times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
             parts = [count_work(body) for body in bodies]
             # Of branches the most expensive one.
-            part = max(parts) if eqn.primitive.name == "cond" else Work(sum(p.flops for p in parts), sum(p.bytes for p in parts))
+            part = (
+                max(parts)
+                if eqn.primitive.name == "cond"
+                else Work(sum(p.flops for p in parts), sum(p.bytes for p in parts))
+            )
             flops, moved = flops + times * part.flops, moved + times * part.bytes
         elif eqn.primitive.name in _MATMULS:
             flops += 2 * _multiplications(eqn)
@@ -47,7 +64,12 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
 def is_light(eqn: core.JaxprEqn) -> bool:
     """True for what is no matmul and holds none."""
     inner = any(True for _ in core.jaxprs_in_params(eqn.params))
-    return eqn.primitive.name not in _HEAVY and eqn.primitive.name != "scan" and not eqn.effects and not inner
+    return (
+        eqn.primitive.name not in _HEAVY
+        and eqn.primitive.name != "scan"
+        and not eqn.effects
+        and not inner
+    )
 
 
 def _multiplications(eqn: Any) -> int:

@@ -1,4 +1,6 @@
-"""Automatic layouts: the layers of a model split into stages, evenly or by the cost of each layer."""
+"""Automatic layouts: the layers of a model split into stages, evenly or by the cost of
+each layer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from ..table.limits import MAX_COST, MAX_STAGES, is_flat, is_number, is_whole
 from ..table.typed import plain, typed
 from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
 
-# Layers and stages; the search keeps the cost of every contiguous run of layers, a matrix of this size squared.
+# Layers and stages; the search keeps the cost of every contiguous run of layers, a matrix of this
+# size squared.
 MAX_SPLIT = 4096
 
 
@@ -26,12 +29,13 @@ def split_layers(
     sizes: Sequence[float] | None = None,
     most: float = np.inf,
 ) -> tuple[range, ...]:
-    """Split layers, in order, into stages so that the most expensive stage is as cheap as possible; returns the layer numbers per stage.
+    """Split layers, in order, into stages so that the most expensive stage is as cheap as possible;
+    returns the layer numbers per stage.
 
-    Of all such splits, the one with the least sum of squared stage costs, the most even one.  Where `sizes` are given, of the layers, no
-    stage's sum of them goes over `most`.  LayoutError on a negative cost, on more stages than layers unless `allow_empty`, or where
-    no split keeps `most`.  Exact, by dynamic programming in O(stages * layers^2); at most
-    4096 layers and stages.
+    Of all such splits, the one with the least sum of squared stage costs, the most even one.  Where
+    `sizes` are given, of the layers, no stage's sum of them goes over `most`.  LayoutError on a
+    negative cost, on more stages than layers unless `allow_empty`, or where no split keeps `most`.
+    Exact, by dynamic programming in O(stages * layers^2); at most 4096 layers and stages.
 
     >>> [len(layers) for layers in split_layers([3, 1, 1, 1, 1, 2], stages=3)]
     [1, 3, 2]
@@ -41,7 +45,8 @@ def split_layers(
         raise LayoutError(listed("cannot split the layers", faults))
     values, most = np.asarray(costs, dtype=np.float64), plain(most)
     total = np.concatenate([[0.0], np.cumsum(values)])
-    size = total[None, :] - total[:, None]  # [start, end] -> cost of a stage that holds layers start ... end - 1
+    # [start, end] -> cost of a stage that holds layers start ... end - 1
+    size = total[None, :] - total[:, None]
     gap = np.arange(len(total))[None, :] - np.arange(len(total))[:, None]
     size[gap < (0 if allow_empty else 1)] = np.inf
     if sizes is not None:
@@ -49,7 +54,10 @@ def split_layers(
         size[held[None, :] - held[:, None] > most] = np.inf
     largest = _cheapest(size, stages, total_of=np.maximum)[1]
     if largest == np.inf:
-        raise LayoutError(f"no split of {len(values)} layers over {stages} stages keeps every stage's size at {most:g} or below")
+        raise LayoutError(
+            f"no split of {len(values)} layers over {stages} stages keeps every stage's size at "
+            f"{most:g} or below"
+        )
     # The bound is itself an entry of `size`, so the comparison is exact and needs no tolerance.
     squares = np.where(size <= largest, size, np.inf) ** 2
     cuts = _cheapest(squares, stages, total_of=np.add)[0]
@@ -65,10 +73,12 @@ def balanced_layout(
     letters: str = LETTERS,
     allow_empty: bool = False,
 ) -> Layout:
-    """Lay out a model by the cost of each layer, so that the most expensive stage is as cheap as possible.
+    """Lay out a model by the cost of each layer, so that the most expensive stage is as cheap as
+    possible.
 
-    `layers` is a layout string without `|`, such as `Et*61,mL`; `costs` gives each letter, or each layer, its cost in any unit.
-    LayoutError on a missing cost or on fewer layers than stages (unless `allow_empty`).
+    `layers` is a layout string without `|`, such as `Et*61,mL`; `costs` gives each letter, or each
+    layer, its cost in any unit. LayoutError on a missing cost or on fewer layers than stages
+    (unless `allow_empty`).
 
     >>> str(balanced_layout("Et*8,L", {"E": 0.5, "t": 1, "L": 1.5}, devices=4))
     'Ett|tt|t*3|tL'
@@ -76,16 +86,27 @@ def balanced_layout(
     devices, chunks = _require_whole(devices=devices, chunks=chunks)
     model = parse_layout(layers, devices=1, letters=letters)
     if model.num_stages > 1:
-        raise LayoutError(f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. 'Et*61,mL', or use parse_layout")
+        raise LayoutError(
+            f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. "
+            "'Et*61,mL', or use parse_layout"
+        )
     if isinstance(costs, Mapping):
         missing = sorted(set(model.layers) - set(costs))
         if missing:
-            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {quoted(layers)} one")
+            raise LayoutError(
+                f"no cost is given for layer {', '.join(missing)}; give every letter of "
+                f"{quoted(layers)} one"
+            )
         costs = [costs[letter] for letter in model.layers]
     if not is_flat(costs):
-        raise LayoutError(f"costs={quoted(costs)} must be a number for each letter, or for each layer")
+        raise LayoutError(
+            f"costs={quoted(costs)} must be a number for each letter, or for each layer"
+        )
     if len(costs) != len(model.layers):
-        raise LayoutError(f"{len(costs)} costs are given for {len(model.layers)} layers; give each layer, or each letter, one")
+        raise LayoutError(
+            f"{len(costs)} costs are given for {len(model.layers)} layers; give each layer, or "
+            "each letter, one"
+        )
     pieces = split_layers(costs, stages=devices * chunks, allow_empty=allow_empty)
     return Layout(tuple(model.layers[r.start : r.stop] for r in pieces), devices)
 
@@ -102,13 +123,16 @@ def even_layout(
     first_device: int | None = None,
     last_device: int | None = None,
 ) -> Layout:
-    """Spread `num_layers` transformer layers evenly over devices * chunks stages; embedding first, MTP layers and loss last.
+    """Spread `num_layers` transformer layers evenly over devices * chunks stages; embedding first,
+    MTP layers and loss last.
 
     `count_embedding` and `count_loss` count the embedding and the loss as a layer (Megatron's
-    `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`).  `first_device` and `last_device` fix
-    how many layers these devices hold over all their chunks (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`), and
-    the others share the rest.  Megatron requires that everything divides; here the remainder goes, one layer each, to the last
-    stages before the final one, which hold the fewest activations under 1F1B.  LayoutError on invalid numbers.
+    `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`).
+    `first_device` and `last_device` fix how many layers these devices hold over all their chunks
+    (`--decoder-first-pipeline-num-layers`, `--decoder-last-...`), and the others share the rest.
+    Megatron requires that everything divides; here the remainder goes, one layer each, to the last
+    stages before the final one, which hold the fewest activations under 1F1B.  LayoutError on
+    invalid numbers.
 
     >>> str(even_layout(6, devices=4, count_embedding=True, count_loss=True))
     'Et|tt|tt|tL'
@@ -116,14 +140,21 @@ def even_layout(
     fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
     faults = _even_faults(num_layers, devices, chunks, mtp_layers, fixed)
     if (first_device is not None or last_device is not None) and (count_embedding or count_loss):
-        faults.append("first_device and last_device exclude count_embedding and count_loss; give either the one pair or the other")
+        faults.append(
+            "first_device and last_device exclude count_embedding and count_loss; give either "
+            "the one pair or the other"
+        )
     if first_device is not None and last_device is not None and devices == 1:
-        faults.append("first_device and last_device are the same device where devices=1; give neither")
+        faults.append(
+            "first_device and last_device are the same device where devices=1; give neither"
+        )
     if faults:
         raise LayoutError(listed("cannot lay the layers out", faults))
     number = [0] * (devices * chunks)
     for device, held in fixed.items():
-        for stage, share in zip(range(device, len(number), devices), _spread(held, chunks), strict=True):
+        for stage, share in zip(
+            range(device, len(number), devices), _spread(held, chunks), strict=True
+        ):
             number[stage] = share
     free = [s for s in range(len(number)) if s % devices not in fixed]
     slots = num_layers - sum(fixed.values()) + count_embedding + count_loss
@@ -133,7 +164,8 @@ def even_layout(
     number[-1] -= count_loss
     if min(number) < 0:
         raise LayoutError(
-            f"{num_layers} layers are too few for {len(number)} stages with the embedding and the loss counted; use fewer stages"
+            f"{num_layers} layers are too few for {len(number)} stages with the embedding and "
+            "the loss counted; use fewer stages"
         )
     stages = ["t" * n for n in number]
     stages[0] = "E" + stages[0]
@@ -150,8 +182,12 @@ def _spread(items: int, places: int) -> list[int]:
     return [base + (place in favoured) for place in range(places)]
 
 
-def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> tuple[list[int], float]:
-    """The cheapest cut points that reach the last layer in exactly `stages` steps, and their total."""
+def _cheapest(
+    size: NDArray[np.float64], stages: int, *, total_of: np.ufunc
+) -> tuple[list[int], float]:
+    """The cheapest cut points that reach the last layer in exactly `stages` steps, and
+    their total.
+    """
     layers = len(size) - 1
     best = np.full(layers + 1, np.inf)
     best[0] = 0.0
@@ -168,13 +204,23 @@ def _cheapest(size: NDArray[np.float64], stages: int, *, total_of: np.ufunc) -> 
 
 def _require_whole(**numbers: Any) -> tuple[int, ...]:
     """The numbers as Python's own; LayoutError that lists each that is not a whole one."""
-    bad = [f"{name} must be a whole number; got {quoted(n)}" for name, n in numbers.items() if not is_whole(n)]
+    bad = [
+        f"{name} must be a whole number; got {quoted(n)}"
+        for name, n in numbers.items()
+        if not is_whole(n)
+    ]
     if bad:
         raise LayoutError(listed("these are not numbers of layers, devices or stages", bad))
     return tuple(map(int, numbers.values()))
 
 
-def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object, sizes: Sequence[float] | None, most: float) -> list[str]:
+def _cost_faults(
+    costs: Sequence[float],
+    stages: int,
+    allow_empty: object,
+    sizes: Sequence[float] | None,
+    most: float,
+) -> list[str]:
     """Everything that is wrong with the arguments of `split_layers`."""
     _require_whole(stages=stages)
     if not isinstance(allow_empty, bool):
@@ -182,16 +228,30 @@ def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object, sizes
     if not is_flat(costs):
         return [f"costs must be a flat list of numbers, one per layer; got {quoted(costs)}"]
     if len(costs) > MAX_SPLIT or stages > MAX_SPLIT:
-        return [f"{len(costs):,} layers over {quoted(stages)} stages; {MAX_SPLIT:,} of each are the most"]
-    faults = [f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0" for i, cost in enumerate(costs) if not _is_cost(cost)]
-    if sizes is not None and not (is_flat(sizes) and len(sizes) == len(costs) and all(map(_is_cost, sizes))):
-        faults.append(f"sizes must be a list of finite numbers >= 0, one per layer; got {quoted(sizes)}")
+        return [
+            f"{len(costs):,} layers over {quoted(stages)} stages; {MAX_SPLIT:,} of each are the "
+            "most"
+        ]
+    faults = [
+        f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0"
+        for i, cost in enumerate(costs)
+        if not _is_cost(cost)
+    ]
+    if sizes is not None and not (
+        is_flat(sizes) and len(sizes) == len(costs) and all(map(_is_cost, sizes))
+    ):
+        faults.append(
+            f"sizes must be a list of finite numbers >= 0, one per layer; got {quoted(sizes)}"
+        )
     if not is_number(most):
         faults.append(f"most must be a number; got {quoted(most)}")
     if stages < 1:
         faults.append(f"stages must be >= 1; got {quoted(stages)}")
     if not allow_empty and stages > len(costs):
-        faults.append(f"{len(costs)} layers cannot fill {stages} stages; use at most {len(costs)}, or allow_empty=True for empty stages")
+        faults.append(
+            f"{len(costs)} layers cannot fill {stages} stages; use at most {len(costs)}, or "
+            "allow_empty=True for empty stages"
+        )
     return faults
 
 
@@ -199,7 +259,9 @@ def _is_cost(value: object) -> bool:
     return is_number(value) and 0 <= plain(value) <= MAX_COST
 
 
-def _even_faults(num_layers: int, devices: int, chunks: int, mtp_layers: int, fixed: dict[int, int]) -> list[str]:
+def _even_faults(
+    num_layers: int, devices: int, chunks: int, mtp_layers: int, fixed: dict[int, int]
+) -> list[str]:
     """Everything that is wrong with the numbers given to `even_layout`."""
     faults = []
     for name, value, least in (
@@ -211,15 +273,27 @@ def _even_faults(num_layers: int, devices: int, chunks: int, mtp_layers: int, fi
         if value < least:
             faults.append(f"{name} must be >= {least}; got {quoted(value)}")
     if num_layers + mtp_layers > MAX_SYMBOLS:
-        faults.append(f"{quoted(num_layers + mtp_layers)} layers are too many; {MAX_SYMBOLS:,} are the most")
+        faults.append(
+            f"{quoted(num_layers + mtp_layers)} layers are too many; {MAX_SYMBOLS:,} are the most"
+        )
     if devices * chunks > MAX_STAGES:
-        faults.append(f"{quoted(devices * chunks)} stages are too many; {MAX_STAGES:,} are the most")
-    faults += [f"device {quoted(d)} cannot hold {quoted(n)} layers; give a number >= 0" for d, n in fixed.items() if n < 0]
+        faults.append(
+            f"{quoted(devices * chunks)} stages are too many; {MAX_STAGES:,} are the most"
+        )
+    faults += [
+        f"device {quoted(d)} cannot hold {quoted(n)} layers; give a number >= 0"
+        for d, n in fixed.items()
+        if n < 0
+    ]
     held = sum(fixed.values())
     if held > max(num_layers, 0):
-        faults.append(f"the first and last device are to hold {quoted(held)} layers, but there are {quoted(num_layers)}")
+        faults.append(
+            f"the first and last device are to hold {quoted(held)} layers, but there are "
+            f"{quoted(num_layers)}"
+        )
     if held < num_layers and len(fixed) == devices:
         faults.append(
-            f"every device's number is fixed, {quoted(held)} layers in all, but there are {quoted(num_layers)}; leave one number out"
+            f"every device's number is fixed, {quoted(held)} layers in all, but there are "
+            f"{quoted(num_layers)}; leave one number out"
         )
     return faults

@@ -1,4 +1,6 @@
-"""Layouts: which layers each stage holds, as Megatron's layout strings (`Et*3|(tt|)*29,m|L`), read and written."""
+"""Layouts: which layers each stage holds, as Megatron's layout strings (`Et*3|(tt|)*29,m|L`), read
+and written.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from ..table.placement import Placement
 from ..table.typed import set_typed, typed
 
 LETTERS = "EtmL"
-# A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a hundred thousand layers.
+# A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a
+# hundred thousand layers.
 MAX_SYMBOLS = 100_000  # of the text, and of the layout with every repeat written out
 MAX_NESTING = 100  # of groups
 DIGITS = "0123456789"
@@ -21,7 +24,9 @@ _SYNTAX = "|()*,"
 
 
 class LayoutError(ParseError):
-    """A layout that cannot be read or does not fit; `.positions` holds the index of every faulty character."""
+    """A layout that cannot be read or does not fit; `.positions` holds the index of every faulty
+    character.
+    """
 
     positions: tuple[int, ...]
 
@@ -32,7 +37,8 @@ class LayoutError(ParseError):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layers of every stage, one letter per layer; stage i is chunk i div P of device i mod P (Megatron-Core's rule).
+    """The layers of every stage, one letter per layer; stage i is chunk i div P of device i mod P
+    (Megatron-Core's rule).
 
     `str(layout)` is a canonical layout string, which Megatron-Core reads too.
 
@@ -51,7 +57,9 @@ class Layout:
         _require_devices(self.num_devices)
         set_typed(self, LayoutError)
         if len(self.stages) > MAX_STAGES:
-            raise LayoutError(f"the layout has {len(self.stages):,} stages; {MAX_STAGES:,} are the most")
+            raise LayoutError(
+                f"the layout has {len(self.stages):,} stages; {MAX_STAGES:,} are the most"
+            )
         if not self.stages or len(self.stages) % self.num_devices:
             raise LayoutError(_does_not_divide(len(self.stages), self.num_devices))
 
@@ -92,7 +100,8 @@ class Layout:
 
     @typed(LayoutError)
     def layer_ids(self, letter: str) -> tuple[range, ...]:
-        """Per stage, the numbers of its layers of this letter, counted from 0 through the whole model.
+        """Per stage, the numbers of its layers of this letter, counted from 0 through the whole
+        model.
 
         >>> parse_layout("Ett|t|tL", devices=3).layer_ids("t")
         (range(0, 2), range(2, 3), range(3, 4))
@@ -105,15 +114,25 @@ class Layout:
 
     @typed(LayoutError)
     def stage_costs(self, costs: Mapping[str, float]) -> tuple[float, ...]:
-        """Per stage, the sum of its layers' costs, e.g. for `Costs(forward=...)`; LayoutError names letters without a cost."""
+        """Per stage, the sum of its layers' costs, e.g. for `Costs(forward=...)`; LayoutError names
+        letters without a cost.
+        """
         missing = sorted(set(self.layers) - set(costs))
         if missing:
-            raise LayoutError(f"no cost is given for layer {', '.join(missing)}; give every letter of {_short(self)} one")
+            raise LayoutError(
+                f"no cost is given for layer {', '.join(missing)}; give every letter of "
+                f"{_short(self)} one"
+            )
         return tuple(float(sum(costs[letter] for letter in stage)) for stage in self.stages)
 
     def table(self) -> str:
-        """One line per device and one column per chunk; equal devices that follow each other share a line."""
-        rows = [tuple(_runs(stage) or "(empty)" for stage in self.stages[d :: self.num_devices]) for d in range(self.num_devices)]
+        """One line per device and one column per chunk; equal devices that follow each other share
+        a line.
+        """
+        rows = [
+            tuple(_runs(stage) or "(empty)" for stage in self.stages[d :: self.num_devices])
+            for d in range(self.num_devices)
+        ]
         lines = [("", *(f"chunk {v}" for v in range(self.chunks)))]
         first = 0
         for row, group in groupby(rows):
@@ -121,30 +140,47 @@ class Layout:
             lines.append((f"device {first}" if first == last else f"device {first}-{last}", *row))
             first = last + 1
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
 
     def __str__(self) -> str:
         return _canonical(self.stages)
 
 
 @typed(LayoutError)
-def check_layout(layout: Layout, *, num_layers: int | None = None, mtp_layers: int | None = None) -> Layout:
-    """Return the layout if it is a complete language model in order: one E, first; t, then m; one L, last.
+def check_layout(
+    layout: Layout, *, num_layers: int | None = None, mtp_layers: int | None = None
+) -> Layout:
+    """Return the layout if it is a complete language model in order: one E, first; t, then m; one
+    L, last.
 
-    With `num_layers` and `mtp_layers` the numbers of t and m must match too.  LayoutError lists every fault.
-    Source: Megatron-Core, PipelineParallelLayerLayout.validate_layer_layout.
+    With `num_layers` and `mtp_layers` the numbers of t and m must match too.  LayoutError lists
+    every fault. Source: Megatron-Core, PipelineParallelLayerLayout.validate_layer_layout.
     """
     layers, faults = layout.layers, []
     for letter, name, index in (("E", "embedding", 0), ("L", "loss", -1)):
         if layers.count(letter) != 1:
-            faults.append(f"the {name} {letter} occurs {layers.count(letter)} times; write it exactly once")
+            faults.append(
+                f"the {name} {letter} occurs {layers.count(letter)} times; write it exactly once"
+            )
         elif layers[index] != letter:
-            faults.append(f"the {name} {letter} must be the {'first' if index == 0 else 'last'} layer, but that is {layers[index]}")
+            faults.append(
+                f"the {name} {letter} must be the {'first' if index == 0 else 'last'} layer, but "
+                f"that is {layers[index]}"
+            )
     if "m" in layers and "t" in layers[layers.index("m") :]:
-        faults.append("a transformer layer t comes after a multi-token-prediction layer m; put every m after the last t")
+        faults.append(
+            "a transformer layer t comes after a multi-token-prediction layer m; put every m "
+            "after the last t"
+        )
     for letter, expected in (("t", num_layers), ("m", mtp_layers)):
         if expected is not None and layers.count(letter) != expected:
-            faults.append(f"the layout has {layers.count(letter)} layers {letter}, but the model has {quoted(expected)}")
+            faults.append(
+                f"the layout has {layers.count(letter)} layers {letter}, but the model has "
+                f"{quoted(expected)}"
+            )
     if faults:
         raise LayoutError(listed(f"the layout {_short(layout)} is not a complete model", faults))
     return layout
@@ -164,26 +200,38 @@ def _require_devices(devices: object) -> int:
 
 
 def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
-    """Read a layout string: one letter per layer, `|` between stages, `x*n` and `(...)*n` repeat, commas have no meaning.
+    """Read a layout string: one letter per layer, `|` between stages, `x*n` and `(...)*n` repeat,
+    commas have no meaning.
 
-    E is the embedding, t a transformer layer, m a multi-token-prediction layer, L the loss; `letters` names others.  Stages
-    may be empty and groups may be nested (Megatron-Core's reader does not nest).  LayoutError points at every fault.
-    Source: Megatron-Core, `--pipeline-model-parallel-layout` (PipelineParallelLayerLayout.parse_str_to_list).
+    E is the embedding, t a transformer layer, m a multi-token-prediction layer, L the loss;
+    `letters` names others.  Stages may be empty and groups may be nested (Megatron-Core's reader
+    does not nest).  LayoutError points at every fault. Source: Megatron-Core,
+    `--pipeline-model-parallel-layout` (PipelineParallelLayerLayout.parse_str_to_list).
 
     >>> parse_layout("Et*3|(tt|)*29,m|L", devices=16).stages[:2]
     ('Ettt', 'tt')
     """
     if not isinstance(text, str) or not isinstance(letters, str):
-        raise LayoutError(f"a layout and its letters are text; got {quoted(text)} and letters={quoted(letters)}")
+        raise LayoutError(
+            f"a layout and its letters are text; got {quoted(text)} and letters={quoted(letters)}"
+        )
     bad = [c for c in letters if c in _SYNTAX or c.isspace() or c.isdigit()]
     if bad or len(set(letters)) != len(letters):
-        raise LayoutError(f"letters={quoted(letters)} must be distinct characters, none of them a digit, a space or one of {_SYNTAX}")
+        raise LayoutError(
+            f"letters={quoted(letters)} must be distinct characters, none of them a digit, a "
+            f"space or one of {_SYNTAX}"
+        )
     devices = _require_devices(devices)
     if len(text) > MAX_SYMBOLS:
-        raise LayoutError(f"the layout has {len(text):,} characters; {MAX_SYMBOLS:,} are the most (repeats are written t*3)")
+        raise LayoutError(
+            f"the layout has {len(text):,} characters; {MAX_SYMBOLS:,} are the most (repeats are "
+            "written t*3)"
+        )
     stages = tuple(_Reader(text, letters).read().split("|"))
     if len(stages) % devices:
-        raise LayoutError(_point(text, [(len(text), _does_not_divide(len(stages), devices))]), (len(text),))
+        raise LayoutError(
+            _point(text, [(len(text), _does_not_divide(len(stages), devices))]), (len(text),)
+        )
     return Layout(stages, devices)
 
 
@@ -194,21 +242,29 @@ def _does_not_divide(stages: int, devices: int) -> str:
     add = -stages % devices
     fits = [d for d in range(1, stages + 1) if stages % d == 0]
     return (
-        f"{stages} stage{'s do' if stages > 1 else ' does'} not divide over {quoted(devices)} devices: "
+        f"{stages} stage{'s do' if stages > 1 else ' does'} not divide over {quoted(devices)} "
+        "devices: "
         f"add {quoted(add)} more (write '{'|' * min(add, 4)}"
-        f"{'...' if add > 4 else ''}' where it may be empty), or use {' or '.join(map(str, fits))} device{'s' if fits[-1] > 1 else ''}"
+        f"{'...' if add > 4 else ''}' where it may be empty), or use "
+        f"{' or '.join(map(str, fits))} device{'s' if fits[-1] > 1 else ''}"
     )
 
 
 def _runs(stage: str) -> str:
-    """`Ettt` -> `Et*3`: runs of three or more as a repeat, with a comma after it unless it ends the stage."""
+    """`Ettt` -> `Et*3`: runs of three or more as a repeat, with a comma after it unless it ends the
+    stage.
+    """
     runs = [(letter, len(list(group))) for letter, group in groupby(stage)]
     texts = [letter * n if n < 3 else f"{letter}*{n}" for letter, n in runs]
-    return "".join(t + ("," if "*" in t and i < len(texts) - 1 else "") for i, t in enumerate(texts))
+    return "".join(
+        t + ("," if "*" in t and i < len(texts) - 1 else "") for i, t in enumerate(texts)
+    )
 
 
 def _canonical(stages: tuple[str, ...]) -> str:
-    """Runs of three or more equal stages as `(tt|)*29,`, or `(|tt)*29` where the run ends the layout."""
+    """Runs of three or more equal stages as `(tt|)*29,`, or `(|tt)*29` where the run ends the
+    layout.
+    """
     runs = [(_runs(stage), len(list(group))) for stage, group in groupby(stages)]
     text = ""
     for i, (stage, n) in enumerate(runs):
@@ -227,11 +283,15 @@ _SHOWN = 100  # characters of a layout that an error shows
 
 
 def _point(text: str, faults: list[tuple[int, str]]) -> str:
-    """The layout, or the part with the first fault, with a caret under each faulty character; then a line for each fault."""
+    """The layout, or the part with the first fault, with a caret under each faulty character; then
+    a line for each fault.
+    """
     start = max(0, min(faults[0][0] - _SHOWN // 3, len(text) + 1 - _SHOWN))
     before, after = "..." if start else "", "..." if start + _SHOWN < len(text) else ""
     # Tabs and newlines would move the carets; they have no meaning, so they are shown as spaces.
-    shown = before + "".join(" " if c.isspace() else c for c in text[start : start + _SHOWN]) + after
+    shown = (
+        before + "".join(" " if c.isspace() else c for c in text[start : start + _SHOWN]) + after
+    )
     places = {at - start + len(before) for at, _ in faults if start <= at <= start + _SHOWN}
     carets = "".join("^" if place in places else " " for place in range(max(places) + 1))
     head = f"the layout has {len(faults)} fault{'s' if len(faults) > 1 else ''}"
@@ -239,7 +299,9 @@ def _point(text: str, faults: list[tuple[int, str]]) -> str:
 
 
 class _Reader:
-    """Recursive descent over `items := (letter | '|' | '(' items ')') ['*' number] ...`; collects faults and goes on."""
+    """Recursive descent over `items := (letter | '|' | '(' items ')') ['*' number] ...`; collects
+    faults and goes on.
+    """
 
     def __init__(self, text: str, letters: str) -> None:
         self.text, self.letters, self.at = text, letters, 0
@@ -257,7 +319,9 @@ class _Reader:
 
     def peek(self) -> str:
         """The next character that has a meaning, or '' at the end."""
-        while self.at < len(self.text) and (self.text[self.at] == "," or self.text[self.at].isspace()):
+        while self.at < len(self.text) and (
+            self.text[self.at] == "," or self.text[self.at].isspace()
+        ):
             self.at += 1
         return self.text[self.at] if self.at < len(self.text) else ""
 
@@ -266,13 +330,19 @@ class _Reader:
         self.faults.append((at, why))
 
     def items(self, *, opened_at: tuple[int, ...]) -> str:
-        """Read up to the end, or to the parenthesis that closes this group; `opened_at` are those that are open."""
+        """Read up to the end, or to the parenthesis that closes this group; `opened_at` are those
+        that are open.
+        """
         pieces: list[str] = []
         while (char := self.peek()) and not (char == ")" and opened_at):
             at = self.at
             self.at += 1
             if char == "(" and len(opened_at) == MAX_NESTING:
-                self.fault(at, f"this '(' opens group {MAX_NESTING + 1} inside another; write fewer parentheses")
+                self.fault(
+                    at,
+                    f"this '(' opens group {MAX_NESTING + 1} inside another; write fewer "
+                    "parentheses",
+                )
                 self.at, self.stopped = len(self.text), True
                 return ""
             if char == "(":
@@ -305,7 +375,11 @@ class _Reader:
         times = int(number) if len(number) <= 9 else MAX_SYMBOLS + 1
         more = len(piece) * (times - 1)
         if self.made + more > MAX_SYMBOLS:
-            self.fault(at, f"with this repeat there are more than {MAX_SYMBOLS:,} layers and stages; write a smaller number")
+            self.fault(
+                at,
+                f"with this repeat there are more than {MAX_SYMBOLS:,} layers and stages; write "
+                "a smaller number",
+            )
             return piece
         self.made += more
         return piece * times
@@ -328,4 +402,7 @@ class _Reader:
         if char in DIGITS:
             self.at -= 1
             return f"the number {self.number()[:_SHOWN]} has no '*' before it; write t*3 for ttt"
-        return f"{char!r} is not a layer; write one of {' '.join(self.letters)}, or pass letters={quoted(self.letters + char)} to allow it"
+        return (
+            f"{char!r} is not a layer; write one of {' '.join(self.letters)}, or pass "
+            f"letters={quoted(self.letters + char)} to allow it"
+        )

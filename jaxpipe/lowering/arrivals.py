@@ -15,9 +15,13 @@ NO_PAYLOAD = -1
 
 
 class Arrivals:
-    """What is sent in every tick: `payload[tick, lane]` (-1 where nothing is) and the moment in which it is `written[tick, lane]`."""
+    """What is sent in every tick: `payload[tick, lane]` (-1 where nothing is) and the moment in
+    which it is `written[tick, lane]`.
+    """
 
-    def __init__(self, segments: Sequence[Segment], num_ticks: int, num_devices: int, clock: Clock) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], num_ticks: int, num_devices: int, clock: Clock
+    ) -> None:
         templates = [template for segment in segments for template in segment.templates]
         self.widest = max((len(template.permutes) for template in templates), default=0)
         payload = np.full((len(templates), self.widest), NO_PAYLOAD)
@@ -35,10 +39,16 @@ class Arrivals:
                 sent = slice(segment.start + transit.tick, segment.stop, segment.period)
                 tick, block = segment.written(transit)
                 ended = block == segment.num_blocks(tick)
-                self.written[sent, transit.lane] = np.where(ended, clock.after(tick), clock.before(tick, block))
+                self.written[sent, transit.lane] = np.where(
+                    ended, clock.after(tick), clock.before(tick, block)
+                )
 
-    def find(self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray) -> tuple[IntArray, IntArray]:
-        """The lane of the permute that carries each transfer, and the moment in which what it brings is written."""
+    def find(
+        self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """The lane of the permute that carries each transfer, and the moment in which what it
+        brings is written.
+        """
         lane = self._lane[self._template[tick], payload, source, target]
         assert (lane >= 0).all(), "no permute carries a transfer"
         return lane, self.written[tick, lane]

@@ -20,14 +20,18 @@ from ..table.schedule import Schedule
 class Ticks:
     """`when[i]` is the tick in which action i of `schedule.encoded` runs.
 
-    Within a tick a device does at most one forward and one backward, or a W and then a forward; what it produces is transferred.
-    What all devices do together (L) has a tick of its own on every device.
+    Within a tick a device does at most one forward and one backward, or a W and then a forward;
+    what it produces is transferred. What all devices do together (L) has a tick of its own on every
+    device.
     """
 
     schedule: Schedule
     when: IntArray
-    forward_first: bool = False  # in a tick with a forward and a backward, the forward runs first (else the backward does)
-    period: int = 1  # the period of the whole table's code, for which the ticks were made; 1 leaves it to `span_candidates`
+    # in a tick with a forward and a backward, the forward runs first (else the backward does)
+    forward_first: bool = False
+    # the period of the whole table's code, for which the ticks were made; 1 leaves it to
+    # `span_candidates`
+    period: int = 1
 
     @cached_property
     def num_ticks(self) -> int:
@@ -37,7 +41,9 @@ class Ticks:
 
     @cached_property
     def cells(self) -> tuple[tuple[Cell, ...], ...]:
-        """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows have length T."""
+        """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows
+        have length T.
+        """
         rows: list[list[Cell]] = [[None] * self.num_ticks for _ in self.schedule.rows]
         when = iter(self.when.tolist())
         for device, _, action in self.schedule.actions():
@@ -58,27 +64,38 @@ def _pair(one: Action, other: Cell) -> Overlap:
 
 
 def assign_ticks(schedule: Schedule) -> Ticks:
-    """Put each cell in the first tick after its device's previous cell and after every producer on another device.
+    """Put each cell in the first tick after its device's previous cell and after every producer on
+    another device.
 
-    This is the longest path through the table's order and data dependencies, so T is the least that any lock-step
-    program of this table can have.  Linear in the number of cells.  ScheduleError if the table cannot run.
+    This is the longest path through the table's order and data dependencies, so T is the least that
+    any lock-step program of this table can have.  Linear in the number of cells.  ScheduleError if
+    the table cannot run.
     """
-    return _earliest(schedule, np.zeros(schedule.encoded.num_actions, np.int64), 1, schedule.encoded.last_half)
+    return _earliest(
+        schedule, np.zeros(schedule.encoded.num_actions, np.int64), 1, schedule.encoded.last_half
+    )
 
 
 def joins_weights(schedule: Schedule) -> BoolArray:
-    """Per action, whether it is a W with an F right after it in its row, neither of them half of a pair."""
+    """Per action, whether it is a W with an F right after it in its row, neither of them half of a
+    pair.
+    """
     table = schedule.encoded
     alone = np.ones(table.num_actions, bool)
     alone[table.pairs] = alone[table.pairs + 1] = False
     weight, forward = (alone & table.of_kinds((kind,)) for kind in (Kind.W, Kind.F))
-    return np.append((weight[:-1] & forward[1:]) & (np.diff(table.device) == 0), [False] * min(1, table.num_actions))
+    return np.append(
+        (weight[:-1] & forward[1:]) & (np.diff(table.device) == 0),
+        [False] * min(1, table.num_actions),
+    )
 
 
 def joined_ticks(schedule: Schedule) -> Ticks:
-    """As `assign_ticks`, but a W is in the tick of the F right after it: fewer ticks, and in each of them predicates to ask.
+    """As `assign_ticks`, but a W is in the tick of the F right after it: fewer ticks, and in each
+    of them predicates to ask.
 
-    A W neither awaits nor makes a transfer, so where transfers run beside blocks it runs while its tick's F awaits its input.
+    A W neither awaits nor makes a transfer, so where transfers run beside blocks it runs while its
+    tick's F awaits its input.
     """
     table = schedule.encoded
     ends = np.where(joins_weights(schedule), np.arange(table.num_actions) + 1, table.last_half)
@@ -86,15 +103,19 @@ def joined_ticks(schedule: Schedule) -> Ticks:
 
 
 def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
-    """Put each cell in the first tick that it can have, where kinds of cells take turns: F, then I, then W, then F again.
+    """Put each cell in the first tick that it can have, where kinds of cells take turns: F, then I,
+    then W, then F again.
 
-    With no shift all devices do the same kind in the same tick, so nobody waits for a longer action, and what an F sends has the
-    whole turn of the other kinds to arrive.  It costs nothing where the table has that much slack between a stage's action and
-    its neighbour's, as interleaved 1F1B and ZB-H2 have.  With a shift of one, each device is a tick later than the device before
-    it: the steady state of 1F1B, where neighbours do F and B in turn.  Ticks in which a device has nothing to do take no time.
+    With no shift all devices do the same kind in the same tick, so nobody waits for a longer
+    action, and what an F sends has the whole turn of the other kinds to arrive.  It costs nothing
+    where the table has that much slack between a stage's action and its neighbour's, as interleaved
+    1F1B and ZB-H2 have.  With a shift of one, each device is a tick later than the device before
+    it: the steady state of 1F1B, where neighbours do F and B in turn.  Ticks in which a device has
+    nothing to do take no time.
 
-    It is modulo scheduling with kernel-only code (Rau, Schlansker and Tirumalai 1992, section 3): warm-up and cool-down run in the
-    code of the steady state, so there is one segment, whatever M is.
+    It is modulo scheduling with kernel-only code (Rau, Schlansker and Tirumalai 1992, section 3):
+    warm-up and cool-down run in the code of the steady state, so there is one segment, whatever M
+    is.
     """
     table = schedule.encoded
     pairs = table.pairs
@@ -107,23 +128,31 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
 
 
 def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -> Ticks:
-    """The first tick that is right for each cell, among those whose number is its turn modulo the number of turns.
+    """The first tick that is right for each cell, among those whose number is its turn modulo the
+    number of turns.
 
     `ends`: per action the last one of its tick, itself or the next in its row.
     """
     table, needs = schedule.encoded, needs_of(schedule)
     run_order(schedule)  # there is one
     nothing, never = table.num_actions, table.num_actions + 1
-    when = np.full(table.num_actions + 2, table.num_actions * period + 1)  # later than any tick, until it is known
+    # later than any tick, until it is known
+    when = np.full(table.num_actions + 2, table.num_actions * period + 1)
     when[nothing] = -1
     last = np.flatnonzero(ends == np.arange(table.num_actions))
     paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.meetings))
     # After the last cell of a device there is one that can never run.
     stops = np.searchsorted(last, table.first[1:])
-    cells, turns, together = np.insert(last, stops, never), np.insert(turn[last], stops, 0), np.insert(met, stops, False)
+    cells, turns, together = (
+        np.insert(last, stops, never),
+        np.insert(turn[last], stops, 0),
+        np.insert(met, stops, False),
+    )
     need = np.insert(np.where(met, nothing, needs[last]), stops, never)
-    of_forward = np.insert(np.where(paired, needs[last - 1], nothing), stops, nothing)  # what the forward of a pair needs
-    at = np.searchsorted(last, table.first[:-1]) + np.arange(table.num_devices)  # the next cell of each device
+    # what the forward of a pair needs
+    of_forward = np.insert(np.where(paired, needs[last - 1], nothing), stops, nothing)
+    # the next cell of each device
+    at = np.searchsorted(last, table.first[:-1]) + np.arange(table.num_devices)
     left, tick = len(last), 0
     while left:
         ready = when[need[at]] < tick
@@ -142,17 +171,27 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
 
 
 def run_order(schedule: Schedule) -> Sequence[int]:
-    """An order of the actions in which each comes after all it needs; ScheduleError where there is none."""
+    """An order of the actions in which each comes after all it needs; ScheduleError where there is
+    none.
+    """
     found = schedule.run_order(Transfers.ASYNC)
     if found.cycles:
         table = schedule.encoded
-        stuck = [f"{table.text(wait.at)} on device {wait.device}" for cycle in found.cycles for wait in cycle]
-        raise ScheduleError(f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it")
+        stuck = [
+            f"{table.text(wait.at)} on device {wait.device}"
+            for cycle in found.cycles
+            for wait in cycle
+        ]
+        raise ScheduleError(
+            f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it"
+        )
     return found.order
 
 
 def needs_of(schedule: Schedule) -> IntArray:
-    """Per action, the last half of the cell on another device that makes its input; the number of actions where none does."""
+    """Per action, the last half of the cell on another device that makes its input; the number of
+    actions where none does.
+    """
     table = schedule.encoded
     wait = waits(table, Transfers.ASYNC)
     needs: IntArray = np.where(wait >= 0, wait, table.num_actions)

@@ -1,4 +1,6 @@
-"""Pass: ticks that lose as little as they can where everybody's tick lasts as long as the longest action in it."""
+"""Pass: ticks that lose as little as they can where everybody's tick lasts as long as the longest
+action in it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from .assign_ticks import Ticks, needs_of, run_order
 
 
 def balanced_ticks(schedule: Schedule, costs: Costs | None = None) -> Ticks:
-    """Fill tick after tick, each with cells that take about equally long; a device may do an F (or R) and the backward after it in one.
+    """Fill tick after tick, each with cells that take about equally long; a device may do an F (or
+    R) and the backward after it in one.
 
-    For each tick one length is chosen: devices run what they can within it.  The choice is list scheduling by the critical path
-    (Graham 1969): that which leaves the least time from the end of the tick to the end of the table, then that which gets most done.
-    Every device keeps the order of its row.
+    For each tick one length is chosen: devices run what they can within it.  The choice is list
+    scheduling by the critical path (Graham 1969): that which leaves the least time from the end of
+    the tick to the end of the table, then that which gets most done. Every device keeps the order
+    of its row.
     """
     table = _Table.of(schedule, costs or Costs())
     state = _State(table, [0] * len(table.rows), [-1] * schedule.encoded.num_actions)
@@ -29,7 +33,9 @@ def balanced_ticks(schedule: Schedule, costs: Costs | None = None) -> Ticks:
     while any(at < len(row) for at, row in zip(state.at, table.rows, strict=True)):
         state.run(tick)
         tick += 1
-    return Ticks(schedule, np.array(state.when, np.int64)[schedule.encoded.last_half], forward_first=True)
+    return Ticks(
+        schedule, np.array(state.when, np.int64)[schedule.encoded.last_half], forward_first=True
+    )
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,17 @@ class _Table:
         alone[table.pairs + 1] = False
         forward = table.of_kinds(RUNS_FORWARD)
         backward = ~forward & ~table.together
-        fusible = np.append((alone & forward)[:-1] & (alone & backward)[1:] & (np.diff(table.device) == 0), False)
-        return cls(tuple(cells), needs, lengths, _tails(schedule, lengths), fusible.tolist(), table.meetings)
+        fusible = np.append(
+            (alone & forward)[:-1] & (alone & backward)[1:] & (np.diff(table.device) == 0), False
+        )
+        return cls(
+            tuple(cells),
+            needs,
+            lengths,
+            _tails(schedule, lengths),
+            fusible.tolist(),
+            table.meetings,
+        )
 
 
 @dataclass
@@ -72,7 +87,10 @@ class _State:
 
     def run(self, tick: int) -> None:
         """Run what fits into the best length."""
-        reach = [self._reach(row[at : at + 2], tick) for row, at in zip(self.table.rows, self.at, strict=True)]
+        reach = [
+            self._reach(row[at : at + 2], tick)
+            for row, at in zip(self.table.rows, self.at, strict=True)
+        ]
         length = self._best_length(reach)
         for device, totals in enumerate(reach):
             for total in totals:
@@ -81,7 +99,9 @@ class _State:
                     self.at[device] += 1
 
     def _reach(self, cells: Sequence[int], tick: int) -> Sequence[float]:
-        """The time to the end of a device's next cell, and to that of the one after it, if they can run in this tick."""
+        """The time to the end of a device's next cell, and to that of the one after it, if they can
+        run in this tick.
+        """
         if not cells or not self._ready(cells[0], tick):
             return ()
         length = self.table.lengths[cells[0]]
@@ -92,17 +112,30 @@ class _State:
     def _ready(self, cell: int, tick: int) -> bool:
         if cell in self.table.meetings:
             return all(
-                row[at : at + 1] == (i,) for row, at, i in zip(self.table.rows, self.at, self.table.meetings[cell].members, strict=True)
+                row[at : at + 1] == (i,)
+                for row, at, i in zip(
+                    self.table.rows, self.at, self.table.meetings[cell].members, strict=True
+                )
             )
         return all(-1 < self.when[need] < tick for need in self.table.needs[cell])
 
     def _best_length(self, reach: Sequence[Sequence[float]]) -> float:
-        """The length that leaves the least to do; of equal ones that with the least work left, then the one that does most cells."""
+        """The length that leaves the least to do; of equal ones that with the least work left, then
+        the one that does most cells.
+        """
         scores = []
         for length in sorted({total for totals in reach for total in totals}):
-            after = [at + sum(total <= length for total in totals) for at, totals in zip(self.at, reach, strict=True)]
-            left = [self.table.tails[row[at]] if at < len(row) else 0.0 for row, at in zip(self.table.rows, after, strict=True)]
-            scores.append((length + max(left), len(after) * length + sum(left), -sum(after), length))
+            after = [
+                at + sum(total <= length for total in totals)
+                for at, totals in zip(self.at, reach, strict=True)
+            ]
+            left = [
+                self.table.tails[row[at]] if at < len(row) else 0.0
+                for row, at in zip(self.table.rows, after, strict=True)
+            ]
+            scores.append(
+                (length + max(left), len(after) * length + sum(left), -sum(after), length)
+            )
         return min(scores)[-1]
 
 

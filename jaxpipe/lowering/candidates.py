@@ -1,7 +1,7 @@
 """Pass: the ways in which ticks can be emitted, a fixed list of them.
 
-Ticks are one span, or a warmup, a steady state and a cooldown.  Only what must be static has to repeat: which kinds of
-blocks occur in a tick, and which pairs of devices exchange something.
+Ticks are one span, or a warmup, a steady state and a cooldown.  Only what must be static has to
+repeat: which kinds of blocks occur in a tick, and which pairs of devices exchange something.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ LONGEST_PERIOD = 12
 
 
 def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
-    """Every list of spans to choose from.  Ticks that take turns are one span with the period that they were made for."""
+    """Every list of spans to choose from.  Ticks that take turns are one span with the period that
+    they were made for.
+    """
     requirements = collect(ticks)
     if not len(requirements):
         return ((),)
     if ticks.period > 1:
         return ((Span(0, len(requirements), ticks.period),),)
-    found = [*_whole(len(requirements)), *_phases(ticks), *_steady(requirements), *between_meetings(requirements)]
+    found = [
+        *_whole(len(requirements)),
+        *_phases(ticks),
+        *_steady(requirements),
+        *between_meetings(requirements),
+    ]
     return tuple(dict.fromkeys(map(tuple, found)))
 
 
@@ -45,8 +52,8 @@ def _whole(stop: int) -> Iterator[list[Span]]:
 def _phases(ticks: Ticks) -> Iterator[list[Span]]:
     """Warmup, steady state and cooldown, by where forwards and backwards begin and end.
 
-    The steady state begins when some device, or every device, has begun its backwards.  It ends when some
-    device, or every device, has done its forwards.
+    The steady state begins when some device, or every device, has begun its backwards.  It ends
+    when some device, or every device, has done its forwards.
     """
     forward, backward = _directions(ticks)
     stop = len(forward)
@@ -61,7 +68,9 @@ def _phases(ticks: Ticks) -> Iterator[list[Span]]:
                 pieces = list(pairwise(sorted({0, *marks, stop})))
                 for period in PERIODS:
                     if end - begin >= 2 * period:
-                        yield [Span(a, b, period if (a, b) == (begin, end) else 1) for a, b in pieces]
+                        yield [
+                            Span(a, b, period if (a, b) == (begin, end) else 1) for a, b in pieces
+                        ]
 
 
 def _steady(requirements: Requirements) -> Iterator[list[Span]]:
@@ -69,7 +78,11 @@ def _steady(requirements: Requirements) -> Iterator[list[Span]]:
     exact = exact_spans(requirements, 0, len(requirements))
     yield exact
     steady = max(exact, key=lambda span: (span.period > 1, span.stop - span.start))
-    yield [span for span in (Span(0, steady.start, 1), steady, Span(steady.stop, len(requirements), 1)) if span.start < span.stop]
+    yield [
+        span
+        for span in (Span(0, steady.start, 1), steady, Span(steady.stop, len(requirements), 1))
+        if span.start < span.stop
+    ]
 
 
 def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
@@ -83,7 +96,9 @@ def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
 
 
 def exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:
-    """Longest exact repeat first, then the same on both sides of it; what repeats nowhere is one span of period 1."""
+    """Longest exact repeat first, then the same on both sides of it; what repeats nowhere is one
+    span of period 1.
+    """
     if start >= stop:
         return []
     codes = requirements.signatures[start:stop]
@@ -97,4 +112,8 @@ def exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]
             best = Span(start + begin, start + begin + trips * period, period)
     if best is None:
         return [Span(start, stop, 1)]
-    return [*exact_spans(requirements, start, best.start), best, *exact_spans(requirements, best.stop, stop)]
+    return [
+        *exact_spans(requirements, start, best.start),
+        best,
+        *exact_spans(requirements, best.stop, stop),
+    ]

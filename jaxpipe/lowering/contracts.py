@@ -1,4 +1,6 @@
-"""The promise of every lowering pass: ticks keep the table, segments have all that ticks need, slots hold every value."""
+"""The promise of every lowering pass: ticks keep the table, segments have all that ticks need,
+slots hold every value.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Cut(NamedTuple):
 
 
 def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
-    """Each device keeps its row's order, a cell a tick (or F and a backward, or W and F); what a cell needs is there a tick before."""
+    """Each device keeps its row's order, a cell a tick (or F and a backward, or W and F); what a
+    cell needs is there a tick before.
+    """
     table, when = schedule.encoded, ticks.when
     found = [] if ticks.schedule is schedule else ["the ticks are of another table"]
     if len(when) != table.num_actions or (len(when) and when.min() < 0):
@@ -42,20 +46,30 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
         paired = one.runs_forward and not other.runs_forward and not other.is_share
         joined = not ticks.forward_first and one.kind is Kind.W and other.kind is Kind.F
         if when[i] > when[j] or (when[i] == when[j] and not (paired or joined)):
-            found.append(f"{table.text(i)} and {table.text(j)} of one row run in ticks {when[i]} and {when[j]}")
+            found.append(
+                f"{table.text(i)} and {table.text(j)} of one row run in ticks {when[i]} and "
+                f"{when[j]}"
+            )
     for meeting in dict.fromkeys(table.meetings.values()):
         if len({int(when[i]) for i in meeting.members}) > 1:
-            found.append(f"devices do {table.text(meeting.members[0])} and its like in different ticks")
+            found.append(
+                f"devices do {table.text(meeting.members[0])} and its like in different ticks"
+            )
     for i, need in enumerate(needs_of(schedule).tolist()):
         if need < len(when) and when[need] >= when[i]:
-            found.append(f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in tick {when[need]}")
+            found.append(
+                f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in "
+                f"tick {when[need]}"
+            )
     if ticks.num_ticks % ticks.period:
         found.append(f"{ticks.num_ticks} ticks are no multiple of the period {ticks.period}")
     return tuple(found)
 
 
 def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
-    """Segments follow each other, have every block that their ticks need, and carry every transfer in time."""
+    """Segments follow each other, have every block that their ticks need, and carry every transfer
+    in time.
+    """
     found = []
     marks = [0, *(segment.stop for segment in cut.segments)]
     if [segment.start for segment in cut.segments] != marks[:-1] or marks[-1] != ticks.num_ticks:
@@ -66,17 +80,27 @@ def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
             need = requirements.kinds[requirements.codes[tick]]
             missing = set(need.blocks) - {use.block for use in segment.template(tick).blocks}
             found += [f"tick {tick} has no code for {block}" for block in sorted(missing)]
-            carried = {(p.payload, *pair): p.delay for p in segment.template(tick).permutes for pair in p.pairs}
+            carried = {
+                (p.payload, *pair): p.delay
+                for p in segment.template(tick).permutes
+                for pair in p.pairs
+            }
             for edge, slack in need.slack.items():
                 delay = carried.get((Payload(edge.payload), edge.source, edge.target))
                 if delay is None or delay > slack:
-                    found.append(f"tick {tick}: {edge.payload.name} {edge.source} > {edge.target} is not carried within {slack} ticks")
+                    found.append(
+                        f"tick {tick}: {edge.payload.name} {edge.source} > {edge.target} is not "
+                        f"carried within {slack} ticks"
+                    )
     return tuple(found)
 
 
 def slots_faults(cut: Cut, program: Program) -> Faults:
     """The program has the cut's segments, and is valid (`program.verify`)."""
-    return (*(() if program.segments == cut.segments else ("the program has other segments",)), *map(str, program_faults(program)))
+    return (
+        *(() if program.segments == cut.segments else ("the program has other segments",)),
+        *map(str, program_faults(program)),
+    )
 
 
 def _ticks(name: str, run: Callable[[Schedule], Ticks]) -> Contract[Schedule, Ticks]:
@@ -90,5 +114,9 @@ TICKS = (
     _ticks("balanced_ticks", balanced_ticks),
     _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
 )
-SEGMENTS: Contract[Ticks, Cut] = Contract("cheapest", lambda ticks: Cut(ticks, cheapest(ticks).segments), segments_faults)
-SLOTS: Contract[Cut, Program] = Contract("assign_slots", lambda cut: assign_slots(cut.ticks, cut.segments), slots_faults)
+SEGMENTS: Contract[Ticks, Cut] = Contract(
+    "cheapest", lambda ticks: Cut(ticks, cheapest(ticks).segments), segments_faults
+)
+SLOTS: Contract[Cut, Program] = Contract(
+    "assign_slots", lambda cut: assign_slots(cut.ticks, cut.segments), slots_faults
+)

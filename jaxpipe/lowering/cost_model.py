@@ -1,4 +1,6 @@
-"""How long the lowered program takes: its ticks and transfers simulated as a mesh would run them."""
+"""How long the lowered program takes: its ticks and transfers simulated as a mesh would
+run them.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,23 @@ from .assign_ticks import Ticks
 from .overheads import NO_OVERHEADS, Overheads
 from .trips import DeviceTimes, Durations
 
-# Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a time: with a time, code would
-# grow with the number of microbatches.
+# Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a
+# time: with a time, code would grow with the number of microbatches.
 BLOCK, PERMUTE = 1e-3, 5e-5
 
 
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
     """`[tick, device]` durations; F, I and W take 1 and B takes 2 where no costs are given."""
     table = ticks.schedule.encoded
-    return _durations(ticks, costs, (ticks.when, table.device), (ticks.num_ticks, table.num_devices))
+    return _durations(
+        ticks, costs, (ticks.when, table.device), (ticks.num_ticks, table.num_devices)
+    )
 
 
 def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
-    """`[tick, part, device]`: the same by the parts of a tick (`Part`), in the order in which it has them."""
+    """`[tick, part, device]`: the same by the parts of a tick (`Part`), in the order in which it
+    has them.
+    """
     table = ticks.schedule.encoded
     order = parts_in_order(ticks.forward_first)
     place = np.array([order.index(Part.of(kind)) for kind in Kind])[table.kind]
@@ -39,7 +45,12 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
         runs = table.of_kinds(kinds)
         mine[ticks.when[runs], table.device[runs]] = True
     place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
-    return _durations(ticks, costs, (ticks.when, place, table.device), (ticks.num_ticks, len(Part), table.num_devices))
+    return _durations(
+        ticks,
+        costs,
+        (ticks.when, place, table.device),
+        (ticks.num_ticks, len(Part), table.num_devices),
+    )
 
 
 @lru_cache(maxsize=4)  # asked for to bound a candidate, to cut it into segments and to price it
@@ -48,19 +59,27 @@ def tick_durations(ticks: Ticks, costs: Costs | None = None) -> Durations:
     return Durations.from_rows(cost_parts(ticks, costs))
 
 
-def _durations(ticks: Ticks, costs: Costs | None, cells: tuple[NDArray[np.int64], ...], shape: tuple[int, ...]) -> NDArray[np.float64]:
+def _durations(
+    ticks: Ticks, costs: Costs | None, cells: tuple[NDArray[np.int64], ...], shape: tuple[int, ...]
+) -> NDArray[np.float64]:
     """How long the actions of each cell take together; `cells`: where each action is."""
     table = ticks.schedule.encoded
     durations = action_durations(table, (costs or Costs()).for_stages(table.num_stages))
-    return np.asarray(np.bincount(np.ravel_multi_index(cells, shape), durations, math.prod(shape)), np.float64).reshape(shape)
+    return np.asarray(
+        np.bincount(np.ravel_multi_index(cells, shape), durations, math.prod(shape)), np.float64
+    ).reshape(shape)
 
 
-def program_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[Segment], overheads: Overheads = NO_OVERHEADS) -> float:
+def program_makespan(
+    costs: Durations | NDArray[np.float64],
+    segments: Sequence[Segment],
+    overheads: Overheads = NO_OVERHEADS,
+) -> float:
     """Simulate the program.
 
-    A device runs its ticks in order.  Where it awaits a transfer, it waits until all partners have issued it.
-    `costs[tick, device]` or `[tick, part, device]` are durations; overheads and result have their unit.
-    Without parts, what is awaited within a tick is awaited before it.
+    A device runs its ticks in order.  Where it awaits a transfer, it waits until all partners have
+    issued it. `costs[tick, device]` or `[tick, part, device]` are durations; overheads and result
+    have their unit. Without parts, what is awaited within a tick is awaited before it.
     """
     durations = costs if isinstance(costs, Durations) else Durations.from_rows(costs)
     time = np.zeros(durations.of.shape[-1])
@@ -69,8 +88,15 @@ def program_makespan(costs: Durations | NDArray[np.float64], segments: Sequence[
     return float(time.max(initial=0.0))
 
 
-def program_price(makespan: float, segments: Sequence[Segment], num_devices: int, overheads: Overheads) -> float:
-    """A makespan with overheads, the compute time that transfers take, and a share of both for the code to compile."""
-    time = sum(overheads.sent * s.num_sends / num_devices + overheads.meeting * s.num_meeting_predicates for s in segments)
+def program_price(
+    makespan: float, segments: Sequence[Segment], num_devices: int, overheads: Overheads
+) -> float:
+    """A makespan with overheads, the compute time that transfers take, and a share of both for the
+    code to compile.
+    """
+    time = sum(
+        overheads.sent * s.num_sends / num_devices + overheads.meeting * s.num_meeting_predicates
+        for s in segments
+    )
     code = sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments)
     return (makespan + time) * (1 + code)

@@ -10,7 +10,9 @@ from ..table.encoded import IntArray
 
 
 def scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """The lowest free slot for each life, and for each stray moment one that is free then, or -1 where none is."""
+    """The lowest free slot for each life, and for each stray moment one that is free then, or -1
+    where none is.
+    """
     free = list(range(size))
     spare: list[int] = []
     slots = [0] * len(begin)
@@ -19,7 +21,8 @@ def scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[I
     # What begins in a moment is placed before that moment's strays.
     order = np.lexsort((stops, np.arange(len(starts)) >= len(begin), starts))
     ending = np.argsort(end, kind="stable")
-    # How many lives are over when each one begins: a slot is free from the moment after its life's last.
+    # How many lives are over when each one begins: a slot is free from the moment after its life's
+    # last.
     over = np.searchsorted(end[ending], starts[order], side="left").tolist()
     leaving, gone, values = ending.tolist(), 0, len(begin)
     take, put_back = heapq.heappop, heapq.heappush

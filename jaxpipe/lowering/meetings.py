@@ -1,4 +1,6 @@
-"""Spans in which what all devices do together has no predicate: between meetings that come at equal intervals, or in bursts."""
+"""Spans in which what all devices do together has no predicate: between meetings that come at equal
+intervals, or in bursts.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ from .spans import Span
 
 # Pieces into which ticks are cut that come once, so that collectives have no predicate.
 MOST_PIECES = 24
-# Ticks of a trip between equal meetings; of the longer trips of interleaved tables, which come back after P V microbatches.
+# Ticks of a trip between equal meetings; of the longer trips of interleaved tables, which come back
+# after P V microbatches.
 SHORT_TRIP, LONG_TRIP = 12, 512
 
 
 def between_meetings(requirements: Requirements) -> Iterator[list[Span]]:
     """Cut at meetings: around the longest stretch of equal intervals, and everywhere.
 
-    Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those come at equal intervals into trips,
-    else, where they are few, into pieces that are run once.  In interleaved tables the intervals themselves come back, after P V actions
-    of each direction: then what is at equal intervals within such a trip is a loop.
+    Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those
+    come at equal intervals into trips, else, where they are few, into pieces that are run once.  In
+    interleaved tables the intervals themselves come back, after P V actions of each direction: then
+    what is at equal intervals within such a trip is a loop.
     """
     marks = requirements.meets
     stop = len(marks)
@@ -39,27 +43,45 @@ def between_meetings(requirements: Requirements) -> Iterator[list[Span]]:
 
 
 def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
-    """The longest stretch of equal intervals first, then the same on both sides of it; the rest is cut into pieces that are run once."""
+    """The longest stretch of equal intervals first, then the same on both sides of it; the rest is
+    cut into pieces that are run once.
+    """
     if start >= stop:
         return []
     best = _equal_intervals(marks, start, stop, longest=longest)
     if best is not None:
-        return [*_cut_at_meetings(marks, start, best.start, longest), best, *_cut_at_meetings(marks, best.stop, stop, longest)]
-    return [Span(start, stop, stop - start, loops=_loops(marks[start:stop])) if marks[start:stop].any() else Span(start, stop, 1)]
+        return [
+            *_cut_at_meetings(marks, start, best.start, longest),
+            best,
+            *_cut_at_meetings(marks, best.stop, stop, longest),
+        ]
+    return [
+        Span(start, stop, stop - start, loops=_loops(marks[start:stop]))
+        if marks[start:stop].any()
+        else Span(start, stop, 1)
+    ]
 
 
 def _few_pieces(spans: list[Span]) -> list[Span]:
-    """The spans; of those that come once, the ones with the most pieces share one code instead, where all have too many."""
+    """The spans; of those that come once, the ones with the most pieces share one code instead,
+    where all have too many.
+    """
     left, uncut = MOST_PIECES, set()
-    for span in sorted((span for span in spans if span.loops and span.period == span.stop - span.start), key=_num_pieces):
+    for span in sorted(
+        (span for span in spans if span.loops and span.period == span.stop - span.start),
+        key=_num_pieces,
+    ):
         left -= _num_pieces(span)
         if left < 0:
             uncut.add(span)
     return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
 
 
-def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = SHORT_TRIP) -> Span | None:
-    """The longest stretch that begins at a meeting and repeats, with the shortest period; None where nothing has two trips.
+def _equal_intervals(
+    marks: IntArray, start: int, stop: int, *, longest: int = SHORT_TRIP
+) -> Span | None:
+    """The longest stretch that begins at a meeting and repeats, with the shortest period; None
+    where nothing has two trips.
 
     Trips that are longer than `SHORT_TRIP` begin after their longest interval.
     """
@@ -72,12 +94,23 @@ def _equal_intervals(marks: IntArray, start: int, stop: int, *, longest: int = S
             first = np.flatnonzero(mine[begin : begin + period])
             if not len(first):
                 continue
-            after = int(np.diff(first, prepend=first[-1] - period).argmax()) if period > SHORT_TRIP else 0
+            after = (
+                int(np.diff(first, prepend=first[-1] - period).argmax())
+                if period > SHORT_TRIP
+                else 0
+            )
             at = begin + int(first[after])
             repeats = (begin + length + period - at) // period
-            if repeats < 2 or (best is not None and repeats * period < best.stop - best.start + period):
+            if repeats < 2 or (
+                best is not None and repeats * period < best.stop - best.start + period
+            ):
                 continue
-            span = Span(start + at, start + at + repeats * period, period, loops=_loops(mine[at : at + period]))
+            span = Span(
+                start + at,
+                start + at + repeats * period,
+                period,
+                loops=_loops(mine[at : at + period]),
+            )
             if period <= SHORT_TRIP or _num_pieces(span) <= MOST_PIECES:
                 best = span
     return best
@@ -89,7 +122,9 @@ def _num_pieces(span: Span) -> int:
 
 
 def _loops(marks: IntArray) -> tuple[Loop, ...]:
-    """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces, alike in whether devices meet."""
+    """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces,
+    alike in whether devices meet.
+    """
     inner = _equal_intervals(marks, 0, len(marks))
     if inner is not None:
         turn = Loop((inner.stop - inner.start) // inner.period, inner.loops)
@@ -99,7 +134,9 @@ def _loops(marks: IntArray) -> tuple[Loop, ...]:
 
 
 def _in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
-    """The loops with so many templates that take turns, where one was for all ticks: devices may have long and short ticks in turn."""
+    """The loops with so many templates that take turns, where one was for all ticks: devices may
+    have long and short ticks in turn.
+    """
     found: list[Loop] = []
     for loop in loops:
         if loop.body:

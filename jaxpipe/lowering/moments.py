@@ -15,14 +15,23 @@ from .requirements import chunks_of, keeps
 
 
 class Clock(NamedTuple):
-    """Moments: before each block of a tick and during it, in the order in which its template has them, then after them all."""
+    """Moments: before each block of a tick and during it, in the order in which its template has
+    them, then after them all.
+    """
 
     span: int  # of a tick
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Clock:
         """With room for the longest template."""
-        return cls(2 * max((len(template.blocks) for segment in segments for template in segment.templates), default=0) + 2)
+        return cls(
+            2
+            * max(
+                (len(template.blocks) for segment in segments for template in segment.templates),
+                default=0,
+            )
+            + 2
+        )
 
     def before(self, tick: IntArray, block: IntArray | int = 0) -> IntArray:
         """Right before a block: what arrives is written to its slot."""
@@ -50,12 +59,17 @@ def places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
     for blocks, template in zip(number, templates, strict=True):
         for place, use in enumerate(template.blocks):
             blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
-    found: IntArray = number[template_numbers(segments)[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)]
+    found: IntArray = number[
+        template_numbers(segments)[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)
+    ]
     return found
 
 
 def template_numbers(segments: Sequence[Segment]) -> IntArray:
     """Per tick, the number of its template among those of all segments."""
     first = np.cumsum([0, *(segment.period for segment in segments)]).tolist()
-    found = [np.tile(np.arange(segment.period) + at, segment.repeats) for segment, at in zip(segments, first, strict=False)]
+    found = [
+        np.tile(np.arange(segment.period) + at, segment.repeats)
+        for segment, at in zip(segments, first, strict=False)
+    ]
     return np.concatenate([*found, np.zeros(0, np.int64)])

@@ -12,10 +12,13 @@ class Offload(enum.Enum):
     """What is kept in the host's memory."""
 
     NOTHING = "nothing"
-    RESIDUALS = "residuals"  # what forwards keep for their backwards, where these are some ticks away
+    # what forwards keep for their backwards, where these are some ticks away
+    RESIDUALS = "residuals"
 
 
 def away(made: IntArray, read: IntArray) -> BoolArray:
-    """Which values, made and first read in these ticks, wait on the host: those that live long (Wan et al. 2025, "PipeOffload")."""
+    """Which values, made and first read in these ticks, wait on the host: those that live long (Wan
+    et al. 2025, "PipeOffload").
+    """
     found: BoolArray = read - made >= LEAST_AWAY
     return found

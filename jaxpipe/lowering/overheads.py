@@ -1,10 +1,13 @@
-"""What a program takes besides the stages' own work: three times that can be measured where it will run."""
+"""What a program takes besides the stages' own work: three times that can be measured where it will
+run.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-# Seconds of a stage's forward where no costs are given: one layer of a model of some billion parameters.
+# Seconds of a stage's forward where no costs are given: one layer of a model of some billion
+# parameters.
 FORWARD = 5e-3
 
 
@@ -12,13 +15,16 @@ FORWARD = 5e-3
 class Overheads:
     """Times in seconds, or in the unit of the costs (`in_unit`).
 
-    The defaults are guesses: none has been measured on a GPU.  `benchmarks.gpu_single` measures predicates where there is one.
+    The defaults are guesses: none has been measured on a GPU.  `benchmarks.gpu_single` measures
+    predicates where there is one.
 
     Args:
-        predicate: of a block's predicate, whether it lets the block run or not.  As a node of a CUDA graph it takes about as long as
-            some kernel launches; on the host (`ON_HOST`) it takes a copy of the flag and a wait.
+        predicate: of a block's predicate, whether it lets the block run or not.  As a node of a
+            CUDA graph it takes about as long as some kernel launches; on the host (`ON_HOST`) it
+            takes a copy of the flag and a wait.
         hop: of a transfer that a device waits for: 32 MiB over one direction of NVLink on an H100.
-        sent: the compute time that a transfer takes away while it runs beside a block: memory bandwidth, and processors that copy.
+        sent: the compute time that a transfer takes away while it runs beside a block: memory
+            bandwidth, and processors that copy.
     """
 
     predicate: float = 3e-6
@@ -31,11 +37,14 @@ class Overheads:
 
     @property
     def meeting(self) -> float:
-        """Time of a predicate around a collective action: no CUDA graph takes it, and nothing runs beside it."""
+        """Time of a predicate around a collective action: no CUDA graph takes it, and nothing runs
+        beside it.
+        """
         return self.predicate + self.hop
 
 
 GUESSED = Overheads()
-# Blocks that hold collectives (tensor parallelism) are in no CUDA graph, so the host decides: 10 to 20 us.
+# Blocks that hold collectives (tensor parallelism) are in no CUDA graph, so the host decides: 10 to
+# 20 us.
 ON_HOST = Overheads(predicate=15e-6)
 NO_OVERHEADS = Overheads(predicate=0.0, hop=0.0, sent=0.0)

@@ -1,4 +1,6 @@
-"""From a table to the ticks and segments of its program: of a fixed list of ways to emit it, the cheapest."""
+"""From a table to the ticks and segments of its program: of a fixed list of ways to emit it, the
+cheapest.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Candidate(NamedTuple):
         return sum(segment.num_meeting_predicates for segment in self.segments)
 
     @classmethod
-    def of(cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads) -> Candidate:
+    def of(
+        cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads
+    ) -> Candidate:
         """Price the segments."""
         durations, devices = tick_durations(ticks, costs), ticks.schedule.num_devices
         own = overheads.in_unit(FORWARD) if costs is None else overheads
@@ -50,12 +54,20 @@ class Candidate(NamedTuple):
         return cls(ticks, segments, program_makespan(durations, segments), price)
 
 
-def candidates(schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED) -> tuple[Candidate, ...]:
+def candidates(
+    schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+) -> tuple[Candidate, ...]:
     """Every way to emit a table: five ways to assign ticks, and each of their lists of spans.
 
-    All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2, where 1 is `FORWARD`.
+    All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
+    where 1 is `FORWARD`.
     """
-    ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1), balanced_ticks(schedule)]
+    ways = [
+        assign_ticks(schedule),
+        modulo_ticks(schedule),
+        modulo_ticks(schedule, shift=1),
+        balanced_ticks(schedule),
+    ]
     ways += [joined_ticks(schedule)] if joins_weights(schedule).any() else []
     return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))
 
@@ -71,27 +83,37 @@ def cheapest(ticks: Ticks) -> Candidate:
     return min(candidates_of(ticks, None, GUESSED), key=lambda each: each.price)
 
 
-def choose_candidate(schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED) -> Candidate:
+def choose_candidate(
+    schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+) -> Candidate:
     """Of those that keep the table's makespan, or the least that there is, the cheapest.
 
-    Those with the fewest predicates around collective actions come first: no CUDA graph holds a collective, so the host waits.
+    Those with the fewest predicates around collective actions come first: no CUDA graph holds a
+    collective, so the host waits.
     """
     found = candidates(schedule, costs=costs, overheads=overheads)
     table = simulate(schedule, Costs() if costs is None else replace(costs, transfer=0)).makespan
     enough = KEEPS * max(table, min(each.makespan for each in found))
-    return min((each for each in found if each.makespan <= enough), key=lambda each: (each.meetings, each.price))
+    return min(
+        (each for each in found if each.makespan <= enough),
+        key=lambda each: (each.meetings, each.price),
+    )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule with its ticks and segments; its program follows once the stage's liveness is known."""
+    """A schedule with its ticks and segments; its program follows once the stage's liveness is
+    known.
+    """
 
     ticks: Ticks
     segments: tuple[Segment, ...]
     offload: Offload = Offload.NOTHING
 
     @classmethod
-    def of(cls, schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED) -> Plan:
+    def of(
+        cls, schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+    ) -> Plan:
         """Run the passes that need no stage (`choose_candidate`)."""
         chosen = choose_candidate(schedule, costs=costs, overheads=overheads)
         return cls(chosen.ticks, chosen.segments)
@@ -103,14 +125,24 @@ class Plan:
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:
-        """Of the transfers that the table gives a tick or more, those that the program awaits later than it issues them; and all."""
+        """Of the transfers that the table gives a tick or more, those that the program awaits later
+        than it issues them; and all.
+        """
         requirements, late, all_of_them = collect(self.ticks), 0, 0
         for segment in self.segments:
-            awaited = {j: [t for t in segment.transits if t.tick == j and t.is_late] for j in range(segment.period)}
+            awaited = {
+                j: [t for t in segment.transits if t.tick == j and t.is_late]
+                for j in range(segment.period)
+            }
             for tick in range(segment.start, segment.stop):
                 trip, j = divmod(tick - segment.start, segment.period)
                 lands = trip == segment.repeats - 1  # what is in flight then is awaited at once
-                later = {(t.permute.payload, *pair) for t in awaited[j] if not (lands and t.from_before) for pair in t.permute.pairs}
+                later = {
+                    (t.permute.payload, *pair)
+                    for t in awaited[j]
+                    if not (lands and t.from_before)
+                    for pair in t.permute.pairs
+                }
                 slack = requirements.kinds[requirements.codes[tick]].slack
                 having = [edge for edge, room in slack.items() if room]
                 all_of_them += len(having)
@@ -123,13 +155,24 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan_of(schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED) -> Plan:
+def plan_of(
+    schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+) -> Plan:
     """The plan of a schedule; equal schedules share it."""
     return Plan.of(schedule, costs=costs, overheads=overheads)
 
 
-def forward_plan(schedule: Schedule, microbatches: int | None = None, *, overheads: Overheads = GUESSED) -> Plan:
-    """The plan of the schedule's forwards alone, for evaluation; of the first microbatches alone where their number is given."""
-    table = schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
+def forward_plan(
+    schedule: Schedule, microbatches: int | None = None, *, overheads: Overheads = GUESSED
+) -> Plan:
+    """The plan of the schedule's forwards alone, for evaluation; of the first microbatches alone
+    where their number is given.
+    """
+    table = (
+        schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
+    )
     fewer = microbatches is not None and microbatches < schedule.num_microbatches
-    return plan_of(first_microbatches(table, microbatches) if microbatches is not None and fewer else table, overheads=overheads)
+    return plan_of(
+        first_microbatches(table, microbatches) if microbatches is not None and fewer else table,
+        overheads=overheads,
+    )

@@ -1,4 +1,6 @@
-"""What each tick needs, read off the ticks: blocks, who runs them, and the transfers between devices."""
+"""What each tick needs, read off the ticks: blocks, who runs them, and the transfers between
+devices.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Edge(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many devices run a block in a tick, and how many of those for the first, the last, a locally consumed stage."""
+    """How many devices run a block in a tick, and how many of those for the first, the last, a
+    locally consumed stage.
+    """
 
     active: int
     first: int
@@ -41,7 +45,8 @@ class TickRequirements:
     """The static needs of one tick."""
 
     blocks: dict[Block, Count]
-    slack: dict[Edge, int]  # each transfer, and how many ticks it may take beyond the one it is issued in
+    # each transfer, and how many ticks it may take beyond the one it is issued in
+    slack: dict[Edge, int]
     paired: bool = False  # some device runs a forward and a whole backward
 
 
@@ -49,15 +54,17 @@ class TickRequirements:
 class Requirements:
     """The requirements of every tick, by its code: tick t has `kinds[codes[t]]`.
 
-    Ticks have one code where the same blocks of the same devices run and the same transfers leave with the same slack, so they
-    also cost the same; what is made of many ticks costs no more than what is made of the different ones.
+    Ticks have one code where the same blocks of the same devices run and the same transfers leave
+    with the same slack, so they also cost the same; what is made of many ticks costs no more than
+    what is made of the different ones.
     """
 
     codes: IntArray
     blocks: tuple[Block, ...]  # that occur
     counts: IntArray  # `[code, block]` is the `Count` of `blocks[block]`
     edges: tuple[Edge, ...]  # the transfers that occur, in order
-    slack: NDArray[np.int32]  # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
+    # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
+    slack: NDArray[np.int32]
     paired: BoolArray  # per code, whether some device runs a forward and a whole backward
     num_devices: int
     forward_first: bool
@@ -74,7 +81,11 @@ class Requirements:
         counts = zip(self.blocks, self.counts[code].tolist(), strict=True)
         slack = zip(self.edges, self.slack[code].tolist(), strict=True)
         blocks = {block: Count(*count) for block, count in counts if count[0]}
-        return TickRequirements(blocks, {edge: room for edge, room in slack if room != NO_TRANSFER}, bool(self.paired[code]))
+        return TickRequirements(
+            blocks,
+            {edge: room for edge, room in slack if room != NO_TRANSFER},
+            bool(self.paired[code]),
+        )
 
     @cached_property
     def together(self) -> BoolArray:
@@ -90,18 +101,27 @@ class Requirements:
 
     @cached_property
     def signatures(self) -> IntArray:
-        """Per tick, a number that ticks of equal blocks and transfers share, which can share their code."""
-        return equal_rows(np.concatenate([self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER], axis=1))[self.codes]
+        """Per tick, a number that ticks of equal blocks and transfers share, which can share their
+        code.
+        """
+        return equal_rows(
+            np.concatenate([self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER], axis=1)
+        )[self.codes]
 
 
 def equal_rows(rows: NDArray[Any]) -> IntArray:
     """Per row, a number that equal rows share, the first of them 0."""
     numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in np.ascontiguousarray(rows)], np.int64)
+    return np.array(
+        [numbers.setdefault(row.tobytes(), len(numbers)) for row in np.ascontiguousarray(rows)],
+        np.int64,
+    )
 
 
 def consumers(table: Encoded) -> IntArray:
-    """Per action, the F that uses its output, or the B or I that uses its input gradient, in the neighbour stage; -1 for none."""
+    """Per action, the F that uses its output, or the B or I that uses its input gradient, in the
+    neighbour stage; -1 for none.
+    """
     found = np.full(table.num_actions, -1, np.int64)
     users = np.flatnonzero(table.producer >= 0)
     found[table.producer[users]] = users
@@ -142,35 +162,60 @@ def collect(ticks: Ticks) -> Requirements:
     local = target == table.device
     target = np.where(local, -1, target)
     slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
-    # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines are equal ticks.
+    # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines
+    # are equal ticks.
     chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
     first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
-    fields = np.stack([table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack], 1, dtype=np.int32)
+    fields = np.stack(
+        [table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack],
+        1,
+        dtype=np.int32,
+    )
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
     lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
     codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
-    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, forward_first=ticks.forward_first)
+    return _requirements(
+        lines[np.unique(codes, return_index=True)[1]], codes, forward_first=ticks.forward_first
+    )
 
 
-def _requirements(lines: NDArray[np.int32], codes: IntArray, *, forward_first: bool) -> Requirements:
+def _requirements(
+    lines: NDArray[np.int32], codes: IntArray, *, forward_first: bool
+) -> Requirements:
     """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
     num_codes, num_devices = lines.shape[:2]
     there = lines[..., 0] >= 0
     code, device, half = np.nonzero(there)
     kind, chunk, kept, first, last, local, target, room = lines[code, device, half].T
-    example, block = np.unique((kind * (1 + chunk.max(initial=0)) + chunk) * 2 + kept, return_index=True, return_inverse=True)[1:]
+    example, block = np.unique(
+        (kind * (1 + chunk.max(initial=0)) + chunk) * 2 + kept,
+        return_index=True,
+        return_inverse=True,
+    )[1:]
     shape = (num_codes, len(example))
-    sums = [np.bincount(code * shape[1] + block, weights, math.prod(shape)) for weights in (None, first, last, local)]
+    sums = [
+        np.bincount(code * shape[1] + block, weights, math.prod(shape))
+        for weights in (None, first, last, local)
+    ]
     payload = np.where(kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
     sent = np.flatnonzero(target >= 0)
-    ends, edge = np.unique(np.ravel_multi_index((payload[sent], device[sent], target[sent]), _edges(num_devices)), return_inverse=True)
+    ends, edge = np.unique(
+        np.ravel_multi_index((payload[sent], device[sent], target[sent]), _edges(num_devices)),
+        return_inverse=True,
+    )
     slack = np.full((num_codes, len(ends)), NO_TRANSFER, np.int32)
     slack[code[sent], edge] = room[sent]
     return Requirements(
         codes=codes,
-        blocks=tuple(Block(Kind(k), c, bool(r)) for k, c, r in zip(*(of[example].tolist() for of in (kind, chunk, kept)), strict=True)),
+        blocks=tuple(
+            Block(Kind(k), c, bool(r))
+            for k, c, r in zip(*(of[example].tolist() for of in (kind, chunk, kept)), strict=True)
+        ),
         counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(Count._fields)),
-        edges=tuple(Edge(Payload(p), d, e) for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()),
+        edges=tuple(
+            Edge(Payload(p), d, e)
+            for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()
+        ),
         slack=slack,
         paired=(there[:, :, 0] & (lines[:, :, 1, 0] == Kind.B)).any(axis=1),
         num_devices=num_devices,

@@ -14,7 +14,9 @@ from .transfers import permutes_of, uses_of
 
 
 class Span(NamedTuple):
-    """Ticks start..stop, emitted with this period; a span whose length is no multiple of it ends in a shorter segment."""
+    """Ticks start..stop, emitted with this period; a span whose length is no multiple of it ends in
+    a shorter segment.
+    """
 
     start: int
     stop: int
@@ -38,7 +40,9 @@ def _even(span: Span) -> list[Span]:
 
 
 def _segment(span: Span, requirements: Requirements) -> Segment:
-    """The segment of a span whose length is a multiple of its period: each template has what any of its ticks needs."""
+    """The segment of a span whose length is a multiple of its period: each template has what any of
+    its ticks needs.
+    """
     repeats = (span.stop - span.start) // span.period
     ticks = np.arange(span.start, span.stop).reshape(repeats, span.period)
     templates: dict[int, TickTemplate] = {}

@@ -1,4 +1,6 @@
-"""How long a step takes by its plan: the stages, and what predicates and transfers take besides; and beside plain 1F1B."""
+"""How long a step takes by its plan: the stages, and what predicates and transfers take besides;
+and beside plain 1F1B.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class StepTime(NamedTuple):
         return self.seconds - self.predicates <= self.one_f_one_b < self.seconds
 
     def __str__(self) -> str:
-        text = f"{self.seconds * 1e3:.1f} ms a step, of which predicates take {self.predicates * 1e3:.1f} ms"
+        text = (
+            f"{self.seconds * 1e3:.1f} ms a step, of which predicates take "
+            f"{self.predicates * 1e3:.1f} ms"
+        )
         return f"{text}: 1F1B would take {self.one_f_one_b * 1e3:.1f} ms" if self.loses else text
 
 
@@ -44,11 +49,15 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> S
     schedule = plan.ticks.schedule
     seconds = costs or Costs(forward=FORWARD, input_grad=FORWARD, weight_grad=FORWARD)
     whole = merged(schedule, seconds)
-    one_f_one_b = build("1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches)
+    one_f_one_b = build(
+        "1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches
+    )
     plain = plan_of(one_f_one_b, costs=whole, overheads=overheads)
     mine = _makespan(plan, overheads, seconds)
     without = replace(overheads, predicate=0.0)
-    return StepTime(mine, mine - _makespan(plan, without, seconds), _makespan(plain, overheads, whole))
+    return StepTime(
+        mine, mine - _makespan(plan, without, seconds), _makespan(plain, overheads, whole)
+    )
 
 
 def _makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
@@ -56,7 +65,9 @@ def _makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:
-    """The costs of stages that are each all that a device has, where the layers are spread evenly."""
+    """The costs of stages that are each all that a device has, where the layers are
+    spread evenly.
+    """
     stages = costs.for_stages(schedule.num_stages)
     share = schedule.num_stages / schedule.num_devices
 

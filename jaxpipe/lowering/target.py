@@ -1,4 +1,6 @@
-"""What a program runs on, as far as the search for it must know: the kind of devices, and what blocks do along other axes of the mesh."""
+"""What a program runs on, as far as the search for it must know: the kind of devices, and what
+blocks do along other axes of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ class RunsOn(Enum):
         devices = list(mesh.devices.flat)
         if {device.platform for device in devices} <= {"gpu", "cuda"}:
             return cls.GPUS
-        return cls.CPU_PROCESSES if len({device.process_index for device in devices}) == len(devices) else cls.ONE_CPU_PROCESS
+        return (
+            cls.CPU_PROCESSES
+            if len({device.process_index for device in devices}) == len(devices)
+            else cls.ONE_CPU_PROCESS
+        )
 
 
 @dataclass(frozen=True)
@@ -31,12 +37,15 @@ class Target:
     """What a program runs on; without a mesh, NVIDIA GPUs along a pipe axis alone."""
 
     runs_on: RunsOn = RunsOn.GPUS
-    communicates: bool = False  # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
+    # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
+    communicates: bool = False
 
     @classmethod
     def of(cls, mesh: Any, own: Sequence[str]) -> Target:
         """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates."""
-        return cls(RunsOn.of(mesh), any(size > 1 for name, size in mesh.shape.items() if name not in own))
+        return cls(
+            RunsOn.of(mesh), any(size > 1 for name, size in mesh.shape.items() if name not in own)
+        )
 
     @property
     def overheads(self) -> Overheads:

@@ -12,7 +12,9 @@ from .requirements import NO_TRANSFER, Requirements
 
 
 def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]:
-    """The union of the blocks of every tick in the group, in the order in which code that serves them all has them."""
+    """The union of the blocks of every tick in the group, in the order in which code that serves
+    them all has them.
+    """
     times = np.bincount(requirements.codes[group])
     present = np.flatnonzero(times)
     total = np.tensordot(times[present], requirements.counts[present], 1).tolist()
@@ -26,7 +28,8 @@ def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]
             Presence.of(local, active),
         )
         for block, (active, first, last, local) in sorted(
-            zip(requirements.blocks, total, strict=True), key=lambda item: _place(item[0], requirements)
+            zip(requirements.blocks, total, strict=True),
+            key=lambda item: _place(item[0], requirements),
         )
         if active
     )
@@ -35,18 +38,22 @@ def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]
 def _place(block: Block, requirements: Requirements) -> tuple[int, Block]:
     """The place of a block in its tick.
 
-    Backward blocks are first, so that the forward of the same tick may write what they free.  Of them those that
-    need no transfer are first, so that transfers run beside them.  In fused ticks all backward blocks are last.
+    Backward blocks are first, so that the forward of the same tick may write what they free.  Of
+    them those that need no transfer are first, so that transfers run beside them.  In fused ticks
+    all backward blocks are last.
     """
     return parts_in_order(requirements.forward_first).index(Part.of(block.kind)), block
 
 
-def permutes_of(requirements: Requirements, codes: IntArray, *, room: int = 0) -> tuple[Permute, ...]:
+def permutes_of(
+    requirements: Requirements, codes: IntArray, *, room: int = 0
+) -> tuple[Permute, ...]:
     """The permutes that serve ticks of these codes: every transfer that any of them makes.
 
-    A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip has place for (`room_of`).
-    Edges are coloured greedily by payload, delay and direction, so that sources and targets of a permute are distinct.
-    Wrap-around edges of a ring point against their payload's direction, so they come out as a permute of their own.
+    A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip
+    has place for (`room_of`). Edges are coloured greedily by payload, delay and direction, so that
+    sources and targets of a permute are distinct. Wrap-around edges of a ring point against their
+    payload's direction, so they come out as a permute of their own.
     """
     slack = requirements.slack[codes].min(axis=0, initial=NO_TRANSFER)
     groups: dict[tuple[Payload, int, bool], list[_Colour]] = {}
@@ -61,7 +68,11 @@ def permutes_of(requirements: Requirements, codes: IntArray, *, room: int = 0) -
         colour.pairs.append((source, target))
         colour.sources.add(source)
         colour.targets.add(target)
-    return tuple(Permute(payload, tuple(c.pairs), delay) for (payload, delay, _), colours in sorted(groups.items()) for c in colours)
+    return tuple(
+        Permute(payload, tuple(c.pairs), delay)
+        for (payload, delay, _), colours in sorted(groups.items())
+        for c in colours
+    )
 
 
 class _Colour(NamedTuple):

@@ -15,7 +15,8 @@ from ..table.kinds import TOGETHER
 from .overheads import Overheads
 from .requirements import equal_rows
 
-# Partners of each device, and how long the permutes of each device last; None where they take no time.
+# Partners of each device, and how long the permutes of each device last; None where they take no
+# time.
 _Meeting: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
 
 # Trips of a segment from which on a cycle of different trips is looked for.
@@ -23,7 +24,9 @@ MANY_TRIPS = 64
 
 
 class Durations(NamedTuple):
-    """How long ticks last: a tick of code c `of[c, part, device]`.  Large tables have many ticks and few codes."""
+    """How long ticks last: a tick of code c `of[c, part, device]`.  Large tables have many ticks
+    and few codes.
+    """
 
     of: NDArray[np.float64]
     codes: IntArray
@@ -40,8 +43,12 @@ class Durations(NamedTuple):
         found: NDArray[np.float64] = self.of.sum(axis=1)[self.codes]
         return found
 
-    def of_trips(self, segment: Segment, overheads: Overheads) -> list[tuple[NDArray[np.float64], IntArray]]:
-        """For each tick of a trip: `[i, part, device]`, with what its predicates take, and the i of each trip."""
+    def of_trips(
+        self, segment: Segment, overheads: Overheads
+    ) -> list[tuple[NDArray[np.float64], IntArray]]:
+        """For each tick of a trip: `[i, part, device]`, with what its predicates take, and the i of
+        each trip.
+        """
         codes = self.codes[segment.start : segment.stop].reshape(segment.repeats, segment.period)
         found = []
         for j, template in enumerate(segment.templates):
@@ -51,7 +58,9 @@ class Durations(NamedTuple):
         return found
 
 
-def with_predicates(lengths: NDArray[np.float64], template: TickTemplate, predicate: float) -> NDArray[np.float64]:
+def with_predicates(
+    lengths: NDArray[np.float64], template: TickTemplate, predicate: float
+) -> NDArray[np.float64]:
     """`[..., part, device]` with what a tick's predicates take.
 
     Every device evaluates all of them, and where a block runs also those inside it.
@@ -68,7 +77,8 @@ class DeviceTimes(NamedTuple):
     """A segment as a function of device times."""
 
     code: _Code
-    rows: tuple[tuple[NDArray[np.float64], ...], ...]  # for each step, how long devices run in it; nothing where it runs nothing
+    # for each step, how long devices run in it; nothing where it runs nothing
+    rows: tuple[tuple[NDArray[np.float64], ...], ...]
     which: tuple[list[int], ...]  # for each step, which of its rows is that of each trip
     trips: IntArray  # equal numbers for trips of equal costs
     flies: bool  # trips leave something to the next
@@ -79,14 +89,27 @@ class DeviceTimes(NamedTuple):
         _, num_parts, num_devices = durations.of.shape
         ticks = durations.of_trips(segment, overheads)
         code = _Code.of(segment, num_parts, num_devices, overheads.hop)
-        rows = tuple(tuple(ticks[step.tick][0][:, step.parts].sum(axis=1)) if step.runs else () for step in code.steps)
+        rows = tuple(
+            tuple(ticks[step.tick][0][:, step.parts].sum(axis=1)) if step.runs else ()
+            for step in code.steps
+        )
         which = [of.tolist() for _, of in ticks]
         trips = equal_rows(np.column_stack([of for _, of in ticks]))
-        return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips, bool(segment.in_flight))
+        return cls(
+            code,
+            rows,
+            tuple(which[step.tick] for step in code.steps),
+            trips,
+            bool(segment.in_flight),
+        )
 
     def after(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Device times after the segment, from device times before it."""
-        repeats, ahead, cycle = len(self.trips), _equal_ahead(self.trips).tolist(), _Cycle.of(self.trips)
+        repeats, ahead, cycle = (
+            len(self.trips),
+            _equal_ahead(self.trips).tolist(),
+            _Cycle.of(self.trips),
+        )
         trip, begun = 0, 0  # the next trip, and the first after those that were skipped
         before = earlier = time
         while trip < repeats:
@@ -95,10 +118,14 @@ class DeviceTimes(NamedTuple):
                 trip, begun = after, begun if after == trip else after
                 continue
             earlier, before = before, time
-            lasting = [rows[of[trip]] if rows else None for rows, of in zip(self.rows, self.which, strict=True)]
+            lasting = [
+                rows[of[trip]] if rows else None
+                for rows, of in zip(self.rows, self.which, strict=True)
+            ]
             time = self.code.trip(time, lasting, is_first=trip == 0)
             trip += 1
-            # Trips of equal costs that moved all devices by the same time will go on doing so; the first begins with nothing in flight.
+            # Trips of equal costs that moved all devices by the same time will go on doing so; the
+            # first begins with nothing in flight.
             seen = trip - begun - (self.flies and begun == 0)
             if seen < 2 or trip == repeats or not (room := min(ahead[trip - 1], cycle.mark - trip)):
                 continue
@@ -110,7 +137,9 @@ class DeviceTimes(NamedTuple):
 
 
 class _Cycle(NamedTuple):
-    """A steady state of many different trips: each is the one `length` trips before it again, up to `stop`."""
+    """A steady state of many different trips: each is the one `length` trips before it again, up to
+    `stop`.
+    """
 
     mark: int  # a trip before which device times are compared with those at the mark before
     length: int
@@ -127,24 +156,41 @@ class _Cycle(NamedTuple):
         for length in (np.flatnonzero(trips[middle + 1 :] == trips[middle]) + 1).tolist():
             if 3 * length > len(trips):
                 break
-            if length == 1 or not np.array_equal(trips[middle : middle + length], trips[middle + length : middle + 2 * length]):
+            if length == 1 or not np.array_equal(
+                trips[middle : middle + length], trips[middle + length : middle + 2 * length]
+            ):
                 continue
             breaks = np.flatnonzero(trips[length:] != trips[:-length])
             at = int(np.searchsorted(breaks, middle))
-            first, stop = breaks[at - 1] + 1 if at else 0, breaks[at] if at < len(breaks) else len(trips) - length
+            first, stop = (
+                breaks[at - 1] + 1 if at else 0,
+                breaks[at] if at < len(breaks) else len(trips) - length,
+            )
             # The first trip of all is like no other: nothing is in flight before it.
             return cls(max(int(first), 1), length, int(stop) + length)
         return never
 
-    def skip(self, time: NDArray[np.float64], repeats: int) -> tuple[NDArray[np.float64], int, _Cycle]:
-        """At the mark: device times after the cycles that can be left out, the trip that is next, and the next mark."""
+    def skip(
+        self, time: NDArray[np.float64], repeats: int
+    ) -> tuple[NDArray[np.float64], int, _Cycle]:
+        """At the mark: device times after the cycles that can be left out, the trip that is next,
+        and the next mark.
+        """
         left = (self.stop - self.mark) // self.length
         if self.before is not None:
             moved = time - self.before
             # All devices by the same time, as far as sums of so many numbers can tell.
             if left and np.ptp(moved) <= 1e-9 * moved.max():
-                return time + moved * left, self.mark + left * self.length, self._replace(mark=repeats)
-        return time, self.mark, self._replace(mark=self.mark + self.length if left else repeats, before=time)
+                return (
+                    time + moved * left,
+                    self.mark + left * self.length,
+                    self._replace(mark=repeats),
+                )
+        return (
+            time,
+            self.mark,
+            self._replace(mark=self.mark + self.length if left else repeats, before=time),
+        )
 
 
 class _Issue(NamedTuple):
@@ -180,11 +226,14 @@ class _Code(NamedTuple):
         """The steps of a segment's trips."""
         groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
         for transit in segment.transits:
-            begin = Point(0, 0) if transit.from_before else _point(segment, transit.issued, num_parts)
+            begin = (
+                Point(0, 0) if transit.from_before else _point(segment, transit.issued, num_parts)
+            )
             ends = (begin, _point(segment, transit.written, num_parts), transit.from_before)
             groups.setdefault(ends, []).append(transit.permute)
         issues = [
-            (ends, _Issue(n, ends[2], _meeting(permutes, num_devices, transfer))) for n, (ends, permutes) in enumerate(groups.items())
+            (ends, _Issue(n, ends[2], _meeting(permutes, num_devices, transfer)))
+            for n, (ends, permutes) in enumerate(groups.items())
         ]
         steps: list[_Step] = []
         for j in range(segment.period):
@@ -196,10 +245,21 @@ class _Code(NamedTuple):
                 awaits = tuple(issue.number for ends, issue in issues if ends[1] == at)
                 if start < stop or here or awaits:
                     steps.append(_Step(here, awaits, j, slice(start, stop)))
-        return cls(tuple(steps), tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates))
+        return cls(
+            tuple(steps),
+            tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates),
+        )
 
-    def trip(self, time: NDArray[np.float64], work: Sequence[NDArray[np.float64] | None], *, is_first: bool) -> NDArray[np.float64]:
-        """Device times after it; `work`: how long devices run in each step.  Nothing is in flight before the first trip."""
+    def trip(
+        self,
+        time: NDArray[np.float64],
+        work: Sequence[NDArray[np.float64] | None],
+        *,
+        is_first: bool,
+    ) -> NDArray[np.float64]:
+        """Device times after it; `work`: how long devices run in each step.  Nothing is in flight
+        before the first trip.
+        """
         done: dict[int, NDArray[np.float64]] = {}
         for step, lasting in zip(self.steps, work, strict=True):
             for number, from_before, meeting in step.issues:
@@ -216,7 +276,12 @@ class _Code(NamedTuple):
 
     def land(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Device times when what the last trip left in flight is over."""
-        flying = [_over(time, issue.meeting) for step in self.steps for issue in step.issues if issue.from_before]
+        flying = [
+            _over(time, issue.meeting)
+            for step in self.steps
+            for issue in step.issues
+            if issue.from_before
+        ]
         latest: NDArray[np.float64] = np.max([time, *flying], axis=0)
         return latest
 
@@ -236,18 +301,23 @@ def _point(segment: Segment, point: Point, num_parts: int) -> Point:
     if point.block >= len(blocks):
         return Point(point.tick, num_parts)
     order = parts_in_order(_forward_first(blocks))
-    return Point(point.tick, order.index(Part.of(blocks[point.block].block.kind)) if num_parts > 1 else 0)
+    return Point(
+        point.tick, order.index(Part.of(blocks[point.block].block.kind)) if num_parts > 1 else 0
+    )
 
 
 def _forward_first(blocks: Sequence[BlockUse]) -> bool:
-    """Whether these blocks are in the order that has forwards first; where they are of one part, that which has it first."""
+    """Whether these blocks are in the order that has forwards first; where they are of one part,
+    that which has it first.
+    """
     first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
     return first > last or first is Part.FORWARD
 
 
 def _equal_ahead(trips: IntArray) -> IntArray:
     """For each trip, how many trips after it are equal to it, without a gap."""
-    last = np.append(np.flatnonzero(trips[1:] != trips[:-1]), len(trips) - 1)  # the last trip of each run of equal ones
+    # the last trip of each run of equal ones
+    last = np.append(np.flatnonzero(trips[1:] != trips[:-1]), len(trips) - 1)
     every = np.arange(len(trips))
     return last[np.searchsorted(last, every)] - every
 
@@ -261,11 +331,16 @@ def _meeting(permutes: Sequence[Permute], num_devices: int, transfer: float) -> 
 
 
 def _partners(permutes: Sequence[Permute], num_devices: int) -> tuple[NDArray[np.intp], ...]:
-    """Arrays of the devices that each device meets at these permutes; of itself where it meets fewer than others."""
+    """Arrays of the devices that each device meets at these permutes; of itself where it meets
+    fewer than others.
+    """
     met: list[list[int]] = [[] for _ in range(num_devices)]
     for permute in permutes:
         for source, target in permute.pairs:
             met[source].append(target)
             met[target].append(source)
     width = max(len(m) for m in met)
-    return tuple(np.array([m[i] if i < len(m) else d for d, m in enumerate(met)], np.intp) for i in range(width))
+    return tuple(
+        np.array([m[i] if i < len(m) else d for d, m in enumerate(met)], np.intp)
+        for i in range(width)
+    )

@@ -1,4 +1,6 @@
-"""What stages and layers cost, in seconds and bytes: each block of the step compiled alone and timed, or estimated from its flops."""
+"""What stages and layers cost, in seconds and bytes: each block of the step compiled alone and
+timed, or estimated from its flops.
+"""
 
 from .layers import measure_layers as measure_layers
 from .memory import traced_memory as traced_memory

@@ -1,4 +1,6 @@
-"""The blocks of a step, traced on one coordinate of the pipe and data axes, each compiled alone as the step would."""
+"""The blocks of a step, traced on one coordinate of the pipe and data axes, each compiled alone as
+the step would.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _BLOCKS = ("F", "B", "I", "W")
 class Traced:
     """A step's job, and the model's code on one coordinate of the pipe and data axes.
 
-    `entries` say for each kind of stage how what it has and keeps is split over the devices of that coordinate.
+    `entries` say for each kind of stage how what it has and keeps is split over the devices of that
+    coordinate.
     """
 
     job: Job
@@ -44,38 +47,69 @@ class Traced:
         return bool(auto_axes(self.mesh, self.job))
 
 
-def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> Traced:
+def traced(
+    pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
+) -> Traced:
     """Trace the step, and ask the partitioner where axes are left to it."""
     jobs: list[Job] = []
-    jax.eval_shape(lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch)
+    jax.eval_shape(
+        lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch
+    )
     job, mesh = jobs[0], one_coordinate(pipe)
     told, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
     code = _retraced(mesh, told, shapes)
     split = auto_axes(mesh, job)
-    return Traced(job, mesh, code, split_entries(job, mesh, code, shapes[0]) if split else tuple(map(whole_entries, code.kinds)))
+    return Traced(
+        job,
+        mesh,
+        code,
+        split_entries(job, mesh, code, shapes[0])
+        if split
+        else tuple(map(whole_entries, code.kinds)),
+    )
 
 
-def _local_shapes(pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> tuple[Job, tuple[Any, ...]]:
-    """The job, told the sizes of what is cut, and what one device starts from, as shapes: the arguments of `trace_model`."""
+def _local_shapes(
+    pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
+) -> tuple[Job, tuple[Any, ...]]:
+    """The job, told the sizes of what is cut, and what one device starts from, as shapes: the
+    arguments of `trace_model`.
+    """
     found: list[tuple[Job, tuple[Any, ...]]] = []
 
     def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
         given = prepare(job, p, b, r, s)
-        parts = (given.owned, given.kept, given.shared, given.first, given.last, given.batch, given.rng)
+        parts = (
+            given.owned,
+            given.kept,
+            given.shared,
+            given.first,
+            given.last,
+            given.batch,
+            given.rng,
+        )
         told = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
         found.append((told, jax.tree.map(shape_of, parts)))
         return ()
 
-    rows, kept, whole = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis), PartitionSpec()
+    rows, kept, whole = (
+        PartitionSpec(job.data_axes or None),
+        PartitionSpec(job.axis),
+        PartitionSpec(),
+    )
     specs = (pipe.partition.manual_specs(params), rows, whole, kept)
     axes = {job.axis, *job.data_axes}
-    mapped = jax.shard_map(look, mesh=pipe.mesh, in_specs=specs, out_specs=whole, axis_names=axes, check_vma=False)
+    mapped = jax.shard_map(
+        look, mesh=pipe.mesh, in_specs=specs, out_specs=whole, axis_names=axes, check_vma=False
+    )
     jax.eval_shape(mapped, params, batch, rng, state)
     return found[0]
 
 
 def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
-    """The model's code for a mesh of one coordinate: a traced program remembers the size of its mesh."""
+    """The model's code for a mesh of one coordinate: a traced program remembers the size of its
+    mesh.
+    """
     found: list[ModelCode] = []
 
     def look(given: tuple[Any, ...]) -> tuple[()]:
@@ -84,7 +118,12 @@ def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
 
     whole = PartitionSpec()
     axes = {job.axis, *job.data_axes}
-    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False), shapes)
+    jax.eval_shape(
+        jax.shard_map(
+            look, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False
+        ),
+        shapes,
+    )
     return found[0]
 
 
@@ -99,7 +138,9 @@ def blocks_of(step: Traced) -> dict[str, Block]:
 
 
 def one_coordinate(pipe: Pipeline) -> Mesh:
-    """The mesh at one coordinate of the pipe and data axes, where a stage runs; axes that the partitioner has stay whole."""
+    """The mesh at one coordinate of the pipe and data axes, where a stage runs; axes that the
+    partitioner has stay whole.
+    """
     manual = (pipe.axis, *pipe.data_axes)
     at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
     return Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(at))
@@ -111,7 +152,11 @@ def compile_block(step: Traced, block: Block) -> Any:
 
     def spec(aval: Any, given: PartitionSpec | None) -> PartitionSpec | None:
         # The partitioner splits no keys.
-        return PartitionSpec() if not step.is_shared or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else given
+        return (
+            PartitionSpec()
+            if not step.is_shared or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+            else given
+        )
 
     inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
     return compiled_alone(step.job, step.mesh, lambda values: run(block.jaxpr, *values), inputs)
@@ -120,16 +165,30 @@ def compile_block(step: Traced, block: Block) -> Any:
 def refuse_layers(layers: Any, params: Any) -> None:
     """PipelineError for layers and parameters that are not by letter."""
     if not isinstance(layers, Mapping) or not all(isinstance(letter, str) for letter in layers):
-        raise PipelineError(f"layers must be a mapping from letters to functions, not {quoted(layers)}")
+        raise PipelineError(
+            f"layers must be a mapping from letters to functions, not {quoted(layers)}"
+        )
     stages = params.get("stages") if isinstance(params, Mapping) else None
     if not isinstance(stages, Mapping):
-        raise PipelineError(f"params must be a mapping with 'stages', itself one from letters to parameters, not {quoted(params)}")
+        raise PipelineError(
+            "params must be a mapping with 'stages', itself one from letters to parameters, not "
+            f"{quoted(params)}"
+        )
     keys = {FIRST: "first", LAST: "last"}
-    missing = [letter for letter in layers if (keys[letter] not in params if letter in keys else letter not in stages)]
+    missing = [
+        letter
+        for letter in layers
+        if (keys[letter] not in params if letter in keys else letter not in stages)
+    ]
     if missing:
-        raise PipelineError(f"params have nothing for the layers {', '.join(missing)}; give {{}} to those without parameters")
+        raise PipelineError(
+            f"params have nothing for the layers {', '.join(missing)}; give {{}} to those "
+            "without parameters"
+        )
 
 
 def shape_of(leaf: Any) -> Any:
     """Its shape and dtype alone."""
-    return jax.ShapeDtypeStruct(np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf))
+    return jax.ShapeDtypeStruct(
+        np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    )

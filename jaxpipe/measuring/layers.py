@@ -34,16 +34,20 @@ def measure_layers(
     peak: Peak | None = None,
     **options: Any,
 ) -> dict[str, LayerCost]:
-    """What a layer of each letter costs, for `plan`: each is a stage of its own, traced, compiled and timed as `measure` does.
+    """What a layer of each letter costs, for `plan`: each is a stage of its own, traced, compiled
+    and timed as `measure` does.
 
-    Bytes of shared parameters, which every device has, are counted with those of "L" ("E" where there is no "L").
+    Bytes of shared parameters, which every device has, are counted with those of "L" ("E" where
+    there is no "L").
 
     Args:
         layers: a function for each letter, as `Pipeline` takes them; "E" is `first`, "L" is `last`.
-        params: canonical parameters (arrays or shapes): {"first", "stages": {letter: leaves [layers, ...]}, "last", "shared"}.
+        params: canonical parameters (arrays or shapes): {"first", "stages": {letter: leaves
+            [layers, ...]}, "last", "shared"}.
         microbatch: the rows of one microbatch, arrays or shapes.
-        mesh: one device, or a mesh whose axis "pipe" has one coordinate; the first device where it is None.  Where several devices share a
-            layer (axes that are left to the partitioner, with `specs`), bytes are those of one, and times those of all of them together.
+        mesh: one device, or a mesh whose axis "pipe" has one coordinate; the first device where it
+            is None.  Where several devices share a layer (axes that are left to the partitioner,
+            with `specs`), bytes are those of one, and times those of all of them together.
         repeats, peak: as for `measure`.
         options: further ones of `Pipeline` (`has_metrics`, `specs`, ...).
 
@@ -69,15 +73,25 @@ def measure_layers(
         mesh=mesh,
         **options,
     )
-    one = {**params, "stages": {letter: jax.tree.map(_first_layer, tree) for letter, tree in params["stages"].items()}}
+    one = {
+        **params,
+        "stages": {
+            letter: jax.tree.map(_first_layer, tree) for letter, tree in params["stages"].items()
+        },
+    }
     placed = pipe.place(jax.tree.map(shape_of, one))
     batch = jax.tree.map(shape_of, microbatch)
     measured = measure_blocks(pipe, placed, batch, None, (), repeats, peak)
-    found = {letter: _stage_cost(measured, stage, one["stages"][letter]) for stage, letter in enumerate(letters)}
+    found = {
+        letter: _stage_cost(measured, stage, one["stages"][letter])
+        for stage, letter in enumerate(letters)
+    }
     rows, reader = sum(map(nbytes, jax.tree.leaves(batch))), LAST if LAST in layers else FIRST
     for letter in (FIRST, LAST):
         if letter in layers:
-            found[letter] = _end_cost(measured, letter, params, rows if letter == reader else 0, shared=letter == reader)
+            found[letter] = _end_cost(
+                measured, letter, params, rows if letter == reader else 0, shared=letter == reader
+            )
     return found
 
 
@@ -94,7 +108,9 @@ def _stage_cost(measured: Measured, stage: int, params: PyTree) -> LayerCost:
         weight_grad=seconds[f"W {number}"],
         backward=seconds[f"B {number}"],
         parameters=parameter_bytes(step.mesh, leaves, specs),
-        gradients=gradient_bytes(step.mesh, compress(leaves, has), compress(specs, has), step.job.accumulate),
+        gradients=gradient_bytes(
+            step.mesh, compress(leaves, has), compress(specs, has), step.job.accumulate
+        ),
         residuals=size.kept,
         boundary=size.boundary,
         stash=size.stash,
@@ -105,12 +121,17 @@ def _stage_cost(measured: Measured, stage: int, params: PyTree) -> LayerCost:
     )
 
 
-def _end_cost(measured: Measured, letter: str, params: Mapping[str, PyTree], rows: int, *, shared: bool) -> LayerCost:
-    """Of `first` or `last`; of the latter forward and gradient are one block of the program, whose parts are not apart.
+def _end_cost(
+    measured: Measured, letter: str, params: Mapping[str, PyTree], rows: int, *, shared: bool
+) -> LayerCost:
+    """Of `first` or `last`; of the latter forward and gradient are one block of the program, whose
+    parts are not apart.
 
     With the bytes of the `shared` parameters, which every device has too.
     """
-    key, forward, backward = ("first", "first", "first gradient") if letter == FIRST else ("last", "last", "")
+    key, forward, backward = (
+        ("first", "first", "first gradient") if letter == FIRST else ("last", "last", "")
+    )
     step, keys = measured.step, (key, "shared") if shared else (key,)
     leaves = [shape_of(leaf) for name in keys for leaf in jax.tree.leaves(params.get(name, ()))]
     specs = outer_specs(step.job, key)[: len(leaves)]
@@ -121,7 +142,9 @@ def _end_cost(measured: Measured, letter: str, params: Mapping[str, PyTree], row
         input_grad=0.0,
         weight_grad=measured.seconds.get(backward, 0.0),
         parameters=parameter_bytes(step.mesh, leaves, specs),
-        gradients=gradient_bytes(step.mesh, compress(leaves, has), compress(specs, has), step.job.accumulate),
+        gradients=gradient_bytes(
+            step.mesh, compress(leaves, has), compress(specs, has), step.job.accumulate
+        ),
         boundary=measured.sizes[step.code.kind_of[0]].taken if letter == FIRST else 0,
         workspace=max(measured.temp[forward], measured.temp.get(backward, 0)),
     )

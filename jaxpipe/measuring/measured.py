@@ -1,4 +1,6 @@
-"""Every block of a step by name, with its seconds, measured or estimated, and the bytes of its own arrays."""
+"""Every block of a step by name, with its seconds, measured or estimated, and the bytes of its own
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from .timing import call_of, hop_seconds, timed
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"), and bytes of its own arrays."""
+    """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"),
+    and bytes of its own arrays.
+    """
 
     step: Traced
     sizes: tuple[StageBytes, ...]  # of each kind of stage
@@ -28,22 +32,50 @@ class Measured:
 
 
 def measure_blocks(
-    pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any, repeats: int, peak: Peak | None
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    rng: Any,
+    state: Any,
+    repeats: int,
+    peak: Peak | None,
 ) -> Measured:
     """Trace the step, compile every block of it alone, and time or estimate each."""
-    faults = [] if isinstance(pipe, Pipeline) else [f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"]
-    faults += [] if is_whole(repeats) and repeats >= 1 else [f"repeats must be at least 1, not {quoted(repeats)}"]
-    faults += [] if peak is None or isinstance(peak, Peak) else [f"peak must be a jaxpipe.Peak, or None, not {quoted(peak)}"]
+    faults = (
+        []
+        if isinstance(pipe, Pipeline)
+        else [f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"]
+    )
+    faults += (
+        []
+        if is_whole(repeats) and repeats >= 1
+        else [f"repeats must be at least 1, not {quoted(repeats)}"]
+    )
+    faults += (
+        []
+        if peak is None or isinstance(peak, Peak)
+        else [f"peak must be a jaxpipe.Peak, or None, not {quoted(peak)}"]
+    )
     if faults:
         raise PipelineError.listing("this cannot be measured", faults)
     step = traced(pipe, params, batch, rng, state)
-    sizes = tuple(StageBytes.of(kind, entries) for kind, entries in zip(step.code.kinds, step.entries, strict=True))
-    blocks = {name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()}
-    temp = {name: int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)) for name, (compiled, _) in blocks.items()}
+    sizes = tuple(
+        StageBytes.of(kind, entries)
+        for kind, entries in zip(step.code.kinds, step.entries, strict=True)
+    )
+    blocks = {
+        name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()
+    }
+    temp = {
+        name: int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+        for name, (compiled, _) in blocks.items()
+    }
     if peak is not None:
         seconds = {name: peak.seconds(jaxpr, step.mesh.size) for name, (_, jaxpr) in blocks.items()}
         boundary = max((size.boundary for size in sizes), default=0)
-        unit = f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+        unit = (
+            f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+        )
         hop = peak.hop(boundary) if pipe.schedule.num_devices > 1 else 0.0
         return Measured(step, sizes, {**seconds, "hop": hop}, temp, unit)
     runs = {name: call_of(compiled, jaxpr) for name, (compiled, jaxpr) in blocks.items()}

@@ -15,12 +15,18 @@ from .blocks import refuse_layers, shape_of
 
 
 def traced_memory(
-    layers: Mapping[str, Callable[..., Any]], params: Mapping[str, PyTree], microbatch: PyTree, *, mesh: Mesh, **options: Any
+    layers: Mapping[str, Callable[..., Any]],
+    params: Mapping[str, PyTree],
+    microbatch: PyTree,
+    *,
+    mesh: Mesh,
+    **options: Any,
 ) -> Callable[[PipelinePlan], dict[str, int]]:
     """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
 
-    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices may be described ones: nothing runs,
-    and the step itself is not compiled (`Pipeline.predict_memory`).
+    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
+    may be described ones: nothing runs, and the step itself is not compiled
+    (`Pipeline.predict_memory`).
 
     Args:
         layers, params, microbatch, options: as for `measure_layers`.
@@ -35,9 +41,15 @@ def traced_memory(
 
         def rows(leaf: Any) -> Any:
             whole = NamedSharding(pipe.mesh, PartitionSpec())
-            return jax.ShapeDtypeStruct((count * np.shape(leaf)[0], *np.shape(leaf)[1:]), shape_of(leaf).dtype, sharding=whole)
+            return jax.ShapeDtypeStruct(
+                (count * np.shape(leaf)[0], *np.shape(leaf)[1:]),
+                shape_of(leaf).dtype,
+                sharding=whole,
+            )
 
-        memory: dict[str, int] = pipe.predict_memory(pipe.place(shapes), jax.tree.map(rows, microbatch))
+        memory: dict[str, int] = pipe.predict_memory(
+            pipe.place(shapes), jax.tree.map(rows, microbatch)
+        )
         return memory
 
     return found

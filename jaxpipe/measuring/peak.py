@@ -11,12 +11,14 @@ from ..jaxprs.work import count_work
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What a device can do at most, for estimates by roofline (Williams et al. 2009): a block takes the longer of compute and memory.
+    """What a device can do at most, for estimates by roofline (Williams et al. 2009): a block takes
+    the longer of compute and memory.
 
     Args:
         flops: floating point operations a second.
         bandwidth: bytes of memory a second.
-        link: bytes a second to the next device of the pipeline; transfers take no time where it is None.
+        link: bytes a second to the next device of the pipeline; transfers take no time where it is
+            None.
         latency: seconds of a transfer besides.
     """
 

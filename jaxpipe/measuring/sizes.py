@@ -1,4 +1,6 @@
-"""Bytes of what one device has of a stage, where others share it along axes that are left to the partitioner."""
+"""Bytes of what one device has of a stage, where others share it along axes that are left to the
+partitioner.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,26 @@ def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
 
 
 def _local(avals: Sequence[Any], entries: Sequence[Entry]) -> int:
-    return sum(nbytes(aval) // entry.local_share for aval, entry in zip(avals, entries, strict=True))
+    return sum(
+        nbytes(aval) // entry.local_share for aval, entry in zip(avals, entries, strict=True)
+    )
 
 
 def parameter_bytes(mesh: Mesh, leaves: Sequence[Any], specs: Sequence[PartitionSpec]) -> int:
     """Of shapes that are split so."""
-    return sum(nbytes(leaf) // share_of(mesh, leaf.shape, spec) for leaf, spec in zip(leaves, specs, strict=True))
+    return sum(
+        nbytes(leaf) // share_of(mesh, leaf.shape, spec)
+        for leaf, spec in zip(leaves, specs, strict=True)
+    )
 
 
-def gradient_bytes(mesh: Mesh, leaves: Iterable[Any], specs: Iterable[PartitionSpec], accumulate: Any) -> int:
+def gradient_bytes(
+    mesh: Mesh, leaves: Iterable[Any], specs: Iterable[PartitionSpec], accumulate: Any
+) -> int:
     """Of their accumulators."""
     pairs = zip(leaves, specs, strict=True)
-    each = ((leaf.size // share_of(mesh, leaf.shape, spec), accumulator_dtype(leaf.dtype, accumulate)) for leaf, spec in pairs)
+    each = (
+        (leaf.size // share_of(mesh, leaf.shape, spec), accumulator_dtype(leaf.dtype, accumulate))
+        for leaf, spec in pairs
+    )
     return sum(count * dtype.itemsize for count, dtype in each)

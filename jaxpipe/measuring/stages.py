@@ -21,13 +21,16 @@ def measure(
     repeats: int = 10,
     peak: Peak | None = None,
 ) -> Costs:
-    """What each stage of a pipeline costs for one microbatch, in seconds and bytes: costs for `simulate`, `build` and `lower_bound`.
+    """What each stage of a pipeline costs for one microbatch, in seconds and bytes: costs for
+    `simulate`, `build` and `lower_bound`.
 
-    F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its gradient, `last` with its gradient and a hop
-    to the next device are compiled as the step would, each alone, and run in turn on one coordinate of the pipe and data axes; the median
-    of `repeats` rounds counts.  `first` is in F of the first stage and its gradient in B and I, `last` in F of the last one; where they are
-    spread, a device's share is `Costs.last`, `first` and `first_grad` instead, without the time of its collectives over the pipe axis.
-    Devices that share a stage, along axes that are left to the partitioner, run it together; bytes are those of one of them.
+    F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its
+    gradient, `last` with its gradient and a hop to the next device are compiled as the step would,
+    each alone, and run in turn on one coordinate of the pipe and data axes; the median of `repeats`
+    rounds counts.  `first` is in F of the first stage and its gradient in B and I, `last` in F of
+    the last one; where they are spread, a device's share is `Costs.last`, `first` and `first_grad`
+    instead, without the time of its collectives over the pipe axis. Devices that share a stage,
+    along axes that are left to the partitioner, run it together; bytes are those of one of them.
 
     Args:
         pipe: the pipeline, whose schedule does not matter.
@@ -35,13 +38,18 @@ def measure(
         batch: as for `value_and_grad`; arrays or shapes.
         rng, state: as for `value_and_grad`.
         repeats: rounds of timed runs.
-        peak: where it is given nothing is run: seconds are estimated from the blocks' flops and bytes, and `unit` says so.
+        peak: where it is given nothing is run: seconds are estimated from the blocks' flops and
+            bytes, and `unit` says so.
 
     Raises:
         PipelineError: as `value_and_grad` does, and for repeats below 1.
     """
     found = measure_blocks(pipe, params, batch, rng, state, repeats, peak)
-    code, functions, final = found.step.code, found.step.job.functions, len(found.step.code.kind_of) - 1
+    code, functions, final = (
+        found.step.code,
+        found.step.job.functions,
+        len(found.step.code.kind_of) - 1,
+    )
     # Names of what runs with a stage; of what is spread, none do.
     first, first_gradient = ("", "") if functions.spreads_first else ("first", "first gradient")
     last = "" if functions.spreads_last else "last"
@@ -49,7 +57,10 @@ def measure(
     def times(block: str, at_first: str = "", at_last: str = "") -> tuple[float, ...]:
         more = {0: found.seconds.get(at_first, 0.0)}
         more[final] = more.get(final, 0.0) + found.seconds.get(at_last, 0.0)
-        return tuple(found.seconds[f"{block} {kind}"] + more.get(s, 0.0) for s, kind in enumerate(code.kind_of))
+        return tuple(
+            found.seconds[f"{block} {kind}"] + more.get(s, 0.0)
+            for s, kind in enumerate(code.kind_of)
+        )
 
     return Costs(
         forward=times("F", first, last),

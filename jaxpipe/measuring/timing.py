@@ -24,12 +24,17 @@ from .sizes import output_entries
 def call_of(compiled: Any, jaxpr: core.Jaxpr) -> Callable[[], Any]:
     """Run a compiled block on arguments of its shapes."""
     (shardings,), _ = compiled.input_shardings
-    values = [jax.device_put(_value(var.aval), sharding) for var, sharding in zip(jaxpr.invars, shardings, strict=True)]
+    values = [
+        jax.device_put(_value(var.aval), sharding)
+        for var, sharding in zip(jaxpr.invars, shardings, strict=True)
+    ]
     return lambda: jax.block_until_ready(compiled(values))
 
 
 def _value(aval: Any) -> Any:
-    """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros for what is not floating."""
+    """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
+    for what is not floating.
+    """
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
@@ -39,7 +44,9 @@ def _value(aval: Any) -> Any:
 
 
 def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, run in turn, so that what else the machine does meets all alike; the first round warms up."""
+    """Median seconds of each, run in turn, so that what else the machine does meets all alike; the
+    first round warms up.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, call in runs.items():
@@ -51,24 +58,40 @@ def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, floa
 
 
 def hop_seconds(pipe: Pipeline, step: Traced, repeats: int) -> float:
-    """Of a stage's output to the next device of the pipe axis, less the time of the same call that sends nothing."""
+    """Of a stage's output to the next device of the pipe axis, less the time of the same call that
+    sends nothing.
+    """
     count = pipe.schedule.num_devices
     if count == 1:
         return 0.0
-    number = max(range(len(step.code.kinds)), key=lambda kind: sum(map(nbytes, step.code.kinds[kind].y_avals)))
+    number = max(
+        range(len(step.code.kinds)),
+        key=lambda kind: sum(map(nbytes, step.code.kinds[kind].y_avals)),
+    )
     kind, entries = step.code.kinds[number], step.entries[number]
     specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in output_entries(kind, entries)]
-    mesh = Mesh(pipe.mesh.devices, pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names))
+    mesh = Mesh(
+        pipe.mesh.devices,
+        pipe.mesh.axis_names,
+        axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names),
+    )
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = [(0, 1), (1, 0)]
 
     def call(sends: bool) -> Callable[[], Any]:
         def body(values: Leaves) -> Leaves:
-            return [lax.ppermute(value, pipe.axis, pairs) if sends else value + 0 for value in values]
+            return [
+                lax.ppermute(value, pipe.axis, pairs) if sends else value + 0 for value in values
+            ]
 
-        mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
+        mapped = jax.jit(
+            jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+        )
         zeros = [jnp.zeros((count, *aval.shape), aval.dtype) for aval in kind.y_avals]
-        values = [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(zeros, specs, strict=True)]
+        values = [
+            jax.device_put(value, NamedSharding(mesh, spec))
+            for value, spec in zip(zeros, specs, strict=True)
+        ]
         return lambda: jax.block_until_ready(mapped(values))
 
     found = timed({"hop": call(True), "nothing": call(False)}, repeats)

@@ -24,19 +24,27 @@ from .vocabulary import VocabHead
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
 
-def rematerialised(stages: Sequence[Function], remat: str | Callable[..., bool] | None) -> list[Function]:
+def rematerialised(
+    stages: Sequence[Function], remat: str | Callable[..., bool] | None
+) -> list[Function]:
     """The stages under `jax.checkpoint`; equal ones stay equal."""
     if remat is None:
         return list(stages)
     if remat != "full" and not callable(remat):
         raise PipelineError(f'remat must be None, "full" or a jax.checkpoint policy; got {remat!r}')
     policy = None if isinstance(remat, str) else remat
-    changed = {function: function.under(lambda call: _checkpointed(call, policy)) for function in stages}
+    changed = {
+        function: function.under(lambda call: _checkpointed(call, policy)) for function in stages
+    }
     return [changed[function] for function in stages]
 
 
-def _checkpointed(call: Callable[..., Any], policy: Callable[..., bool] | None) -> Callable[..., Any]:
-    """The call under `jax.checkpoint`, which is given arrays alone: `training` stays a Python bool."""
+def _checkpointed(
+    call: Callable[..., Any], policy: Callable[..., bool] | None
+) -> Callable[..., Any]:
+    """The call under `jax.checkpoint`, which is given arrays alone: `training` stays a
+    Python bool.
+    """
 
     @functools.wraps(call)
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
@@ -53,8 +61,11 @@ def _checkpointed(call: Callable[..., Any], policy: Callable[..., bool] | None) 
     return run
 
 
-def with_shares(schedule: Schedule, costs: Costs | None, *, first: Function | None, last: Function | None) -> Schedule:
-    """The schedule with L exactly where `last` is spread, and E and G where `first` is; PipelineError where it cannot be.
+def with_shares(
+    schedule: Schedule, costs: Costs | None, *, first: Function | None, last: Function | None
+) -> Schedule:
+    """The schedule with L exactly where `last` is spread, and E and G where `first` is;
+    PipelineError where it cannot be.
 
     They are placed by `costs` where these say how long a share takes.
     """
@@ -67,16 +78,22 @@ def with_shares(schedule: Schedule, costs: Costs | None, *, first: Function | No
     for name, kind, spread, there, _ in ends:
         if there and not spread:
             raise PipelineError(
-                f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, but `{name}` is not spread; give "
+                f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
+                f"but `{name}` is not spread; give "
                 f"{name}=jaxpipe.spread(...), or take {kind} out with jaxpipe.remove_spread"
             )
     for name, _, spread, there, put in ends:
         if there or not spread:
             continue
         try:
-            schedule = put(schedule, costs=costs if costs is not None and getattr(costs, name) is not None else None)
+            schedule = put(
+                schedule,
+                costs=costs if costs is not None and getattr(costs, name) is not None else None,
+            )
         except ScheduleError as error:
-            raise PipelineError(f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}") from error
+            raise PipelineError(
+                f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}"
+            ) from error
     return schedule
 
 
@@ -104,7 +121,9 @@ def accumulate_of(dtype: Any) -> Any:
             return dtype
     except TypeError:
         pass
-    raise PipelineError(f"accumulate_dtype must be a floating dtype, or None for the parameters' own; got {dtype!r}")
+    raise PipelineError(
+        f"accumulate_dtype must be a floating dtype, or None for the parameters' own; got {dtype!r}"
+    )
 
 
 def offload_of(value: Offload | str | None) -> Offload:
@@ -120,24 +139,35 @@ def costs_of(value: Costs | None, schedule: Schedule) -> Costs | None:
     if value is None:
         return None
     if not isinstance(value, Costs):
-        raise PipelineError(f"costs must be jaxpipe.Costs, as jaxpipe.measure returns them; got {value!r}")
+        raise PipelineError(
+            f"costs must be jaxpipe.Costs, as jaxpipe.measure returns them; got {value!r}"
+        )
     if not value.unit.startswith(_SECONDS):
         raise PipelineError(
-            f"costs must be in seconds, since predicates and transfers are, but their unit is {value.unit!r}; "
-            'take them from jaxpipe.measure, or say so: jaxpipe.Costs(..., unit="seconds, estimated")'
+            "costs must be in seconds, since predicates and transfers are, but their unit is "
+            f"{value.unit!r}; "
+            'take them from jaxpipe.measure, or say so: jaxpipe.Costs(..., unit="seconds, '
+            'estimated")'
         )
     value.for_stages(schedule.num_stages)
     return value
 
 
 def check_kinds(schedule: Any, mesh: Any) -> None:
-    """PipelineError for a schedule's name instead of a schedule, or a mesh's axis instead of a mesh."""
+    """PipelineError for a schedule's name instead of a schedule, or a mesh's axis instead of a
+    mesh.
+    """
     faults = []
     if not isinstance(schedule, Schedule):
         name = schedule if isinstance(schedule, str) else "1f1b"
-        faults.append(f"schedule must be a Schedule, not {schedule!r}; write jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)")
+        faults.append(
+            f"schedule must be a Schedule, not {schedule!r}; write "
+            f"jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)"
+        )
     if not isinstance(mesh, Mesh):
-        faults.append(f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))')
+        faults.append(
+            f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))'
+        )
     if faults:
         raise PipelineError("\n".join(faults), tuple(faults))
 
@@ -147,16 +177,28 @@ def as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, ...], fsdp: str | None, others: set[Any]) -> None:
+def check_mesh(
+    schedule: Schedule,
+    mesh: Mesh,
+    axis: str,
+    data_axes: tuple[str, ...],
+    fsdp: str | None,
+    others: set[Any],
+) -> None:
     """Every fault of the mesh for this schedule."""
     faults = []
     sizes = dict(mesh.shape)
     if axis not in sizes:
-        faults.append(f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them, or name a mesh axis {axis!r}")
+        faults.append(
+            f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them, or "
+            f"name a mesh axis {axis!r}"
+        )
     elif sizes[axis] != schedule.num_devices:
         faults.append(
-            f"schedule {schedule.name!r} is for {schedule.num_devices} devices but mesh axis {axis!r} has {sizes[axis]}; "
-            f"build the schedule with devices={sizes[axis]}, or a mesh with {schedule.num_devices} along {axis!r}"
+            f"schedule {schedule.name!r} is for {schedule.num_devices} devices but mesh axis "
+            f"{axis!r} has {sizes[axis]}; "
+            f"build the schedule with devices={sizes[axis]}, or a mesh with "
+            f"{schedule.num_devices} along {axis!r}"
         )
     for name in data_axes:
         if name not in sizes:
@@ -164,12 +206,17 @@ def check_mesh(schedule: Schedule, mesh: Mesh, axis: str, data_axes: tuple[str, 
         if name == axis:
             faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
     if fsdp is not None and fsdp not in data_axes:
-        faults.append(f"fsdp={fsdp!r} must be one of data_axes={data_axes}: its devices see different rows of the batch")
+        faults.append(
+            f"fsdp={fsdp!r} must be one of data_axes={data_axes}: its devices see different rows "
+            "of the batch"
+        )
     for name, size in sizes.items():
         if size > 1 and name not in {axis, *data_axes, *others}:
             faults.append(
-                f"mesh axis {name!r} is in no argument, so its {size} devices would all do the same work; write data_axes=({name!r},) to "
-                f"spread the rows of the batch over it, specs= to split parameters over it, or replicated_axes=({name!r},) if that is meant"
+                f"mesh axis {name!r} is in no argument, so its {size} devices would all do the "
+                f"same work; write data_axes=({name!r},) to "
+                "spread the rows of the batch over it, specs= to split parameters over it, or "
+                f"replicated_axes=({name!r},) if that is meant"
             )
     if faults:
         raise PipelineError.listing("the mesh does not fit", faults)

@@ -1,4 +1,6 @@
-"""What the parameters of one stage are by themselves, and which of those of unlike stages share a buffer."""
+"""What the parameters of one stage are by themselves, and which of those of unlike stages share a
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,31 @@ Axes: TypeAlias = "tuple[tuple[tuple[str, ...], int], ...]"
 
 
 class Own(NamedTuple):
-    """A parameter as the user knows it: its canonical path, "stages/1/w", and its shape without the axis of stages or layers."""
+    """A parameter as the user knows it: its canonical path, "stages/1/w", and its shape without the
+    axis of stages or layers.
+    """
 
     path: str
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, path: str, shape: Sequence[int], stage: int, *, layered: bool) -> Own:
-        """A leaf of a stage's own tree; the layers of a letter are one parameter, wherever their stacks "t/0/w" and "t/1/w" lie."""
+        """A leaf of a stage's own tree; the layers of a letter are one parameter, wherever their
+        stacks "t/0/w" and "t/1/w" lie.
+        """
         if not layered:
-            return cls("/".join(name for name in ("stages", str(stage), path) if name), tuple(shape))
+            return cls(
+                "/".join(name for name in ("stages", str(stage), path) if name), tuple(shape)
+            )
         letter, _, *rest = path.split("/")
         return cls("/".join(["stages", letter, *rest]), tuple(shape[1:]))
 
 
 @dataclass(frozen=True)
 class TreeForm:
-    """The tree of a stage's parameters, and the name and shape of each leaf among those of the chunk: its path, as a rule."""
+    """The tree of a stage's parameters, and the name and shape of each leaf among those of the
+    chunk: its path, as a rule.
+    """
 
     tree: Any
     paths: tuple[str, ...]
@@ -48,7 +58,9 @@ class TreeForm:
         """Read off a stage's own parameters (arrays or shapes)."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = tuple(keystr(path, simple=True, separator="/") for path, _ in leaves)
-        return cls(jax.tree.structure(params), paths, tuple(tuple(np.shape(leaf)) for _, leaf in leaves))
+        return cls(
+            jax.tree.structure(params), paths, tuple(tuple(np.shape(leaf)) for _, leaf in leaves)
+        )
 
     def shape_of(self) -> dict[str, tuple[int, ...]]:
         """Shapes by path."""
@@ -68,11 +80,18 @@ class TreeForm:
 
     def owns(self, stage: int, *, layered: bool) -> list[Own]:
         """The parameters of a stage of this form, in the order of its leaves."""
-        return [Own.of(path, shape, stage, layered=layered) for path, shape in zip(self.tree_paths, self.shapes, strict=True)]
+        return [
+            Own.of(path, shape, stage, layered=layered)
+            for path, shape in zip(self.tree_paths, self.shapes, strict=True)
+        ]
 
     def gaps(self, stage: int, *, layered: bool) -> list[str]:
         """The paths at which a stage of this form holds None."""
-        return [Own.of(path, (), stage, layered=layered).path for path, number in self._places if number is None]
+        return [
+            Own.of(path, (), stage, layered=layered).path
+            for path, number in self._places
+            if number is None
+        ]
 
 
 class Group(Enum):
@@ -84,21 +103,27 @@ class Group(Enum):
 
 
 class Lie(NamedTuple):
-    """How a leaf may lie in a buffer: beside others of its group, cut into the parts that the partitioner makes of it."""
+    """How a leaf may lie in a buffer: beside others of its group, cut into the parts that the
+    partitioner makes of it.
+    """
 
     group: Group
     parts: tuple[Part, ...] = ()
 
     @property
     def axes(self) -> Axes:
-        """The mesh axes of each dim that is split, and how many parts they make: alike in all leaves of a buffer."""
+        """The mesh axes of each dim that is split, and how many parts they make: alike in all
+        leaves of a buffer.
+        """
         return tuple((part.axes, part.count) for part in self.parts)
 
 
 class Buffer(NamedTuple):
-    """Leaves that lie in one array, one after the other: as long as the device needs that has most of them.
+    """Leaves that lie in one array, one after the other: as long as the device needs that has most
+    of them.
 
-    The array is [parts, ..., size], with a dim for each that the partitioner splits: each of its devices has its part of every leaf.
+    The array is [parts, ..., size], with a dim for each that the partitioner splits: each of its
+    devices has its part of every leaf.
     """
 
     name: str
@@ -123,13 +148,19 @@ class Buffer(NamedTuple):
         return PartitionSpec(*(axes for axes, _ in self.lies[0].axes), None)
 
     def starts(self, form: TreeForm) -> dict[str, int]:
-        """Where each leaf of a stage begins; matrices, whose sizes are round, before vectors, so that they lie at round addresses."""
+        """Where each leaf of a stage begins; matrices, whose sizes are round, before vectors, so
+        that they lie at round addresses.
+        """
         sizes = {path: entry.length for path, entry in self.entries(form).items()}
         order = sorted(sizes, key=lambda path: (-sizes[path], path))
-        return dict(zip(order, np.cumsum([0, *(sizes[path] for path in order)]).tolist(), strict=False))
+        return dict(
+            zip(order, np.cumsum([0, *(sizes[path] for path in order)]).tolist(), strict=False)
+        )
 
     def entries(self, form: TreeForm, *, pinned: bool = False) -> dict[str, Entry]:
-        """How each of a stage's leaves is raveled; `pinned`: in a program that says to the partitioner how it splits them."""
+        """How each of a stage's leaves is raveled; `pinned`: in a program that says to the
+        partitioner how it splits them.
+        """
         shapes = form.shape_of()
         return {
             path: Entry(shapes[path], lie.parts, pinned and self.pinned)
@@ -140,9 +171,11 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which leaves may lie in one buffer: those of one group, split over the same axes (and dtype); None is a leaf that stays by itself.
+    """Which leaves may lie in one buffer: those of one group, split over the same axes (and dtype);
+    None is a leaf that stays by itself.
 
-    Where stages give one path leaves that may not lie together, as one of them is frozen, these have names of their own.
+    Where stages give one path leaves that may not lie together, as one of them is frozen, these
+    have names of their own.
     """
 
     lie: Callable[[Own, Any], Lie | None]  # of a parameter and its dtype
@@ -151,17 +184,27 @@ class Sharing:
     layered: bool = False  # stages are made of layers
     apart: bool = False  # no leaves share a buffer
 
-    def named(self, stages: Sequence[PyTree | None], numbers: Sequence[int]) -> tuple[TreeForm | None, ...]:
+    def named(
+        self, stages: Sequence[PyTree | None], numbers: Sequence[int]
+    ) -> tuple[TreeForm | None, ...]:
         """The forms of the stages of one chunk, by device; `numbers` are theirs in the model."""
         forms = [None if stage is None else TreeForm.of(stage) for stage in stages]
         lies = []
         for stage, form, number in zip(stages, forms, numbers, strict=True):
             owns = [] if form is None else form.owns(number, layered=self.layered)
-            lies.append([self.lie(own, jax.typeof(leaf).dtype) for own, leaf in zip(owns, jax.tree.leaves(stage), strict=True)])
+            lies.append(
+                [
+                    self.lie(own, jax.typeof(leaf).dtype)
+                    for own, leaf in zip(owns, jax.tree.leaves(stage), strict=True)
+                ]
+            )
         return told_apart(forms, lies)
 
-    def buffers(self, forms: Sequence[TreeForm | None], numbers: Sequence[int], dtypes: Mapping[str, Any]) -> tuple[Buffer, ...]:
-        """The buffers of stages that share a chunk, where these are smaller than an array for each leaf.
+    def buffers(
+        self, forms: Sequence[TreeForm | None], numbers: Sequence[int], dtypes: Mapping[str, Any]
+    ) -> tuple[Buffer, ...]:
+        """The buffers of stages that share a chunk, where these are smaller than an array for each
+        leaf.
 
         What all stages have alike takes no less room together, so it stays by itself, as it is.
         """
@@ -179,7 +222,15 @@ class Sharing:
         return tuple(
             buffer._replace(size=size)
             for number, lies in enumerate(sorted(groups.values(), key=min))
-            for buffer in [Buffer(f"{name} {number}", 0, tuple(sorted(lies)), tuple(lies[path] for path in sorted(lies)), self.pinned)]
+            for buffer in [
+                Buffer(
+                    f"{name} {number}",
+                    0,
+                    tuple(sorted(lies)),
+                    tuple(lies[path] for path in sorted(lies)),
+                    self.pinned,
+                )
+            ]
             if (size := self._size(known, buffer)) < self._apart(buffer, shapes)
         )
 
@@ -194,32 +245,55 @@ class Sharing:
 
     def _apart(self, buffer: Buffer, shapes: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
         """Numbers of each part in arrays of their own."""
-        return sum(max(Entry(shape, lie.parts).length for shape in shapes[p]) for p, lie in zip(buffer.paths, buffer.lies, strict=True))
+        return sum(
+            max(Entry(shape, lie.parts).length for shape in shapes[p])
+            for p, lie in zip(buffer.paths, buffer.lies, strict=True)
+        )
 
-    def faults(self, owns: Mapping[str, Sequence[Own]], dtype: Any, buffer: Buffer | None) -> list[str]:
-        """Why a leaf (a buffer, or one by itself) that was placed with another sharing cannot be used with this one.
+    def faults(
+        self, owns: Mapping[str, Sequence[Own]], dtype: Any, buffer: Buffer | None
+    ) -> list[str]:
+        """Why a leaf (a buffer, or one by itself) that was placed with another sharing cannot be
+        used with this one.
 
         `owns` are the parameters that lie in it, by name.
         """
         lies = {name: {self.lie(own, dtype) for own in found} for name, found in owns.items()}
         wanted = {} if buffer is None else dict(zip(buffer.paths, buffer.lies, strict=True))
-        odd = [name for name, found in lies.items() if len(found) > 1 or (name in wanted and found != {wanted[name]})]
-        again = "bring them over with the pipeline that placed them as `old`: new.place(old.canonical(...))"
+        odd = [
+            name
+            for name, found in lies.items()
+            if len(found) > 1 or (name in wanted and found != {wanted[name]})
+        ]
+        again = (
+            "bring them over with the pipeline that placed them as `old`: "
+            "new.place(old.canonical(...))"
+        )
         if odd:
-            first, *others = dict.fromkeys([*owns[odd[0]], *(own for found in owns.values() for own in found)])
+            first, *others = dict.fromkeys(
+                [*owns[odd[0]], *(own for found in owns.values() for own in found)]
+            )
             beside = f"beside {others[0].path!r}" if others else "as it is not split here"
             return [
-                f"{first.path!r} lies in one array {beside}, but frozen=, specs= or the mesh axes of this pipeline keep it apart; {again}"
+                f"{first.path!r} lies in one array {beside}, but frozen=, specs= or the mesh "
+                f"axes of this pipeline keep it apart; {again}"
             ]
         if buffer is not None and buffer.pinned != self.pinned:
             return [f"{buffer.name!r} is of a pipeline whose mesh had other axes; {again}"]
         if buffer is not None and buffer.size % self.multiple:
-            return [f"{buffer.name!r} of {buffer.size} numbers does not divide over the {self.multiple} devices of fsdp; {again}"]
+            return [
+                f"{buffer.name!r} of {buffer.size} numbers does not divide over the "
+                f"{self.multiple} devices of fsdp; {again}"
+            ]
         return []
 
 
-def told_apart(forms: Sequence[TreeForm | None], kinds: Sequence[Sequence[Any]]) -> tuple[TreeForm | None, ...]:
-    """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are those of each form's leaves."""
+def told_apart(
+    forms: Sequence[TreeForm | None], kinds: Sequence[Sequence[Any]]
+) -> tuple[TreeForm | None, ...]:
+    """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are
+    those of each form's leaves.
+    """
     found: dict[str, list[Any]] = {}
     for form, own in zip(forms, kinds, strict=True):
         for name, kind in zip(() if form is None else form.paths, own, strict=True):
@@ -234,15 +308,22 @@ def told_apart(forms: Sequence[TreeForm | None], kinds: Sequence[Sequence[Any]])
         return f"{name}{mark}({at + 1})" if at else name
 
     return tuple(
-        None if form is None else replace(form, paths=tuple(map(renamed, form.paths, own))) for form, own in zip(forms, kinds, strict=True)
+        None if form is None else replace(form, paths=tuple(map(renamed, form.paths, own)))
+        for form, own in zip(forms, kinds, strict=True)
     )
 
 
-def by_name(forms: Sequence[TreeForm | None], numbers: Sequence[int], *, layered: bool) -> dict[str, list[tuple[Own, tuple[int, ...]]]]:
+def by_name(
+    forms: Sequence[TreeForm | None], numbers: Sequence[int], *, layered: bool
+) -> dict[str, list[tuple[Own, tuple[int, ...]]]]:
     """The parameters that have each name in a chunk, with the shapes of their leaves."""
     found: dict[str, list[tuple[Own, tuple[int, ...]]]] = {}
     for form, stage in zip(forms, numbers, strict=True):
-        owns = [] if form is None else zip(form.paths, form.owns(stage, layered=layered), form.shapes, strict=True)
+        owns = (
+            []
+            if form is None
+            else zip(form.paths, form.owns(stage, layered=layered), form.shapes, strict=True)
+        )
         for name, own, shape in owns:
             found.setdefault(name, []).append((own, shape))
     return found

@@ -17,19 +17,25 @@ from ..errors import PipelineError
 
 
 class Context(NamedTuple):
-    """What a function that takes `ctx` by keyword is told: stage and microbatch index (int32 scalars), and a key of both.
+    """What a function that takes `ctx` by keyword is told: stage and microbatch index (int32
+    scalars), and a key of both.
 
-    `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the schedule; it is None where the step
-    got no key.
+    `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the
+    schedule; it is None where the step got no key.
     """
 
     stage: Any
     microbatch: Any
     rng: Any = None
     microbatch_rng: Any = None  # a key of the step and the microbatch alone: equal on all stages
-    layer: Any = None  # where the model is given by layers: the layer's number, from which `rng` is made instead of the stage
-    axis: str | None = None  # of a function under `jaxpipe.spread`: the name of the pipe axis, for collectives
-    sizes: PyTree = None  # and there: for each parameter, the whole length of the dim that is cut, without padding; 0 where it is whole
+    # where the model is given by layers: the layer's number, from which `rng` is made instead of
+    # the stage
+    layer: Any = None
+    # of a function under `jaxpipe.spread`: the name of the pipe axis, for collectives
+    axis: str | None = None
+    # and there: for each parameter, the whole length of the dim that is cut, without padding; 0
+    # where it is whole
+    sizes: PyTree = None
     shared_sizes: PyTree = None  # the same for the shared parameters
 
 
@@ -44,18 +50,22 @@ class Loss(enum.Enum):
     """How the losses of microbatches make the loss of the step."""
 
     MEAN = "mean"  # last returns a scalar; the loss is their mean
-    # last returns (sum, count); the loss is all sums over all counts, and 0 with zero gradients where nothing is counted
+    # last returns (sum, count); the loss is all sums over all counts, and 0 with zero gradients
+    # where nothing is counted
     SUM_OVER_COUNT = "sum_over_count"
 
 
 def inverse_count(count: Any, dtype: Any) -> Any:
-    """What sums are multiplied with: 1 / count, and 0 for a batch in which nothing is counted, whose loss and gradients are 0."""
+    """What sums are multiplied with: 1 / count, and 0 for a batch in which nothing is counted,
+    whose loss and gradients are 0.
+    """
     count = count.astype(dtype)
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
 
 
 STAGE_KEYWORDS = ("ctx", "microbatch", "shared", "state", "training")
-OUTER_KEYWORDS = ("ctx", "shared", "training")  # of `first` and `last`, which are given the microbatch anyway
+# of `first` and `last`, which are given the microbatch anyway
+OUTER_KEYWORDS = ("ctx", "shared", "training")
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,8 @@ class Function:
         *,
         takes: Sequence[str] = ("params", "x"),
     ) -> Function:
-        """Read the signature for the keywords that are offered; PipelineError if it cannot be called so.
+        """Read the signature for the keywords that are offered; PipelineError if it cannot be
+        called so.
 
         `takes` names what is passed by position.
         """
@@ -87,7 +98,8 @@ class Function:
         except (TypeError, ValueError):
             return cls(call, name, frozenset())
         parameters = list(signature.parameters.values())
-        # A parameter after those that are passed by position may be given by its name, whether it has a default or not.
+        # A parameter after those that are passed by position may be given by its name, whether it
+        # has a default or not.
         named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         named += [p for p in parameters[len(takes) :] if p.kind is p.POSITIONAL_OR_KEYWORD]
         wants = frozenset({p.name for p in named} & set(offered))
@@ -95,13 +107,16 @@ class Function:
             signature.bind(*takes, **dict.fromkeys(wants))
         except TypeError as error:
             raise PipelineError(
-                f"`{name}` is called as {name}({', '.join(takes)}), and by keyword with those of {', '.join(sorted(offered))} that it "
+                f"`{name}` is called as {name}({', '.join(takes)}), and by keyword with those of "
+                f"{', '.join(sorted(offered))} that it "
                 f"takes, but its parameters are {signature}: {error}"
             ) from None
         return cls(call, name, wants)
 
     def under(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Function:
-        """The same function changed, with the keywords that it is known to take (a wrapper hides its signature)."""
+        """The same function changed, with the keywords that it is known to take (a wrapper hides
+        its signature).
+        """
         return replace(self, call=change(self.call))
 
     @property
@@ -109,13 +124,24 @@ class Function:
         """The keywords whose values differ by microbatch or stage."""
         return self.wants & {"ctx", "microbatch", "state"}
 
-    def run(self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool) -> Any:
+    def run(
+        self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool
+    ) -> Any:
         """Call it with those keywords that it takes."""
-        have = {"shared": shared, "training": training, **{k: extra.get(k) for k in ("ctx", "microbatch", "state")}}
-        return self.calling(lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}), arguments, have["ctx"])
+        have = {
+            "shared": shared,
+            "training": training,
+            **{k: extra.get(k) for k in ("ctx", "microbatch", "state")},
+        }
+        return self.calling(
+            lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}),
+            arguments,
+            have["ctx"],
+        )
 
     def loss_of(self, loss: Any) -> Any:
-        """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what is none.
+        """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what
+        is none.
 
         None is no loss, and a Python number is one.
         """
@@ -131,7 +157,9 @@ class Function:
                 # Half a precision ends at 65504, and losses are summed.
                 return summable(found)
             what = f"{found.dtype}{list(found.shape)}"
-        raise PipelineError(f"`{self.name}` must return a floating scalar as its loss; it returns {what}")
+        raise PipelineError(
+            f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
+        )
 
     def calling(self, call: Callable[[], Any], arguments: Sequence[PyTree], ctx: Any) -> Any:
         """Call it; an error from inside says which function it was and what it was given."""
@@ -141,17 +169,31 @@ class Function:
             raise
         except Exception as error:
             text = str(error)
-            if "ctx" in self.wants and isinstance(ctx, Context) and ctx.rng is None and re.search(r"\b(key|PRNG)", text):
-                raise PipelineError(f"`{self.name}` uses ctx.rng, but the step got no key; pass rng=jax.random.key(...)") from error
+            if (
+                "ctx" in self.wants
+                and isinstance(ctx, Context)
+                and ctx.rng is None
+                and re.search(r"\b(key|PRNG)", text)
+            ):
+                raise PipelineError(
+                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
+                    "rng=jax.random.key(...)"
+                ) from error
             if "can only refer to Auto axes" in text:
                 raise PipelineError(
-                    f"`{self.name}` constrains the sharding of an array by a mesh axis that is not left to the partitioner: inside "
-                    "a pipeline's functions the pipe axis and data_axes are manual (each device has its own stage and rows), so a "
-                    "PartitionSpec names others only, and stands alone or in a NamedSharding of `pipe.mesh` "
+                    f"`{self.name}` constrains the sharding of an array by a mesh axis that is "
+                    "not left to the partitioner: inside "
+                    "a pipeline's functions the pipe axis and data_axes are manual (each device "
+                    "has its own stage and rows), so a "
+                    "PartitionSpec names others only, and stands alone or in a NamedSharding of "
+                    "`pipe.mesh` "
                     f"({text.splitlines()[0]})"
                 ) from error
             what = "; ".join(described(tree) for tree in arguments)
-            error.add_note(f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was traced with ({what})")
+            error.add_note(
+                f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
+                f"traced with ({what})"
+            )
             raise
 
 
@@ -160,7 +202,11 @@ def _place(call: Callable[..., Any]) -> str:
     call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)
     name = getattr(call, "__qualname__", type(call).__name__)
-    return name if code is None else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+    return (
+        name
+        if code is None
+        else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +225,9 @@ class Functions:
 
     def handing_over(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
-        last = Function(lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset())
+        last = Function(
+            lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset()
+        )
         return replace(self, last=last, loss=Loss.MEAN, has_metrics=True)
 
     @property
@@ -194,7 +242,9 @@ class Functions:
 
     def _told(self, key: str, extra: dict[str, PyTree]) -> dict[str, PyTree]:
         """What a spread function is given besides parameters and x."""
-        ctx = extra["ctx"]._replace(axis=self.axis, sizes=self.sizes.get(key), shared_sizes=self.sizes.get("shared"))
+        ctx = extra["ctx"]._replace(
+            axis=self.axis, sizes=self.sizes.get(key), shared_sizes=self.sizes.get("shared")
+        )
         return {**extra, "ctx": ctx}
 
     @property
@@ -208,24 +258,42 @@ class Functions:
         if self.first is None:
             if not isinstance(extra["microbatch"], Mapping) or "x" not in extra["microbatch"]:
                 raise PipelineError(
-                    'without `first`, a microbatch\'s "x" is the input of the first stage, but the batch has none; '
-                    'give a dict with "x", or Pipeline(..., first=function(first_params, microbatch) -> x)'
+                    'without `first`, a microbatch\'s "x" is the input of the first stage, but '
+                    "the batch has none; "
+                    'give a dict with "x", or Pipeline(..., first=function(first_params, '
+                    "microbatch) -> x)"
                 )
             return extra["microbatch"]["x"]
         extra = self._told("first", extra) if self.first.spread else extra
-        return self.first.run(own, extra["microbatch"], shared=shared, extra=extra, training=self.training)
+        return self.first.run(
+            own, extra["microbatch"], shared=shared, extra=extra, training=self.training
+        )
 
-    def run_stage(self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> tuple[PyTree, Returned]:
+    def run_stage(
+        self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]
+    ) -> tuple[PyTree, Returned]:
         """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides."""
         own, shared = params
         function = self.stages[stage]
         out = function.run(own, x, shared=shared, extra=extra, training=self.training)
-        names = ["x", *(["loss"] if self.stage_loss else []), *(["state"] if "state" in function.wants else [])]
+        names = [
+            "x",
+            *(["loss"] if self.stage_loss else []),
+            *(["state"] if "state" in function.wants else []),
+        ]
         if len(names) == 1:
             return out, Returned()
         if not isinstance(out, tuple) or len(out) != len(names):
-            why = " and ".join([*(["stage_loss=True"] if self.stage_loss else []), *(["it takes `state`"] if "state" in names else [])])
-            raise PipelineError(f"`{function.name}` must return ({', '.join(names)}), since {why}; it returns {jax.tree.structure(out)}")
+            why = " and ".join(
+                [
+                    *(["stage_loss=True"] if self.stage_loss else []),
+                    *(["it takes `state`"] if "state" in names else []),
+                ]
+            )
+            raise PipelineError(
+                f"`{function.name}` must return ({', '.join(names)}), since {why}; it returns "
+                f"{jax.tree.structure(out)}"
+            )
         found = dict(zip(names, out, strict=True))
         loss = function.loss_of(found["loss"]) if self.stage_loss else ()
         return found["x"], Returned(loss, self._state(function, found, extra))
@@ -235,18 +303,29 @@ class Functions:
         if "state" not in found:
             return ()
         given, new = extra["state"], jax.tree.map(jnp.asarray, found["state"])
-        form = [jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (given, new)]
+        form = [
+            jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+            for tree in (given, new)
+        ]
         if form[0] != form[1]:
-            raise PipelineError(f"`{function.name}` takes state of (shape, dtype) {form[0]} but returns {form[1]}; return the same tree")
+            raise PipelineError(
+                f"`{function.name}` takes state of (shape, dtype) {form[0]} but returns "
+                f"{form[1]}; return the same tree"
+            )
         return new
 
     def run_last(self, params: PyTree, y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
         own, shared = params
         if self.last is None:
-            raise PipelineError("this pipeline has no `last` function; give Pipeline(..., last=function that returns the loss)")
+            raise PipelineError(
+                "this pipeline has no `last` function; give Pipeline(..., last=function that "
+                "returns the loss)"
+            )
         extra = self._told("last", extra) if self.last.spread else extra
-        out = self.last.run(own, y, extra["microbatch"], shared=shared, extra=extra, training=self.training)
+        out = self.last.run(
+            own, y, extra["microbatch"], shared=shared, extra=extra, training=self.training
+        )
         metrics: PyTree = ()
         if self.has_metrics:
             out, metrics = self._pair(out, "(loss, metrics), since has_metrics=True")
@@ -256,23 +335,28 @@ class Functions:
             count = self._count(count)
         if isinstance(out, tuple):
             raise PipelineError(
-                f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: for (loss, metrics) write "
+                f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: "
+                "for (loss, metrics) write "
                 "Pipeline(..., has_metrics=True), for (sum, count) write loss=Loss.SUM_OVER_COUNT"
             )
         out = jnp.asarray(out)
         if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
             raise PipelineError(
-                f"`last` must return a floating scalar loss; it returns {out.dtype}{list(out.shape)}: take its mean, for instance"
+                "`last` must return a floating scalar loss; it returns "
+                f"{out.dtype}{list(out.shape)}: take its mean, for instance"
             )
         return summable(out), {"count": count, "metrics": metrics}
 
     @staticmethod
     def _count(count: Any) -> Any:
-        """The count in a dtype in which those of all microbatches can be added; PipelineError where it is no number."""
+        """The count in a dtype in which those of all microbatches can be added; PipelineError where
+        it is no number.
+        """
         count = jnp.asarray(count)
         if count.shape != () or jnp.issubdtype(count.dtype, jnp.complexfloating):
             raise PipelineError(
-                f"`last` must return (sum, count) with a scalar count; the count is {count.dtype}{list(count.shape)}: take its sum"
+                "`last` must return (sum, count) with a scalar count; the count is "
+                f"{count.dtype}{list(count.shape)}: take its sum"
             )
         return summable(count)
 

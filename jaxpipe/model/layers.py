@@ -1,4 +1,6 @@
-"""A model given layer by layer: a function for each letter of a layout, and the stages that the layout makes of them."""
+"""A model given layer by layer: a function for each letter of a layout, and the stages that the
+layout makes of them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ EMBEDDING, LOSS = "E", "L"
 
 
 class _Run(NamedTuple):
-    """Some equal layers that follow each other: rows `start .. stop` of a group's stack; `layer` is the place of the first in its stage."""
+    """Some equal layers that follow each other: rows `start .. stop` of a group's stack; `layer` is
+    the place of the first in its stage.
+    """
 
     letter: str
     group: int
@@ -36,27 +40,35 @@ class _Run(NamedTuple):
 class LayerMap:
     """Which layers stand on which stage, and how a stage's layers are stacked.
 
-    Canonical parameters of a letter are stacked in model order, leaves [n, ...].  A stage of "ttt" that shares its chunk with stages
-    of "tt" has two stacks, of the two layers that all have and of the third: so its parameters, residuals and code have the shapes of
-    theirs, and nobody computes a layer that it does not have.
+    Canonical parameters of a letter are stacked in model order, leaves [n, ...].  A stage of "ttt"
+    that shares its chunk with stages of "tt" has two stacks, of the two layers that all have and of
+    the third: so its parameters, residuals and code have the shapes of theirs, and nobody computes
+    a layer that it does not have.
     """
 
     stages: tuple[str, ...]  # letters of each stage, without E and L
-    chunk_mates: tuple[tuple[int, ...], ...]  # per stage, the stages that share its chunk number, itself too
+    # per stage, the stages that share its chunk number, itself too
+    chunk_mates: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, layout: Layout, placement: Placement, owned: Sequence[Sequence[int]]) -> LayerMap:
-        """Take E off the first stage and L off the last; PipelineError where the layout has them elsewhere, or another number of stages.
+        """Take E off the first stage and L off the last; PipelineError where the layout has them
+        elsewhere, or another number of stages.
 
         `owned[device]` lists the stages whose parameters the device holds, in chunk order.
         """
         faults = []
         if layout.num_stages != placement.num_stages:
             faults.append(
-                f"layout {str(layout)!r} has {layout.num_stages} stages but the schedule has {placement.num_stages}; build the schedule "
-                f"with chunks={max(1, layout.num_stages // placement.num_devices)}, or write {placement.num_stages - 1} bars"
+                f"layout {str(layout)!r} has {layout.num_stages} stages but the schedule has "
+                f"{placement.num_stages}; build the schedule "
+                f"with chunks={max(1, layout.num_stages // placement.num_devices)}, or write "
+                f"{placement.num_stages - 1} bars"
             )
-        for letter, where, right in ((EMBEDDING, "the first layer", layout.layers[:1]), (LOSS, "the last layer", layout.layers[-1:])):
+        for letter, where, right in (
+            (EMBEDDING, "the first layer", layout.layers[:1]),
+            (LOSS, "the last layer", layout.layers[-1:]),
+        ):
             if layout.layers.count(letter) > (right == letter):
                 faults.append(f"{letter} can only be {where} of layout {str(layout)!r}")
         if layout.stages[0][:1] != EMBEDDING and EMBEDDING in layout.layers:
@@ -97,7 +109,11 @@ class LayerMap:
         """The sizes of a stage's stacks of a letter."""
         counts = sorted({self.stages[mate].count(letter) for mate in self.chunk_mates[stage]} - {0})
         steps = [b - a for a, b in zip([0, *counts], counts, strict=False)]
-        return tuple(step for step, upto in zip(steps, counts, strict=True) if upto <= self.stages[stage].count(letter))
+        return tuple(
+            step
+            for step, upto in zip(steps, counts, strict=True)
+            if upto <= self.stages[stage].count(letter)
+        )
 
     def split(self, by_letter: Mapping[str, PyTree]) -> list[dict[str, tuple[PyTree, ...]]]:
         """Leaves [n, ...] of each letter -> the stages' own trees, {letter: stacks}."""
@@ -106,45 +122,73 @@ class LayerMap:
             own: dict[str, tuple[PyTree, ...]] = {}
             for letter in sorted(set(stage)):
                 ends = self._starts[s][letter] + np.cumsum([0, *self.groups(s, letter)])
-                own[letter] = tuple(jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], by_letter[letter]) for a, b in pairwise(ends))
+                own[letter] = tuple(
+                    jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], by_letter[letter])
+                    for a, b in pairwise(ends)
+                )
             found.append(own)
         return found
 
     def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> dict[str, PyTree]:
         """The inverse of `split`."""
-        parts = {letter: [stack for own in stages for stack in own.get(letter, ())] for letter in self.letters}
-        return {letter: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks) for letter, stacks in parts.items()}
+        parts = {
+            letter: [stack for own in stages for stack in own.get(letter, ())]
+            for letter in self.letters
+        }
+        return {
+            letter: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
+            for letter, stacks in parts.items()
+        }
 
     def faults(self, by_letter: Any) -> list[str]:
         """What is wrong with canonical parameters of the stages."""
         if not isinstance(by_letter, Mapping) or set(by_letter) != set(self.letters):
-            found = sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
-            return [f'"stages" must be a dict with the letters {list(self.letters)}, each a tree of leaves [layers, ...]; got {found}']
+            found = (
+                sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
+            )
+            return [
+                f'"stages" must be a dict with the letters {list(self.letters)}, each a tree of '
+                f"leaves [layers, ...]; got {found}"
+            ]
         return [
-            f"stages[{letter!r}]{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the {self.count(letter)} "
+            f"stages[{letter!r}]{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its "
+            f"leading axis must be the {self.count(letter)} "
             f"layers {letter} of the layout"
             for letter in self.letters
             for path, leaf in jax.tree_util.tree_leaves_with_path(by_letter[letter])
             if np.shape(leaf)[:1] != (self.count(letter),)
         ]
 
-    def functions(self, layers: Mapping[str, Callable[..., Any]], *, has_loss: bool) -> tuple[Function, ...]:
-        """A stage function for each stage; stages of equal letters and stacks, and so of equal code, share one."""
-        given = {letter: Function.of(layers[letter], f"layers[{letter!r}]") for letter in self.letters}
+    def functions(
+        self, layers: Mapping[str, Callable[..., Any]], *, has_loss: bool
+    ) -> tuple[Function, ...]:
+        """A stage function for each stage; stages of equal letters and stacks, and so of equal
+        code, share one.
+        """
+        given = {
+            letter: Function.of(layers[letter], f"layers[{letter!r}]") for letter in self.letters
+        }
         stateful = [letter for letter, function in given.items() if "state" in function.wants]
         if stateful:
-            raise PipelineError(f"layers {stateful} take `state`, which only whole stages can; give Pipeline a stage function instead")
+            raise PipelineError(
+                f"layers {stateful} take `state`, which only whole stages can; give Pipeline a "
+                "stage function instead"
+            )
         made: dict[tuple[Any, ...], Function] = {}
         found = []
         for s, letters in enumerate(self.stages):
             key = (letters, *(self.groups(s, letter) for letter in sorted(set(letters))))
             if key not in made:
-                made[key] = _stage_function(letters, tuple(self._runs(s)), given, self._offsets, has_loss=has_loss)
+                made[key] = _stage_function(
+                    letters, tuple(self._runs(s)), given, self._offsets, has_loss=has_loss
+                )
             found.append(made[key])
         return tuple(found)
 
     def _runs(self, stage: int) -> Iterator[_Run]:
-        """A stage's layers in order, as parts of its stacks; layers count from the stage's first of the letter."""
+        """A stage's layers in order, as parts of its stacks; layers count from the stage's first of
+        the letter.
+        """
         seen = dict.fromkeys(self.letters, 0)
         place = 0
         for letter, equal in groupby(self.stages[stage]):
@@ -165,9 +209,16 @@ class LayerMap:
 
 
 def _stage_function(
-    letters: str, runs: tuple[_Run, ...], given: Mapping[str, Function], offsets: tuple[int, ...], *, has_loss: bool
+    letters: str,
+    runs: tuple[_Run, ...],
+    given: Mapping[str, Function],
+    offsets: tuple[int, ...],
+    *,
+    has_loss: bool,
 ) -> Function:
-    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers stand before it."""
+    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers stand
+    before it.
+    """
     wants = frozenset(keyword for run in runs for keyword in given[run.letter].wants)
 
     def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
@@ -177,9 +228,17 @@ def _stage_function(
             own = {k: keywords[k] for k in function.wants}
             before = jnp.array(offsets, jnp.int32)[own["ctx"].stage] if "ctx" in own else 0
 
-            def layer(x: PyTree, row: PyTree, number: Any, function: Function = function, own: dict[str, Any] = own) -> tuple[PyTree, Any]:
+            def layer(
+                x: PyTree,
+                row: PyTree,
+                number: Any,
+                function: Function = function,
+                own: dict[str, Any] = own,
+            ) -> tuple[PyTree, Any]:
                 ctx = {"ctx": _context(own["ctx"], number)} if "ctx" in own else {}
-                out = function.calling(lambda: function.call(row, x, **{**own, **ctx}), (row, x), ctx.get("ctx"))
+                out = function.calling(
+                    lambda: function.call(row, x, **{**own, **ctx}), (row, x), ctx.get("ctx")
+                )
                 return _pair(function, out, has_loss=has_loss)
 
             x, more = _run_layers(layer, run, params[run.letter][run.group], x, before + run.layer)
@@ -194,12 +253,17 @@ def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]
     if not has_loss:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:
-        raise PipelineError(f"`{function.name}` must return (x, loss), since stage_loss=True; it returns {jax.tree.structure(out)}")
+        raise PipelineError(
+            f"`{function.name}` must return (x, loss), since stage_loss=True; it returns "
+            f"{jax.tree.structure(out)}"
+        )
     x, loss = out
     return x, None if loss is None else function.loss_of(loss)
 
 
-def _run_layers(layer: Callable[..., tuple[PyTree, Any]], run: _Run, stack: PyTree, x: PyTree, number: Any) -> tuple[PyTree, Any]:
+def _run_layers(
+    layer: Callable[..., tuple[PyTree, Any]], run: _Run, stack: PyTree, x: PyTree, number: Any
+) -> tuple[PyTree, Any]:
     """Apply some rows of a stack one after the other; returns the sum of their losses too."""
     if run.size == 1:
         return layer(x, jax.tree.map(lambda leaf: leaf[0], stack), number)
@@ -211,5 +275,10 @@ def _run_layers(layer: Callable[..., tuple[PyTree, Any]], run: _Run, stack: PyTr
 
 
 def _context(ctx: Context, number: Any) -> Context:
-    """What a layer is told: a key that depends on the layer and the microbatch, wherever the layer stands."""
-    return ctx._replace(layer=number, rng=None if ctx.microbatch_rng is None else jax.random.fold_in(ctx.microbatch_rng, number))
+    """What a layer is told: a key that depends on the layer and the microbatch, wherever the layer
+    stands.
+    """
+    return ctx._replace(
+        layer=number,
+        rng=None if ctx.microbatch_rng is None else jax.random.fold_in(ctx.microbatch_rng, number),
+    )

@@ -1,4 +1,6 @@
-"""How one parameter lies on the mesh besides its stage, and what is done to trees of such plans: gathered, reduced, told apart."""
+"""How one parameter lies on the mesh besides its stage, and what is done to trees of such plans:
+gathered, reduced, told apart.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from .specs import names_of
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """One parameter: dims split over manual axes (gathered once a step, gradients scattered back), and the partitioner's dims.
+    """One parameter: dims split over manual axes (gathered once a step, gradients scattered back),
+    and the partitioner's dims.
 
-    Dims count from the stage's own first one: the leading axis of devices of a placed stage leaf is apart.
+    Dims count from the stage's own first one: the leading axis of devices of a placed stage leaf is
+    apart.
     """
 
     ndim: int
@@ -27,11 +31,14 @@ class LeafPlan:
     gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
     frozen: bool = False  # no gradient, no accumulator
-    cut: tuple[str, int] | None = None  # (pipe axis, dim) of a share that a spread function works on: never gathered
+    # (pipe axis, dim) of a share that a spread function works on: never gathered
+    cut: tuple[str, int] | None = None
     pinned: bool = False  # the partitioner shall not split what `auto` does not say
 
     def spec(self, axis: str) -> PartitionSpec:
-        """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the second step would be compiled again."""
+        """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
+        second step would be compiled again.
+        """
         return trimmed(*self._spec(axis, self.auto))
 
     def manual(self, axis: str) -> PartitionSpec:
@@ -59,7 +66,9 @@ class LeafPlan:
         return self._on_parts(gathered, leaf)
 
     def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
-        """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those that the parameter is split over."""
+        """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those
+        that the parameter is split over.
+        """
         held = {name: dim for name, dim in self.gathers if name in reduced}
         if not held:
             return grad
@@ -74,14 +83,17 @@ class LeafPlan:
     def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
         """Run a collective on each device's part of a leaf that the partitioner splits too.
 
-        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it would bring together the
-        whole leaf on every device first, which is as many times the memory and the traffic as the tensor axis is long.
+        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it
+        would bring together the whole leaf on every device first, which is as many times the memory
+        and the traffic as the tensor axis is long.
         """
         names = {name for entry in self.auto for name in names_of(entry)}
         if not names:
             return collective(leaf)
         spec = PartitionSpec(*self.auto)
-        return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False)(leaf)
+        return jax.shard_map(
+            collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
+        )(leaf)
 
     def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes over which the gradient is summed without being split."""
@@ -121,8 +133,12 @@ def leaf_plans(plans: PyTree) -> list[LeafPlan]:
     return jax.tree.leaves(plans, is_leaf=is_plan)
 
 
-def reduce_gradients(grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str]) -> list[Any]:
-    """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective."""
+def reduce_gradients(
+    grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str]
+) -> list[Any]:
+    """Sum gradients over mesh axes, once: all that are whole over the same axes in
+    one collective.
+    """
     scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, plan in enumerate(plans):

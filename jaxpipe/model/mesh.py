@@ -1,4 +1,6 @@
-"""The pipeline's own mesh, whose axes are automatic, and arrays that come from, or go to, a mesh with explicit axes."""
+"""The pipeline's own mesh, whose axes are automatic, and arrays that come from, or go to, a mesh
+with explicit axes.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,24 @@ T = TypeVar("T")
 def automatic(mesh: Mesh) -> Mesh:
     """The same devices and names with automatic axes.
 
-    `jax.make_mesh` makes explicit ones, whose arrays eager JAX cannot add, index or ravel beside arrays of other shardings.
+    `jax.make_mesh` makes explicit ones, whose arrays eager JAX cannot add, index or ravel beside
+    arrays of other shardings.
     """
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def on_mesh(mesh: Mesh, function: Callable[..., T], to: Callable[..., Any] | None = None) -> Callable[..., T]:
-    """The function of trees of arrays, traced on a mesh of automatic axes, whatever mesh its arguments or the context have.
+def on_mesh(
+    mesh: Mesh, function: Callable[..., T], to: Callable[..., Any] | None = None
+) -> Callable[..., T]:
+    """The function of trees of arrays, traced on a mesh of automatic axes, whatever mesh its
+    arguments or the context have.
 
     Args:
         mesh: an automatic one.
         function: called with the arguments.
-        to: where results lie, a tree of shardings that may stand for subtrees, of the same arguments.  Used only where
-            `jax.set_mesh` gave the context explicit axes: there the results have them too, or nothing could be computed with them.
+        to: where results lie, a tree of shardings that may stand for subtrees, of the same
+            arguments.  Used only where `jax.set_mesh` gave the context explicit axes: there the
+            results have them too, or nothing could be computed with them.
     """
 
     @wraps(function)
@@ -42,17 +49,23 @@ def on_mesh(mesh: Mesh, function: Callable[..., T], to: Callable[..., Any] | Non
             return found
 
         def back(sharding: NamedSharding, tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: jax.reshard(leaf, _explicit(context, sharding.spec)), tree)
+            return jax.tree.map(
+                lambda leaf: jax.reshard(leaf, _explicit(context, sharding.spec)), tree
+            )
 
         shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to(*given)
-        returned: T = jax.tree.map(back, shardings, found, is_leaf=lambda node: isinstance(node, NamedSharding))
+        returned: T = jax.tree.map(
+            back, shardings, found, is_leaf=lambda node: isinstance(node, NamedSharding)
+        )
         return returned
 
     return call
 
 
 def trimmed(*entries: Any) -> PartitionSpec:
-    """A spec without its last Nones, as JAX writes results': it compiles again for an equal sharding that is written otherwise."""
+    """A spec without its last Nones, as JAX writes results': it compiles again for an equal
+    sharding that is written otherwise.
+    """
     count = max((i + 1 for i, entry in enumerate(entries) if entry is not None), default=0)
     return PartitionSpec(*entries[:count])
 
@@ -71,7 +84,9 @@ def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Ca
 
 
 def _automatic(leaf: Any) -> Any:
-    """The same array, of which the types of mesh axes say no longer how it is spread; the partitioner still knows."""
+    """The same array, of which the types of mesh axes say no longer how it is spread; the
+    partitioner still knows.
+    """
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return leaf
@@ -80,10 +95,18 @@ def _automatic(leaf: Any) -> Any:
 
 def _explicit(context: Any, spec: PartitionSpec) -> PartitionSpec:
     """The spec as the context's explicit axes want it: automatic ones are not named."""
-    automatic_axes = {name for name, kind in zip(context.axis_names, context.axis_types, strict=True) if kind is not AxisType.Explicit}
+    automatic_axes = {
+        name
+        for name, kind in zip(context.axis_names, context.axis_types, strict=True)
+        if kind is not AxisType.Explicit
+    }
 
     def kept(entry: Any) -> Any:
-        names = tuple(n for n in (entry if isinstance(entry, tuple) else (entry,)) if n not in automatic_axes and n is not None)
+        names = tuple(
+            n
+            for n in (entry if isinstance(entry, tuple) else (entry,))
+            if n not in automatic_axes and n is not None
+        )
         return names[0] if len(names) == 1 else names or None
 
     return PartitionSpec(*map(kept, spec))

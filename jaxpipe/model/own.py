@@ -1,4 +1,6 @@
-"""What lies in placed leaves: parameters by the paths and shapes that the user knows them by, in every layout."""
+"""What lies in placed leaves: parameters by the paths and shapes that the user knows them by, in
+every layout.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class Owners:
 
 def owners(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Placed parameters (arrays or shapes) with `Owners` for leaves."""
-    return {key: _of_stages(tree) if isinstance(tree, Chunks) else _of_outer(key, tree) for key, tree in params.items()}
+    return {
+        key: _of_stages(tree) if isinstance(tree, Chunks) else _of_outer(key, tree)
+        for key, tree in params.items()
+    }
 
 
 def gaps(params: Mapping[str, PyTree]) -> list[str]:
@@ -42,7 +47,12 @@ def gaps(params: Mapping[str, PyTree]) -> list[str]:
             if isinstance(chunk, Packed):
                 layered = bool(tree.home.layers)
                 forms = zip(chunk.forms, numbers, strict=True)
-                found += [gap for form, stage in forms if form is not None for gap in form.gaps(stage, layered=layered)]
+                found += [
+                    gap
+                    for form, stage in forms
+                    if form is not None
+                    for gap in form.gaps(stage, layered=layered)
+                ]
                 continue
             leaves = jax.tree_util.tree_leaves_with_path(chunk, is_leaf=lambda node: node is None)
             found += [_joined(key, path_text(path)) for path, leaf in leaves if leaf is None]
@@ -56,19 +66,27 @@ def _of_outer(key: str, tree: PyTree) -> PyTree:
             return leaf  # frozen
         if not is_padded(leaf):
             return Owners({where: (Own(where, tuple(np.shape(leaf))),)})
-        shape = tuple(leaf.size if dim == leaf.dim else size for dim, size in enumerate(np.shape(leaf.array)))
+        shape = tuple(
+            leaf.size if dim == leaf.dim else size for dim, size in enumerate(np.shape(leaf.array))
+        )
         return replace(leaf, array=Owners({where: (Own(where, shape),)}))
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_padded)
 
 
 def _of_stages(stages: Chunks) -> Chunks:
-    return stages.like(_of_chunk(chunk, numbers, layered=bool(stages.home.layers)) for chunk, numbers in _chunks(stages))
+    return stages.like(
+        _of_chunk(chunk, numbers, layered=bool(stages.home.layers))
+        for chunk, numbers in _chunks(stages)
+    )
 
 
 def _chunks(stages: Chunks) -> list[tuple[PyTree, list[int]]]:
     """Each chunk, and by device the number of the stage that it is, or -1."""
-    return [(chunk, [row[v] if v < len(row) else -1 for row in stages.home.owned]) for v, chunk in enumerate(stages)]
+    return [
+        (chunk, [row[v] if v < len(row) else -1 for row in stages.home.owned])
+        for v, chunk in enumerate(stages)
+    ]
 
 
 def _of_chunk(chunk: PyTree, numbers: Sequence[int], *, layered: bool) -> PyTree:
@@ -79,10 +97,15 @@ def _of_chunk(chunk: PyTree, numbers: Sequence[int], *, layered: bool) -> PyTree
             return Owners({where: (Own(where, tuple(np.shape(leaf)[1:])),)})
 
         return jax.tree_util.tree_map_with_path(alike, chunk)
-    found = {name: tuple(own for own, _ in owns) for name, owns in by_name(chunk.forms, numbers, layered=layered).items()}
+    found = {
+        name: tuple(own for own, _ in owns)
+        for name, owns in by_name(chunk.forms, numbers, layered=layered).items()
+    }
     inside = {buffer.name: buffer.paths for buffer in chunk.buffers}
     leaves = {
-        name: None if leaf is None else Owners({path: found[path] for path in inside.get(name, (name,))})
+        name: None
+        if leaf is None
+        else Owners({path: found[path] for path in inside.get(name, (name,))})
         for name, leaf in chunk.leaves.items()
     }
     return Packed(leaves, chunk.forms, chunk.buffers)

@@ -1,4 +1,6 @@
-"""Whether an optimizer does with placed parameters what it does with the model's own, whose paths, ranks and shapes are others."""
+"""Whether an optimizer does with placed parameters what it does with the model's own, whose paths,
+ranks and shapes are others.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ from .specs import path_text
 # What is done with each parameter alone, by path: the texts of equations.
 Rules: TypeAlias = "dict[str, tuple[str, ...]]"
 
-_LAYOUT = frozenset({"shape", "sharding", "broadcast_dimensions"})  # parameters of equations that say where numbers lie
+# parameters of equations that say where numbers lie
+_LAYOUT = frozenset({"shape", "sharding", "broadcast_dimensions"})
 _probed = ContextVar("_probed", default=False)
 
 
 def is_probed() -> bool:
-    """Whether an optimizer is traced only to see what its rules are: one that gets the model's own arrays anyway need not act."""
+    """Whether an optimizer is traced only to see what its rules are: one that gets the model's own
+    arrays anyway need not act.
+    """
     return _probed.get()
 
 
@@ -42,18 +47,27 @@ def _probe() -> Iterator[None]:
 
 
 def check_rules(optimizer: Any, placed: Mapping[str, PyTree], own: Mapping[str, PyTree]) -> None:
-    """PipelineError for parameters of which the optimizer makes something else where they are placed; all are shapes.
+    """PipelineError for parameters of which the optimizer makes something else where they are
+    placed; all are shapes.
 
-    What acts on each number alone does the same whatever the shape of an array is, and what spans all parameters (clipping by the global
-    norm) meets every number once.  So equations that matter to one parameter alone must be the same.
+    What acts on each number alone does the same whatever the shape of an array is, and what spans
+    all parameters (clipping by the global norm) meets every number once.  So equations that matter
+    to one parameter alone must be the same.
     """
     rules = rules_of(optimizer, placed, own)
     if rules is None:
         return
-    shapes = {path_text(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(dict(own))}
-    leaves = zip(jax.tree_util.tree_leaves_with_path(dict(placed)), jax.tree.leaves(owners(placed)), strict=True)
+    shapes = {
+        path_text(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(dict(own))
+    }
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(dict(placed)),
+        jax.tree.leaves(owners(placed)),
+        strict=True,
+    )
     faults = {
-        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} lies in {path_text(path)!r} of shape {leaf.shape}, with "
+        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} lies in "
+        f"{path_text(path)!r} of shape {leaf.shape}, with "
         "which the optimizer does something else"
         for (path, leaf), lying in leaves
         for parameter in lying.of
@@ -61,22 +75,28 @@ def check_rules(optimizer: Any, placed: Mapping[str, PyTree], own: Mapping[str, 
     }
     if faults:
         raise PipelineError.listing(
-            "this optimizer has rules for paths, ranks, shapes or norms of single arrays, and placed arrays have others than the model's "
-            "own; wrap such rules, with their masks and labels, as jaxpipe.per_layer(pipe, optimizer), or write "
+            "this optimizer has rules for paths, ranks, shapes or norms of single arrays, and "
+            "placed arrays have others than the model's "
+            "own; wrap such rules, with their masks and labels, as jaxpipe.per_layer(pipe, "
+            "optimizer), or write "
             "pipe.init(..., as_placed=True) where they are meant for placed arrays",
             faults.values(),
         )
 
 
 def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None:
-    """The rules for each tree of shapes; None where the optimizer cannot be asked, as one whose mask is a tree of another form."""
+    """The rules for each tree of shapes; None where the optimizer cannot be asked, as one whose
+    mask is a tree of another form.
+    """
     # Beside one parameter alone a rule for all would look like one for it.
     beside = {"~": jax.ShapeDtypeStruct((), jnp.float32)}
     for more, extra in product((beside, {}), ({}, {"value": 0.0})):
         try:
             with _probe():
                 return [_rules_of(optimizer, {**tree, **more}, extra) for tree in trees]
-        except Exception:  # of the optimizer, which is the user's own: where it cannot be used at all, `init` says so
+        except Exception:
+            # of the optimizer, which is the user's own: where it cannot be used at all, `init` says
+            # so
             continue
     return None
 
@@ -84,7 +104,9 @@ def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None
 def _rules_of(optimizer: Any, tree: dict[str, PyTree], extra: dict[str, Any]) -> Rules:
     paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     state = jax.eval_shape(optimizer.init, tree)
-    closed, shapes = jax.make_jaxpr(lambda g, s, p: optimizer.update(g, s, p, **extra), return_shape=True)(tree, state, tree)
+    closed, shapes = jax.make_jaxpr(
+        lambda g, s, p: optimizer.update(g, s, p, **extra), return_shape=True
+    )(tree, state, tree)
     if len(jax.tree.leaves(shapes[0])) != len(paths):
         raise ValueError("not an update for each parameter")
     numbers, nodes = count(), list[_Node]()
@@ -95,12 +117,16 @@ def _rules_of(optimizer: Any, tree: dict[str, PyTree], extra: dict[str, Any]) ->
     for node in reversed(nodes):
         for value in node.reads:
             ends[value] = ends.get(value, 0) | _any(ends, node.writes)
-    live = updates = (1 << len(paths)) - 1  # results that matter to updates, of this step or of a later one
+    # results that matter to updates, of this step or of a later one
+    live = updates = (1 << len(paths)) - 1
     for _ in range(len(given)):
-        read = (k for k in range(len(paths), len(given) - len(paths)) if ends.get(given[k], 0) & live)
+        read = (
+            k for k in range(len(paths), len(given) - len(paths)) if ends.get(given[k], 0) & live
+        )
         if live == (live := live | sum(1 << k for k in read)):
             break
-    made_of: dict[int, int] = {}  # by value, the parameters of which it reads the gradient, or themselves
+    # by value, the parameters of which it reads the gradient, or themselves
+    made_of: dict[int, int] = {}
     for i in range(len(paths)):
         made_of[given[i]] = made_of[given[i - len(paths)]] = 1 << i
     found: list[list[str]] = [[] for _ in paths]
@@ -128,17 +154,25 @@ def _any(bits: Mapping[int, int], values: Sequence[int]) -> int:
 
 
 class _Node(NamedTuple):
-    """An equation: what it does, the numbers of the values that it reads, and of those that it makes."""
+    """An equation: what it does, the numbers of the values that it reads, and of those that it
+    makes.
+    """
 
     text: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
 
-def _graph(closed: core.ClosedJaxpr, given: Sequence[int], nodes: list[_Node], numbers: Iterator[int]) -> list[int]:
-    """Append the equations of a jaxpr, with those of both branches of a condition; return the numbers of its results."""
+def _graph(
+    closed: core.ClosedJaxpr, given: Sequence[int], nodes: list[_Node], numbers: Iterator[int]
+) -> list[int]:
+    """Append the equations of a jaxpr, with those of both branches of a condition; return the
+    numbers of its results.
+    """
     flat = flatten(closed).jaxpr
-    known: dict[Any, int] = {var: next(numbers) for var in flat.constvars} | dict(zip(flat.invars, given, strict=True))
+    known: dict[Any, int] = {var: next(numbers) for var in flat.constvars} | dict(
+        zip(flat.invars, given, strict=True)
+    )
 
     def number(atom: Any) -> int:
         return next(numbers) if isinstance(atom, core.Literal) else known[atom]
@@ -151,16 +185,23 @@ def _graph(closed: core.ClosedJaxpr, given: Sequence[int], nodes: list[_Node], n
             nodes.append(_Node(_text(eqn), reads, writes))
             continue
         branches = [_graph(branch, reads[1:], nodes, numbers) for branch in eqn.params["branches"]]
-        nodes += [_Node("cond", (reads[0], *values), (out,)) for out, *values in zip(writes, *branches, strict=True)]
+        nodes += [
+            _Node("cond", (reads[0], *values), (out,))
+            for out, *values in zip(writes, *branches, strict=True)
+        ]
     return [number(atom) for atom in flat.outvars]
 
 
 def _text(eqn: core.JaxprEqn) -> str:
-    """What an equation does to numbers, with shapes where it does not act on each by itself; nothing where it only repeats them."""
+    """What an equation does to numbers, with shapes where it does not act on each by itself;
+    nothing where it only repeats them.
+    """
     if eqn.primitive.name == "broadcast_in_dim":
         return ""
     literals = [str(atom.val) for atom in eqn.invars if isinstance(atom, core.Literal)]
-    shapes = [shape for atom in (*eqn.invars, *eqn.outvars) if (shape := getattr(atom.aval, "shape", ()))]
+    shapes = [
+        shape for atom in (*eqn.invars, *eqn.outvars) if (shape := getattr(atom.aval, "shape", ()))
+    ]
     params = [(key, str(value)) for key, value in sorted(eqn.params.items()) if key not in _LAYOUT]
     by_number = len(set(shapes)) < 2 and not any("ax" in key or "dim" in key for key, _ in params)
     return f"{eqn.primitive.name} {literals} {params} {'' if by_number else shapes}"

@@ -1,4 +1,6 @@
-"""The state of an optimizer that has one for each layer, where devices have layers of several kinds: each keeps its own layers'."""
+"""The state of an optimizer that has one for each layer, where devices have layers of several
+kinds: each keeps its own layers'.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,26 @@ from .apart import apart, together
 from .forms import Group, Lie, Own, Sharing, TreeForm
 from .packed import Packed
 
-ByStack: TypeAlias = "Mapping[str, PyTree]"  # trees by the name of a stack of layers, "t/0"; "" where a stage is one
+# trees by the name of a stack of layers, "t/0"; "" where a stage is one
+ByStack: TypeAlias = "Mapping[str, PyTree]"
 
 
-def pack_state(mesh: Mesh, axis: str, states: ByStack, own: Sequence[ByStack | None], sharing: Sharing) -> Packed | None:
-    """States of the layers of all devices, leaves [P, ...], with room for those of the device that has most.
+def pack_state(
+    mesh: Mesh, axis: str, states: ByStack, own: Sequence[ByStack | None], sharing: Sharing
+) -> Packed | None:
+    """States of the layers of all devices, leaves [P, ...], with room for those of the device that
+    has most.
 
     Args:
         mesh, axis: where they lie.
         states: by stack, as if every device had each of them.
-        own: by device, the states (shapes, without the axis of devices) of those stacks that it has, or None.
+        own: by device, the states (shapes, without the axis of devices) of those stacks that it
+            has, or None.
         sharing: which leaves may lie in one buffer.
 
     Returns:
-        None where the state of a device's own layers is no part of that of all, so that it cannot be said what is whose.
+        None where the state of a device's own layers is no part of that of all, so that it cannot
+        be said what is whose.
     """
     forms = tuple(None if mine is None else TreeForm.of(_tree(mine)) for mine in own)
     known = [form for form in forms if form is not None]
@@ -38,35 +46,51 @@ def pack_state(mesh: Mesh, axis: str, states: ByStack, own: Sequence[ByStack | N
             shapes.setdefault(path, set()).add(shape)
     if shapes != {path: {tuple(leaf.shape[1:])} for path, leaf in leaves.items()}:
         return None
-    buffers = sharing.buffers(forms, range(len(forms)), {path: leaf.dtype for path, leaf in leaves.items()})
+    buffers = sharing.buffers(
+        forms, range(len(forms)), {path: leaf.dtype for path, leaf in leaves.items()}
+    )
     inside = {path: buffer for buffer in buffers for path in buffer.paths}
     rows = {
-        buffer.name: jax.ShapeDtypeStruct((len(forms), *buffer.counts, buffer.size), leaves[buffer.paths[0]].dtype) for buffer in buffers
+        buffer.name: jax.ShapeDtypeStruct(
+            (len(forms), *buffer.counts, buffer.size), leaves[buffer.paths[0]].dtype
+        )
+        for buffer in buffers
     }
-    like = Packed({path: leaf for path, leaf in leaves.items() if path not in inside} | rows, forms, buffers)
+    like = Packed(
+        {path: leaf for path, leaf in leaves.items() if path not in inside} | rows, forms, buffers
+    )
     found: Packed = together(mesh, axis, Packed(leaves, forms), like)
     return found
 
 
 def unpack_state(mesh: Mesh, axis: str, packed: Packed, likes: ByStack) -> dict[str, PyTree]:
-    """The inverse: states by stack, with zeros on devices that do not have it; `likes` are trees of their form."""
+    """The inverse: states by stack, with zeros on devices that do not have it; `likes` are trees of
+    their form.
+    """
     leaves = apart(mesh, axis, packed).leaves
     return {
-        name: jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path, _ in _by_path(name, like)])
+        name: jax.tree.unflatten(
+            jax.tree.structure(like), [leaves[path] for path, _ in _by_path(name, like)]
+        )
         for name, like in likes.items()
     }
 
 
-def state_sharing(sharing: Sharing, parameter_of: Callable[[str, tuple[int, ...]], Own | None]) -> Sharing:
-    """Which leaves of such a state share a buffer: all of one dtype, those that follow a parameter split as it is.
+def state_sharing(
+    sharing: Sharing, parameter_of: Callable[[str, tuple[int, ...]], Own | None]
+) -> Sharing:
+    """Which leaves of such a state share a buffer: all of one dtype, those that follow a parameter
+    split as it is.
 
-    `parameter_of`, of a leaf's path and shape, is the parameter that it belongs to, if it has its shape.
+    `parameter_of`, of a leaf's path and shape, is the parameter that it belongs to, if it has its
+    shape.
     """
 
     def lie(own: Own, dtype: Any) -> Lie | None:
         if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
             return None
-        parameter = parameter_of(own.path.split("/", 2)[2], own.shape)  # below "stages" and a number
+        # below "stages" and a number
+        parameter = parameter_of(own.path.split("/", 2)[2], own.shape)
         found = None if parameter is None else sharing.lie(parameter, dtype)
         return Lie(Group.STATE, () if found is None else found.parts)
 
@@ -79,7 +103,10 @@ def _tree(own: ByStack) -> PyTree:
         return own.get("", dict(own))
     letters = {name.split("/")[0] for name in own}
     stacks = {letter: [name for name in own if name.split("/")[0] == letter] for letter in letters}
-    return {letter: tuple(own[name] for name in sorted(stacks[letter], key=_number)) for letter in sorted(letters)}
+    return {
+        letter: tuple(own[name] for name in sorted(stacks[letter], key=_number))
+        for letter in sorted(letters)
+    }
 
 
 def _number(name: str) -> int:
@@ -89,5 +116,8 @@ def _number(name: str) -> int:
 
 def _by_path(name: str, state: PyTree) -> list[tuple[str, Any]]:
     """The leaves of a stack's state by path."""
-    found = [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    found = [
+        (keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
     return [(f"{name}/{path}" if name else path, leaf) for path, leaf in found]

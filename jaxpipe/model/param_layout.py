@@ -1,4 +1,6 @@
-"""Parameters: the model's own (canonical) layout <-> the layout that a schedule's devices hold (placed)."""
+"""Parameters: the model's own (canonical) layout <-> the layout that a schedule's devices hold
+(placed).
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,21 @@ def with_outer(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where each stage's parameters lie: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees of leaves [P, ...]}`.
+    """Where each stage's parameters lie: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees
+    of leaves [P, ...]}`.
 
-    A stage that is on several devices (a bidirectional placement) is held by the first of them only; the step copies it
-    to the others.  So optimizers, norms and checkpoints meet every parameter exactly once.
+    A stage that is on several devices (a bidirectional placement) is held by the first of them
+    only; the step copies it to the others.  So optimizers, norms and checkpoints meet every
+    parameter exactly once.
     """
 
     placement: Placement
-    unlike: bool = False  # stages have trees of their own: canonical is a list of S trees, placed a `Packed` a chunk
-    layers: LayerMap | None = None  # stages are made of layers: canonical is a dict of stacks by letter
-    stacks: bool = False  # the function says that its leaves are [S, layers, ...], as those of `jaxpipe.flax` are
+    # stages have trees of their own: canonical is a list of S trees, placed a `Packed` a chunk
+    unlike: bool = False
+    # stages are made of layers: canonical is a dict of stacks by letter
+    layers: LayerMap | None = None
+    # the function says that its leaves are [S, layers, ...], as those of `jaxpipe.flax` are
+    stacks: bool = False
 
     @cached_property
     def owned(self) -> tuple[tuple[int, ...], ...]:
@@ -75,20 +82,28 @@ class ParamLayout:
             # The middle stage of an odd bidirectional pipeline lists one device twice.
             for holder in dict.fromkeys(d for d in devices[1:] if d != devices[0]):
                 owner_chunk = self.owned[devices[0]].index(stage)
-                found.append((devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder)))
+                found.append(
+                    (devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder))
+                )
         return tuple(found)
 
-    def place_stages(self, stages: PyTree, sharing: Sharing | None = None, like: Chunks | None = None) -> Chunks:
-        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that chunk are zero.
+    def place_stages(
+        self, stages: PyTree, sharing: Sharing | None = None, like: Chunks | None = None
+    ) -> Chunks:
+        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
+        chunk are zero.
 
         Unlike stages share buffers as `sharing` says, or as those do that `like` holds.
         """
         if self.unlike:
-            return self._place_unlike(stages if self.layers is None else self.layers.split(stages), sharing, like)
+            return self._place_unlike(
+                stages if self.layers is None else self.layers.split(stages), sharing, like
+            )
 
         def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
             if stage_of == tuple(range(np.shape(leaf)[0])):
-                return leaf  # in order already: under jit, what draws the leaf is split as the leaf is
+                # in order already: under jit, what draws the leaf is split as the leaf is
+                return leaf
             index = np.array([max(s, 0) for s in stage_of])
             taken = jnp.take(leaf, index, axis=0)
             if min(stage_of) >= 0:
@@ -97,31 +112,58 @@ class ParamLayout:
             return jnp.where(there, taken, jnp.zeros_like(taken))
 
         placed = [self.stage_at(v) for v in range(self.num_owned)]
-        return Chunks((jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed), self.home)
+        return Chunks(
+            (jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed), self.home
+        )
 
-    def _place_unlike(self, trees: Sequence[PyTree], sharing: Sharing | None, like: Chunks | None) -> Chunks:
+    def _place_unlike(
+        self, trees: Sequence[PyTree], sharing: Sharing | None, like: Chunks | None
+    ) -> Chunks:
         numbers = [self.stage_at(v) for v in range(self.num_owned)]
         chunks = [[None if s < 0 else trees[s] for s in at] for at in numbers]
         if like is None:
-            return Chunks((pack(chunk, at, sharing) for chunk, at in zip(chunks, numbers, strict=True)), self.home)
-        return Chunks((pack_like(chunk, old) for chunk, old in zip(chunks, like, strict=True)), self.home)
+            return Chunks(
+                (pack(chunk, at, sharing) for chunk, at in zip(chunks, numbers, strict=True)),
+                self.home,
+            )
+        return Chunks(
+            (pack_like(chunk, old) for chunk, old in zip(chunks, like, strict=True)), self.home
+        )
 
     def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
         """The inverse of `place_stages`."""
         if self.unlike:
-            where = {s: (v, d) for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
-            trees = [placed[v].stage(d) for v, d in (where[s] for s in range(self.placement.num_stages))]
+            where = {
+                s: (v, d)
+                for v in range(self.num_owned)
+                for d, s in enumerate(self.stage_at(v))
+                if s >= 0
+            }
+            trees = [
+                placed[v].stage(d) for v, d in (where[s] for s in range(self.placement.num_stages))
+            ]
             return trees if self.layers is None else self.layers.join(trees)
         devices = self.placement.num_devices
-        rows = {s: v * devices + d for v in range(self.num_owned) for d, s in enumerate(self.stage_at(v)) if s >= 0}
+        rows = {
+            s: v * devices + d
+            for v in range(self.num_owned)
+            for d, s in enumerate(self.stage_at(v))
+            if s >= 0
+        }
         order = np.array([rows[s] for s in range(self.placement.num_stages)])
-        return jax.tree.map(lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed)
+        return jax.tree.map(
+            lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed
+        )
 
     def of_stage(self, stage: int, placed: tuple[PyTree, ...]) -> PyTree:
         """One stage's own tree out of placed ones."""
         device = self.placement.devices_of[stage][0]
         chunk = placed[self.owned[device].index(stage)]
-        return chunk.stage(device) if isinstance(chunk, Packed) else jax.tree.map(lambda leaf: leaf[device], chunk)
+        return (
+            chunk.stage(device)
+            if isinstance(chunk, Packed)
+            else jax.tree.map(lambda leaf: leaf[device], chunk)
+        )
 
     def place_trees(self, trees: Sequence[PyTree], like: Chunks | None = None) -> Chunks:
         """A tree for each stage -> placed ones, unlike stages as those in `like` are."""
@@ -136,18 +178,31 @@ class ParamLayout:
         return chunk.forms[device] if isinstance(chunk, Packed) else None
 
     def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
-        """One stage's own tree of shapes, given each owned chunk on one device (leaves without the axis of devices)."""
+        """One stage's own tree of shapes, given each owned chunk on one device (leaves without the
+        axis of devices).
+        """
         if not owned:
             return ()
-        chunk, form = owned[self.owned[self.placement.devices_of[stage][0]].index(stage)], self.form_of(stage, owned)
+        chunk, form = (
+            owned[self.owned[self.placement.devices_of[stage][0]].index(stage)],
+            self.form_of(stage, owned),
+        )
         if form is None:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
-        leaves = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(form.shapes, chunk.of_form(form), strict=True)]
+        leaves = [
+            jax.ShapeDtypeStruct(shape, leaf.dtype)
+            for shape, leaf in zip(form.shapes, chunk.of_form(form), strict=True)
+        ]
         return jax.tree.unflatten(form.tree, leaves)
 
-    def leaves_of(self, stage: int, chunks: Sequence[PyTree], is_leaf: Callable[[Any], bool]) -> list[Any]:
+    def leaves_of(
+        self, stage: int, chunks: Sequence[PyTree], is_leaf: Callable[[Any], bool]
+    ) -> list[Any]:
         """What trees like owned chunks hold for the leaves of one stage, in its own order."""
-        chunk, form = chunks[self.owned[self.placement.devices_of[stage][0]].index(stage)], self.form_of(stage, chunks)
+        chunk, form = (
+            chunks[self.owned[self.placement.devices_of[stage][0]].index(stage)],
+            self.form_of(stage, chunks),
+        )
         if form is None:
             return jax.tree.leaves(chunk, is_leaf=is_leaf)
         found: list[Any] = chunk.of_form(form)
@@ -166,32 +221,57 @@ class ParamLayout:
         if self.unlike:
             if isinstance(stages, list | tuple) and len(stages) == count:
                 return []
-            what = f"{len(stages)} of them" if isinstance(stages, list | tuple) else type(stages).__name__
-            return [f'"stages" must be a list with a tree for each of the {count} stages, since each has a function of its own; got {what}']
+            what = (
+                f"{len(stages)} of them"
+                if isinstance(stages, list | tuple)
+                else type(stages).__name__
+            )
+            return [
+                f'"stages" must be a list with a tree for each of the {count} stages, since each '
+                f"has a function of its own; got {what}"
+            ]
         return [
-            f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the number of stages, {count}"
+            f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis "
+            f"must be the number of stages, {count}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
             if np.shape(leaf)[:1] != (count,)
         ]
 
 
-def check_canonical(params: Mapping[str, PyTree], layout: ParamLayout, *, has_first: bool, has_last: bool) -> None:
+def check_canonical(
+    params: Mapping[str, PyTree], layout: ParamLayout, *, has_first: bool, has_last: bool
+) -> None:
     """PipelineError listing every fault of a canonical parameter tree."""
     faults = []
     if not isinstance(params, Mapping):
-        raise PipelineError(f"parameters must be a dict with keys first, stages, last (and shared); got {type(params).__name__}")
+        raise PipelineError(
+            "parameters must be a dict with keys first, stages, last (and shared); got "
+            f"{type(params).__name__}"
+        )
     unknown = sorted(set(params) - {*OUTER, "stages"})
     if unknown:
-        faults.append(f"parameters have unknown keys {unknown}; the keys are first, stages, last and shared")
+        faults.append(
+            f"parameters have unknown keys {unknown}; the keys are first, stages, last and shared"
+        )
     if "stages" not in params:
-        faults.append('parameters have no "stages"; give a tree whose leaves have a leading axis of S stages in model order')
+        faults.append(
+            'parameters have no "stages"; give a tree whose leaves have a leading axis of S '
+            "stages in model order"
+        )
     if has_first and "first" not in params:
-        faults.append('the pipeline has a `first` function, but parameters have no "first"; give its parameters ({} if none)')
+        faults.append(
+            'the pipeline has a `first` function, but parameters have no "first"; give its '
+            "parameters ({} if none)"
+        )
     if has_last and "last" not in params:
-        faults.append('the pipeline has a `last` function, but parameters have no "last"; give its parameters ({} if none)')
+        faults.append(
+            'the pipeline has a `last` function, but parameters have no "last"; give its '
+            "parameters ({} if none)"
+        )
     if isinstance(params.get("stages"), Chunks):
         raise PipelineError(
-            "these parameters are placed already; `place` takes canonical ones, which `pipe.canonical(placed)` gives back (with the "
+            "these parameters are placed already; `place` takes canonical ones, which "
+            "`pipe.canonical(placed)` gives back (with the "
             "pipeline that placed them)"
         )
     odd = array_faults(dict(params), "params")

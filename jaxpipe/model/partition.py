@@ -1,4 +1,6 @@
-"""How each parameter is spread over the mesh besides its stage: tensor, fsdp, and outer parameters over the pipe axis."""
+"""How each parameter is spread over the mesh besides its stage: tensor, fsdp, and outer parameters
+over the pipe axis.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,22 @@ class Partition:
     data_axes: tuple[str, ...] = ()
     fsdp: str | None = None  # a data axis: parameters and their gradients are split over it
     outer: bool = False  # first, last and shared are split over the pipe axis
-    specs: Mapping[str, PyTree] | None = None  # canonical specs without the axis of stages or layers, of those parameters that are split
+    # canonical specs without the axis of stages or layers, of those parameters that are split
+    specs: Mapping[str, PyTree] | None = None
     layered: bool = False  # stages are made of layers
     numbered: bool = False  # stages are a list
     frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
-    cuts: Cuts = field(default_factory=lambda: Cuts(1))  # which parameters are cut over the pipe axis, for functions that are spread
+    # which parameters are cut over the pipe axis, for functions that are spread
+    cuts: Cuts = field(default_factory=lambda: Cuts(1))
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists every spec that does not fit."""
+        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists
+        every spec that does not fit.
+        """
         faults = [
-            f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}" for key in self._given if key not in params
+            f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}"
+            for key in self._given
+            if key not in params
         ]
         lying = owners(params)
         found = {key: self._tree(key, tree, lying[key], faults) for key, tree in params.items()}
@@ -61,7 +69,8 @@ class Partition:
             if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
         return [
-            f"parameter {name!r} is {dtype}; parameters that are trained must be floating: put other arrays in the batch, or name "
+            f"parameter {name!r} is {dtype}; parameters that are trained must be floating: put "
+            "other arrays in the batch, or name "
             "them in frozen="
             for name, dtype in odd
         ]
@@ -70,7 +79,13 @@ class Partition:
         """Expressions of frozen= that are found in the path of none of the placed parameters."""
         if not isinstance(self.frozen, Patterns):
             return []
-        return self.frozen.faults(list(dict.fromkeys(own.path for found in jax.tree.leaves(owners(params)) for own in found.of)))
+        return self.frozen.faults(
+            list(
+                dict.fromkeys(
+                    own.path for found in jax.tree.leaves(owners(params)) for own in found.of
+                )
+            )
+        )
 
     @cached_property
     def _given(self) -> dict[str, dict[str, Any]]:
@@ -78,24 +93,51 @@ class Partition:
         return {key: by_path(tree) for key, tree in (self.specs or {}).items()}
 
     def _name(self, path: str) -> str:
-        """A parameter's path as specs know it: one tree of specs may stand for all stages of a list."""
+        """A parameter's path as specs know it: one tree of specs may stand for all stages of a
+        list.
+        """
         key, _, name = path.partition("/")
         by_stage = isinstance((self.specs or {}).get("stages"), list | tuple)
-        return name.partition("/")[2] if key == "stages" and self.numbered and not by_stage else name
+        return (
+            name.partition("/")[2] if key == "stages" and self.numbered and not by_stage else name
+        )
 
     def _spec(self, path: str) -> Any:
-        """The spec that holds for a parameter: one that is given for it, or for all below a path; what no spec names is whole."""
+        """The spec that holds for a parameter: one that is given for it, or for all below a path;
+        what no spec names is whole.
+        """
         name = self._name(path)
-        return next((spec for prefix, spec in self._given.get(path.partition("/")[0], {}).items() if holds(prefix, name)), None)
+        return next(
+            (
+                spec
+                for prefix, spec in self._given.get(path.partition("/")[0], {}).items()
+                if holds(prefix, name)
+            ),
+            None,
+        )
 
     def _unused(self, params: Mapping[str, PyTree], lying: Mapping[str, PyTree]) -> list[str]:
         """Specs of what there is not."""
         found = []
         for key, given in self._given.items():
-            names = list(dict.fromkeys(self._name(own.path) for owns in jax.tree.leaves(lying.get(key)) for own in owns.of))
+            names = list(
+                dict.fromkeys(
+                    self._name(own.path)
+                    for owns in jax.tree.leaves(lying.get(key))
+                    for own in owns.of
+                )
+            )
             known = [*names, *(self._name(path) for path in gaps({key: params.get(key)}))]
-            unused = [prefix for prefix in given if prefix and not any(holds(prefix, name) for name in known)]
-            found += [f"{key}: specs name {prefix!r}, but the parameters are {names}" for prefix in unused if key in params]
+            unused = [
+                prefix
+                for prefix in given
+                if prefix and not any(holds(prefix, name) for name in known)
+            ]
+            found += [
+                f"{key}: specs name {prefix!r}, but the parameters are {names}"
+                for prefix in unused
+                if key in params
+            ]
         return found
 
     def _tree(self, key: str, tree: PyTree, lying: PyTree, faults: list[str]) -> PyTree:
@@ -105,11 +147,14 @@ class Partition:
         for chunk, owns in zip(tree, lying, strict=True):
             own: list[str] = []
             found.append(self._leaves(key, chunk, owns, own))
-            faults += [fault for fault in own if fault not in faults]  # chunks whose stages are alike have the same ones
+            # chunks whose stages are alike have the same ones
+            faults += [fault for fault in own if fault not in faults]
         return tree.like(found)
 
     def _leaves(self, key: str, tree: PyTree, lying: PyTree, faults: list[str]) -> PyTree:
-        buffers = {buffer.name: buffer for buffer in tree.buffers} if isinstance(tree, Packed) else {}
+        buffers = (
+            {buffer.name: buffer for buffer in tree.buffers} if isinstance(tree, Packed) else {}
+        )
 
         def leaf_plan(path: Any, leaf: Any, owns: Owners) -> LeafPlan:
             buffer = buffers.get(path_text(path))
@@ -119,7 +164,9 @@ class Partition:
                 plan = self._leaf(key, key, leaf, buffer.spec, faults, None)
                 return replace(plan, frozen=buffer.group is Group.FROZEN, pinned=buffer.pinned)
             own = owns.of[0]
-            plan = self._leaf(key, own.path, leaf, self._of_stack(own.path), faults, self.cuts.dim(key, path))
+            plan = self._leaf(
+                key, own.path, leaf, self._of_stack(own.path), faults, self.cuts.dim(key, path)
+            )
             return replace(plan, frozen=self._is_frozen(own, leaf.dtype))
 
         return jax.tree_util.tree_map_with_path(leaf_plan, tree, lying)
@@ -132,7 +179,9 @@ class Partition:
 
     @cached_property
     def sharing(self) -> Sharing:
-        """Which parameters of unlike stages may share a buffer: frozen ones with each other, and trained ones, split over the same axes."""
+        """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
+        trained ones, split over the same axes.
+        """
 
         def lie(own: Own, dtype: Any) -> Lie | None:
             spec = self._spec(own.path)
@@ -147,10 +196,14 @@ class Partition:
                 return Lie(Group.FROZEN, parts)
             return Lie(Group.TRAINED, parts) if jnp.issubdtype(dtype, jnp.inexact) else None
 
-        left = any(size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes))
+        left = any(
+            size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes)
+        )
         return Sharing(lie, 1 if self.fsdp is None else self.mesh[self.fsdp], left, self.layered)
 
-    def _leaf(self, key: str, where: str, leaf: Any, spec: Any, faults: list[str], cut: int | None) -> LeafPlan:
+    def _leaf(
+        self, key: str, where: str, leaf: Any, spec: Any, faults: list[str], cut: int | None
+    ) -> LeafPlan:
         stage = key == "stages"
         shape = leaf.shape[1:] if stage else leaf.shape
         own = self._spec_faults(where, shape, spec)
@@ -158,13 +211,20 @@ class Partition:
         entries = () if own or spec is None else tuple(spec)
         auto = [*entries, *(None for _ in range(len(shape) - len(entries)))]
         if cut is not None and auto[cut] is not None:
-            faults.append(f"{where}: {spec} splits dim {cut}, which is cut over the pipe axis {self.axis!r}; split another dim")
+            faults.append(
+                f"{where}: {spec} splits dim {cut}, which is cut over the pipe axis "
+                f"{self.axis!r}; split another dim"
+            )
         gathers: list[tuple[str, int]] = []
         wanted = [self.axis] if self.outer and not stage and cut is None else []
         wanted += [self.fsdp] if self.fsdp is not None else []
         for name in wanted:
             size = self.mesh[name]
-            free = [d for d in range(len(shape)) if auto[d] is None and d != cut and d not in {used for _, used in gathers}]
+            free = [
+                d
+                for d in range(len(shape))
+                if auto[d] is None and d != cut and d not in {used for _, used in gathers}
+            ]
             fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
@@ -173,19 +233,31 @@ class Partition:
 
     def _is_frozen(self, own: Own, dtype: Any) -> bool:
         """What the user's filter says of a parameter."""
-        return self.frozen is not None and bool(self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype)))
+        return self.frozen is not None and bool(
+            self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype))
+        )
 
     def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
-        return spec_faults(where, shape, spec, mesh=self.mesh, axis=self.axis, data_axes=self.data_axes)
+        return spec_faults(
+            where, shape, spec, mesh=self.mesh, axis=self.axis, data_axes=self.data_axes
+        )
 
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
         """How a buffer [P, ...] lies, of parameters or of an optimizer's state."""
-        return self._leaf("stages", "stages", jax.ShapeDtypeStruct(shape, jnp.float32), buffer.spec, [], None).spec(self.axis)
+        return self._leaf(
+            "stages", "stages", jax.ShapeDtypeStruct(shape, jnp.float32), buffer.spec, [], None
+        ).spec(self.axis)
 
     def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Shardings of placed parameters."""
-        return jax.tree.map(lambda plan: NamedSharding(mesh, plan.spec(self.axis)), self.plans(params), is_leaf=is_plan)
+        return jax.tree.map(
+            lambda plan: NamedSharding(mesh, plan.spec(self.axis)),
+            self.plans(params),
+            is_leaf=is_plan,
+        )
 
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """What `shard_map` is told of placed parameters, and of their gradients."""
-        return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params), is_leaf=is_plan)
+        return jax.tree.map(
+            lambda plan: plan.manual(self.axis), self.plans(params), is_leaf=is_plan
+        )

@@ -14,7 +14,9 @@ from ..arrays import PyTree
 
 @dataclass(frozen=True)
 class Home:
-    """Which stages each device owns, in chunk order, and the layers of each stage where there are any."""
+    """Which stages each device owns, in chunk order, and the layers of each stage where there are
+    any.
+    """
 
     owned: tuple[tuple[int, ...], ...]
     layers: tuple[str, ...] = ()
@@ -22,13 +24,18 @@ class Home:
     def __str__(self) -> str:
         rows = [f"{d}: {', '.join(map(str, row))}" for d, row in enumerate(self.owned[:4])]
         layers = f", with layers {'|'.join(self.layers)[:60]}" if self.layers else ""
-        return f"stages by device {{{'; '.join(rows)}{'; ...' if len(self.owned) > 4 else ''}}}{layers}"
+        return (
+            "stages by device "
+            f"{{{'; '.join(rows)}{'; ...' if len(self.owned) > 4 else ''}}}{layers}"
+        )
 
 
 class Chunks(tuple[PyTree, ...]):
-    """A tree for each chunk of the devices, leaves [P, ...]: a tuple whose structure holds the placement that it is for.
+    """A tree for each chunk of the devices, leaves [P, ...]: a tuple whose structure holds the
+    placement that it is for.
 
-    `jax.tree.map`, optimizers, `jax.jit` and scans keep it, and refuse trees of another placement beside it.
+    `jax.tree.map`, optimizers, `jax.jit` and scans keep it, and refuse trees of another placement
+    beside it.
     """
 
     home: Home
@@ -60,13 +67,19 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def home_faults(stages: Any, home: Home, what: str, again: str) -> list[str]:
-    """What is wrong with stages that must be placed there; `again` is the method that places them."""
+    """What is wrong with stages that must be placed there; `again` is the method that
+    places them.
+    """
     if not isinstance(stages, Chunks):
         kind = type(stages).__name__
-        return [f"{what} are not placed (their stages are a {kind}); give what `{again}` returned, or what was made of it by jax.tree.map"]
+        return [
+            f"{what} are not placed (their stages are a {kind}); give what `{again}` returned, "
+            "or what was made of it by jax.tree.map"
+        ]
     if stages.home != home:
         return [
             f"{what} are placed for {stages.home}, but this schedule has {home}; bring them over: "
-            f"new.{again}(old.{'canonical' if again == 'place' else 'canonical_state'}(...)), with the pipeline that placed them as `old`"
+            f"new.{again}(old.{'canonical' if again == 'place' else 'canonical_state'}(...)), "
+            "with the pipeline that placed them as `old`"
         ]
     return []

@@ -22,20 +22,24 @@ from .spread import Cuts, cut_off, cut_shardings
 class Placer:
     """Rearranges whole trees; each way of doing so is compiled once."""
 
-    def __init__(self, *, mesh: Mesh, axis: str, layout: ParamLayout, partition: Partition, cuts: Cuts) -> None:
+    def __init__(
+        self, *, mesh: Mesh, axis: str, layout: ParamLayout, partition: Partition, cuts: Cuts
+    ) -> None:
         self._mesh = mesh
         self._axis = axis
         self._layout = layout
         self._partition = partition
         self._cuts = cuts
-        self._rules = copy(self)  # has not what is compiled from it: without circles, a dropped placer is freed at once
+        # has not what is compiled from it: without circles, a dropped placer is freed at once
+        self._rules = copy(self)
         self._compiled: dict[Any, Callable[[PyTree], PyTree]] = {}
 
     def place(self, params: dict[str, PyTree]) -> dict[str, PyTree]:
         """Canonical parameters to placed ones; shapes, where there are any, to shapes.
 
         Raises:
-            PipelineError: dims that cannot be cut over the devices, or dtypes that the partition refuses.
+            PipelineError: dims that cannot be cut over the devices, or dtypes that the partition
+                refuses.
         """
         if faults := self._cuts.faults(params):
             raise PipelineError.listing("these parameters cannot be cut over the devices", faults)
@@ -44,31 +48,50 @@ class Placer:
             raise PipelineError.listing("these parameters do not fit the pipeline", faults)
         to = self._partition.shardings(self._mesh, like)
         if _has(params, jax.ShapeDtypeStruct):
-            shapes: dict[str, PyTree] = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to)
+            shapes: dict[str, PyTree] = jax.tree.map(
+                lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to
+            )
             return shapes
         drawn, rules = _has(params, jax.core.Tracer), self._rules
-        placed: dict[str, PyTree] = self._jitted(rules._arranged_where_drawn if drawn else rules._arranged, params, to)(params)
+        placed: dict[str, PyTree] = self._jitted(
+            rules._arranged_where_drawn if drawn else rules._arranged, params, to
+        )(params)
         return placed
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
-        """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else they are wherever they are wanted."""
+        """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
+        they are wherever they are wanted.
+        """
         tree = self.checked(placed)
-        to = self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed) if spread else None
+        to = (
+            self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed)
+            if spread
+            else None
+        )
         params: dict[str, PyTree] = self._jitted(self._rules._rearranged, tree, to)(tree)
         return params
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-        """The shapes of placed parameters, and those that the canonical ones have without the axes of stages and layers."""
-        like: dict[str, PyTree] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(placed))
+        """The shapes of placed parameters, and those that the canonical ones have without the axes
+        of stages and layers.
+        """
+        like: dict[str, PyTree] = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(placed)
+        )
         own = jax.eval_shape(self._rearranged, like)
         lead = self._layout.num_leading
-        stages = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), own["stages"])
+        stages = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), own["stages"]
+        )
         return like, {**own, "stages": stages}
 
     def checked(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The tree; PipelineError where it is not placed for this pipeline's schedule."""
         if not isinstance(placed, Mapping) or "stages" not in placed:
-            raise PipelineError('`canonical` takes parameters, or gradients, as the pipeline returns them: a dict with "stages"')
+            raise PipelineError(
+                "`canonical` takes parameters, or gradients, as the pipeline returns them: a "
+                'dict with "stages"'
+            )
         if faults := home_faults(placed["stages"], self._layout.home, "these parameters", "place"):
             raise PipelineError("\n".join(faults), tuple(faults))
         return dict(placed)
@@ -81,7 +104,9 @@ class Placer:
         to = NamedSharding(self._mesh, PartitionSpec(self._axis))
         if _has(state, jax.ShapeDtypeStruct):
             return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to), like)
-        return self._jitted(self._layout.place_stages, state, jax.tree.map(lambda _: to, like))(state)
+        return self._jitted(self._layout.place_stages, state, jax.tree.map(lambda _: to, like))(
+            state
+        )
 
     def canonical_state(self, placed: Chunks | tuple[()]) -> PyTree:
         """The stages' own state, placed to canonical."""
@@ -90,31 +115,53 @@ class Placer:
         return self._jitted(self._layout.canonical_stages, placed, None)(placed)
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {**self._padded_outer(tree), "stages": self._layout.place_stages(tree["stages"], self._partition.sharing)}
+        return {
+            **self._padded_outer(tree),
+            "stages": self._layout.place_stages(tree["stages"], self._partition.sharing),
+        }
 
     def _arranged_where_drawn(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         """The same, of arrays that the program around it makes."""
         if explicit_context(self._mesh):
             return self._arranged(tree)
-        stages = place_drawn(self._layout, self._mesh, self._axis, tree["stages"], self._partition.sharing)
+        stages = place_drawn(
+            self._layout, self._mesh, self._axis, tree["stages"], self._partition.sharing
+        )
         return {**self._padded_outer(tree), "stages": stages}
 
     def _padded_outer(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
 
     def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {**{key: cut_off(value) for key, value in tree.items()}, "stages": self._layout.canonical_stages(tree["stages"])}
+        return {
+            **{key: cut_off(value) for key, value in tree.items()},
+            "stages": self._layout.canonical_stages(tree["stages"]),
+        }
 
-    def _jitted(self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree) -> Callable[[PyTree], PyTree]:
-        """The compiled function that rearranges such a tree; results lie at `to`, or anywhere where it is None."""
+    def _jitted(
+        self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree
+    ) -> Callable[[PyTree], PyTree]:
+        """The compiled function that rearranges such a tree; results lie at `to`, or anywhere where
+        it is None.
+        """
         leaves, form = jax.tree.flatten(to)
-        key = (arrange.__name__, jax.tree.structure(tree), form, tuple(leaves), explicit_context(self._mesh))
+        key = (
+            arrange.__name__,
+            jax.tree.structure(tree),
+            form,
+            tuple(leaves),
+            explicit_context(self._mesh),
+        )
         if key not in self._compiled:
             self._compiled[key] = jit_on_mesh(self._mesh, arrange, to)
         return self._compiled[key]
 
-    def _canonical_shardings(self, like: dict[str, PyTree], placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Stages over the pipe axis where they divide; over other axes everything as it was, where stages are alike."""
+    def _canonical_shardings(
+        self, like: dict[str, PyTree], placed: Mapping[str, PyTree]
+    ) -> dict[str, PyTree]:
+        """Stages over the pipe axis where they divide; over other axes everything as it was, where
+        stages are alike.
+        """
         to = self._partition.shardings(self._mesh, placed)
         found: dict[str, PyTree] = {key: cut_shardings(to[key]) for key in like if key != "stages"}
 

@@ -10,13 +10,16 @@ from ..jaxprs import Entry, Part, Piece
 
 
 class Place(NamedTuple):
-    """Where a leaf lies: a leaf of the shared buffer, as it is or, where kinds differ, raveled from `start` on."""
+    """Where a leaf lies: a leaf of the shared buffer, as it is or, where kinds differ, raveled from
+    `start` on.
+    """
 
     at: int
     shape: tuple[int, ...]
     flat: bool
     start: int = 0
-    parts: tuple[Part, ...] = ()  # that the partitioner makes of the leaf: `start` counts in each of them
+    # that the partitioner makes of the leaf: `start` counts in each of them
+    parts: tuple[Part, ...] = ()
     pinned: bool = False
 
     @property
@@ -33,7 +36,9 @@ class Place(NamedTuple):
         value = value.astype(leaf.dtype)
         if not self.flat:
             return value
-        return lax.dynamic_update_slice_in_dim(leaf, self.entry.ravel(self.entry.pack(value)), self.start, axis=-1)
+        return lax.dynamic_update_slice_in_dim(
+            leaf, self.entry.ravel(self.entry.pack(value)), self.start, axis=-1
+        )
 
 
 Places: TypeAlias = "tuple[Place, ...]"

@@ -1,4 +1,6 @@
-"""The model as a user gives it: one stage function, one for each stage, or one for each letter of a layout."""
+"""The model as a user gives it: one stage function, one for each stage, or one for each letter of a
+layout.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Model(NamedTuple):
     first: Function | None
     last: Function | None
     layout: ParamLayout
-    cuts: Mapping[str, Any]  # of the parameters of functions that are spread: the dims along which they are cut
+    # of the parameters of functions that are spread: the dims along which they are cut
+    cuts: Mapping[str, Any]
 
 
 def read_model(
@@ -38,9 +41,19 @@ def read_model(
     layout: str | Layout | None,
     stage_loss: bool,
 ) -> Model:
-    """Bring the three forms to one; PipelineError where they are mixed or do not fit the schedule."""
+    """Bring the three forms to one; PipelineError where they are mixed or do not fit
+    the schedule.
+    """
     if layers is not None or layout is not None:
-        found = _by_layers(placement, stage, first=first, last=last, layers=layers, layout=layout, stage_loss=stage_loss)
+        found = _by_layers(
+            placement,
+            stage,
+            first=first,
+            last=last,
+            layers=layers,
+            layout=layout,
+            stage_loss=stage_loss,
+        )
     else:
         found = _by_stages(placement, stage, first=first, last=last)
     _check_copies(found)
@@ -52,15 +65,25 @@ def _by_stages(placement: Placement, stage: Any, *, first: Call | None, last: Ca
     count = placement.num_stages
     ends = _outer(first, "first"), _outer(last, "last")
     if stage is None:
-        raise PipelineError("give Pipeline a stage function, a list of them, or layers= and layout=")
+        raise PipelineError(
+            "give Pipeline a stage function, a list of them, or layers= and layout="
+        )
     if callable(stage) or not isinstance(stage, Sequence) or isinstance(stage, str):
         layout = ParamLayout(placement, stacks=getattr(stage, "stacks_layers", False))
         return Model((Function.of(stage, "stage"),) * count, *ends, layout, {})
     if len(stage) != count:
-        raise PipelineError(f"stage is a list of {len(stage)} functions, but the schedule has {count} stages; give one for each")
-    # A function that several stages have is one kind of stage where their parameters have one form too.
-    made = {id(call): Function.of(call, f"stage[{s}]") for s, call in reversed(list(enumerate(stage)))}
-    return Model(tuple(made[id(call)] for call in stage), *ends, ParamLayout(placement, unlike=True), {})
+        raise PipelineError(
+            f"stage is a list of {len(stage)} functions, but the schedule has {count} stages; "
+            "give one for each"
+        )
+    # A function that several stages have is one kind of stage where their parameters have one form
+    # too.
+    made = {
+        id(call): Function.of(call, f"stage[{s}]") for s, call in reversed(list(enumerate(stage)))
+    }
+    return Model(
+        tuple(made[id(call)] for call in stage), *ends, ParamLayout(placement, unlike=True), {}
+    )
 
 
 def _by_layers(
@@ -74,23 +97,34 @@ def _by_layers(
     stage_loss: bool,
 ) -> Model:
     if layers is None or layout is None:
-        raise PipelineError("layers= and layout= belong together: a function for each letter, and the letters of each stage")
-    both = [name for name, given in (("stage", stage), ("first", first), ("last", last)) if given is not None]
+        raise PipelineError(
+            "layers= and layout= belong together: a function for each letter, and the letters of "
+            "each stage"
+        )
+    both = [
+        name
+        for name, given in (("stage", stage), ("first", first), ("last", last))
+        if given is not None
+    ]
     if both:
         raise PipelineError(
-            f"the model is given by layers, so leave {', '.join(both)} out; layers {EMBEDDING} and {LOSS} are first and last"
+            f"the model is given by layers, so leave {', '.join(both)} out; layers {EMBEDDING} "
+            f"and {LOSS} are first and last"
         )
     if isinstance(layout, str):
-        # Where each stage stands is the table's to say: on some device fewer than on another, in a table of one's own.
+        # Where each stage stands is the table's to say: on some device fewer than on another, in a
+        # table of one's own.
         even = placement.num_stages % placement.num_devices == 0
         devices = placement.num_devices if even else 1
         layout = parse_layout(layout, devices=devices, letters="".join(sorted({*LETTERS, *layers})))
     used = set(layout.layers)
     faults = [
-        f"the layout {str(layout)!r} has layers {letter!r}, but layers= has no function for it" for letter in sorted(used - set(layers))
+        f"the layout {str(layout)!r} has layers {letter!r}, but layers= has no function for it"
+        for letter in sorted(used - set(layers))
     ]
     faults += [
-        f"layers= has a function for {letter!r}, which the layout {str(layout)!r} does not have" for letter in sorted(set(layers) - used)
+        f"layers= has a function for {letter!r}, which the layout {str(layout)!r} does not have"
+        for letter in sorted(set(layers) - used)
     ]
     if faults:
         raise PipelineError.listing("layers and layout do not fit", faults)
@@ -124,7 +158,9 @@ def _spread(call: Any) -> Spread | None:
 
 
 def _cuts(model: Model, first: Spread | None, last: Spread | None) -> dict[str, Any]:
-    """The dims along which parameters are cut: those under "shared" only where every function that takes them is spread."""
+    """The dims along which parameters are cut: those under "shared" only where every function that
+    takes them is spread.
+    """
     ends = {key: spread for key, spread in (("first", first), ("last", last)) if spread is not None}
     if not ends:
         return {}
@@ -134,10 +170,15 @@ def _cuts(model: Model, first: Spread | None, last: Spread | None) -> dict[str, 
     dims = {key: spread.dims for key, spread in ends.items()}
     if not cut:
         return dims
-    given = [ends[key].shared for key, function in (("first", model.first), ("last", model.last)) if function in takers and key in ends]
+    given = [
+        ends[key].shared
+        for key, function in (("first", model.first), ("last", model.last))
+        if function in takers and key in ends
+    ]
     if any(one != given[0] for one in given):
         raise PipelineError(
-            f"`first` is given jaxpipe.spread(..., shared={given[0]!r}) and `last` shared={given[-1]!r}; what they share lies in one way: "
+            f"`first` is given jaxpipe.spread(..., shared={given[0]!r}) and `last` "
+            f"shared={given[-1]!r}; what they share lies in one way: "
             "give both the same"
         )
     return {**dims, "shared": given[0]}
@@ -148,9 +189,13 @@ def _check_copies(model: Model) -> None:
     if not model.layout.replicas():
         return
     if model.layout.unlike and model.layout.num_owned > 1:
-        raise PipelineError("unlike stages that stand on two devices need a device to own one stage each, as in dualpipe")
+        raise PipelineError(
+            "unlike stages that stand on two devices need a device to own one stage each, as in "
+            "dualpipe"
+        )
     if any("state" in function.wants for function in model.stages):
         raise PipelineError(
-            "a stage with `state` cannot stand on two devices, which would each change it; use a schedule that is not bidirectional "
+            "a stage with `state` cannot stand on two devices, which would each change it; use a "
+            "schedule that is not bidirectional "
             "(dualpipev instead of dualpipe)"
         )

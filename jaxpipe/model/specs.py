@@ -1,4 +1,6 @@
-"""The PartitionSpecs and filters that a user gives for parameters, by path, and what is wrong with them."""
+"""The PartitionSpecs and filters that a user gives for parameters, by path, and what is wrong with
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ _MOST_PATHS = 20  # that a message lists
 
 def by_path(specs: PyTree) -> dict[str, Any]:
     """Specs by the paths at which they are given."""
-    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)}
+    return {
+        path_text(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)
+    }
 
 
 def _is_spec(value: Any) -> bool:
@@ -48,7 +53,13 @@ def names_of(entry: Any) -> tuple[Any, ...]:
 def axes_of(specs: Any) -> set[Any]:
     """The mesh axes that any of these specs names."""
     leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
-    return {name for spec in leaves if isinstance(spec, PartitionSpec) for entry in spec for name in names_of(entry)}
+    return {
+        name
+        for spec in leaves
+        if isinstance(spec, PartitionSpec)
+        for entry in spec
+        for name in names_of(entry)
+    }
 
 
 @dataclass(frozen=True)
@@ -63,12 +74,18 @@ class Patterns:
 
     def faults(self, paths: Sequence[str]) -> list[str]:
         """Expressions that are found in none of these paths."""
-        known = f"{', '.join(paths[:_MOST_PATHS])}{f' and {len(paths) - _MOST_PATHS} more' if len(paths) > _MOST_PATHS else ''}"
+        more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
+        known = ", ".join(paths[:_MOST_PATHS]) + more
         found = []
-        for pattern in (pattern.pattern for pattern in self.of if not any(map(pattern.search, paths))):
+        for pattern in (
+            pattern.pattern for pattern in self.of if not any(map(pattern.search, paths))
+        ):
             close = get_close_matches(re.sub(r"[\\^$]", "", pattern), paths, n=2)
             hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-            found.append(f"frozen: {pattern!r} is found in the path of no parameter; {hint}the paths are {known}")
+            found.append(
+                f"frozen: {pattern!r} is found in the path of no parameter; {hint}the paths are "
+                f"{known}"
+            )
         return found
 
 
@@ -79,38 +96,66 @@ def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
     if callable(given):
         function: Callable[[str, Any], bool] = given
         return function
-    patterns = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
+    patterns = (
+        [given]
+        if isinstance(given, str)
+        else list(given)
+        if isinstance(given, Sequence)
+        else [given]
+    )
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise PipelineError(f"frozen must be a function of a path and a shape, or regular expressions of paths; got {given!r}")
+        raise PipelineError(
+            "frozen must be a function of a path and a shape, or regular expressions of paths; "
+            f"got {given!r}"
+        )
     try:
         return Patterns(tuple(map(re.compile, patterns)))
     except re.error as error:
         raise PipelineError(
-            f"frozen: {error.pattern!r} is no regular expression ({error}); `re.escape(path)` makes one of a path"
+            f"frozen: {error.pattern!r} is no regular expression ({error}); `re.escape(path)` "
+            "makes one of a path"
         ) from None
 
 
 def spec_faults(
-    where: str, shape: tuple[int, ...], spec: Any, *, mesh: Mapping[str, int], axis: str, data_axes: Sequence[str]
+    where: str,
+    shape: tuple[int, ...],
+    spec: Any,
+    *,
+    mesh: Mapping[str, int],
+    axis: str,
+    data_axes: Sequence[str],
 ) -> list[str]:
-    """What is wrong with the spec of a parameter, whose shape is meant without the stage axis; `mesh`: axes and their sizes."""
+    """What is wrong with the spec of a parameter, whose shape is meant without the stage axis;
+    `mesh`: axes and their sizes.
+    """
     if spec is None:
         return []
     if not isinstance(spec, PartitionSpec):
         return [f"{where}: specs must hold PartitionSpecs or None; got {spec!r}"]
     if len(spec) > len(shape):
-        return [f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave the stage axis out)"]
+        return [
+            f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave "
+            "the stage axis out)"
+        ]
     odd = [entry for entry in spec if not all(isinstance(name, str) for name in names_of(entry))]
     if odd:
-        return [f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or None"]
+        return [
+            f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or None"
+        ]
     faults = []
     named = [name for entry in spec for name in names_of(entry)]
     for name in dict.fromkeys(named):
         head = f"{where}: {spec} names"
         if name not in mesh:
-            faults.append(f"{head} an axis {name!r} that the mesh does not have; its axes are {dict(mesh)}")
+            faults.append(
+                f"{head} an axis {name!r} that the mesh does not have; its axes are {dict(mesh)}"
+            )
         elif name == axis:
-            faults.append(f"{head} the pipe axis {name!r}, over which stages are spread anyway; shard_outer= splits what is not a stage")
+            faults.append(
+                f"{head} the pipe axis {name!r}, over which stages are spread anyway; "
+                "shard_outer= splits what is not a stage"
+            )
         elif name in data_axes:
             faults.append(f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it")
         if named.count(name) > 1:
@@ -118,5 +163,8 @@ def spec_faults(
     for dim, entry in enumerate(spec):
         size = math.prod(mesh.get(name, 1) for name in names_of(entry))
         if shape[dim] % size:
-            faults.append(f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which has {size} devices")
+            faults.append(
+                f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which has "
+                f"{size} devices"
+            )
     return faults

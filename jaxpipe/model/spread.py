@@ -1,4 +1,6 @@
-"""`first` and `last` written for a share of their parameters: which are cut over the pipe axis, where, and what the function is told."""
+"""`first` and `last` written for a share of their parameters: which are cut over the pipe axis,
+where, and what the function is told.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,28 @@ class Spread:
 
 
 def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0) -> Spread:
-    """Run `last`, or `first`, on all devices of the pipe axis at once, each with its share of the parameters.
+    """Run `last`, or `first`, on all devices of the pipe axis at once, each with its share of the
+    parameters.
 
-    `function(last_params, x, microbatch, *, ctx) -> loss`, or `function(first_params, microbatch, *, ctx) -> x`, is given, on each of P
-    devices, the parameters cut into P parts along one dim (padded with zeros to a multiple of P), the whole x and the whole microbatch.
-    It may use any collective over `ctx.axis`, the name of the pipe axis, and must return the same loss (x) on every device;
-    `jax.lax.axis_index(ctx.axis)` says which part a device has, and `ctx.sizes`, a tree like the parameters, how long each cut dim is
-    without padding (0 for a parameter that is whole).  Its gradient is that of the loss, so nothing of it is summed twice.
-    Parameters, gradients and optimizer state are never gathered.
+    `function(last_params, x, microbatch, *, ctx) -> loss`, or `function(first_params, microbatch,
+    *, ctx) -> x`, is given, on each of P devices, the parameters cut into P parts along one dim
+    (padded with zeros to a multiple of P), the whole x and the whole microbatch. It may use any
+    collective over `ctx.axis`, the name of the pipe axis, and must return the same loss (x) on
+    every device; `jax.lax.axis_index(ctx.axis)` says which part a device has, and `ctx.sizes`, a
+    tree like the parameters, how long each cut dim is without padding (0 for a parameter that is
+    whole).  Its gradient is that of the loss, so nothing of it is summed twice. Parameters,
+    gradients and optimizer state are never gathered.
 
     Args:
         function: as above; it may also take `shared` and `training`, as any `first` or `last`.
-        dims: the dim along which a parameter is cut, or None for one that is whole on every device: one for all, or a tree like the
-            parameters, in which one entry may stand for a whole subtree (a missing one is cut along dim 0).
-        shared: the same for the parameters under "shared", which are cut only where every function that takes them is spread; `first` and
-            `last` must be given the same.
+        dims: the dim along which a parameter is cut, or None for one that is whole on every device:
+            one for all, or a tree like the parameters, in which one entry may stand for a whole
+            subtree (a missing one is cut along dim 0).
+        shared: the same for the parameters under "shared", which are cut only where every function
+            that takes them is spread; `first` and `last` must be given the same.
 
-    Source: Yeung et al. 2024, Balancing Pipeline Parallelism with Vocabulary Parallelism, arXiv 2411.05288.
+    Source: Yeung et al. 2024, Balancing Pipeline Parallelism with Vocabulary Parallelism, arXiv
+    2411.05288.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -50,12 +57,18 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
         ...     part = x @ params["w"].T  # a device's share of the outputs: rows of w
         ...     return jax.lax.psum(jnp.sum(part**2), ctx.axis)
         >>> s = jp.schedules.build("gpipe", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(lambda p, x: x @ p, schedule=s, mesh=jax.make_mesh((1,), ("pipe",)), last=jp.spread(head))
+        >>> pipe = jp.Pipeline(
+        ...     lambda p, x: x @ p,
+        ...     schedule=s,
+        ...     mesh=jax.make_mesh((1,), ("pipe",)),
+        ...     last=jp.spread(head),
+        ... )
         >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {"w": jnp.ones((5, 3))}})
         >>> float(pipe.evaluate(params, {"x": jnp.ones((2, 3))}))
         405.0
 
-        A scaled embedding: `jp.spread(lambda p, microbatch, *, ctx: 16.0 * jp.VocabEmbedding()(p, microbatch, ctx=ctx))`, as `first`.
+        A scaled embedding: `jp.spread(lambda p, microbatch, *, ctx: 16.0 * jp.VocabEmbedding()(p,
+        microbatch, ctx=ctx))`, as `first`.
     """
     return Spread(function, dims, shared)
 
@@ -63,7 +76,9 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Padded:
-    """A parameter whose cut dim does not divide: the array with zeros after `size` entries of `dim`."""
+    """A parameter whose cut dim does not divide: the array with zeros after `size` entries of
+    `dim`.
+    """
 
     array: Any
     dim: int
@@ -86,7 +101,9 @@ def is_padded(node: Any) -> bool:
 
 def bare(tree: PyTree) -> PyTree:
     """The tree with the padded arrays themselves."""
-    return jax.tree.map(lambda leaf: leaf.array if is_padded(leaf) else leaf, tree, is_leaf=is_padded)
+    return jax.tree.map(
+        lambda leaf: leaf.array if is_padded(leaf) else leaf, tree, is_leaf=is_padded
+    )
 
 
 def cut_off(tree: PyTree) -> PyTree:
@@ -101,20 +118,34 @@ def cut_off(tree: PyTree) -> PyTree:
 
 
 def padded_like(tree: PyTree, like: PyTree) -> PyTree:
-    """The inverse of `cut_off`: arrays of the tree that belong to a padded one of `like`, by path and shape, with as much padding.
+    """The inverse of `cut_off`: arrays of the tree that belong to a padded one of `like`, by path
+    and shape, with as much padding.
 
     A path may have more before that of `like`, as that of an optimizer's moment has.
     """
-    wide = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(like, is_leaf=is_padded) if is_padded(leaf)]
+    wide = [
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(like, is_leaf=is_padded)
+        if is_padded(leaf)
+    ]
 
     def pad(path: tuple[Any, ...], leaf: Any) -> Any:
         for own, to in wide:
             if path[len(path) - len(own) :] != own or (leaf is None) is not (to.array is None):
                 continue
             shape = () if leaf is None else jnp.shape(to.array)
-            if leaf is None or jnp.shape(leaf) == tuple(to.size if dim == to.dim else size for dim, size in enumerate(shape)):
+            if leaf is None or jnp.shape(leaf) == tuple(
+                to.size if dim == to.dim else size for dim, size in enumerate(shape)
+            ):
                 return (
-                    to if leaf is None else replace(to, array=jnp.pad(leaf, [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)]))
+                    to
+                    if leaf is None
+                    else replace(
+                        to,
+                        array=jnp.pad(
+                            leaf, [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)]
+                        ),
+                    )
                 )
         return leaf
 
@@ -122,7 +153,9 @@ def padded_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def cut_shardings(tree: PyTree) -> PyTree:
-    """Shardings for `cut_off` of what has these: a dim that does not divide is whole on every device."""
+    """Shardings for `cut_off` of what has these: a dim that does not divide is whole on every
+    device.
+    """
 
     def own(leaf: Any) -> Any:
         if not is_padded(leaf) or leaf.array is None:
@@ -138,7 +171,8 @@ class Cuts:
     """Which parameters are cut into as many parts as there are devices."""
 
     parts: int
-    dims: Mapping[str, Any] = field(default_factory=dict)  # "first" and "last" (and "shared") -> what `spread` was given
+    # "first" and "last" (and "shared") -> what `spread` was given
+    dims: Mapping[str, Any] = field(default_factory=dict)
 
     def dim(self, key: str, path: tuple[Any, ...]) -> int | None:
         """The dim along which the parameter at a path is cut; None where it is whole."""
@@ -165,12 +199,18 @@ class Cuts:
                 if dim is not None and not 0 <= dim < len(shape):
                     where = f"{key}{jax.tree_util.keystr(path)}"
                     found.append(
-                        f"{where} of shape {shape} has no dim {dim} to cut over {self.parts} devices; give jaxpipe.spread(..., dims=) "
+                        f"{where} of shape {shape} has no dim {dim} to cut over {self.parts} "
+                        "devices; give jaxpipe.spread(..., dims=) "
                         "the dim of each parameter, None for those that are whole on every device"
                     )
-            wrong = [d for d in jax.tree.leaves(given) if not isinstance(d, int) or isinstance(d, bool)]
+            wrong = [
+                d for d in jax.tree.leaves(given) if not isinstance(d, int) or isinstance(d, bool)
+            ]
             if wrong:
-                found.append(f"jaxpipe.spread was given {wrong[0]!r} for {key}; a dim is a whole number, or None")
+                found.append(
+                    f"jaxpipe.spread was given {wrong[0]!r} for {key}; a dim is a whole number, "
+                    "or None"
+                )
         return found
 
     def pad(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -184,23 +224,35 @@ class Cuts:
             widths = [(0, -size % self.parts if d == dim else 0) for d in range(leaf.ndim)]
             return Padded(jnp.pad(leaf, widths), dim, size)
 
-        return {key: jax.tree_util.tree_map_with_path(lambda p, a, k=key: padded(k, p, a), tree) for key, tree in params.items()}
+        return {
+            key: jax.tree_util.tree_map_with_path(lambda p, a, k=key: padded(k, p, a), tree)
+            for key, tree in params.items()
+        }
 
     def shares(self, key: str, placed: PyTree) -> PyTree:
-        """The parts of whole placed parameters, leaves [parts, ...]; those that are not cut are the same for all."""
+        """The parts of whole placed parameters, leaves [parts, ...]; those that are not cut are the
+        same for all.
+        """
 
         def share(path: Any, leaf: Any) -> Any:
             dim = self.dim(key, path)
             array = leaf.array if is_padded(leaf) else leaf
             if dim is None:
                 return jnp.broadcast_to(array, (self.parts, *array.shape))
-            parts = array.reshape(*array.shape[:dim], self.parts, array.shape[dim] // self.parts, *array.shape[dim + 1 :])
+            parts = array.reshape(
+                *array.shape[:dim],
+                self.parts,
+                array.shape[dim] // self.parts,
+                *array.shape[dim + 1 :],
+            )
             return jnp.moveaxis(parts, dim, 0)
 
         return jax.tree_util.tree_map_with_path(share, placed, is_leaf=is_padded)
 
     def sizes(self, key: str, placed: PyTree, *, parts: int | None = None) -> PyTree:
-        """For each parameter, given one of `parts` parts of it, the whole length of the dim that is cut; 0 where none is."""
+        """For each parameter, given one of `parts` parts of it, the whole length of the dim that is
+        cut; 0 where none is.
+        """
         count = self.parts if parts is None else parts
 
         def size(path: Any, leaf: Any) -> int:

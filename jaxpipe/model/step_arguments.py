@@ -20,21 +20,26 @@ def param_faults(params: Any, home: Home, devices: int) -> list[str]:
     if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
         faults = [f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}"]
     else:
-        faults = home_faults(params["stages"], home, "parameters", "place") or row_faults(params["stages"], devices)
+        faults = home_faults(params["stages"], home, "parameters", "place") or row_faults(
+            params["stages"], devices
+        )
     return [*faults, *array_faults(params, "params")]
 
 
 def row_faults(stages: Chunks, count: int) -> list[str]:
     """Leaves of placed stages without a row for each of `count` devices."""
     return [
-        f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must be the {count} devices (see `place`)"
+        f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must "
+        f"be the {count} devices (see `place`)"
         for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
         if np.shape(leaf)[:1] != (count,)
     ]
 
 
 def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
-    """What is wrong with a batch whose rows are cut into `count` microbatches on each data shard."""
+    """What is wrong with a batch whose rows are cut into `count` microbatches on each
+    data shard.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
@@ -44,7 +49,8 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
         return faults
     if len(scalars) > 3:
         return [
-            f"{len(scalars)} leaves of the batch are plain numbers, batch{scalars[0]} the first of them: lists are trees to JAX; make "
+            f"{len(scalars)} leaves of the batch are plain numbers, batch{scalars[0]} the first "
+            "of them: lists are trees to JAX; make "
             "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
         ]
     lengths = {}
@@ -52,7 +58,8 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
         shape = np.shape(leaf)
         if not shape:
             faults.append(
-                f"batch{jax.tree_util.keystr(path)} is a scalar; every leaf needs a leading axis of rows "
+                f"batch{jax.tree_util.keystr(path)} is a scalar; every leaf needs a leading axis "
+                "of rows "
                 '(what all rows share can be closed over, or stand under "shared")'
             )
             continue
@@ -61,10 +68,14 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
             shards = f" x {data_shards} data shards" if data_shards > 1 else ""
             near = max(1, round(rows / (count * data_shards))) * count * data_shards
             faults.append(
-                f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into {count} microbatches{shards}; use {near} rows"
+                f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into "
+                f"{count} microbatches{shards}; use {near} rows"
             )
     if len(set(lengths.values())) > 1:
-        faults.append("leaves of the batch have different lengths: " + ", ".join(f"{k} has {n} rows" for k, n in lengths.items()))
+        faults.append(
+            "leaves of the batch have different lengths: "
+            + ", ".join(f"{k} has {n} rows" for k, n in lengths.items())
+        )
     return faults
 
 
@@ -86,5 +97,7 @@ def state_faults(state: Any, home: Home, *, wanted: bool) -> list[str]:
     """What is wrong with the stages' own state; `wanted`: some stage takes it."""
     if bool(state) is not wanted:
         takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
-        return [f"a stage {takes}" if wanted else "no stage takes `state` by keyword; leave state= out"]
+        return [
+            f"a stage {takes}" if wanted else "no stage takes `state` by keyword; leave state= out"
+        ]
     return home_faults(state, home, "state", "place_state") if state else []

@@ -1,4 +1,5 @@
-"""From what layers cost to the fastest pipeline that fits: layers to stages, schedules, memory of the lowered program.
+"""From what layers cost to the fastest pipeline that fits: layers to stages, schedules, memory of
+the lowered program.
 
 May import `layouts`, `schedules`, `lowering` and what they may.
 """

@@ -1,4 +1,6 @@
-"""What a layer costs: times and bytes of one microbatch, and what follows for the stages that are made of layers."""
+"""What a layer costs: times and bytes of one microbatch, and what follows for the stages that are
+made of layers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from ..simulation.costs import Costs
 from ..table.limits import MAX_COST, is_number
 from ..table.typed import plain
 
-# Letters that are no layers of stages but `first` and `last`: they run in the blocks of the first and the last stage.
+# Letters that are no layers of stages but `first` and `last`: they run in the blocks of the first
+# and the last stage.
 FIRST, LAST = "E", "L"
 
 
@@ -36,9 +39,12 @@ class LayerCost:
         backward: seconds of both in one piece; their sum where it is None.
         parameters: bytes of its parameters, as the device holds them.
         gradients: bytes of their accumulators; as the parameters where it is None.
-        optimizer: bytes of the optimizer's state; twice the gradients, as of Adam, where it is None.
-        residuals: bytes that its forward keeps for the backward of one microbatch, its input not counted.
-        boundary: bytes of its output of one microbatch, which is sent if the next layer is on another device.
+        optimizer: bytes of the optimizer's state; twice the gradients, as of Adam, where it is
+            None.
+        residuals: bytes that its forward keeps for the backward of one microbatch, its input not
+            counted.
+        boundary: bytes of its output of one microbatch, which is sent if the next layer is on
+            another device.
         stash: bytes that the gradient of the input leaves for that of the weights.
         workspace: bytes that it needs while it runs.
         hoisted: bytes that are computed from its parameters once a step and kept (casts).
@@ -72,7 +78,10 @@ class LayerCost:
             if value is None and field.default is None:
                 continue
             if not (is_number(value) and 0 <= plain(value) <= MAX_COST):
-                faults.append(f"{field.name} is {quoted(value)}; it is a finite number >= 0, in seconds or bytes")
+                faults.append(
+                    f"{field.name} is {quoted(value)}; it is a finite number >= 0, in seconds or "
+                    "bytes"
+                )
                 continue
             object.__setattr__(self, field.name, plain(value))
         if faults:
@@ -99,29 +108,51 @@ class LayerCost:
         return 2 * self.gradient_bytes if self.optimizer is None else self.optimizer
 
 
-def stage_costs(layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat, transfer: float) -> Costs:
+def stage_costs(
+    layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat, transfer: float
+) -> Costs:
     """The times of a layout's stages as the lowered program spends them.
 
-    The backward of `last` runs in the forward of the last stage, which hands on its cotangent, and that of `first` in the input gradient of
-    the first stage.  Under full remat the backward, or its half I, begins with the stage's forward.
+    The backward of `last` runs in the forward of the last stage, which hands on its cotangent, and
+    that of `first` in the input gradient of the first stage.  Under full remat the backward, or its
+    half I, begins with the stage's forward.
     """
     last = layout.num_stages - 1
     fields_of = ("forward", "input_grad", "weight_grad", "backward", "recompute")
     times: dict[str, list[float]] = {name: [] for name in fields_of}
     for s, letters in enumerate(layout.stages):
-        inner = [costs[letter] for letter in letters if not (is_first(s, letter) or is_last(s, last, letter))]
+        inner = [
+            costs[letter]
+            for letter in letters
+            if not (is_first(s, letter) or is_last(s, last, letter))
+        ]
         run, again = total(inner, "forward"), remat is Remat.FULL
         lead = sum(costs[letter].forward for letter in letters if is_first(s, letter))
         gradient = sum(costs[letter].backward_seconds for letter in letters if is_first(s, letter))
-        loss = sum(costs[letter].forward + costs[letter].backward_seconds for letter in letters if is_last(s, last, letter))
+        loss = sum(
+            costs[letter].forward + costs[letter].backward_seconds
+            for letter in letters
+            if is_last(s, last, letter)
+        )
         times["forward"].append(run + lead + loss)
         times["input_grad"].append(total(inner, "input_grad") + gradient + again * run)
         times["weight_grad"].append(total(inner, "weight_grad"))
         times["backward"].append(total(inner, "backward_seconds") + gradient + again * run)
         times["recompute"].append(run)
-    forward, input_grad, weight_grad, backward, recompute = (tuple(times[name]) for name in fields_of)
-    more: dict[str, Any] = {"unit": "seconds"} | ({"recompute": recompute} if remat is Remat.STAGES else {})
-    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward, transfer=transfer, **more)
+    forward, input_grad, weight_grad, backward, recompute = (
+        tuple(times[name]) for name in fields_of
+    )
+    more: dict[str, Any] = {"unit": "seconds"} | (
+        {"recompute": recompute} if remat is Remat.STAGES else {}
+    )
+    return Costs(
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=backward,
+        transfer=transfer,
+        **more,
+    )
 
 
 def is_first(stage: int, letter: str) -> bool:
@@ -141,16 +172,23 @@ def total(layers: Sequence[LayerCost], name: str) -> float:
 
 
 def read_layer_costs(given: Mapping[str, Any]) -> dict[str, LayerCost]:
-    """Costs of letters as `json.load` gives them: {"t": {"forward": 0.01, ...}, ...}; CostError lists what is wrong."""
+    """Costs of letters as `json.load` gives them: {"t": {"forward": 0.01, ...}, ...}; CostError
+    lists what is wrong.
+    """
     known = [field.name for field in fields(LayerCost)]
     faults, found = [], {}
     for letter, values in given.items():
         if not isinstance(values, Mapping):
-            faults.append(f"layer {quoted(letter)}: give its costs as an object, not {quoted(values)}")
+            faults.append(
+                f"layer {quoted(letter)}: give its costs as an object, not {quoted(values)}"
+            )
             continue
         unknown = [name for name in values if name not in known]
         missing = [name for name in ("forward", "input_grad", "weight_grad") if name not in values]
-        faults += [f"layer {quoted(letter)}: there is no cost {quoted(name)}; they are {', '.join(known)}" for name in unknown]
+        faults += [
+            f"layer {quoted(letter)}: there is no cost {quoted(name)}; they are {', '.join(known)}"
+            for name in unknown
+        ]
         faults += [f"layer {quoted(letter)}: {name} is missing" for name in missing]
         if not unknown and not missing:
             found[letter] = LayerCost(**values)

@@ -1,4 +1,6 @@
-"""Layers to stages: the split with the cheapest slowest stage, then layers moved over stage borders where that shortens the step."""
+"""Layers to stages: the split with the cheapest slowest stage, then layers moved over stage borders
+where that shortens the step.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,26 @@ from .layer_cost import FIRST, LAST, LayerCost, Remat
 
 
 def balanced(
-    layers: str, costs: Mapping[str, LayerCost], *, devices: int, chunks: int, remat: Remat, most_bytes: float = float("inf")
+    layers: str,
+    costs: Mapping[str, LayerCost],
+    *,
+    devices: int,
+    chunks: int,
+    remat: Remat,
+    most_bytes: float = float("inf"),
 ) -> Layout:
-    """The layout whose slowest stage is as fast as possible, with embedding, head and loss counted; exact, by dynamic programming.
+    """The layout whose slowest stage is as fast as possible, with embedding, head and loss counted;
+    exact, by dynamic programming.
 
-    No stage holds more than `most_bytes` of parameters, gradients and optimizer state.  LayoutError where that cannot be.
+    No stage holds more than `most_bytes` of parameters, gradients and optimizer state.  LayoutError
+    where that cannot be.
     """
     again = remat is Remat.FULL
-    seconds = [costs[c].forward * (2 if again and c not in (FIRST, LAST) else 1) + costs[c].backward_seconds for c in layers]
+    seconds = [
+        costs[c].forward * (2 if again and c not in (FIRST, LAST) else 1)
+        + costs[c].backward_seconds
+        for c in layers
+    ]
     # What every device holds anyway is no reason to split otherwise.
     sizes = [0.0 if c in (FIRST, LAST) else costs[c].held_bytes for c in layers]
     pieces = split_layers(seconds, stages=devices * chunks, sizes=sizes, most=most_bytes)
@@ -25,9 +39,11 @@ def balanced(
 
 
 def improved(layout: Layout, makespan: Callable[[Layout], float], *, tries: int) -> Layout:
-    """The layout with single layers moved over borders between stages, one after the other, as long as the step gets shorter.
+    """The layout with single layers moved over borders between stages, one after the other, as long
+    as the step gets shorter.
 
-    What a balanced split cannot know is that a stage at either end may be lighter or heavier without being waited for.
+    What a balanced split cannot know is that a stage at either end may be lighter or heavier
+    without being waited for.
     """
     best, shortest = layout, makespan(layout)
     settled = False
@@ -55,4 +71,6 @@ def _moves(layout: Layout) -> Iterator[Layout]:
         changed = [(left[:-1], left[-1] + right)] if len(left) > 1 else []
         changed += [(left + right[0], right[1:])] if len(right) > 1 else []
         for one, other in changed:
-            yield Layout((*stages[: border - 1], one, other, *stages[border + 1 :]), layout.num_devices)
+            yield Layout(
+                (*stages[: border - 1], one, other, *stages[border + 1 :]), layout.num_devices
+            )

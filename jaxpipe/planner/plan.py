@@ -1,4 +1,6 @@
-"""The fastest pipelines that fit: every schedule, number of chunks and remat that may vary, simulated, lowered and compared."""
+"""The fastest pipelines that fit: every schedule, number of chunks and remat that may vary,
+simulated, lowered and compared.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,18 @@ from .running import program_of, step_seconds
 
 _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 # Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "auto")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+    "zbv",
+    "v_half",
+    "v_min",
+    "auto",
+)
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
 
@@ -52,53 +65,104 @@ def plan(
     axis: str = "pipe",
     data_axes: Sequence[str] = (),
 ) -> Plans:
-    """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and remat, with what each device holds.
+    """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and
+    remat, with what each device holds.
 
-    Layers are split over stages so that the slowest stage is as fast as possible (exact dynamic programming), then moved one by one where
-    the simulated step gets shorter.  The candidates of the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh:
-    seconds are those of the lowered program for these costs, and memory is that of its pools, accumulators, parameters and optimizer
-    state.
+    Layers are split over stages so that the slowest stage is as fast as possible (exact dynamic
+    programming), then moved one by one where the simulated step gets shorter.  The candidates of
+    the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh: seconds are
+    those of the lowered program for these costs, and memory is that of its pools, accumulators,
+    parameters and optimizer state.
 
     Args:
         layers: a layer a letter, such as "E" + "t" * 80 + "L"; "E" is `first`, "L" is `last`.
-        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure_layers`); by M, where that may vary.
+        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure_layers`); by
+            M, where that may vary.
         devices: P.
-        microbatches: M, or some numbers to choose among: a step has the same rows, so each comes with costs of its own.
+        microbatches: M, or some numbers to choose among: a step has the same rows, so each comes
+            with costs of its own.
         memory: bytes that a device has; no limit where it is None.
         transfer: seconds of a hop to another device, where M may vary by its number.
         schedules: names of `schedules.names()` to choose among.
         chunks: stages per device to choose among.
-        remat: what may be computed again, to choose among: None (nothing), "full", or "stages": of each stage the fewest microbatches
-            for which the memory is enough (`add_recompute`).
-        search: seconds of search by OR-tools for a shorter table than the best one (the extra `jaxpipe[solver]`).
+        remat: what may be computed again, to choose among: None (nothing), "full", or "stages": of
+            each stage the fewest microbatches for which the memory is enough (`add_recompute`).
+        search: seconds of search by OR-tools for a shorter table than the best one (the extra
+            `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
-        progress: is told (how many choices are simulated, of how many), then (how many candidates are lowered, of how many).
-        traced: the memory of a step by what it is for, and its "total", of the traced model (`traced_memory` makes it); it takes the place
-            of the sums of layers' sizes for every plan that is lowered.
-        mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.  Among virtual CPU devices of one process,
-            every transfer waits for all of them.  Where it has axes besides those below (tensor parallelism), costs are those of what one
-            device has of a layer (`measure_layers(mesh=)`), and on GPUs the host decides each predicate, since blocks communicate.
+        progress: is told (how many choices are simulated, of how many), then (how many candidates
+            are lowered, of how many).
+        traced: the memory of a step by what it is for, and its "total", of the traced model
+            (`traced_memory` makes it); it takes the place of the sums of layers' sizes for every
+            plan that is lowered.
+        mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.
+            Among virtual CPU devices of one process, every transfer waits for all of them.  Where
+            it has axes besides those below (tensor parallelism), costs are those of what one device
+            has of a layer (`measure_layers(mesh=)`), and on GPUs the host decides each predicate,
+            since blocks communicate.
         axis, data_axes: of the mesh, as for `Pipeline`.
 
     Returns:
         Plans, a sequence with `.rejected`: what was left out, and why.
 
     Raises:
-        PlanError: an argument is of another kind, a letter or a number of microbatches has no cost, there are fewer layers than
-            devices, nothing fits (with the nearest plan), the mesh has no such axes, or numbers look as if they were in other units.
+        PlanError: an argument is of another kind, a letter or a number of microbatches has no cost,
+            there are fewer layers than devices, nothing fits (with the nearest plan), the mesh has
+            no such axes, or numbers look as if they were in other units.
 
-    >>> t = LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
+    >>> t = LayerCost(
+    ...     forward=0.010,
+    ...     input_grad=0.011,
+    ...     weight_grad=0.009,
+    ...     parameters=4e8,
+    ...     residuals=1e8,
+    ...     boundary=1e7,
+    ... )
     >>> head = LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
-    >>> best, *others = plan("t" * 15 + "L", {"t": t, "L": head}, devices=4, microbatches=8, memory=16e9, chunks=(1,), remat=(None,))
+    >>> best, *others = plan(
+    ...     "t" * 15 + "L",
+    ...     {"t": t, "L": head},
+    ...     devices=4,
+    ...     microbatches=8,
+    ...     memory=16e9,
+    ...     chunks=(1,),
+    ...     remat=(None,),
+    ... )
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    given: dict[str, Any] = {"layers": layers, "costs": costs, "microbatches": microbatches, "transfer": transfer, "schedules": schedules}
-    given |= {"chunks": chunks, "remat": remat, "search": search, "seed": seed, "most": most, "progress": progress, "traced": traced}
+    given: dict[str, Any] = {
+        "layers": layers,
+        "costs": costs,
+        "microbatches": microbatches,
+        "transfer": transfer,
+        "schedules": schedules,
+    }
+    given |= {
+        "chunks": chunks,
+        "remat": remat,
+        "search": search,
+        "seed": seed,
+        "most": most,
+        "progress": progress,
+        "traced": traced,
+    }
     refuse(given | {"axis": axis, "data_axes": data_axes})
     axes = Axes(axis, (data_axes,) if isinstance(data_axes, str) else tuple(data_axes))
-    asked = questions(layers, costs, devices, microbatches, memory, transfer, schedules or SCHEDULES, chunks, remat, mesh, axes)
+    asked = questions(
+        layers,
+        costs,
+        devices,
+        microbatches,
+        memory,
+        transfer,
+        schedules or SCHEDULES,
+        chunks,
+        remat,
+        mesh,
+        axes,
+    )
     candidates, rejected = _candidates(_roomy(asked), progress)
     candidates.sort(key=lambda c: c.seconds)
     candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
@@ -107,7 +171,10 @@ def plan(
     beyond: list[_Lowered] = []
     for done, candidate in enumerate(candidates):
         # No program is shorter than its table, so what comes now cannot be among the best any more.
-        if len(fitting) >= most and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]:
+        if (
+            len(fitting) >= most
+            and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]
+        ):
             break
         lowered = _least(candidate)
         # Sums of layers' sizes say nothing of a traced model.
@@ -121,7 +188,12 @@ def plan(
     if search:
         fitting += _searched(min(fitting, key=lambda f: f.seconds), search, seed, traced)
     fitting.sort(key=lambda f: (f.seconds, f.needs))
-    rejected += [Rejected(b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds) for b in beyond]
+    rejected += [
+        Rejected(
+            b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds
+        )
+        for b in beyond
+    ]
     return Plans(tuple(_result(f) for f in fitting[:most]), tuple(rejected))
 
 
@@ -146,7 +218,13 @@ class _Candidate(NamedTuple):
         parts += [f"cap {self.cap}"] if self.cap else []
         parts += [f"M {self.question.microbatches}"] if self.question.one_of_many else []
         share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
-        parts += [f"recompute {share:.0%}"] if self.recomputing else [f"remat {self.remat.value}"] if self.remat is Remat.FULL else []
+        parts += (
+            [f"recompute {share:.0%}"]
+            if self.recomputing
+            else [f"remat {self.remat.value}"]
+            if self.remat is Remat.FULL
+            else []
+        )
         return ", ".join(parts)
 
 
@@ -166,26 +244,42 @@ class _Lowered:
         return self.memory.total if self.traced is None else self.traced["total"] + self.optimizer
 
 
-def _candidates(asked: Sequence[Question], progress: Callable[[int, int], None] | None) -> tuple[list[_Candidate], list[Rejected]]:
+def _candidates(
+    asked: Sequence[Question], progress: Callable[[int, int], None] | None
+) -> tuple[list[_Candidate], list[Rejected]]:
     """Every choice that can be built."""
     choices = [(question, *choice) for question in asked for choice in _choices(question)]
     found: list[_Candidate] = []
     rejected: list[Rejected] = []
     for done, (question, name, chunks, remat) in enumerate(choices):
         try:
-            layout = balanced(question.layers, question.costs, devices=question.devices, chunks=chunks, remat=remat)
+            layout = balanced(
+                question.layers,
+                question.costs,
+                devices=question.devices,
+                chunks=chunks,
+                remat=remat,
+            )
             caps = _caps(question, layout, chunks, remat) if name == "auto" else (None,)
             built = [_built(question, name, chunks, remat, cap, layout) for cap in caps]
-            found += [each for one in built for each in (_recomputing(one) if remat is Remat.STAGES else (one,))]
+            found += [
+                each
+                for one in built
+                for each in (_recomputing(one) if remat is Remat.STAGES else (one,))
+            ]
         except (ScheduleError, LayoutError) as error:
-            rejected.append(Rejected(f"{name}, V {chunks}", str(error).splitlines()[-1].strip(), None))
+            rejected.append(
+                Rejected(f"{name}, V {chunks}", str(error).splitlines()[-1].strip(), None)
+            )
         if progress is not None:
             progress(done + 1, len(choices))
     return found, rejected
 
 
 def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
-    """The table with the fewest R for as many activations as there is room for, for one less, and for one: by sums of layers' sizes."""
+    """The table with the fewest R for as many activations as there is room for, for one less, and
+    for one: by sums of layers' sizes.
+    """
     peak = max(simulate(candidate.schedule, candidate.costs).peak_activations)
     room = _room(candidate)
     if room >= peak and Remat.NONE not in candidate.question.remat:
@@ -194,7 +288,9 @@ def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
         table = add_recompute(candidate.schedule, costs=candidate.costs, max_activations=cap)
         count = sum(action.kind is Kind.R for _, _, action in table.actions())
         if count:
-            yield candidate._replace(schedule=table, seconds=simulate(table, candidate.costs).makespan, recomputing=count)
+            yield candidate._replace(
+                schedule=table, seconds=simulate(table, candidate.costs).makespan, recomputing=count
+            )
 
 
 def _room(candidate: _Candidate) -> int:
@@ -205,7 +301,11 @@ def _room(candidate: _Candidate) -> int:
     held = _memory(candidate, slots)
     each = held.residuals / slots.residual_weight
     free = question.memory - (held.total - held.residuals)
-    return int(free / each) if each else candidate.schedule.num_stages * candidate.schedule.num_microbatches
+    return (
+        int(free / each)
+        if each
+        else candidate.schedule.num_stages * candidate.schedule.num_microbatches
+    )
 
 
 def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
@@ -215,35 +315,59 @@ def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
         for chunks in question.chunks:
             # With one stage a device it is 1F1B with more activations.
             same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in question.schedules
-            if not same and rule.nearest(chunks) == chunks and question.devices * chunks <= len(question.layers):
+            if (
+                not same
+                and rule.nearest(chunks) == chunks
+                and question.devices * chunks <= len(question.layers)
+            ):
                 for remat in question.remat:
                     # Where memory has no limit, nothing is computed again for it.
                     if remat is not Remat.STAGES or question.memory is not None:
                         yield name, chunks, remat
 
 
-def _built(question: Question, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout) -> _Candidate:
+def _built(
+    question: Question, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout
+) -> _Candidate:
     """A candidate with its table."""
     costs = stage_costs(layout, question.costs, remat=remat, transfer=question.transfer)
     options: dict[str, Any] = {} if cap is None else {"max_activations": cap}
     if any(option.name == "costs" for option in describe(name).options):
         options["costs"] = costs
-    schedule = build(name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options)
-    return _Candidate(question, name, chunks, remat, cap, layout, schedule, costs, simulate(schedule, costs).makespan)
+    schedule = build(
+        name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options
+    )
+    return _Candidate(
+        question,
+        name,
+        chunks,
+        remat,
+        cap,
+        layout,
+        schedule,
+        costs,
+        simulate(schedule, costs).makespan,
+    )
 
 
 def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
-    """Caps for `auto`: as much as it asks for, 1F1B's memory, and what the limit leaves room for."""
+    """Caps for `auto`: as much as it asks for, 1F1B's memory, and what the limit leaves
+    room for.
+    """
     enough = chunks * question.devices
     if question.memory is None:
         return None, enough
-    trial = _built(question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout)
+    trial = _built(
+        question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout
+    )
     slots = program_of(question.target, trial.schedule, trial.costs).program().slots
     held = _memory(trial, slots)
     each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
     room = question.memory - (held.total - held.residuals - held.boundaries)
     fits = int(room / each) if each else 2 * enough
-    return tuple(dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))]))
+    return tuple(
+        dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))])
+    )
 
 
 def _refined(candidate: _Candidate) -> _Candidate:
@@ -251,7 +375,9 @@ def _refined(candidate: _Candidate) -> _Candidate:
     question = candidate.question
 
     def makespan(layout: Layout) -> float:
-        costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
+        costs = stage_costs(
+            layout, question.costs, remat=candidate.remat, transfer=question.transfer
+        )
         return simulate(candidate.schedule, costs).makespan
 
     layout = improved(candidate.layout, makespan, tries=_MOVES)
@@ -263,7 +389,11 @@ def _refined(candidate: _Candidate) -> _Candidate:
     same = candidate._replace(layout=layout, costs=costs, schedule=table, seconds=makespan(layout))
     if candidate.recomputing:
         return same
-    return min(same, _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout), key=lambda c: c.seconds)
+    return min(
+        same,
+        _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout),
+        key=lambda c: c.seconds,
+    )
 
 
 def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
@@ -281,12 +411,18 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
 def _memory(candidate: _Candidate, slots: Slots) -> Memory:
     """What a device holds of it, by sums of layers' sizes."""
     costs, in_place = candidate.question.costs, candidate.question.target.on_gpus
-    return memory_of(candidate.layout, candidate.schedule, costs, slots, remat=candidate.remat, in_place=in_place)
+    return memory_of(
+        candidate.layout, candidate.schedule, costs, slots, remat=candidate.remat, in_place=in_place
+    )
 
 
 def _least(candidate: _Candidate) -> _Lowered:
     """What its program takes and holds at the least."""
-    return _Lowered(candidate, candidate.seconds, _memory(candidate, least_slots(simulate(candidate.schedule, candidate.costs))))
+    return _Lowered(
+        candidate,
+        candidate.seconds,
+        _memory(candidate, least_slots(simulate(candidate.schedule, candidate.costs))),
+    )
 
 
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
@@ -295,16 +431,32 @@ def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None)
     if old.recomputing:
         return []
     cap = max(*simulate(old.schedule, old.costs).peak_activations, old.schedule.num_chunks)
-    shape: dict[str, Any] = {"devices": question.devices, "microbatches": question.microbatches, "chunks": old.chunks}
-    table = build("auto", **shape, placement=old.schedule.placement, max_activations=cap, costs=old.costs, search=seconds, seed=seed)
-    found = old._replace(name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan)
+    shape: dict[str, Any] = {
+        "devices": question.devices,
+        "microbatches": question.microbatches,
+        "chunks": old.chunks,
+    }
+    table = build(
+        "auto",
+        **shape,
+        placement=old.schedule.placement,
+        max_activations=cap,
+        costs=old.costs,
+        search=seconds,
+        seed=seed,
+    )
+    found = old._replace(
+        name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan
+    )
     lowered = _lower(found, traced)
     fits = question.memory is None or lowered.needs <= question.memory
     return [lowered] if fits and lowered.seconds < best.seconds else []
 
 
 def _roomy(asked: Sequence[Question]) -> list[Question]:
-    """Those for which parameters, gradients and optimizer state alone fit; PlanError where that is none."""
+    """Those for which parameters, gradients and optimizer state alone fit; PlanError where that is
+    none.
+    """
     least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in asked]
     found = [q for needs, q in least if q.memory is None or needs <= q.memory]
     if found:
@@ -312,24 +464,31 @@ def _roomy(asked: Sequence[Question]) -> list[Question]:
     needs, question = min(least, key=lambda each: each[0])
     assert question.memory is not None
     raise PlanError(
-        f"nothing fits into {gib(question.memory)} a device: the nearest is an even split of the layers, which needs {gib(needs)} for "
-        f"parameters, gradients and optimizer state alone, {gib(needs - question.memory)} more; {_ADVICE}"
+        f"nothing fits into {gib(question.memory)} a device: the nearest is an even split of the "
+        f"layers, which needs {gib(needs)} for "
+        f"parameters, gradients and optimizer state alone, {gib(needs - question.memory)} more; "
+        f"{_ADVICE}"
     )
 
 
-def _nothing_fits(question: Question, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]) -> PlanError:
+def _nothing_fits(
+    question: Question, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]
+) -> PlanError:
     """By how much, and what comes nearest."""
     if not beyond:
         return PlanError.listing(
-            "no schedule can be built for this model", [f"{r.what}: {r.why}" for r in rejected] or ["none was asked for"]
+            "no schedule can be built for this model",
+            [f"{r.what}: {r.why}" for r in rejected] or ["none was asked for"],
         )
     assert question.memory is not None
     near = min(beyond, key=lambda b: b.needs)
     needs = near.needs - question.memory
     part, held = max(vars(near.memory).items(), key=lambda item: item[1])
     return PlanError(
-        f"nothing fits into {gib(question.memory)} a device: the nearest is {near.candidate.words}, layout {near.candidate.layout}, "
-        f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, {_PARTS[part]}); {_ADVICE}"
+        f"nothing fits into {gib(question.memory)} a device: the nearest is "
+        f"{near.candidate.words}, layout {near.candidate.layout}, "
+        f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, "
+        f"{_PARTS[part]}); {_ADVICE}"
     )
 
 
@@ -363,9 +522,14 @@ def _result(lowered: _Lowered) -> PipelinePlan:
     times = c.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
     slow = max(range(len(whole)), key=lambda s: whole[s])
-    gap = f"; at most {certificate.gap:.1%} above the optimum for its layout, remat and memory" if bound else ""
+    gap = (
+        f"; at most {certificate.gap:.1%} above the optimum for its layout, remat and memory"
+        if bound
+        else ""
+    )
     why = (
-        f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms a microbatch, "
+        f"{timeline.bubble:.1%} bubble; stage {slow} ({c.layout.stages[slow]}) is the slowest, "
+        f"{whole[slow] * 1e3:.3g} ms a microbatch, "
         f"the mean is {sum(whole) / len(whole) * 1e3:.3g} ms{gap}"
     )
     return replace(_plan(lowered), lower_bound=bound, why=why, certificate=certificate)

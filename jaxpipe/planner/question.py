@@ -30,7 +30,11 @@ def _is_count(value: object) -> bool:
 
 def _are(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Whether a value is a sequence of values that are accepted."""
-    return lambda value: isinstance(value, Collection) and not isinstance(value, str | Mapping) and all(map(accepts, value))
+    return lambda value: (
+        isinstance(value, Collection)
+        and not isinstance(value, str | Mapping)
+        and all(map(accepts, value))
+    )
 
 
 def _is_text(value: object) -> bool:
@@ -48,16 +52,27 @@ def _is_function(value: object) -> bool:
 _KINDS = {
     "layers": _Kind(_is_text, "a text with a letter for each layer, such as 'Et*80,L'"),
     "costs": _Kind(lambda v: isinstance(v, Mapping), "a mapping, {'t': jaxpipe.LayerCost(...)}"),
-    "microbatches": _Kind(lambda v: _is_count(v) or _are(_is_count)(v), "a whole number of at least 1, or a few of them"),
-    "transfer": _Kind(lambda v: _is_hop(v) or (isinstance(v, Mapping) and _are(_is_hop)(list(v.values()))), "seconds, 0 or more"),
-    "schedules": _Kind(lambda v: v is None or _is_text(v) or _are(_is_text)(v), "names of schedules, such as ('1f1b', 'zb_h1')"),
+    "microbatches": _Kind(
+        lambda v: _is_count(v) or _are(_is_count)(v),
+        "a whole number of at least 1, or a few of them",
+    ),
+    "transfer": _Kind(
+        lambda v: _is_hop(v) or (isinstance(v, Mapping) and _are(_is_hop)(list(v.values()))),
+        "seconds, 0 or more",
+    ),
+    "schedules": _Kind(
+        lambda v: v is None or _is_text(v) or _are(_is_text)(v),
+        "names of schedules, such as ('1f1b', 'zb_h1')",
+    ),
     "chunks": _Kind(_are(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
     "remat": _Kind(_are(lambda v: v is None or _is_text(v)), "some of (None, 'full', 'stages')"),
     "search": _Kind(_is_hop, "seconds, 0 or more"),
     "seed": _Kind(lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
     "most": _Kind(_is_count, "a whole number of at least 1"),
     "progress": _Kind(_is_function, "a function of (done, of), or None"),
-    "traced": _Kind(_is_function, "a function of a plan, as jaxpipe.traced_memory makes it, or None"),
+    "traced": _Kind(
+        _is_function, "a function of a plan, as jaxpipe.traced_memory makes it, or None"
+    ),
     "axis": _Kind(_is_text, "the name of a mesh axis"),
     "data_axes": _Kind(lambda v: _is_text(v) or _are(_is_text)(v), "names of mesh axes"),
 }
@@ -67,7 +82,10 @@ def refuse(given: Mapping[str, Any]) -> None:
     """PlanError that lists the arguments of `plan` of another kind than they must be."""
     wrong = {name: value for name, value in given.items() if not _KINDS[name].accepts(value)}
     if wrong:
-        faults = [f"{name} must be {_KINDS[name].wants}, not {quoted(value)}" for name, value in wrong.items()]
+        faults = [
+            f"{name} must be {_KINDS[name].wants}, not {quoted(value)}"
+            for name, value in wrong.items()
+        ]
         raise PlanError.listing("there is no plan for this", faults)
 
 
@@ -111,24 +129,43 @@ class Question:
         axes: Axes,
     ) -> Question:
         """PlanError that lists everything that is wrong."""
-        faults = [] if _is_count(devices) else [f"devices must be a whole number of at least 1, not {quoted(devices)}"]
-        faults += [f"costs has a key {quoted(c)}; its keys are the letters of layers" for c in costs if not _is_text(c)]
-        faults += [f"remat holds {quoted(r)}; it is None, 'full' or 'stages'" for r in remat if r not in _REMATS]
+        faults = (
+            []
+            if _is_count(devices)
+            else [f"devices must be a whole number of at least 1, not {quoted(devices)}"]
+        )
+        faults += [
+            f"costs has a key {quoted(c)}; its keys are the letters of layers"
+            for c in costs
+            if not _is_text(c)
+        ]
+        faults += [
+            f"remat holds {quoted(r)}; it is None, 'full' or 'stages'"
+            for r in remat
+            if r not in _REMATS
+        ]
         names = [schedules] if isinstance(schedules, str) else list(schedules)
         if memory is not None and not (is_number(memory) and memory > 0):
             faults.append(f"memory must be bytes that a device has, or None, not {quoted(memory)}")
         faults += _mesh_faults(mesh, axes, devices)
         faults += [
-            f"costs[{quoted(c)}] must be a jaxpipe.LayerCost, not {quoted(v)}" for c, v in costs.items() if not isinstance(v, LayerCost)
+            f"costs[{quoted(c)}] must be a jaxpipe.LayerCost, not {quoted(v)}"
+            for c, v in costs.items()
+            if not isinstance(v, LayerCost)
         ]
         if faults:
             raise PlanError.listing("there is no plan for this", faults)
         model = parse_layout(layers, devices=1, letters="".join(sorted({*"EtmL", *costs})))
         letters = model.layers
         if model.num_stages > 1:
-            faults.append(f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. 'Et*80,L'")
+            faults.append(
+                f"layers={quoted(layers)} already holds '|'; write the layers alone, e.g. 'Et*80,L'"
+            )
         missing = sorted(set(letters) - set(costs))
-        faults += [f"costs are missing for layer {c!r}; give costs[{c!r}] = jaxpipe.LayerCost(...)" for c in missing]
+        faults += [
+            f"costs are missing for layer {c!r}; give costs[{c!r}] = jaxpipe.LayerCost(...)"
+            for c in missing
+        ]
         if devices * min(chunks, default=1) > len(letters):
             faults.append(
                 f"{len(letters)} layers are too few for {devices} devices of {min(chunks)} stages; "
@@ -141,7 +178,19 @@ class Question:
         kinds = tuple(dict.fromkeys(Remat(r) for r in remat))
         stages = tuple(dict.fromkeys(chunks))
         target = _target(mesh, axes)
-        return cls(letters, costs, devices, microbatches, memory, transfer, tuple(names), stages, kinds, axes, target)
+        return cls(
+            letters,
+            costs,
+            devices,
+            microbatches,
+            memory,
+            transfer,
+            tuple(names),
+            stages,
+            kinds,
+            axes,
+            target,
+        )
 
 
 def questions(
@@ -161,20 +210,32 @@ def questions(
                 f"write microbatches={tuple(costs)} or give the costs of that number alone"
             )
         if isinstance(transfer, Mapping):
-            raise PlanError("transfer is given by number of microbatches, but microbatches is one number; give its seconds alone")
+            raise PlanError(
+                "transfer is given by number of microbatches, but microbatches is one number; "
+                "give its seconds alone"
+            )
         return (Question.of(layers, costs, devices, microbatches, memory, transfer, *rest),)
     assert not isinstance(microbatches, int)
     counts = tuple(dict.fromkeys(microbatches))
     if not counts:
-        raise PlanError("microbatches is empty; give one number or a few to choose among, such as (8, 16)")
+        raise PlanError(
+            "microbatches is empty; give one number or a few to choose among, such as (8, 16)"
+        )
     missing = [count for count in counts if not isinstance(costs.get(count), Mapping)]
     if missing:
         raise PlanError(
-            f"costs are missing for {', '.join(map(str, missing))} microbatches: a microbatch of another size costs something else; give "
+            f"costs are missing for {', '.join(map(str, missing))} microbatches: a microbatch of "
+            "another size costs something else; give "
             "costs={8: {...}, 16: {...}}, each measured for the microbatch of that number"
         )
-    hops = {count: transfer.get(count, 0.0) if isinstance(transfer, Mapping) else transfer for count in counts}
-    found = (Question.of(layers, costs[count], devices, count, memory, hops[count], *rest) for count in counts)
+    hops = {
+        count: transfer.get(count, 0.0) if isinstance(transfer, Mapping) else transfer
+        for count in counts
+    }
+    found = (
+        Question.of(layers, costs[count], devices, count, memory, hops[count], *rest)
+        for count in counts
+    )
     return tuple(replace(question, one_of_many=len(counts) > 1) for question in found)
 
 
@@ -193,31 +254,56 @@ def _mesh_faults(mesh: Any, axes: Axes, devices: int) -> list[str]:
     if not (hasattr(mesh, "devices") and hasattr(mesh, "shape")):
         return [f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}"]
     sizes = dict(mesh.shape)
-    faults = [f"the mesh has no data axis {name!r}; its axes are {sizes}" for name in axes.data if name not in sizes]
+    faults = [
+        f"the mesh has no data axis {name!r}; its axes are {sizes}"
+        for name in axes.data
+        if name not in sizes
+    ]
     if axes.pipe not in sizes:
-        faults.append(f"the mesh has no axis {axes.pipe!r}; its axes are {sizes}: write axis= one of them")
+        faults.append(
+            f"the mesh has no axis {axes.pipe!r}; its axes are {sizes}: write axis= one of them"
+        )
     elif sizes[axes.pipe] != devices:
-        faults.append(f"devices is {devices}, but mesh axis {axes.pipe!r} has {sizes[axes.pipe]}; write devices={sizes[axes.pipe]}")
+        faults.append(
+            f"devices is {devices}, but mesh axis {axes.pipe!r} has {sizes[axes.pipe]}; write "
+            f"devices={sizes[axes.pipe]}"
+        )
     return faults
 
 
-def _unit_faults(costs: Mapping[str, LayerCost], memory: float | None, transfer: float) -> list[str]:
+def _unit_faults(
+    costs: Mapping[str, LayerCost], memory: float | None, transfer: float
+) -> list[str]:
     """Numbers that are thousands of times too large or small beside the others."""
     faults = []
     if memory is not None and memory < _LEAST_MEMORY:
         faults.append(f"memory={memory:g} is {memory:g} bytes; for gigabytes write {memory:g}e9")
     seconds = {c: cost.forward + cost.backward_seconds for c, cost in costs.items()}
     long = [c for c, s in seconds.items() if s > _MOST_SECONDS]
-    faults += [f"layer {c!r} takes {seconds[c]:g} seconds a microbatch; times are in seconds: possible typo" for c in long]
+    faults += [
+        f"layer {c!r} takes {seconds[c]:g} seconds a microbatch; times are in seconds: possible "
+        "typo"
+        for c in long
+    ]
     timed = {c: s for c, s in seconds.items() if s > 0 and c not in ("E", "L")}
     if timed and max(timed.values()) > _UNLIKE * min(timed.values()):
         slow, fast = max(timed, key=lambda c: timed[c]), min(timed, key=lambda c: timed[c])
         faults.append(
-            f"layer {slow!r} takes {timed[slow]:g} s and layer {fast!r} {timed[fast]:g} s; are both in seconds? (milliseconds are 1e-3)"
+            f"layer {slow!r} takes {timed[slow]:g} s and layer {fast!r} {timed[fast]:g} s; are "
+            "both in seconds? (milliseconds are 1e-3)"
         )
     if timed and transfer > 1000 * max(timed.values()):
-        faults.append(f"transfer={transfer:g} s is over a thousand times a layer's {max(timed.values()):g} s; are both in seconds?")
+        faults.append(
+            f"transfer={transfer:g} s is over a thousand times a layer's {max(timed.values()):g} "
+            "s; are both in seconds?"
+        )
     for letter, cost in costs.items():
-        small = [name for name in ("parameters", "residuals", "boundary") if 0 < getattr(cost, name) < 1]
-        faults += [f"layer {letter!r}: {name}={getattr(cost, name):g} is less than a byte; sizes are in bytes" for name in small]
+        small = [
+            name for name in ("parameters", "residuals", "boundary") if 0 < getattr(cost, name) < 1
+        ]
+        faults += [
+            f"layer {letter!r}: {name}={getattr(cost, name):g} is less than a byte; sizes are in "
+            "bytes"
+            for name in small
+        ]
     return faults

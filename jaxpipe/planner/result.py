@@ -25,12 +25,14 @@ class PipelinePlan:
         remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
         seconds: of one step, of the lowered program under the planned costs.
         memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
-        lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak of activations.
+        lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak
+            of activations.
         why: where its time goes, in a sentence.
         words: its choices in short.
         costs: of its stages, in seconds.
         parts: what a device's memory is for, from the sizes of its layers.
-        traced: the same of a step of the traced model, without the optimizer's state (`plan(traced=)`).
+        traced: the same of a step of the traced model, without the optimizer's state
+            (`plan(traced=)`).
         axis, data_axes: those of the mesh that it was planned for, as `Pipeline` takes them.
         certificate: how far from the lower bound its seconds are, and where the bound comes from.
     """
@@ -56,14 +58,22 @@ class PipelinePlan:
         return simulate(self.schedule, self.costs)
 
     def pipeline(self, layers: Mapping[str, Any], *, mesh: Any, **options: Any) -> Any:
-        """The `jaxpipe.Pipeline` that runs it: `layers` is a function for each letter; options are those of `Pipeline`.
+        """The `jaxpipe.Pipeline` that runs it: `layers` is a function for each letter; options are
+        those of `Pipeline`.
 
         Its program is the one that was planned, chosen by the same costs.
         """
         # By name: plans are made where JAX is not installed.
         made = import_module("jaxpipe.pipeline").Pipeline
-        mine = {"remat": self.remat, "costs": self.costs, "axis": self.axis, "data_axes": self.data_axes}
-        return made(layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **mine | options)
+        mine = {
+            "remat": self.remat,
+            "costs": self.costs,
+            "axis": self.axis,
+            "data_axes": self.data_axes,
+        }
+        return made(
+            layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **mine | options
+        )
 
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -75,7 +85,9 @@ class PipelinePlan:
             "remat": self.remat,
             "seconds": self.seconds,
             "memory": list(self.memory),
-            "memory_parts": None if self.parts is None else vars(self.parts) | {"total": self.parts.total},
+            "memory_parts": None
+            if self.parts is None
+            else vars(self.parts) | {"total": self.parts.total},
             "lower_bound": self.lower_bound,
             "gap": self.certificate and self.certificate.gap,
             "certificate": self.certificate and str(self.certificate),
@@ -85,7 +97,9 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A choice that was left out, why, and the seconds that it would have taken (None where it cannot be built)."""
+    """A choice that was left out, why, and the seconds that it would have taken (None where it
+    cannot be built).
+    """
 
     what: str
     why: str
@@ -121,7 +135,9 @@ class Plans(Sequence[PipelinePlan]):
         return iter(self.found)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """One line a plan: choices, layout, seconds, against the best, bubble, memory, the lower bound, and how far above it."""
+        """One line a plan: choices, layout, seconds, against the best, bubble, memory, the lower
+        bound, and how far above it.
+        """
         return [
             (
                 p.words,
@@ -139,7 +155,10 @@ class Plans(Sequence[PipelinePlan]):
     def __str__(self) -> str:
         lines = [COLUMNS, *self.rows()]
         widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
 
 
 COLUMNS = ("plan", "layout", "seconds", "vs best", "bubble", "memory", "bound", "above bound")

@@ -23,20 +23,27 @@ def program_of(target: Target, schedule: Schedule, costs: Costs) -> Plan:
 
 
 def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
-    """Of a step: the program simulated for these costs, with a hop's seconds for each transfer that a device takes part in.
+    """Of a step: the program simulated for these costs, with a hop's seconds for each transfer that
+    a device takes part in.
 
-    On GPUs predicates take time too (`Overheads`), and transfers run beside compute.  On CPU devices a transfer is awaited where it is
-    issued: by its two ends, or among virtual devices of one process by all.
+    On GPUs predicates take time too (`Overheads`), and transfers run beside compute.  On CPU
+    devices a transfer is awaited where it is issued: by its two ends, or among virtual devices of
+    one process by all.
     """
     hop = float(np.max(costs.transfer))
     if target.on_gpus:
-        return program_makespan(cost_parts(plan.ticks, costs), plan.segments, replace(target.overheads, hop=hop))
+        return program_makespan(
+            cost_parts(plan.ticks, costs), plan.segments, replace(target.overheads, hop=hop)
+        )
     by_all = target.runs_on is RunsOn.ONE_CPU_PROCESS
     return awaited_at_once(cost_matrix(plan.ticks, costs), plan.segments, hop, by_all=by_all)
 
 
-def awaited_at_once(costs: NDArray[np.float64], segments: Sequence[Segment], hop: float, *, by_all: bool) -> float:
-    """The makespan where whoever issues a transfer waits until its partners have, or all devices: XLA:CPU blocks in a permute.
+def awaited_at_once(
+    costs: NDArray[np.float64], segments: Sequence[Segment], hop: float, *, by_all: bool
+) -> float:
+    """The makespan where whoever issues a transfer waits until its partners have, or all devices:
+    XLA:CPU blocks in a permute.
 
     The emitter sees to it that no block of a device runs meanwhile (`spmd.exchange.permuted`).
     """

@@ -1,4 +1,6 @@
-"""Costs of the layers of a decoder-only transformer, estimated from its sizes: flops at a rate that is reached, bytes by formula."""
+"""Costs of the layers of a decoder-only transformer, estimated from its sizes: flops at a rate that
+is reached, bytes by formula.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from .layer_cost import LayerCost
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A transformer by its sizes, and how a device computes it; what `jaxpipe plan --width ...` is told.
+    """A transformer by its sizes, and how a device computes it; what `jaxpipe plan --width ...` is
+    told.
 
-    An estimate, not a measurement: matmuls alone take time, attention is causal and keeps no scores (Dao et al. 2022, FlashAttention).
-    Parameters are 2 bytes each, gradients 4, the optimizer's state (Adam's moments and a master copy) 12.
+    An estimate, not a measurement: matmuls alone take time, attention is causal and keeps no scores
+    (Dao et al. 2022, FlashAttention). Parameters are 2 bytes each, gradients 4, the optimizer's
+    state (Adam's moments and a master copy) 12.
 
     Args:
         width: of the hidden state.
@@ -23,8 +27,10 @@ class Transformer:
         rows: sequences of a microbatch.
         ffn: width of the MLP; 4 times the width where it is None.
         gated: whether the MLP has three matrices (SwiGLU).
-        kv_share: width of keys and values as a share of the width (grouped queries: 1/8 for 64 heads and 8 of keys).
-        tensor: devices that share a layer (tensor parallelism); they share what it computes and keeps.
+        kv_share: width of keys and values as a share of the width (grouped queries: 1/8 for 64
+            heads and 8 of keys).
+        tensor: devices that share a layer (tensor parallelism); they share what it computes and
+            keeps.
         shards: devices over which optimizer state is sharded.
         flops: floating point operations a second that one device reaches in matmuls.
         bandwidth: bytes a second between neighbours of the pipeline.
@@ -48,7 +54,9 @@ class Transformer:
         faults = [
             f"{name} must be a number above 0, not {quoted(value)}"
             for name, value in vars(self).items()
-            if value is not None and name not in ("gated", "latency") and not (is_number(value) and value > 0)
+            if value is not None
+            and name not in ("gated", "latency")
+            and not (is_number(value) and value > 0)
         ]
         if faults:
             raise CostError(listed("there is no transformer of these sizes", faults))
@@ -74,14 +82,23 @@ class Transformer:
         attention = self.width * self.width * (2 + 2 * self.kv_share)
         weights = attention + (3 if self.gated else 2) * self.width * ffn
         matmul = 2 * weights * self.tokens / self.tensor / self.flops
-        # Scores and values, half of them masked: 2 * context * width a token; the backward does twice as much.
+        # Scores and values, half of them masked: 2 * context * width a token; the backward does
+        # twice as much.
         scores = 2 * self.context * self.width * self.tokens / self.tensor / self.flops
-        # Inputs of matmuls and norms, 2 bytes each: x, its norm, q, k, v, attention's output, x again, its norm, and the MLP's hidden ones.
-        kept = 2 * self.tokens * (self.width * (6 + 2 * self.kv_share) + (3 if self.gated else 2) * ffn) / self.tensor
+        # Inputs of matmuls and norms, 2 bytes each: x, its norm, q, k, v, attention's output, x
+        # again, its norm, and the MLP's hidden ones.
+        kept = (
+            2
+            * self.tokens
+            * (self.width * (6 + 2 * self.kv_share) + (3 if self.gated else 2) * ffn)
+            / self.tensor
+        )
         table = self.vocab * self.width
         head = 2 * table * self.tokens / self.tensor / self.flops
         return {
-            "E": LayerCost(forward=0, input_grad=0, weight_grad=0, boundary=self.boundary, **self._held(table)),
+            "E": LayerCost(
+                forward=0, input_grad=0, weight_grad=0, boundary=self.boundary, **self._held(table)
+            ),
             "t": LayerCost(
                 forward=matmul + scores,
                 input_grad=matmul + 2 * scores,

@@ -1,3 +1,5 @@
-"""A whole training state in the model's canonical layout, whatever schedule holds it: what checkpoints are written from and read into."""
+"""A whole training state in the model's canonical layout, whatever schedule holds it: what
+checkpoints are written from and read into.
+"""
 
 from .state import PortableState as PortableState

@@ -1,4 +1,6 @@
-"""One leaf of a state: how it is spread, on which devices, what it is on the host, and with or without padding."""
+"""One leaf of a state: how it is spread, on which devices, what it is on the host, and with or
+without padding.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def text(path: Path) -> str:
 
 def spec_of(leaf: Any) -> tuple[Any, ...]:
     """How an array is spread, an entry a dim."""
-    spec = tuple(leaf.sharding.spec) if isinstance(getattr(leaf, "sharding", None), NamedSharding) else ()
+    spec = (
+        tuple(leaf.sharding.spec)
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        else ()
+    )
     return (*spec, *(None for _ in range(len(leaf.shape) - len(spec))))
 
 
@@ -35,12 +41,22 @@ def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 def unplaced(leaf: Any, like: Any) -> Any:
     """Where a plain program's array of another shape lies: on its device, or whole on its mesh."""
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) and leaf.shape != like.shape else sharding
+    return (
+        NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, NamedSharding) and leaf.shape != like.shape
+        else sharding
+    )
 
 
 def from_elsewhere(leaf: Any, mesh: Mesh) -> Any:
-    """A leaf that one program can take: one that lies on other devices than the mesh's goes over the host."""
-    here = not isinstance(leaf, jax.Array) or not leaf.committed or leaf.sharding.device_set == set(mesh.devices.flat)
+    """A leaf that one program can take: one that lies on other devices than the mesh's goes over
+    the host.
+    """
+    here = (
+        not isinstance(leaf, jax.Array)
+        or not leaf.committed
+        or leaf.sharding.device_set == set(mesh.devices.flat)
+    )
     if here or not leaf.is_fully_addressable:
         return leaf
     return np.asarray(leaf)
@@ -49,23 +65,38 @@ def from_elsewhere(leaf: Any, mesh: Mesh) -> Any:
 def on_host(leaf: Any) -> Any:
     """As numpy; a key as its words."""
     if _is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.random.key_data(leaf)
-    return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf)
+        leaf = (
+            jax.eval_shape(jax.random.key_data, leaf)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+            else jax.random.key_data(leaf)
+        )
+    return (
+        np.zeros(leaf.shape, leaf.dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else np.asarray(leaf)
+    )
 
 
 def from_host(value: Any, like: Any, mesh: Mesh | None) -> Any:
-    """The inverse, for a leaf that belongs to no parameter: a number as it was, an array on the whole mesh."""
+    """The inverse, for a leaf that belongs to no parameter: a number as it was, an array on the
+    whole mesh.
+    """
     if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
         return type(like)(value) if isinstance(like, int | float) else value
     if _is_key(like):
         impl: list[Any] = []
-        jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)  # a ShapeDtypeStruct does not tell it by itself
+        # a ShapeDtypeStruct does not tell it by itself
+        jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
         value = jax.random.wrap_key_data(value, impl=impl[0])
-    return jax.device_put(value, unplaced(like, like) if mesh is None else NamedSharding(mesh, PartitionSpec()))
+    return jax.device_put(
+        value, unplaced(like, like) if mesh is None else NamedSharding(mesh, PartitionSpec())
+    )
 
 
 def without_padding(leaf: Any, mesh: Mesh | None) -> Any:
-    """A leaf of its parameter's own size, for those that are padded to be cut over the devices: it is on every device."""
+    """A leaf of its parameter's own size, for those that are padded to be cut over the devices: it
+    is on every device.
+    """
     if not is_padded(leaf):
         return leaf
     array, dim, size = leaf.array, leaf.dim, leaf.size
@@ -101,4 +132,6 @@ def behind(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and bool(
+        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )

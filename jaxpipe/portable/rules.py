@@ -1,4 +1,6 @@
-"""Which leaf of a state follows which parameter: the rule by which it moves between placed and canonical."""
+"""Which leaf of a state follows which parameter: the rule by which it moves between placed and
+canonical.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ OWN_STATE = "state"
 
 
 class Reference(NamedTuple):
-    """What a leaf that belongs to a parameter is measured by: the parameter's shape and how it is spread over the mesh."""
+    """What a leaf that belongs to a parameter is measured by: the parameter's shape and how it is
+    spread over the mesh.
+    """
 
     shape: tuple[int, ...]
     spec: tuple[Any, ...]
 
 
 class Rule(NamedTuple):
-    """How a leaf of a stage follows its parameter: after how many axes of its own, or not at all (a placeholder)."""
+    """How a leaf of a stage follows its parameter: after how many axes of its own, or not at all (a
+    placeholder).
+    """
 
     lead: int
     follows: bool
@@ -36,20 +42,29 @@ class Rule(NamedTuple):
 
 
 def is_params(node: PyTree) -> bool:
-    """True for a tree laid out like parameters: they themselves, a moment of an optimizer, an average, gradients."""
+    """True for a tree laid out like parameters: they themselves, a moment of an optimizer, an
+    average, gradients.
+    """
     return isinstance(node, dict) and "stages" in node and set(node) <= {"stages", *OUTER}
 
 
 def has_own_forms(state: Mapping[str, PyTree], node: Mapping[str, PyTree]) -> bool:
-    """Whether stages of unlike forms hold other trees than parameters: the state of an optimizer that has one for each layer."""
+    """Whether stages of unlike forms hold other trees than parameters: the state of an optimizer
+    that has one for each layer.
+    """
     if not isinstance(node["stages"], Chunks) or not isinstance(state["params"]["stages"], Chunks):
         return False
     chunks = zip(node["stages"], state["params"]["stages"], strict=False)
-    return any(isinstance(one, Packed) and isinstance(other, Packed) and one.forms != other.forms for one, other in chunks)
+    return any(
+        isinstance(one, Packed) and isinstance(other, Packed) and one.forms != other.forms
+        for one, other in chunks
+    )
 
 
 def is_own(state: Mapping[str, PyTree], path: Path, node: Mapping[str, PyTree]) -> bool:
-    """Whether the stages of a tree have leaves that parameters have not: their own state, or an optimizer's."""
+    """Whether the stages of a tree have leaves that parameters have not: their own state, or an
+    optimizer's.
+    """
     return path == (jax.tree_util.DictKey(OWN_STATE),) or has_own_forms(state, node)
 
 
@@ -69,7 +84,8 @@ class Rules:
         """The rule of every leaf that belongs to a parameter, by path.
 
         Raises:
-            CheckpointError: trees that are not the pipeline's, leaves that cannot be laid out; all are listed.
+            CheckpointError: trees that are not the pipeline's, leaves that cannot be laid out; all
+                are listed.
         """
         known = self._known(state)
         rules: dict[Path, Rule] = {}
@@ -78,16 +94,28 @@ class Rules:
             if not is_params(node):
                 continue
             if isinstance(node["stages"], Chunks) and self.pipe is not None:
-                home = home_faults(node["stages"], self.pipe.layout.home, text(path) or "parameters", "place")
+                home = home_faults(
+                    node["stages"], self.pipe.layout.home, text(path) or "parameters", "place"
+                )
                 if home:
                     faults += home
                     continue
-            if self.pipe is not None and not self.unlike and len({jax.tree.structure(chunk) for chunk in node["stages"]}) > 1:
-                faults.append(f"{text(path)}: chunks of stages have unlike structures; a mask must treat every stage the same")
+            if (
+                self.pipe is not None
+                and not self.unlike
+                and len({jax.tree.structure(chunk) for chunk in node["stages"]}) > 1
+            ):
+                faults.append(
+                    f"{text(path)}: chunks of stages have unlike structures; a mask must treat "
+                    "every stage the same"
+                )
             for p, leaf, rule in self._of_tree(state, path, node, known):
                 rules[(*path, *p)] = rule or Rule(0, False, ())
                 if rule is None:
-                    faults.append(f"{text((*path, *p))} of shape {leaf.shape} fits no axis of its parameter to the stages")
+                    faults.append(
+                        f"{text((*path, *p))} of shape {leaf.shape} fits no axis of its "
+                        "parameter to the stages"
+                    )
         if faults:
             raise CheckpointError.listing("this state has no canonical layout", faults)
         return rules
@@ -95,24 +123,40 @@ class Rules:
     def _known(self, state: Mapping[str, PyTree]) -> dict[tuple[str, ...], Reference]:
         """The parameters, by name."""
         if not is_params(state.get("params")):
-            raise CheckpointError('a state must hold parameters under "params", as `Pipeline.place` gives them')
+            raise CheckpointError(
+                'a state must hold parameters under "params", as `Pipeline.place` gives them'
+            )
         if self.pipe is not None:
             home = home_faults(state["params"]["stages"], self.pipe.layout.home, "params", "place")
             if home:
                 raise CheckpointError.listing("this state is not the pipeline's", home)
         params = jax.tree_util.tree_leaves_with_path(state["params"])
-        return {self._parameter(path): Reference(leaf.shape, spec_of(leaf)) for path, leaf in params}
+        return {
+            self._parameter(path): Reference(leaf.shape, spec_of(leaf)) for path, leaf in params
+        }
 
     def _of_tree(
-        self, state: Mapping[str, PyTree], path: Path, node: Mapping[str, PyTree], known: Mapping[tuple[str, ...], Reference]
+        self,
+        state: Mapping[str, PyTree],
+        path: Path,
+        node: Mapping[str, PyTree],
+        known: Mapping[tuple[str, ...], Reference],
     ) -> Iterator[tuple[Path, Any, Rule | None]]:
-        """Each leaf of a tree laid out like parameters: its path in the tree, itself, and its rule, if there is one."""
+        """Each leaf of a tree laid out like parameters: its path in the tree, itself, and its rule,
+        if there is one.
+        """
         own_state = path == (jax.tree_util.DictKey(OWN_STATE),)
         by_layer = has_own_forms(state, node)
         for p, leaf in jax.tree_util.tree_leaves_with_path(node):
             stage = self._parameter(p)[0] == "stages"
             own = own_state or (by_layer and stage)
-            yield p, leaf, Rule(0, True, ()) if own else self._rule(leaf, known.get(self._parameter(p)), stage=stage)
+            yield (
+                p,
+                leaf,
+                Rule(0, True, ())
+                if own
+                else self._rule(leaf, known.get(self._parameter(p)), stage=stage),
+            )
 
     def _rule(self, leaf: Any, parameter: Reference | None, *, stage: bool) -> Rule | None:
         """None where it cannot be told which axis of the leaf is that of stages."""
@@ -126,15 +170,22 @@ class Rules:
             return Rule(lead, True, spec[1:] if stage else spec)
         if not stage or np.prod(leaf.shape) == 1:
             return Rule(0, False, ())
-        axes = 2 if self.layer_axis else 1  # a factored moment lacks some of the parameter's last axes
+        # a factored moment lacks some of the parameter's last axes
+        axes = 2 if self.layer_axis else 1
         return Rule(0, True, ()) if lead < 0 and leaf.shape[:axes] == shape[:axes] else None
 
     def _one_a_stage(self, leaf: Any) -> bool:
         """Whether it can be of an optimizer that has a state for each stage (`per_layer`)."""
-        return self.pipe is not None and not self.unlike and leaf.shape[:1] == (self.pipe.schedule.num_devices,)
+        return (
+            self.pipe is not None
+            and not self.unlike
+            and leaf.shape[:1] == (self.pipe.schedule.num_devices,)
+        )
 
     def _parameter(self, path: Path) -> tuple[str, ...]:
-        """The parameter's name within its tree, the same for every chunk of alike stages: ("stages", "w")."""
+        """The parameter's name within its tree, the same for every chunk of alike stages:
+        ("stages", "w").
+        """
         names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
         if self.unlike:
             return names

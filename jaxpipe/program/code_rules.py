@@ -21,7 +21,9 @@ BoolTable = NDArray[np.bool_]
 
 
 class Running(NamedTuple):
-    """A block of a template, and where it runs: `runs[k, device]` in tick `ticks[k]`, as the `place`-th block of its template."""
+    """A block of a template, and where it runs: `runs[k, device]` in tick `ticks[k]`, as the
+    `place`-th block of its template.
+    """
 
     use: BlockUse
     place: int
@@ -48,7 +50,9 @@ def _running(program: Program) -> Iterator[Running]:
                     yield Running(use, place, ticks, _shares(program)[ticks] == int(use.block.kind))
                     continue
                 half = half_of(program, use.block)
-                runs = (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))
+                runs = (half.chunk[ticks] == use.block.chunk) & (
+                    half.kind[ticks] == int(use.block.kind)
+                )
                 if use.block.kind is Kind.F and not program.schedule.forward_only:
                     runs &= (program.ticks.forward.keeps[ticks] != 0) == use.block.keeps
                 yield Running(use, place, ticks, runs)
@@ -82,12 +86,16 @@ def _limited(found: Iterator[Fault]) -> Iterator[Fault]:
 
 
 def _action_faults(program: Program) -> Iterator[Fault]:
-    """Each action runs once, on its device and chunk, with the flags that its place in the model asks for."""
+    """Each action runs once, on its device and chunk, with the flags that its place in the model
+    asks for.
+    """
     table, schedule = program.schedule.encoded, program.schedule
     done = np.zeros(table.num_actions, np.int64)
     for half in (program.ticks.forward, program.ticks.backward):
         tick, device = np.nonzero(half.chunk != NOBODY)
-        kind, stage, microbatch, chunk = (field[tick, device] for field in (half.kind, half.stage, half.microbatch, half.chunk))
+        kind, stage, microbatch, chunk = (
+            field[tick, device] for field in (half.kind, half.stage, half.microbatch, half.chunk)
+        )
         inside = (kind >= 0) & (kind < len(Kind)) & (stage >= 0) & (stage < schedule.num_stages)
         inside &= (microbatch >= 0) & (microbatch < schedule.num_microbatches)
         number = np.full(len(tick), -1)
@@ -96,19 +104,38 @@ def _action_faults(program: Program) -> Iterator[Fault]:
         wrong |= np.where(wrong, False, table.device[number] != device)
         for i in np.flatnonzero(wrong).tolist():
             name = KIND_NAMES[kind[i]] if 0 <= kind[i] < len(Kind) else f"kind {kind[i]}"
-            message = f"runs {stage[i]}{name}{microbatch[i]}, which the table does not give to this device"
+            message = (
+                f"runs {stage[i]}{name}{microbatch[i]}, which the table does not give to "
+                "this device"
+            )
             yield Fault(Rule.ACTION, message, int(tick[i]), int(device[i]))
         good = np.flatnonzero(~wrong)
         np.add.at(done, number[good], 1)
         of_stage = good[~table.shares[number[good]]]
-        for i in of_stage[_wrong_chunk(program, device[of_stage], chunk[of_stage], stage[of_stage])].tolist():
-            yield Fault(Rule.ACTION, f"runs stage {stage[i]} as chunk {chunk[i]}", int(tick[i]), int(device[i]))
+        for i in of_stage[
+            _wrong_chunk(program, device[of_stage], chunk[of_stage], stage[of_stage])
+        ].tolist():
+            yield Fault(
+                Rule.ACTION,
+                f"runs stage {stage[i]} as chunk {chunk[i]}",
+                int(tick[i]),
+                int(device[i]),
+            )
         for what, flag, wanted in _flags(program, half, number):
             for i in good[(flag[tick, device] != wanted)[good]].tolist():
-                yield Fault(Rule.ACTION, f"{table.text(int(number[i]))} is marked wrongly: {what}", int(tick[i]), int(device[i]))
+                yield Fault(
+                    Rule.ACTION,
+                    f"{table.text(int(number[i]))} is marked wrongly: {what}",
+                    int(tick[i]),
+                    int(device[i]),
+                )
     yield from _share_faults(program, done)
     for missing in np.flatnonzero(done != 1).tolist():
-        yield Fault(Rule.ACTION, f"{table.text(missing)} runs {done[missing]} times", device=int(table.device[missing]))
+        yield Fault(
+            Rule.ACTION,
+            f"{table.text(missing)} runs {done[missing]} times",
+            device=int(table.device[missing]),
+        )
 
 
 def _share_faults(program: Program, done: NDArray[np.int64]) -> Iterator[Fault]:
@@ -117,19 +144,42 @@ def _share_faults(program: Program, done: NDArray[np.int64]) -> Iterator[Fault]:
     for share in ticks.shares:
         alone = (ticks.forward.chunk != NOBODY) | (ticks.backward.chunk != NOBODY)
         for tick in np.flatnonzero((share.kind != NOBODY).any(axis=1)).tolist():
-            kinds, microbatches = set(share.kind[tick].tolist()), set(share.microbatch[tick].tolist())
+            kinds, microbatches = (
+                set(share.kind[tick].tolist()),
+                set(share.microbatch[tick].tolist()),
+            )
             (kind, *others), (microbatch, *more) = kinds, microbatches
-            if others or more or kind not in TOGETHER or not 0 <= microbatch < program.schedule.num_microbatches:
-                yield Fault(Rule.TOGETHER, f"devices do {sorted(kinds)} of microbatches {sorted(microbatches)}, not all the same", tick)
+            if (
+                others
+                or more
+                or kind not in TOGETHER
+                or not 0 <= microbatch < program.schedule.num_microbatches
+            ):
+                yield Fault(
+                    Rule.TOGETHER,
+                    f"devices do {sorted(kinds)} of microbatches {sorted(microbatches)}, not all "
+                    "the same",
+                    tick,
+                )
                 continue
             for device in np.flatnonzero(alone[tick]).tolist():
-                yield Fault(Rule.TOGETHER, "does something else in the tick of what all devices do together", tick, device)
+                yield Fault(
+                    Rule.TOGETHER,
+                    "does something else in the tick of what all devices do together",
+                    tick,
+                    device,
+                )
             members = table.at[kind, : program.schedule.num_devices, microbatch]
             done[members] += 1
             source = int(table.device[table.meetings[int(members[0])].home])
             for device, flag in enumerate(share.is_source[tick].tolist()):
                 if bool(flag) is not (device == source):
-                    yield Fault(Rule.ACTION, f"{table.text(int(members[device]))} is marked wrongly: is_source", tick, device)
+                    yield Fault(
+                        Rule.ACTION,
+                        f"{table.text(int(members[device]))} is marked wrongly: is_source",
+                        tick,
+                        device,
+                    )
 
 
 def _wrong_chunk(program: Program, device: Any, chunk: Any, stage: Any) -> BoolTable:
@@ -141,7 +191,9 @@ def _wrong_chunk(program: Program, device: Any, chunk: Any, stage: Any) -> BoolT
     return found
 
 
-def _flags(program: Program, half: Any, number: Any) -> Iterator[tuple[str, IntTable, NDArray[np.bool_]]]:
+def _flags(
+    program: Program, half: Any, number: Any
+) -> Iterator[tuple[str, IntTable, NDArray[np.bool_]]]:
     """(what, the flags, what they are to be for each action `number`)."""
     table = program.schedule.encoded
     user = np.full(table.num_actions, -1, np.int64)
@@ -159,7 +211,9 @@ def _flags(program: Program, half: Any, number: Any) -> Iterator[tuple[str, IntT
 
 
 def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
-    """A device finds the code of what it is to do; code without a predicate is what all devices want."""
+    """A device finds the code of what it is to do; code without a predicate is what all devices
+    want.
+    """
     for name, half in (("forward", program.ticks.forward), ("backward", program.ticks.backward)):
         covered = np.zeros(half.chunk.shape, np.int64)
         for use, _, ticks, runs in blocks:
@@ -168,24 +222,45 @@ def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fa
             covered[ticks] += runs
             if use.active is Presence.ALWAYS:
                 for k, device in zip(*np.nonzero(~runs), strict=True):
-                    yield Fault(Rule.CODE, f"runs {use.block} without being asked to", int(ticks[k]), int(device))
+                    yield Fault(
+                        Rule.CODE,
+                        f"runs {use.block} without being asked to",
+                        int(ticks[k]),
+                        int(device),
+                    )
             yield from _part_faults(use, half, ticks, runs)
         for tick, device in zip(*np.nonzero(covered != (half.chunk != NOBODY)), strict=True):
-            yield Fault(Rule.CODE, f"the template has the code of its {name} {covered[tick, device]} times", int(tick), int(device))
+            yield Fault(
+                Rule.CODE,
+                f"the template has the code of its {name} {covered[tick, device]} times",
+                int(tick),
+                int(device),
+            )
 
 
 def _run_faults(program: Program) -> Iterator[Fault]:
-    """Ticks that share code within a trip have one template, and what they send arrives in the same tick."""
+    """Ticks that share code within a trip have one template, and what they send arrives in the same
+    tick.
+    """
     for segment in program.segments:
         looped = sum(loop.times * loop.ticks for loop in segment.loops)
         if segment.loops and looped != segment.period:
-            yield Fault(Rule.CODE, f"has loops of {looped} ticks in trips of {segment.period}", segment.start)
+            yield Fault(
+                Rule.CODE,
+                f"has loops of {looped} ticks in trips of {segment.period}",
+                segment.start,
+            )
             continue
         for ticks in segment.emitted:
             first = segment.templates[ticks[0]]
             alike = all(segment.templates[j] == first for j in ticks)
-            if len(ticks) > 1 and not (alike and all(permute.delay == 0 for permute in first.permutes)):
-                message = "shares code with other ticks of its trip, which need other code or await its transfers"
+            if len(ticks) > 1 and not (
+                alike and all(permute.delay == 0 for permute in first.permutes)
+            ):
+                message = (
+                    "shares code with other ticks of its trip, which need other code or "
+                    "await its transfers"
+                )
                 yield Fault(Rule.CODE, message, segment.start + ticks[0])
 
 
@@ -198,9 +273,13 @@ def _missing_shares(program: Program, blocks: Sequence[Running]) -> Iterator[Fau
             covered[ticks] += runs
             if use.active is Presence.ALWAYS:
                 for k in np.flatnonzero(~runs.all(axis=1)).tolist():
-                    yield Fault(Rule.CODE, f"runs {use.block} without being asked to", int(ticks[k]))
+                    yield Fault(
+                        Rule.CODE, f"runs {use.block} without being asked to", int(ticks[k])
+                    )
     for tick in np.flatnonzero((covered != (kinds != NOBODY)).any(axis=1)).tolist():
-        yield Fault(Rule.CODE, f"the template has the code of its share {covered[tick, 0]} times", tick)
+        yield Fault(
+            Rule.CODE, f"the template has the code of its share {covered[tick, 0]} times", tick
+        )
 
 
 def _part_faults(use: BlockUse, half: Any, ticks: Any, runs: BoolTable) -> Iterator[Fault]:
@@ -212,7 +291,16 @@ def _part_faults(use: BlockUse, half: Any, ticks: Any, runs: BoolTable) -> Itera
         parts = []  # they hand nothing on
     for part, presence, flag in parts:
         asked = flag[ticks] != 0
-        happens = {Presence.ALWAYS: np.ones_like(asked), Presence.NEVER: np.zeros_like(asked), Presence.SOMETIMES: asked}[presence]
+        happens = {
+            Presence.ALWAYS: np.ones_like(asked),
+            Presence.NEVER: np.zeros_like(asked),
+            Presence.SOMETIMES: asked,
+        }[presence]
         for k, device in zip(*np.nonzero(runs & (asked != happens)), strict=True):
             verb = "is never run" if presence is Presence.NEVER else "always runs"
-            yield Fault(Rule.CODE, f"`{part}` of {use.block} {verb}, against its flag", int(ticks[k]), int(device))
+            yield Fault(
+                Rule.CODE,
+                f"`{part}` of {use.block} {verb}, against its flag",
+                int(ticks[k]),
+                int(device),
+            )

@@ -11,10 +11,16 @@ class Rule(enum.Enum):
 
     SEGMENTS = "segments"  # the segments cover every tick once, in order
     PERMUTE = "permute"  # a permute has distinct sources and targets, and no cycle
-    EXCHANGE = "exchange"  # what arrives has a permute; transfers end in the trip that begins them or the next
-    ACTION = "action"  # every action of the table runs exactly once, on its device; so every gradient is added exactly once
-    TOGETHER = "together"  # what all devices do together, they do in one tick, which has nothing else
-    CODE = "code"  # what a device does is in its template's code, and the code does nothing that no device asked for
+    # what arrives has a permute; transfers end in the trip that begins them or the next
+    EXCHANGE = "exchange"
+    # every action of the table runs exactly once, on its device; so every gradient is added exactly
+    # once
+    ACTION = "action"
+    # what all devices do together, they do in one tick, which has nothing else
+    TOGETHER = "together"
+    # what a device does is in its template's code, and the code does nothing that no device asked
+    # for
+    CODE = "code"
     SLOT = "slot"  # every slot exists
     VALUE = "value"  # every read finds the value that it needs
     OVERWRITTEN = "overwritten"  # no value is overwritten before its last read
@@ -31,5 +37,9 @@ class Fault:
     device: int | None = None
 
     def __str__(self) -> str:
-        where = [f"{name} {at}" for name, at in (("tick", self.tick), ("device", self.device)) if at is not None]
+        where = [
+            f"{name} {at}"
+            for name, at in (("tick", self.tick), ("device", self.device))
+            if at is not None
+        ]
         return f"{self.rule.value}{' [' + ', '.join(where) + ']' if where else ''}: {self.message}"

@@ -1,4 +1,6 @@
-"""Rules of what slots hold: every read finds its value, nothing alive is overwritten, no pool is larger than its peak."""
+"""Rules of what slots hold: every read finds its value, nothing alive is overwritten, no pool is
+larger than its peak.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def _last_write(found: Accesses) -> NDArray[np.int64]:
     return np.where(write >= begin, write, -1)
 
 
-def _wrong_reads(pool: Pool, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]) -> Iterator[Fault]:
+def _wrong_reads(
+    pool: Pool, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]
+) -> Iterator[Fault]:
     """A value that was here before and is no more was overwritten; another one never came."""
     for i in wrong[:_MOST_LISTED].tolist():
         same = (found.device == found.device[i]) & (found.slot == found.slot[i])
@@ -57,7 +61,9 @@ def _wrong_reads(pool: Pool, found: Accesses, held: NDArray[np.int64], wrong: ND
 
 
 def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterator[Fault]:
-    """The pool has as many slots as values are alive at once, from their writing to their last reading, on the device with most."""
+    """The pool has as many slots as values are alive at once, from their writing to their last
+    reading, on the device with most.
+    """
     end = np.full(len(found.slot), -1)
     reads = np.flatnonzero(found.is_read)
     np.maximum.at(end, last[reads], reads)
@@ -72,4 +78,7 @@ def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterat
     # Each device's steps sum to nothing, so one running sum serves all.
     peak = max(1, int(np.cumsum(steps[order]).max(initial=0)))
     if peak != pool.slots:
-        yield Fault(Rule.POOL, f"pool {pool.name.value} has {pool.slots} slots; {peak} values are alive at its peak")
+        yield Fault(
+            Rule.POOL,
+            f"pool {pool.name.value} has {pool.slots} slots; {peak} values are alive at its peak",
+        )

@@ -1,4 +1,6 @@
-"""The lowered program: static segments, the records of every tick, and the pools that hold what outlives its tick."""
+"""The lowered program: static segments, the records of every tick, and the pools that hold what
+outlives its tick.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from .show import show
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What an executor runs: `segments` say which code each tick has, `ticks` what each device does in it, with which slots.
+    """What an executor runs: `segments` say which code each tick has, `ticks` what each device does
+    in it, with which slots.
 
-    `ticks` holds int32 arrays [T, P].  `liveness` says what the backwards read, for which the slots were made.
-    `jaxpipe.program.verify` proves that a program computes its schedule; `str` prints it.
+    `ticks` holds int32 arrays [T, P].  `liveness` says what the backwards read, for which the slots
+    were made. `jaxpipe.program.verify` proves that a program computes its schedule; `str` prints
+    it.
     """
 
     schedule: Schedule
@@ -39,7 +43,10 @@ class Program:
 
     def with_entries(self, entries: dict[PoolName, tuple[str, ...]]) -> Program:
         """The program whose pools say what an entry is."""
-        return replace(self, pools=tuple(replace(pool, entry=entries.get(pool.name, ())) for pool in self.pools))
+        return replace(
+            self,
+            pools=tuple(replace(pool, entry=entries.get(pool.name, ())) for pool in self.pools),
+        )
 
     def __str__(self) -> str:
         return show(self.schedule, self.segments, self.ticks, self.pools)

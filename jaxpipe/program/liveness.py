@@ -17,7 +17,9 @@ class LastUse(enum.Enum):
 
 @dataclass(frozen=True)
 class Liveness:
-    """Until when the stage's code needs what it keeps; `stage.py` reads it off the stage's jaxprs."""
+    """Until when the stage's code needs what it keeps; `stage.py` reads it off the
+    stage's jaxprs.
+    """
 
     x: LastUse = LastUse.WEIGHT_GRAD
     cotangent: LastUse = LastUse.INPUT_GRAD
@@ -27,4 +29,6 @@ class Liveness:
 def longest(needs: Sequence[Liveness]) -> Liveness:
     """Until when any of several kinds of stages needs what it keeps."""
     order = list(LastUse)
-    return Liveness(*(max((getattr(n, f.name) for n in needs), key=order.index) for f in fields(Liveness)))
+    return Liveness(
+        *(max((getattr(n, f.name) for n in needs), key=order.index) for f in fields(Liveness))
+    )

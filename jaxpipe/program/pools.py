@@ -16,10 +16,13 @@ class PoolName(enum.Enum):
     RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
     COTANGENT = "cotangent"  # gradients of outputs of stages
     STASH = "stash"  # what I leaves for W
-    FIRST = "first"  # what `first` keeps for its gradient; gradients of the first stage's input that wait for G, where it is spread
+    # what `first` keeps for its gradient; gradients of the first stage's input that wait for G,
+    # where it is spread
+    FIRST = "first"
     LAST = "last"  # outputs of the last stage that wait for L
     SHARE = "share"  # what L leaves for H, on every device
-    HOST = "host"  # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
+    # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
+    HOST = "host"
 
     @property
     def letter(self) -> str:
@@ -42,7 +45,8 @@ _LETTERS = {
 POOL_OF = {Payload.ACTIVATION: PoolName.X, Payload.COTANGENT: PoolName.COTANGENT}
 
 
-# Residuals of so many forwards are between the memories of a device and its host at a time: what leaves, and what comes.
+# Residuals of so many forwards are between the memories of a device and its host at a time: what
+# leaves, and what comes.
 UNDER_WAY = 2
 
 
@@ -63,12 +67,17 @@ class Slots:
 
 @dataclass(frozen=True)
 class Pool:
-    """Buffers of one shape: `slots` entries of `entry`, which is a text for each array, "float32[4, 8]", where shapes are known."""
+    """Buffers of one shape: `slots` entries of `entry`, which is a text for each array, "float32[4,
+    8]", where shapes are known.
+    """
 
     name: PoolName
     slots: int
     entry: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        count = f"{self.name.letter} {self.name.value}: {self.slots} slot{'s' if self.slots > 1 else ''}"
+        count = (
+            f"{self.name.letter} {self.name.value}: {self.slots} "
+            f"slot{'s' if self.slots > 1 else ''}"
+        )
         return f"{count} of {', '.join(self.entry)}" if self.entry else count

@@ -1,4 +1,6 @@
-"""The varying part of a lowered program: what each device does in each tick, as typed records of int arrays [ticks, devices]."""
+"""The varying part of a lowered program: what each device does in each tick, as typed records of
+int arrays [ticks, devices].
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from numpy.typing import NDArray
 from ..table.kinds import Kind
 
 IntTable: TypeAlias = NDArray[np.int32]
-# An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick of one device.
+# An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
+# of one device.
 A = TypeVar("A")
 
 NOBODY = -1
@@ -20,51 +23,72 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Forward(Generic[A]):
-    """A forward (F, or R: a forward run once more for its residuals) and the slots that it reads and writes."""
+    """A forward (F, or R: a forward run once more for its residuals) and the slots that it reads
+    and writes.
+    """
 
     kind: A  # Kind.F or Kind.R, or NOBODY
     chunk: A  # of the device, or NOBODY where it runs no forward
     stage: A
     microbatch: A
     keeps: A  # 1 where residuals are kept; 0 where an R will make them, and in an evaluation
-    is_first: A  # 1 where the stage is the model's first: `first` writes the stage's input, if no E did
-    is_last: A  # 1 where the stage is the model's last: `last` writes the cotangent, or the output is kept for L
+    # 1 where the stage is the model's first: `first` writes the stage's input, if no E did
+    is_first: A
+    # 1 where the stage is the model's last: `last` writes the cotangent, or the output is kept for
+    # L
+    is_last: A
     is_local: A  # 1 where the output is consumed on this device
     x: A  # slot of the stage's input
     residual_input: A  # slot of the residuals that only I (and B) reads
     residual_weight: A  # slot of the residuals that W reads
     first: A  # slot of the residuals of `first`
-    out: A  # slot of what it writes for this device: the next chunk's input, or of the last stage the cotangent, or the output for L
+    # slot of what it writes for this device: the next chunk's input, or of the last stage the
+    # cotangent, or the output for L
+    out: A
 
 
 @dataclass(frozen=True)
 class Backward(Generic[A]):
-    """A backward (B, I or W, or H: that of `last`, of which the device is the stage) and the slots that it reads and writes."""
+    """A backward (B, I or W, or H: that of `last`, of which the device is the stage) and the slots
+    that it reads and writes.
+    """
 
     kind: A  # Kind.B, Kind.I, Kind.W or Kind.H, or NOBODY
     chunk: A  # of the device, or NOBODY where it runs no backward
     stage: A
     microbatch: A
-    is_first: A  # 1 where the stage is the model's first: the gradient of `first` follows, or the input gradient is kept for G
+    # 1 where the stage is the model's first: the gradient of `first` follows, or the input gradient
+    # is kept for G
+    is_first: A
     is_local: A  # 1 where the input gradient is consumed on this device
     x: A  # slot of the stage's input
     residual_input: A
     residual_weight: A
     cotangent: A  # slot of the gradient of the stage's output
     stash: A  # slot of what I leaves for W; of H, of what L leaves for it
-    first: A  # slot of the residuals of `first`, or for G of the input gradient of the first stage, which it writes
+    # slot of the residuals of `first`, or for G of the input gradient of the first stage, which it
+    # writes
+    first: A
     out: A  # slot of the cotangent that it writes for the chunk before on this device
 
 
 @dataclass(frozen=True)
 class Share(Generic[A]):
-    """A device's share of what all devices do together (L, E, G), and the slots of what it begins with and ends with."""
+    """A device's share of what all devices do together (L, E, G), and the slots of what it begins
+    with and ends with.
+    """
 
     kind: A  # Kind.L, Kind.E or Kind.G, or NOBODY; the same on all devices
     microbatch: A
-    is_source: A  # 1 on the device of the stage at which it stands, which has what all devices read, and takes what they make
-    y: A  # there, slot of what they read: for L the last stage's output, for G the gradient of the first stage's input
-    out: A  # there, slot of what they make: for L the cotangent of that output, for E the first stage's input
+    # 1 on the device of the stage at which it stands, which has what all devices read, and takes
+    # what they make
+    is_source: A
+    # there, slot of what they read: for L the last stage's output, for G the gradient of the first
+    # stage's input
+    y: A
+    # there, slot of what they make: for L the cotangent of that output, for E the first stage's
+    # input
+    out: A
     stash: A  # on every device, slot of what L leaves for H
 
 
@@ -72,7 +96,8 @@ class Share(Generic[A]):
 class Arrival(Generic[A]):
     """What a permute brings to a device: the slot that it writes, where `takes` is 1.
 
-    Elsewhere the slot keeps what it has: nothing is meant for the device and none of its slots is free, or the tick has no such permute.
+    Elsewhere the slot keeps what it has: nothing is meant for the device and none of its slots is
+    free, or the tick has no such permute.
     """
 
     slot: A
@@ -81,10 +106,12 @@ class Arrival(Generic[A]):
 
 @dataclass(frozen=True)
 class Move(Generic[A]):
-    """The residuals of a forward that go to the host's memory in a tick, and those that come back; NOBODY where none do.
+    """The residuals of a forward that go to the host's memory in a tick, and those that come back;
+    NOBODY where none do.
 
-    What is stored is read before the tick's blocks, and is in the host's slot when they are over.  What is fetched is read then too, and
-    is in the device's slots when the tick is over.  `stores` and `fetches` say which value it is (stage * M + microbatch).
+    What is stored is read before the tick's blocks, and is in the host's slot when they are over.
+    What is fetched is read then too, and is in the device's slots when the tick is over.  `stores`
+    and `fetches` say which value it is (stage * M + microbatch).
     """
 
     stores: A
@@ -116,7 +143,10 @@ def map_fields(function: Callable[[Any], Any], record: R) -> R:
     if isinstance(record, tuple):
         return tuple(map_fields(function, item) for item in record)  # type: ignore[return-value]
     if is_dataclass(record) and not isinstance(record, type):
-        return replace(record, **{f.name: map_fields(function, getattr(record, f.name)) for f in fields(record)})
+        return replace(
+            record,
+            **{f.name: map_fields(function, getattr(record, f.name)) for f in fields(record)},
+        )
     found: R = function(record)
     return found
 
@@ -136,14 +166,19 @@ def arrays(record: object) -> Iterator[IntTable]:
 def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArray[np.bool_]:
     """`[tick, device]`: a forward and a whole backward in one tick, which executors may run as one.
 
-    So are overlapped pairs, and cells that lowering puts side by side; but not where the backward is that very forward's, and needs it.
+    So are overlapped pairs, and cells that lowering puts side by side; but not where the backward
+    is that very forward's, and needs it.
     """
     both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
-    apart: NDArray[np.bool_] = both & ((forward.stage != backward.stage) | (forward.microbatch != backward.microbatch))
+    apart: NDArray[np.bool_] = both & (
+        (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
+    )
     return apart
 
 
-def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool = False, moves: bool = False) -> TickRecord[IntTable]:
+def empty_ticks(
+    num_ticks: int, num_devices: int, lanes: int, *, together: bool = False, moves: bool = False
+) -> TickRecord[IntTable]:
     """Ticks in which nobody does anything; whoever makes a program fills them."""
 
     def zeros() -> IntTable:
@@ -154,8 +189,14 @@ def empty_ticks(num_ticks: int, num_devices: int, lanes: int, *, together: bool 
 
     idle = ("kind", "chunk")
     forward = Forward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Forward)})
-    backward = Backward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Backward)})
+    backward = Backward(
+        **{f.name: nobody() if f.name in idle else zeros() for f in fields(Backward)}
+    )
     arrivals = tuple(Arrival(zeros(), zeros()) for _ in range(lanes))
-    shares = (Share(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Share)}),) if together else ()
+    shares = (
+        (Share(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Share)}),)
+        if together
+        else ()
+    )
     moved = (Move(**{f.name: nobody() for f in fields(Move)}),) if moves else ()
     return TickRecord(forward, backward, arrivals, shares, moved)

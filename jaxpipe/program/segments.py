@@ -1,4 +1,6 @@
-"""Segments: ticks whose static structure repeats, emitted once, with when their transfers are issued and written."""
+"""Segments: ticks whose static structure repeats, emitted once, with when their transfers are
+issued and written.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,25 @@ from .templates import Payload, Permute, TickTemplate
 
 
 def room_of(period: int, j: int) -> int:
-    """The longest delay of a permute of the j-th tick of a trip: to the end of the trip, from the last tick to the end of the next trip."""
+    """The longest delay of a permute of the j-th tick of a trip: to the end of the trip, from the
+    last tick to the end of the next trip.
+    """
     return period - 1 - j if j < period - 1 else period
 
 
 class Point(NamedTuple):
-    """A moment of a trip: in its tick of that number, before the block of that number, or after all of them."""
+    """A moment of a trip: in its tick of that number, before the block of that number, or after all
+    of them.
+    """
 
     tick: int
     block: int
 
 
 class Transit(NamedTuple):
-    """One permute of a trip, from where its code issues it to where what it brings is written to its slot."""
+    """One permute of a trip, from where its code issues it to where what it brings is written to
+    its slot.
+    """
 
     lane: int
     permute: Permute
@@ -43,7 +51,9 @@ class Transit(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Ticks of a trip that follow each other: so many times one tick, or so many times the loops of its body."""
+    """Ticks of a trip that follow each other: so many times one tick, or so many times the loops of
+    its body.
+    """
 
     times: int
     body: tuple[Loop, ...] = ()
@@ -59,7 +69,9 @@ class Loop(NamedTuple):
 
 
 def ticks_of(loops: Sequence[Loop], start: int = 0) -> Iterator[tuple[int, ...]]:
-    """Per template that is emitted, the ticks of a trip that have it; the first loop begins at `start`."""
+    """Per template that is emitted, the ticks of a trip that have it; the first loop begins at
+    `start`.
+    """
     for loop in loops:
         if not loop.body:
             yield tuple(range(start, start + loop.times))
@@ -70,12 +82,15 @@ def ticks_of(loops: Sequence[Loop], start: int = 0) -> Iterator[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Segment:
-    """Ticks `start .. start + repeats * period`, emitted once: a scan of `repeats` trips over the templates of one period."""
+    """Ticks `start .. start + repeats * period`, emitted once: a scan of `repeats` trips over the
+    templates of one period.
+    """
 
     start: int
     repeats: int
     templates: tuple[TickTemplate, ...]
-    # Ticks of a trip that share their code, each loop a scan within the trip; their permutes have no delay.  Empty: none do.
+    # Ticks of a trip that share their code, each loop a scan within the trip; their permutes have
+    # no delay.  Empty: none do.
     loops: tuple[Loop, ...] = ()
 
     @property
@@ -100,7 +115,11 @@ class Segment:
 
     def sharing(self, j: int) -> NDArray[np.int64]:
         """The ticks that run the code emitted for the j-th tick of a trip."""
-        found: NDArray[np.int64] = np.arange(self.start, self.stop).reshape(self.repeats, self.period)[:, self._emission[j]].ravel()
+        found: NDArray[np.int64] = (
+            np.arange(self.start, self.stop)
+            .reshape(self.repeats, self.period)[:, self._emission[j]]
+            .ravel()
+        )
         return found
 
     @property
@@ -112,7 +131,11 @@ class Segment:
     def stage_size(self) -> int:
         """Those of them that are worth counting: an E or a G is a lookup and a sum."""
         light = (Kind.E, Kind.G)
-        return sum(use.block.kind not in light for j, *_ in self.emitted for use in self.templates[j].blocks)
+        return sum(
+            use.block.kind not in light
+            for j, *_ in self.emitted
+            for use in self.templates[j].blocks
+        )
 
     @property
     def permutes(self) -> int:
@@ -132,14 +155,17 @@ class Segment:
     @property
     def num_sends(self) -> int:
         """How many values it sends from one device to another, needed or not."""
-        return self.repeats * sum(len(permute.pairs) for p in self.templates for permute in p.permutes)
+        return self.repeats * sum(
+            len(permute.pairs) for p in self.templates for permute in p.permutes
+        )
 
     @cached_property
     def transits(self) -> tuple[Transit, ...]:
         """Every permute of a trip.
 
-        A transfer runs beside blocks: it is issued after the block that makes it, and written to its slot
-        before the first block that may need it.  Ticks that share code issue and write at their end.
+        A transfer runs beside blocks: it is issued after the block that makes it, and written to
+        its slot before the first block that may need it.  Ticks that share code issue and write at
+        their end.
         """
         return tuple(
             self._at_end(lane, permute, j) if self.loops else self._beside(lane, permute, j)
@@ -149,7 +175,9 @@ class Segment:
 
     @property
     def in_flight(self) -> tuple[Transit, ...]:
-        """What a trip leaves to the next, which issues it first of all.  After the last trip it is made at once."""
+        """What a trip leaves to the next, which issues it first of all.  After the last trip it is
+        made at once.
+        """
         return tuple(transit for transit in self.transits if transit.from_before)
 
     def _end(self, j: int) -> Point:
@@ -161,28 +189,39 @@ class Segment:
         return Transit(lane, permute, j, self._end(j), self._end(j), False)
 
     def _beside(self, lane: int, permute: Permute, j: int) -> Transit:
-        """Issued when it is made, or where the next trip has more to run beside it, there; and written when it is needed."""
+        """Issued when it is made, or where the next trip has more to run beside it, there; and
+        written when it is needed.
+        """
         payload, last = permute.payload, self.period - 1
         if j == last and self.repeats > 1:
             written = self._needed(permute.delay, payload)
             if written > Point(0, 0):
                 return Transit(lane, permute, j, Point(0, 0), written, True)
         issued = Point(j, self.templates[j].after_makers(payload))
-        return Transit(lane, permute, j, issued, self._needed(j + permute.delay + 1, payload), False)
+        return Transit(
+            lane, permute, j, issued, self._needed(j + permute.delay + 1, payload), False
+        )
 
     def _needed(self, j: int, payload: Payload) -> Point:
-        """When what is due by a tick of a trip is needed, within the trip; right after the tick before where its first block needs it."""
+        """When what is due by a tick of a trip is needed, within the trip; right after the tick
+        before where its first block needs it.
+        """
         if j >= self.period:
             return self._end(self.period - 1)
         block = self.templates[j].before_readers(payload)
         return Point(j, block) if block or not j else self._end(j - 1)
 
     def written(self, transit: Transit) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Per trip that makes it, the tick in which what it brings is written to its slot, and before which block, or after all.
+        """Per trip that makes it, the tick in which what it brings is written to its slot, and
+        before which block, or after all.
 
         What the last trip leaves in flight is written when the segment is over.
         """
-        tick = self.start + self.period * (np.arange(self.repeats) + transit.from_before) + transit.written.tick
+        tick = (
+            self.start
+            + self.period * (np.arange(self.repeats) + transit.from_before)
+            + transit.written.tick
+        )
         block = np.full(self.repeats, transit.written.block)
         if transit.from_before:
             tick[-1], block[-1] = self.stop - 1, len(self.templates[-1].blocks)
@@ -190,7 +229,9 @@ class Segment:
 
     def num_blocks(self, tick: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many blocks the templates of these ticks have."""
-        return np.array([len(template.blocks) for template in self.templates])[(tick - self.start) % self.period]
+        return np.array([len(template.blocks) for template in self.templates])[
+            (tick - self.start) % self.period
+        ]
 
     def template(self, tick: int) -> TickTemplate:
         """The template of a tick."""
@@ -198,6 +239,13 @@ class Segment:
 
     def __str__(self) -> str:
         head = f"ticks {self.start}..{self.stop - 1}: {self.repeats} x {self.period}"
-        lines = [f"  {f'{len(ticks)} x ' if len(ticks) > 1 else ''}{self.templates[ticks[0]]}" for ticks in self.emitted]
-        order = [f"  in turns of {' '.join(map(str, self.loops))}"] if any(loop.body for loop in self.loops) else []
+        lines = [
+            f"  {f'{len(ticks)} x ' if len(ticks) > 1 else ''}{self.templates[ticks[0]]}"
+            for ticks in self.emitted
+        ]
+        order = (
+            [f"  in turns of {' '.join(map(str, self.loops))}"]
+            if any(loop.body for loop in self.loops)
+            else []
+        )
         return "\n".join([head, *lines, *order])

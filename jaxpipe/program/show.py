@@ -17,45 +17,85 @@ MOST_TICKS = 64
 
 
 def show(
-    schedule: Schedule, segments: Sequence[Segment], ticks: TickRecord[IntTable], pools: Sequence[Pool], *, most_ticks: int = MOST_TICKS
+    schedule: Schedule,
+    segments: Sequence[Segment],
+    ticks: TickRecord[IntTable],
+    pools: Sequence[Pool],
+    *,
+    most_ticks: int = MOST_TICKS,
 ) -> str:
     """The whole program on a screen, where its ticks fit on one.
 
-    A cell is the action, the slots that it reads, and after ">" those that it writes: `2F3 x1>w0` is the forward of microbatch 3 through
-    stage 2, which reads slot 1 of pool x and keeps residuals in slot 0 of pool w.  `<x2` is what arrives in slot 2 at the end of the tick,
-    `i0 w0>h3` what goes to the host's memory and `h3>i1 w1` what comes back from it.
+    A cell is the action, the slots that it reads, and after ">" those that it writes: `2F3 x1>w0`
+    is the forward of microbatch 3 through stage 2, which reads slot 1 of pool x and keeps residuals
+    in slot 0 of pool w.  `<x2` is what arrives in slot 2 at the end of the tick, `i0 w0>h3` what
+    goes to the host's memory and `h3>i1 w1` what comes back from it.
     """
     num_ticks = len(ticks.forward.kind)
     name = schedule.name or "schedule"
-    shape = f"{schedule.num_devices} devices, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    shape = (
+        f"{schedule.num_devices} devices, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches"
+    )
     lines = [f"program of {name}: {shape}, {num_ticks} ticks", *(f"pool {pool}" for pool in pools)]
     lines += map(str, segments)
     shown = min(num_ticks, most_ticks)
-    at = {tick: segment for segment in segments for tick in range(segment.start, min(segment.stop, shown))}
-    cells = [[_cell(schedule.encoded, ticks, at[tick], tick, d) for d in range(schedule.num_devices)] for tick in range(shown)]
-    widths = [max([len(f"device {d}"), *(len(row[d]) for row in cells)]) for d in range(schedule.num_devices)]
-    lines.append("tick | " + " | ".join(f"device {d}".ljust(w) for d, w in enumerate(widths)).rstrip())
+    at = {
+        tick: segment
+        for segment in segments
+        for tick in range(segment.start, min(segment.stop, shown))
+    }
+    cells = [
+        [_cell(schedule.encoded, ticks, at[tick], tick, d) for d in range(schedule.num_devices)]
+        for tick in range(shown)
+    ]
+    widths = [
+        max([len(f"device {d}"), *(len(row[d]) for row in cells)])
+        for d in range(schedule.num_devices)
+    ]
+    lines.append(
+        "tick | " + " | ".join(f"device {d}".ljust(w) for d, w in enumerate(widths)).rstrip()
+    )
     for tick, row in enumerate(cells):
-        lines.append(f"{tick:4} | " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+        lines.append(
+            f"{tick:4} | "
+            + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        )
     if shown < num_ticks:
         lines.append(f" ... | {num_ticks - shown} more ticks")
     return "\n".join(lines)
 
 
-def _cell(table: Encoded, ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int) -> str:
+def _cell(
+    table: Encoded, ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int
+) -> str:
     """What one device does in one tick."""
     record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
     template = segment.template(tick)
     parts = [_backward(record.backward, table), _forward(record.forward, table)]
-    parts += [_share(share, device, training=not table.forward_only, leaves=table.defers_last) for share in record.shares]
+    parts += [
+        _share(share, device, training=not table.forward_only, leaves=table.defers_last)
+        for share in record.shares
+    ]
     if template.blocks and template.blocks[0].block.runs_forward:
         parts.reverse()
     for arrival, permute in zip(record.arrivals, template.permutes, strict=False):
         if arrival.takes and any(target == device for _, target in permute.pairs):
-            parts.append(f"<{POOL_OF[permute.payload].letter}{arrival.slot}" + (f"+{permute.delay}" if permute.delay else ""))
+            parts.append(
+                f"<{POOL_OF[permute.payload].letter}{arrival.slot}"
+                + (f"+{permute.delay}" if permute.delay else "")
+            )
     for move in record.moves:
-        parts += [f"i{move.from_input} w{move.from_weight}>h{move.to_host}"] if move.stores != NOBODY else []
-        parts += [f"h{move.from_host}>i{move.to_input} w{move.to_weight}"] if move.fetches != NOBODY else []
+        parts += (
+            [f"i{move.from_input} w{move.from_weight}>h{move.to_host}"]
+            if move.stores != NOBODY
+            else []
+        )
+        parts += (
+            [f"h{move.from_host}>i{move.to_input} w{move.to_weight}"]
+            if move.fetches != NOBODY
+            else []
+        )
     return " ".join(part for part in parts if part)
 
 
@@ -67,8 +107,13 @@ def _share(share: Any, device: int, *, training: bool, leaves: bool) -> str:
     if share.kind == NOBODY:
         return ""
     kind = Kind(share.kind)
-    read = _slots((PoolName.LAST, share.y, kind is Kind.L), (PoolName.FIRST, share.y, kind is Kind.G))
-    written = _slots((PoolName.COTANGENT, share.out, kind is Kind.L and training), (PoolName.X, share.out, kind is Kind.E))
+    read = _slots(
+        (PoolName.LAST, share.y, kind is Kind.L), (PoolName.FIRST, share.y, kind is Kind.G)
+    )
+    written = _slots(
+        (PoolName.COTANGENT, share.out, kind is Kind.L and training),
+        (PoolName.X, share.out, kind is Kind.E),
+    )
     text = f"{device}{kind.name}{share.microbatch}"
     left = _slots((PoolName.SHARE, share.stash, leaves and kind is Kind.L))
     here = read if share.is_source else ""

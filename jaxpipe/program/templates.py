@@ -17,7 +17,9 @@ class Payload(enum.IntEnum):
 
 
 class Presence(enum.Enum):
-    """Among those that share the code, how many need a part of it; only SOMETIMES costs a run-time test."""
+    """Among those that share the code, how many need a part of it; only SOMETIMES costs a run-time
+    test.
+    """
 
     NEVER = "never"
     SOMETIMES = "sometimes"
@@ -32,7 +34,9 @@ class Presence(enum.Enum):
 
 
 class Part(enum.IntEnum):
-    """Blocks of a tick by what they do with transfers, in the order in which most ticks have them."""
+    """Blocks of a tick by what they do with transfers, in the order in which most ticks
+    have them.
+    """
 
     APART = 0  # neither needs nor makes what is transferred
     BACKWARD = 1  # needs a cotangent and makes one
@@ -60,7 +64,9 @@ class Block(NamedTuple):
 
     @property
     def runs_forward(self) -> bool:
-        """Whether it runs the code of a stage's forward (F, R), and so reads the tick's `Forward` record."""
+        """Whether it runs the code of a stage's forward (F, R), and so reads the tick's `Forward`
+        record.
+        """
         return self.kind in RUNS_FORWARD
 
     @property
@@ -79,46 +85,72 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockUse:
-    """A block as a template needs it: who runs it, and which of its inner parts occur among those who do."""
+    """A block as a template needs it: who runs it, and which of its inner parts occur among those
+    who do.
+    """
 
     block: Block
     active: Presence  # over all devices and repeats of the template
     first: Presence  # the stage is the model's first: run `first`, or its gradient
     last: Presence  # the stage is the model's last: run `last` and its gradient
-    local: Presence  # the result is consumed on this very device: write it to its slot instead of sending it
+    # the result is consumed on this very device: write it to its slot instead of sending it
+    local: Presence
 
     def touches(self, payload: Payload) -> bool:
-        """Whether it may read what such a transfer has brought, or write to the pool where that arrives."""
+        """Whether it may read what such a transfer has brought, or write to the pool where that
+        arrives.
+        """
         if Part.of(self.block.kind) is PART_OF[payload] or self.block.is_share:
             return True
-        return payload is Payload.COTANGENT and self.block.runs_forward and self.last is not Presence.NEVER
+        return (
+            payload is Payload.COTANGENT
+            and self.block.runs_forward
+            and self.last is not Presence.NEVER
+        )
 
     @property
     def num_nested(self) -> int:
-        """How many predicates are asked inside of it: of W and R none, of B and I none about `last`, whose gradient is F's."""
-        asks = {Kind.F: (self.first, self.last, self.local), Kind.B: (self.first, self.local), Kind.I: (self.first, self.local)}
+        """How many predicates are asked inside of it: of W and R none, of B and I none about
+        `last`, whose gradient is F's.
+        """
+        asks = {
+            Kind.F: (self.first, self.last, self.local),
+            Kind.B: (self.first, self.local),
+            Kind.I: (self.first, self.local),
+        }
         return sum(presence is Presence.SOMETIMES for presence in asks.get(self.block.kind, ()))
 
     def __str__(self) -> str:
-        marks = "".join(m for m, p in (("^", self.first), ("$", self.last), ("~", self.local)) if p is not Presence.NEVER)
+        marks = "".join(
+            m
+            for m, p in (("^", self.first), ("$", self.last), ("~", self.local))
+            if p is not Presence.NEVER
+        )
         return f"{self.block}{marks}" + ("" if self.active is Presence.ALWAYS else "?")
 
 
 @dataclass(frozen=True)
 class Permute:
-    """One `ppermute`: static pairs with distinct sources and distinct targets, all up or all down, so never a cycle.
+    """One `ppermute`: static pairs with distinct sources and distinct targets, all up or all down,
+    so never a cycle.
 
-    XLA:GPU returns zeros for some permutes that hold several cycles (openxla/xla issue 45222); none of ours holds one.
+    XLA:GPU returns zeros for some permutes that hold several cycles (openxla/xla issue 45222); none
+    of ours holds one.
     """
 
     payload: Payload
     pairs: tuple[tuple[int, int], ...]
-    # Made in its tick, needed no sooner than this many ticks after the next: compute may run in between (`Segment.transits`).
+    # Made in its tick, needed no sooner than this many ticks after the next: compute may run in
+    # between (`Segment.transits`).
     delay: int = 0
 
     def __str__(self) -> str:
         late = f" +{self.delay}" if self.delay else ""
-        return f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:" + " ".join(f"{s}>{t}" for s, t in self.pairs) + late
+        return (
+            f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:"
+            + " ".join(f"{s}>{t}" for s, t in self.pairs)
+            + late
+        )
 
 
 # Which blocks make and need a payload.
@@ -127,22 +159,29 @@ PART_OF = {Payload.ACTIVATION: Part.FORWARD, Payload.COTANGENT: Part.BACKWARD}
 
 @dataclass(frozen=True)
 class TickTemplate:
-    """The static structure of one tick of a segment's period: its blocks in order, and its permutes.
+    """The static structure of one tick of a segment's period: its blocks in order, and its
+    permutes.
 
     The number of a permute is its lane: the arrival of that number in the tick's record.
     """
 
     blocks: tuple[BlockUse, ...]
     permutes: tuple[Permute, ...]
-    paired: bool = False  # some device runs a forward and a whole backward, maybe as one, so before them all must have arrived
+    # some device runs a forward and a whole backward, maybe as one, so before them all must have
+    # arrived
+    paired: bool = False
 
     def after_makers(self, payload: Payload) -> int:
         """After how many of its blocks there is what it sends."""
-        makers = [i for i, use in enumerate(self.blocks) if Part.of(use.block.kind) is PART_OF[payload]]
+        makers = [
+            i for i, use in enumerate(self.blocks) if Part.of(use.block.kind) is PART_OF[payload]
+        ]
         return max(makers, default=-1) + 1
 
     def before_readers(self, payload: Payload) -> int:
-        """Before which of its blocks what arrived must be in its slot: the first that may read it, or write anything to that pool."""
+        """Before which of its blocks what arrived must be in its slot: the first that may read it,
+        or write anything to that pool.
+        """
         if self.paired:
             return 0
         touching = [i for i, use in enumerate(self.blocks) if use.touches(payload)]
@@ -150,7 +189,9 @@ class TickTemplate:
 
     @property
     def num_predicates(self) -> int:
-        """How many predicates of blocks a device is asked in a tick: of those that not every device runs."""
+        """How many predicates of blocks a device is asked in a tick: of those that not every device
+        runs.
+        """
         return sum(use.active is not Presence.ALWAYS for use in self.blocks)
 
     @property

@@ -1,7 +1,9 @@
-"""Proof that a program computes its schedule: every value is followed through the slots, with symbols for arrays.
+"""Proof that a program computes its schedule: every value is followed through the slots, with
+symbols for arrays.
 
-It reads nothing but the program, knows nothing of the passes that made it, and is linear in the number of actions (arrays of numpy,
-no loop over ticks), so that it can run before every compilation.
+It reads nothing but the program, knows nothing of the passes that made it, and is linear in the
+number of actions (arrays of numpy, no loop over ticks), so that it can run before every
+compilation.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ _MOST_SHOWN = 20
 def verify(program: Program) -> Program:
     """Return the program if it is valid, or raise ProgramError with every broken rule in `.faults`.
 
-    The rules are those of `Rule`: segments cover the ticks; permutes have distinct ends and no cycle; each
-    action of the table runs exactly once, on its device, in code that its tick has; every read finds the value that it
-    needs; nothing alive is overwritten; slots exist; and no pool is larger than its peak.
+    The rules are those of `Rule`: segments cover the ticks; permutes have distinct ends and no
+    cycle; each action of the table runs exactly once, on its device, in code that its tick has;
+    every read finds the value that it needs; nothing alive is overwritten; slots exist; and no pool
+    is larger than its peak.
 
     Raises:
         ProgramError: a rule is broken, which is a fault of the lowering and not of the caller.
@@ -43,13 +46,20 @@ def verify(program: Program) -> Program:
     if not found:
         return program
     name = program.schedule.name or "this schedule"
-    lines = [f"the lowering of {name} is wrong, which is a bug in jaxpipe ({len(found)} faults):", *map(str, found[:_MOST_SHOWN])]
+    lines = [
+        f"the lowering of {name} is wrong, which is a bug in jaxpipe ({len(found)} faults):",
+        *map(str, found[:_MOST_SHOWN]),
+    ]
     raise ProgramError("\n  ".join(lines), tuple(map(str, found)))
 
 
 def faults(program: Program) -> tuple[Fault, ...]:
-    """Every broken rule; what a broken structure means for values is looked at once the structure holds."""
-    found = list(_segment_faults(program.segments, program.num_ticks)) or list(_lane_faults(program))
+    """Every broken rule; what a broken structure means for values is looked at once the structure
+    holds.
+    """
+    found = list(_segment_faults(program.segments, program.num_ticks)) or list(
+        _lane_faults(program)
+    )
     if found:
         return tuple(found)
     blocks = running(program)
@@ -61,17 +71,25 @@ def faults(program: Program) -> tuple[Fault, ...]:
 
 
 def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fault]:
-    """Segments follow each other and cover all ticks; what a trip awaits, it issued, or the last tick of the trip before."""
+    """Segments follow each other and cover all ticks; what a trip awaits, it issued, or the last
+    tick of the trip before.
+    """
     tick = 0
     for segment in segments:
         if segment.start != tick:
-            yield Fault(Rule.SEGMENTS, f"ticks {tick}..{segment.start} are in no segment, or in two")
+            yield Fault(
+                Rule.SEGMENTS, f"ticks {tick}..{segment.start} are in no segment, or in two"
+            )
         tick = segment.stop
         for j, template in enumerate(segment.templates):
             for permute in template.permutes:
                 yield from _permute_faults(permute)
                 if permute.delay > room_of(segment.period, j):
-                    yield Fault(Rule.EXCHANGE, f"({permute}) of tick {j} is awaited too late for trips of {segment.period} ticks")
+                    yield Fault(
+                        Rule.EXCHANGE,
+                        f"({permute}) of tick {j} is awaited too late for trips of "
+                        f"{segment.period} ticks",
+                    )
     if tick != num_ticks:
         yield Fault(Rule.SEGMENTS, f"the segments end at tick {tick} of {num_ticks}")
 
@@ -97,6 +115,12 @@ def _lane_faults(program: Program) -> Iterator[Fault]:
     for segment in program.segments:
         for j, template in enumerate(segment.templates):
             ticks = ticks_of(segment, j)
-            takes = [arrival.takes[ticks] for arrival in program.ticks.arrivals[len(template.permutes) :]]
+            takes = [
+                arrival.takes[ticks] for arrival in program.ticks.arrivals[len(template.permutes) :]
+            ]
             for tick in ticks[np.any(takes, axis=(0, 2))] if takes else ():
-                yield Fault(Rule.EXCHANGE, "a slot takes what arrives over a lane that the tick has not", int(tick))
+                yield Fault(
+                    Rule.EXCHANGE,
+                    "a slot takes what arrives over a lane that the tick has not",
+                    int(tick),
+                )

@@ -1,4 +1,6 @@
-"""Pictures of a simulated schedule: SVG, a self-contained HTML page, a trace for Perfetto and chrome://tracing."""
+"""Pictures of a simulated schedule: SVG, a self-contained HTML page, a trace for Perfetto and
+chrome://tracing.
+"""
 
 from .html import to_html
 from .palette import Theme

@@ -19,14 +19,18 @@ AXIS = 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
 _MOST_WIDTH, MOST_ASKED_WIDTH = 12000.0, 100_000.0
-# What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points that are not characters.
+# What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points that are not
+# characters.
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
 def require_printable(heading: str) -> None:
     """JaxpipeError for a heading with characters that XML forbids."""
     if _NOT_XML.search(heading):
-        raise JaxpipeError(f"the title {quoted(heading)} holds characters that a picture cannot show; give a title without them")
+        raise JaxpipeError(
+            f"the title {quoted(heading)} holds characters that a picture cannot show; give a "
+            "title without them"
+        )
 
 
 class Entry(NamedTuple):
@@ -49,11 +53,16 @@ class Chart:
     heading: str
 
     def __post_init__(self) -> None:
-        """JaxpipeError where the width asked for leaves less than 100 pixels for time or is far too large, or for a heading XML forbids."""
+        """JaxpipeError where the width asked for leaves less than 100 pixels for time or is far too
+        large, or for a heading XML forbids.
+        """
         least = self.left + self.right + 100
         if self.asked_width is not None and not least <= self.asked_width <= MOST_ASKED_WIDTH:
             why = "is too large" if self.asked_width > least else "leaves no room for the chart"
-            raise JaxpipeError(f"width={quoted(self.asked_width)} {why}; give {least:g} to {MOST_ASKED_WIDTH:,.0f} pixels")
+            raise JaxpipeError(
+                f"width={quoted(self.asked_width)} {why}; give {least:g} to "
+                f"{MOST_ASKED_WIDTH:,.0f} pixels"
+            )
         require_printable(self.heading or title_of(self.timeline))
 
     @cached_property
@@ -92,7 +101,8 @@ class Chart:
         if self.asked_width is not None:
             return (self.asked_width - self.left - self.right) / self.span
         lengths = sorted(bar.end - bar.start for bar in self.bars if bar.part is not Part.STRIP)
-        # A tenth of the bars may be too short for their number, so that one short stage does not stretch the picture.
+        # A tenth of the bars may be too short for their number, so that one short stage does not
+        # stretch the picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
         digits = len(str(max(self.timeline.schedule.num_microbatches - 1, 0)))
         wanted = max(24.0 if self.span / short < 48 else 17.0, 8.0 + 7.0 * digits) / short
@@ -104,7 +114,13 @@ class Chart:
         """Height of a device's row of bars."""
         devices = self.timeline.schedule.num_devices
         tall = any(bar.part is Part.TOP for bar in self.bars)
-        return (36.0 if tall else 30.0) if devices <= 16 else (26.0 if tall else 20.0) if devices <= 32 else 16.0
+        return (
+            (36.0 if tall else 30.0)
+            if devices <= 16
+            else (26.0 if tall else 20.0)
+            if devices <= 32
+            else 16.0
+        )
 
     @property
     def pitch(self) -> float:
@@ -148,11 +164,20 @@ class Chart:
 
     @cached_property
     def legend(self) -> tuple[Entry, ...]:
-        """What the colours mean, each entry with its place: broken into lines where the picture is narrow."""
+        """What the colours mean, each entry with its place: broken into lines where the picture is
+        narrow.
+        """
         several = self.shades > 1
         kinds = sorted({bar.action.kind for bar in self.bars if bar.part is not Part.STRIP})
-        swatches = [(tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KINDS[k].words}") for k in kinds]
-        swatches += [(("transfer",), "transfer")] if any(bar.part is Part.STRIP for bar in self.bars) else []
+        swatches = [
+            (tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KINDS[k].words}")
+            for k in kinds
+        ]
+        swatches += (
+            [(("transfer",), "transfer")]
+            if any(bar.part is Part.STRIP for bar in self.bars)
+            else []
+        )
         swatches += [(("idle",), "idle")]
         swatches += [(("memory",), "activations held")] if self.memory else []
         meaning = "direction" if self.timeline.schedule.placement.is_bidirectional else "chunk"

@@ -20,20 +20,29 @@ from .page import PAGE
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
 
-# Characters of the table that a page shows; a longer one would slow the page down, and `--format csv` writes it too.
+# Characters of the table that a page shows; a longer one would slow the page down, and `--format
+# csv` writes it too.
 _MOST_TEXT = 200_000
 _LEAST_WIDTH = 101  # pixels for time
 
 
 @typed(JaxpipeError)
-def to_html(timeline: Timeline, *, title: str | None = None, width: float | None = None, over: Timeline | None = None) -> str:
-    """Draw a timeline as one self-contained HTML page: chart, tooltips, zoom, numbers, the table; light and dark.
+def to_html(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    width: float | None = None,
+    over: Timeline | None = None,
+) -> str:
+    """Draw a timeline as one self-contained HTML page: chart, tooltips, zoom, numbers, the table;
+    light and dark.
 
     Args:
         timeline: what `jaxpipe.simulate` returned.
         title: the heading; schedule, devices and microbatches where it is None.
         width: of the chart at zoom 1, in pixels, as in `to_svg`.
-        over: what was planned, where the timeline is that of a run: drawn below at the same scale, with where time was lost.
+        over: what was planned, where the timeline is that of a run: drawn below at the same scale,
+            with where time was lost.
 
     Raises:
         JaxpipeError: `width` leaves no room for the chart.
@@ -55,14 +64,18 @@ def to_html(timeline: Timeline, *, title: str | None = None, width: float | None
         over="" if over is None else _over(timeline, over, chart),
         devices=_devices(timeline),
         costs=escape(costs_of(timeline)),
-        table=escape(csv) if len(csv) <= _MOST_TEXT else f"The table has {len(csv):,} characters; write it with --format csv.",
+        table=escape(csv)
+        if len(csv) <= _MOST_TEXT
+        else f"The table has {len(csv):,} characters; write it with --format csv.",
         # "<" is escaped so that no name can end the script element.
         data=json.dumps(_data(chart), separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
 def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
-    """The plan's chart in the scale of the run's (as far as it can be drawn), the sentence and tables that compare them."""
+    """The plan's chart in the scale of the run's (as far as it can be drawn), the sentence and
+    tables that compare them.
+    """
     compared = ran.over(planned)
     free = Chart(planned, None, memory=True, heading="")
     wanted = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
@@ -70,18 +83,27 @@ def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
     scale = "" if math.isclose(below.unit, chart.unit) else " (at another scale)"
     svg = ElementTree.tostring(draw(below, critical_path=False), encoding="unicode")
     devices = "".join([_line("th", COLUMNS), *(_line("td", row) for row in compared.rows())])
-    causes = "".join([_line("th", ("cause", "time")), *(_line("td", (escape(c), number(t))) for c, t in compared.losses)])
+    causes = "".join(
+        [
+            _line("th", ("cause", "time")),
+            *(_line("td", (escape(c), number(t))) for c, t in compared.losses),
+        ]
+    )
     return (
         f"<h2>Planned{scale}</h2><p>{escape(compared.sentence)}</p><div class=frame>{svg}</div>"
-        f"<h2>Run against plan</h2><div class=scroll><table>{causes}</table><br><table>{devices}</table></div>"
+        "<h2>Run against plan</h2><div "
+        f"class=scroll><table>{causes}</table><br><table>{devices}</table></div>"
     )
 
 
 def _styles(shades: int) -> str:
-    """The chart's colours: light, dark where the system prefers it, and whichever the reader chooses."""
+    """The chart's colours: light, dark where the system prefers it, and whichever the reader
+    chooses.
+    """
     dark = f":root:not([data-theme=light]) {SCOPE}", f":root[data-theme=dark] {SCOPE}"
     by_system, by_reader = (style(DARK, chunks=shades, scope=scope) for scope in dark)
-    return f"{style(LIGHT, chunks=shades, scope=SCOPE)}@media(prefers-color-scheme:dark){{{by_system}}}{by_reader}"
+    light = style(LIGHT, chunks=shades, scope=SCOPE)
+    return f"{light}@media(prefers-color-scheme:dark){{{by_system}}}{by_reader}"
 
 
 def _cards(timeline: Timeline) -> str:
@@ -91,25 +113,42 @@ def _cards(timeline: Timeline) -> str:
         ("makespan", number(t.makespan), "end of the last action"),
         ("span", number(t.span), "longest first start to last end of a device"),
         ("bubble", f"{t.bubble:.2%}", "idle share of all devices' time"),
-        ("peak activations", str(max(t.peak_activations, default=0)), "most that a device holds at once"),
+        (
+            "peak activations",
+            str(max(t.peak_activations, default=0)),
+            "most that a device holds at once",
+        ),
         ("devices", str(s.num_devices), f"{s.num_stages} stages, {s.num_chunks} a device"),
         ("microbatches", str(s.num_microbatches), f"{s.encoded.num_actions:,} actions in all"),
     ]
     return "".join(
-        f"<div class=card title='{escape(why, quote=True)}'><b>{value}</b><span>{name}</span></div>" for name, value, why in cards
+        f"<div class=card title='{escape(why, quote=True)}'><b>{value}</b><span>{name}</span></div>"
+        for name, value, why in cards
     )
 
 
 def _devices(timeline: Timeline) -> str:
     """A table with one row per device: busy, idle by cause, peaks."""
     t = timeline
-    head = ("device", "stages", "busy", "idle", "warmup", "waiting", "drain", "peak activations", "peak memory")
+    head = (
+        "device",
+        "stages",
+        "busy",
+        "idle",
+        "warmup",
+        "waiting",
+        "drain",
+        "peak activations",
+        "peak memory",
+    )
     lines = [_line("th", head)]
     for device, stages in enumerate(t.schedule.placement.stages_of):
         idle = t.idle[device]
         times = (t.busy[device], sum(idle), *idle)
         peaks = (str(t.peak_activations[device]), number(t.peak_memory[device]))
-        lines.append(_line("td", (str(device), " ".join(map(str, stages)), *map(number, times), *peaks)))
+        lines.append(
+            _line("td", (str(device), " ".join(map(str, stages)), *map(number, times), *peaks))
+        )
     return "\n".join(lines)
 
 
@@ -118,11 +157,28 @@ def _line(tag: str, cells: Iterable[str]) -> str:
 
 
 def _data(chart: Chart) -> dict[str, object]:
-    """What the page's script needs to find the bar under the pointer: geometry, and the bars of each device in order."""
+    """What the page's script needs to find the bar under the pointer: geometry, and the bars of
+    each device in order.
+    """
     rows: list[list[tuple[object, ...]]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
     for bar in chart.bars:
         stage, kind, microbatch = bar.action
-        rows[bar.device].append((bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value))
+        rows[bar.device].append(
+            (bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value)
+        )
     words = [spec.words for spec in KINDS]
-    geometry = {"left": chart.left, "unit": chart.unit, "top": chart.top, "row": chart.row, "pitch": chart.pitch, "width": chart.width}
-    return {"rows": rows, "kinds": KIND_NAMES, "words": words, "makespan": chart.timeline.makespan, **geometry}
+    geometry = {
+        "left": chart.left,
+        "unit": chart.unit,
+        "top": chart.top,
+        "row": chart.row,
+        "pitch": chart.pitch,
+        "width": chart.width,
+    }
+    return {
+        "rows": rows,
+        "kinds": KIND_NAMES,
+        "words": words,
+        "makespan": chart.timeline.makespan,
+        **geometry,
+    }

@@ -1,4 +1,6 @@
-"""Colours of the pictures: a hue for each kind of action, a shade for each chunk, for light and dark pages."""
+"""Colours of the pictures: a hue for each kind of action, a shade for each chunk, for light and
+dark pages.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Theme(enum.Enum):
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours of one theme; `shades[kind]` are the colours of the first and of the last chunk."""
+    """The colours of one theme; `shades[kind]` are the colours of the first and of the
+    last chunk.
+    """
 
     page: str
     text: str
@@ -68,7 +72,9 @@ def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """White where its contrast is at least 3.5 to 1 (bold figures need 3), else near-black.  Source: WCAG 2.2, 1.4.3."""
+    """White where its contrast is at least 3.5 to 1 (bold figures need 3), else near-black.
+    Source: WCAG 2.2, 1.4.3.
+    """
     red, green, blue = (_linear(channel / 255) for channel in _rgb(colour))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#10151c"
@@ -77,7 +83,11 @@ def ink_on(colour: str) -> str:
 def style(palette: Palette, *, chunks: int, scope: str) -> str:
     """CSS for the classes that the drawing uses, each selector under `scope`."""
     rules = [
-        ("", f"font-family:ui-sans-serif,system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;fill:{palette.text}"),
+        (
+            "",
+            "font-family:ui-sans-serif,system-ui,'Segoe UI','Helvetica "
+            f"Neue',Arial,sans-serif;fill:{palette.text}",
+        ),
         (".page", f"fill:{palette.page}"),
         (".title", "font-size:15px;font-weight:600"),
         (".muted", f"fill:{palette.muted};font-size:11.5px"),
@@ -94,7 +104,9 @@ def style(palette: Palette, *, chunks: int, scope: str) -> str:
             colour = shade(palette, kind, chunk=chunk, chunks=chunks)
             rules.append((f".{kind.name}{chunk}", f"fill:{colour}"))
             rules.append((f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"))
-    return "".join(f"{scope}{' ' if selector else ''}{selector}{{{body}}}" for selector, body in rules)
+    return "".join(
+        f"{scope}{' ' if selector else ''}{selector}{{{body}}}" for selector, body in rules
+    )
 
 
 def _rgb(colour: str) -> RGB:

@@ -1,4 +1,6 @@
-"""A Gantt chart as SVG: one row per device, hue by kind, shade by chunk, microbatch numbers, idle time hatched."""
+"""A Gantt chart as SVG: one row per device, hue by kind, shade by chunk, microbatch numbers, idle
+time hatched.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from .chart import COLUMNS, PAD, Chart
 from .palette import DARK, LIGHT, Theme, style
 
 SCOPE = ".jaxpipe"
-# With more bars than this, bars of one colour share one path instead of being elements of their own (with a hover title).
+# With more bars than this, bars of one colour share one path instead of being elements of their own
+# (with a hover title).
 MOST_ELEMENTS = 4000
 
 _HATCHED = "url(#jaxpipe-hatch)"
@@ -38,7 +41,8 @@ def to_svg(
     Args:
         timeline: what `jaxpipe.simulate` returned.
         title: the heading; schedule, devices and microbatches where it is None.
-        width: of the picture, in pixels; by default as wide as the microbatch numbers need, but at most 12000.
+        width: of the picture, in pixels; by default as wide as the microbatch numbers need, but at
+            most 12000.
         theme: colours; AUTO follows the reader's system.
         memory: draw the activation memory held over time under each device's row.
         critical_path: outline a longest chain of actions.
@@ -53,7 +57,11 @@ def to_svg(
     chart = Chart(timeline, width, memory, heading=title or title_of(timeline))
     root = draw(chart, critical_path=critical_path)
     light, dark = (style(p, chunks=chart.shades, scope=SCOPE) for p in (LIGHT, DARK))
-    sheets = {Theme.LIGHT: light, Theme.DARK: dark, Theme.AUTO: f"{light}@media(prefers-color-scheme:dark){{{dark}}}"}
+    sheets = {
+        Theme.LIGHT: light,
+        Theme.DARK: dark,
+        Theme.AUTO: f"{light}@media(prefers-color-scheme:dark){{{dark}}}",
+    }
     sheet = ElementTree.Element("style")
     sheet.text = sheets[theme]
     root.insert(0, sheet)
@@ -63,9 +71,20 @@ def to_svg(
 def draw(chart: Chart, *, critical_path: bool) -> ElementTree.Element:
     """The whole picture."""
     title = chart.heading or title_of(chart.timeline)
-    size = {"width": _px(chart.width), "height": _px(chart.height), "viewBox": f"0 0 {_px(chart.width)} {_px(chart.height)}"}
+    size = {
+        "width": _px(chart.width),
+        "height": _px(chart.height),
+        "viewBox": f"0 0 {_px(chart.width)} {_px(chart.height)}",
+    }
     root = ElementTree.Element(
-        "svg", {"xmlns": "http://www.w3.org/2000/svg", "class": SCOPE[1:], "role": "img", "aria-label": title, **size}
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "class": SCOPE[1:],
+            "role": "img",
+            "aria-label": title,
+            **size,
+        },
     )
     _add_hatch(root)
     _add(root, "rect", kind="page", width=chart.width, height=chart.height, rx=8)
@@ -96,14 +115,26 @@ def _draw_heading(root: ElementTree.Element, chart: Chart) -> None:
     t = chart.timeline
     _fitted(root, 28, chart.heading, kind="title", size=15, room=chart.width - 2 * PAD)
     peaks = t.peak_activations
-    summary = f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations {max(peaks, default=0)}"
+    summary = (
+        f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations "
+        f"{max(peaks, default=0)}"
+    )
     costs = costs_of(t)
     # Costs only where they fit; a page or a caption can give them, too.
     roomy = 6.0 * (len(summary) + len(costs) + 5) < chart.width - 2 * PAD
-    _fitted(root, 47, f"{summary}  ·  {costs}" if roomy else summary, kind="muted", size=11.5, room=chart.width - 2 * PAD)
+    _fitted(
+        root,
+        47,
+        f"{summary}  ·  {costs}" if roomy else summary,
+        kind="muted",
+        size=11.5,
+        room=chart.width - 2 * PAD,
+    )
 
 
-def _fitted(root: ElementTree.Element, y: float, text: str, *, kind: str, size: float, room: float) -> None:
+def _fitted(
+    root: ElementTree.Element, y: float, text: str, *, kind: str, size: float, room: float
+) -> None:
     """A line of the heading, in smaller type where the picture is narrow."""
     line = _text(root, PAD, y, text, kind=kind)
     fits = room / (0.56 * max(len(text), 1))
@@ -139,7 +170,9 @@ def _draw_numbers(root: ElementTree.Element, chart: Chart) -> None:
         size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * digits))
         if size >= 7:
             # Few sizes, so that the numbers of a picture look alike.
-            sizes[math.floor(size * 2) / 2].append((bar, x + width / 2, y + height / 2 + size * 0.36))
+            sizes[math.floor(size * 2) / 2].append(
+                (bar, x + width / 2, y + height / 2 + size * 0.36)
+            )
     for size, labels in sizes.items():
         group = _add(root, "g")
         group.set("font-size", _px(size))
@@ -164,7 +197,12 @@ def _draw_critical_path(root: ElementTree.Element, chart: Chart) -> None:
     """Outline the actions of the critical path."""
     wanted = {action for text in chart.timeline.critical_path for action in parts(parse_cell(text))}
     boxes = [chart.box(bar) for bar in chart.bars if bar.action in wanted]
-    _add(root, "path", kind="critical", d="".join(_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2))
+    _add(
+        root,
+        "path",
+        kind="critical",
+        d="".join(_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2),
+    )
 
 
 def _draw_axis(root: ElementTree.Element, chart: Chart) -> None:
@@ -186,7 +224,15 @@ def _draw_legend(root: ElementTree.Element, chart: Chart) -> None:
             if box == "idle":
                 _add(root, "rect", x=x, y=y, width=cell, height=15, fill=_HATCHED)
             if len(boxes) > 1:
-                _text(root, x + cell / 2, y + 11.5, str(chunk), kind=f"on{box}", anchor="middle", size=10)
+                _text(
+                    root,
+                    x + cell / 2,
+                    y + 11.5,
+                    str(chunk),
+                    kind=f"on{box}",
+                    anchor="middle",
+                    size=10,
+                )
             x += cell
         _text(root, x + (7 if boxes else 0), y + 12, word, kind="label" if boxes else "muted")
 
@@ -199,7 +245,14 @@ def _draw_each(root: ElementTree.Element, chart: Chart) -> None:
         # A thin line of background separates neighbours.
         gap = min(1.0, width * 0.2)
         box = _add(
-            group, "rect", kind=_class(bar, chart.shades), x=x + gap / 2, y=y, width=width - gap, height=height, rx=min(2, width / 4)
+            group,
+            "rect",
+            kind=_class(bar, chart.shades),
+            x=x + gap / 2,
+            y=y,
+            width=width - gap,
+            height=height,
+            rx=min(2, width / 4),
         )
         ElementTree.SubElement(box, "title").text = describe(bar)
 
@@ -219,11 +272,18 @@ def describe(bar: Bar) -> str:
     """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
     word = KINDS[kind].words
-    return f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}\ndevice {bar.device}, {number(bar.start)} to {number(bar.end)}"
+    return (
+        f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}\n"
+        f"device {bar.device}, {number(bar.start)} to {number(bar.end)}"
+    )
 
 
 def _class(bar: Bar, shades: int) -> str:
-    return "transfer" if bar.part is Part.STRIP else f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
+    return (
+        "transfer"
+        if bar.part is Part.STRIP
+        else f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
+    )
 
 
 def _ticks(end: float, *, most: float) -> list[float]:
@@ -239,18 +299,36 @@ def _ticks(end: float, *, most: float) -> list[float]:
 def _add_hatch(root: ElementTree.Element) -> None:
     """The pattern of idle time."""
     definitions = ElementTree.SubElement(root, "defs")
-    size = {"width": "6", "height": "6", "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    size = {
+        "width": "6",
+        "height": "6",
+        "patternUnits": "userSpaceOnUse",
+        "patternTransform": "rotate(45)",
+    }
     pattern = ElementTree.SubElement(definitions, "pattern", {"id": "jaxpipe-hatch", **size})
     _add(pattern, "path", kind="hatch", d="M0 0V6")
 
 
-def _add(parent: ElementTree.Element, tag: str, *, kind: str = "", **attributes: float | str) -> ElementTree.Element:
+def _add(
+    parent: ElementTree.Element, tag: str, *, kind: str = "", **attributes: float | str
+) -> ElementTree.Element:
     given = {"class": kind} if kind else {}
-    return ElementTree.SubElement(parent, tag, {**given, **{k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}})
+    return ElementTree.SubElement(
+        parent,
+        tag,
+        {**given, **{k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}},
+    )
 
 
 def _text(
-    parent: ElementTree.Element, x: float, y: float, text: str, *, kind: str, anchor: str = "", size: float = 0
+    parent: ElementTree.Element,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    kind: str,
+    anchor: str = "",
+    size: float = 0,
 ) -> ElementTree.Element:
     element = _add(parent, "text", kind=kind, x=x, y=y)
     if anchor:

@@ -1,7 +1,8 @@
 """A timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is Chrome's Trace Event Format (JSON): one process per device, complete events ("X") for actions, counters ("C") for held
-activations, flow arrows ("s", "f") from a producer to its consumer on another device.
+The format is Chrome's Trace Event Format (JSON): one process per device, complete events ("X") for
+actions, counters ("C") for held activations, flow arrows ("s", "f") from a producer to its consumer
+on another device.
 """
 
 from __future__ import annotations
@@ -19,43 +20,62 @@ from .bars import Bar, Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]
 
-# Threads of a device's process.  The halves of a pair run at the same time, and slices of one thread must nest.
+# Threads of a device's process.  The halves of a pair run at the same time, and slices of one
+# thread must nest.
 _THREADS = {Part.WHOLE: 0, Part.TOP: 0, Part.BOTTOM: 1, Part.STRIP: 2}
 _THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
 
 
 @typed(JaxpipeError)
-def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True, over: Timeline | None = None) -> str:
+def to_trace(
+    timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True, over: Timeline | None = None
+) -> str:
     """Write a timeline as trace JSON, to be opened in ui.perfetto.dev or chrome://tracing.
 
     Args:
         timeline: what `jaxpipe.simulate` returned.
         unit_us: microseconds in the trace for one unit of cost; by default a unit is a millisecond.
         flows: draw an arrow for each message between devices.
-        over: what was planned, where the timeline is that of a run: it becomes further processes, one a device.
+        over: what was planned, where the timeline is that of a run: it becomes further processes,
+            one a device.
 
     Raises:
         JaxpipeError: `unit_us` is not positive.
         ScheduleError: `over` is of another table.
 
     >>> import jaxpipe as jp
-    >>> json.loads(to_trace(jp.simulate(jp.schedules.build("gpipe", devices=2, microbatches=1))))["otherData"]["makespan"]
+    >>> json.loads(to_trace(jp.simulate(jp.schedules.build("gpipe", devices=2, microbatches=1))))[
+    ...     "otherData"
+    ... ]["makespan"]
     6
     """
     if not 0 < unit_us <= MAX_COST:
         why = f"it is the length of one unit of cost in microseconds, of {MAX_COST:g} at most"
         raise JaxpipeError(f"unit_us must be positive, not {quoted(unit_us)}: {why}")
     bars = tuple(bars_of(timeline))
-    events = [*_names(timeline, bars), *(_slice(bar, unit_us) for bar in bars), *_counters(timeline, unit_us)]
+    events = [
+        *_names(timeline, bars),
+        *(_slice(bar, unit_us) for bar in bars),
+        *_counters(timeline, unit_us),
+    ]
     if flows:
         events += _flows(timeline, bars, unit_us)
     if over is not None:
         compared = timeline.over(over)
         planned = tuple(bars_of(over))
-        events += _beside([*_names(over, planned), *(_slice(bar, unit_us) for bar in planned)], timeline.schedule.num_devices)
+        events += _beside(
+            [*_names(over, planned), *(_slice(bar, unit_us) for bar in planned)],
+            timeline.schedule.num_devices,
+        )
         events.append({"ph": "i", "name": compared.sentence, "pid": 0, "tid": 0, "ts": 0, "s": "g"})
     about = {"title": title_of(timeline), "makespan": timeline.makespan, "bubble": timeline.bubble}
-    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, separators=(",", ":")) + "\n"
+    return (
+        json.dumps(
+            {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events},
+            separators=(",", ":"),
+        )
+        + "\n"
+    )
 
 
 def _beside(events: Iterable[Event], devices: int) -> Iterator[Event]:
@@ -73,11 +93,33 @@ def _names(timeline: Timeline, bars: tuple[Bar, ...]) -> Iterator[Event]:
     """The names and the order of devices and threads in the viewer."""
     used = sorted({(bar.device, _THREADS[bar.part]) for bar in bars})
     for device in range(timeline.schedule.num_devices):
-        yield {"ph": "M", "pid": device, "name": "process_name", "args": {"name": f"device {device}"}}
-        yield {"ph": "M", "pid": device, "name": "process_sort_index", "args": {"sort_index": device}}
+        yield {
+            "ph": "M",
+            "pid": device,
+            "name": "process_name",
+            "args": {"name": f"device {device}"},
+        }
+        yield {
+            "ph": "M",
+            "pid": device,
+            "name": "process_sort_index",
+            "args": {"sort_index": device},
+        }
     for device, thread in used:
-        yield {"ph": "M", "pid": device, "tid": thread, "name": "thread_name", "args": {"name": _THREAD_NAMES[thread]}}
-        yield {"ph": "M", "pid": device, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+        yield {
+            "ph": "M",
+            "pid": device,
+            "tid": thread,
+            "name": "thread_name",
+            "args": {"name": _THREAD_NAMES[thread]},
+        }
+        yield {
+            "ph": "M",
+            "pid": device,
+            "tid": thread,
+            "name": "thread_sort_index",
+            "args": {"sort_index": thread},
+        }
 
 
 def _slice(bar: Bar, unit_us: float) -> Event:
@@ -90,7 +132,12 @@ def _slice(bar: Bar, unit_us: float) -> Event:
         "tid": _THREADS[bar.part],
         "ts": bar.start * unit_us,
         "dur": (bar.end - bar.start) * unit_us,
-        "args": {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch, "kind": KIND_NAMES[kind]},
+        "args": {
+            "stage": stage,
+            "chunk": bar.chunk,
+            "microbatch": microbatch,
+            "kind": KIND_NAMES[kind],
+        },
     }
 
 
@@ -98,7 +145,13 @@ def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:
     """The activation memory of each device, at each change (the last of several at one time)."""
     for device in range(timeline.schedule.num_devices):
         for time, held in dict(timeline.memory(device)).items():
-            yield {"ph": "C", "name": "activations", "pid": device, "ts": time * unit_us, "args": {"held": held}}
+            yield {
+                "ph": "C",
+                "name": "activations",
+                "pid": device,
+                "ts": time * unit_us,
+                "args": {"held": held},
+            }
 
 
 def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterator[Event]:
@@ -109,7 +162,8 @@ def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterato
         if not crosses[bar.number]:
             continue
         source = bars[producer[bar.number]]
-        # A flow is attached to the slice that is open at its time; at its end a slice is closed already.
+        # A flow is attached to the slice that is open at its time; at its end a slice is closed
+        # already.
         leaves = source.start + 0.99 * (source.end - source.start)
         for phase, end, time in (("s", source, leaves), ("f", bar, bar.start)):
             thread = _THREADS[end.part]

@@ -1,4 +1,6 @@
-"""The catalogue of schedules: `build(name, devices=, microbatches=, chunks=)`, `names()`, and `describe(name)`."""
+"""The catalogue of schedules: `build(name, devices=, microbatches=, chunks=)`, `names()`, and
+`describe(name)`.
+"""
 
 from .registry import Chunks, Entry, Option, build, describe, names
 

@@ -14,10 +14,13 @@ Flags: TypeAlias = NDArray[np.bool_]
 
 
 class Banker(NamedTuple):
-    """Whether memory is left for the rest: the microbatches in flight can be finished one after the other (Dijkstra's banker)."""
+    """Whether memory is left for the rest: the microbatches in flight can be finished one after the
+    other (Dijkstra's banker).
+    """
 
     begins: Numbers  # nodes that take memory
-    needs: tuple[tuple[int, ...], ...]  # of each of them, the nodes after which what it took can be released at once
+    # of each of them, the nodes after which what it took can be released at once
+    needs: tuple[tuple[int, ...], ...]
     member: Numbers  # [begins, devices]
     device: Numbers
     cap: int
@@ -28,7 +31,14 @@ class Banker(NamedTuple):
         """The banker of a job shop with a cap."""
         begins = [n for n, node in enumerate(shop.nodes) if node.begins]
         release = {node.stage: n for n, node in enumerate(shop.nodes) if node.releases}
-        needs = tuple(tuple(a.source for a in shop.arcs if a.target == release[shop.nodes[n].stage] and not a.lag) for n in begins)
+        needs = tuple(
+            tuple(
+                a.source
+                for a in shop.arcs
+                if a.target == release[shop.nodes[n].stage] and not a.lag
+            )
+            for n in begins
+        )
         device = np.array([shop.nodes[n].device for n in begins])
         member = (device[:, None] == np.arange(shop.devices)).astype(np.int64)
         assert shop.cap is not None
@@ -41,7 +51,8 @@ class Banker(NamedTuple):
         missing = begun <= self.microbatches
         held = np.maximum(0, begun - np.maximum(released, self.microbatches)) + missing
         total = np.einsum("rnm,nd->rdm", held, self.member)[:, self.device]
-        # One more begins: it is held from its own microbatch on down, and is no longer missing at its own.
+        # One more begins: it is held from its own microbatch on down, and is no longer missing at
+        # its own.
         more = (begun >= self.microbatches).astype(np.int64) - (begun == self.microbatches)
         found = np.zeros(counts.shape, bool)
         found[:, self.begins] = (total + more > self.cap).any(2)

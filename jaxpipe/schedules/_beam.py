@@ -1,9 +1,11 @@
-"""Beam search over active schedules of a job shop, many partial schedules at once as rows of numpy arrays.
+"""Beam search over active schedules of a job shop, many partial schedules at once as rows of numpy
+arrays.
 
-Each step gives every partial schedule its next action: on the device where an action can end first, one of those that could start before
-that end (Giffler and Thompson 1960); an F may also wait until its device has done something else, since an early F takes memory.  Of
-all extensions, those with the least bounds of the makespan are kept: a start, a length and a tail for each next action, and for each device
-what is left to do on it.
+Each step gives every partial schedule its next action: on the device where an action can end first,
+one of those that could start before that end (Giffler and Thompson 1960); an F may also wait until
+its device has done something else, since an early F takes memory.  Of all extensions, those with
+the least bounds of the makespan are kept: a start, a length and a tail for each next action, and
+for each device what is left to do on it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Partial(NamedTuple):
     """Partial schedules, one a row of each array."""
 
     counts: Numbers  # per node, how many actions are placed
-    ends: Times  # per node and microbatch, the end; NEVER where it is not placed; one more column of -NEVER, for "needs nothing"
+    # per node and microbatch, the end; NEVER where it is not placed; one more column of -NEVER, for
+    # "needs nothing"
+    ends: Times
     free: Times  # per device
     live: Numbers  # per device, the activations it holds
     shut: Flags  # per node, whether it waits for another action of its device
@@ -51,7 +55,8 @@ class Goal(NamedTuple):
     """What a search places: of each node the actions up to `stop`, and what follows them."""
 
     stop: Numbers  # per node
-    tails: Times  # per node and microbatch, the least time from its end to the end of all; one more column
+    # per node and microbatch, the least time from its end to the end of all; one more column
+    tails: Times
     after: Times  # per device, the time from its last placed action to the end of all
     limit: float  # makespans of this and more are of no use
 
@@ -67,8 +72,14 @@ class Beam:
         self.length = np.array([node.length for node in nodes], np.float64)
         self.begins = np.array([node.begins for node in nodes])
         self.change = np.array([int(node.begins) - int(node.releases) for node in nodes])
-        self._source, self._target = np.array([a.source for a in arcs]), np.array([a.target for a in arcs])
-        self._lag, self._delay = np.array([a.lag for a in arcs]), np.array([a.delay for a in arcs], np.float64)
+        self._source, self._target = (
+            np.array([a.source for a in arcs]),
+            np.array([a.target for a in arcs]),
+        )
+        self._lag, self._delay = (
+            np.array([a.lag for a in arcs]),
+            np.array([a.delay for a in arcs], np.float64),
+        )
         # Every node comes after itself, so each has an arc.
         self._first_arc = np.searchsorted(self._target, np.arange(len(nodes)))
         self._cap = shop.cap if shop.cap is not None else len(nodes) * shop.microbatches
@@ -78,11 +89,22 @@ class Beam:
 
     def empty(self) -> Partial:
         """The schedule with nothing placed."""
-        nodes, devices, microbatches = len(self.shop.nodes), self.shop.devices, self.shop.microbatches
+        nodes, devices, microbatches = (
+            len(self.shop.nodes),
+            self.shop.devices,
+            self.shop.microbatches,
+        )
         ends = np.full((1, nodes, microbatches + 1), NEVER)
         ends[:, :, microbatches] = -NEVER
         none = np.zeros((1, nodes), np.int64)
-        return Partial(none, ends, np.zeros((1, devices)), np.zeros((1, devices), np.int64), np.zeros((1, nodes), bool), np.zeros(1))
+        return Partial(
+            none,
+            ends,
+            np.zeros((1, devices)),
+            np.zeros((1, devices), np.int64),
+            np.zeros((1, nodes), bool),
+            np.zeros(1),
+        )
 
     def whole(self, limit: float) -> Goal:
         """To place everything."""
@@ -90,10 +112,14 @@ class Beam:
         stop = np.full(len(self.shop.nodes), self.shop.microbatches)
         return Goal(stop, tails, np.zeros(self.shop.devices), limit)
 
-    def search(self, start: Partial, goal: Goal, *, width: int, mean: float, waits: bool) -> tuple[float, list[int]] | None:
-        """The least makespan found, and the nodes in the order in which their next actions are placed; None where none is below the limit.
+    def search(
+        self, start: Partial, goal: Goal, *, width: int, mean: float, waits: bool
+    ) -> tuple[float, list[int]] | None:
+        """The least makespan found, and the nodes in the order in which their next actions are
+        placed; None where none is below the limit.
 
-        `mean` is the weight of the mean of all devices' bounds beside the largest, and `waits` lets an F wait.
+        `mean` is the weight of the mean of all devices' bounds beside the largest, and `waits` lets
+        an F wait.
         """
         bounds = _DeviceBounds(self, goal)
         beam, parents, placed = start, [], []
@@ -118,7 +144,9 @@ class Beam:
         return makespan, path[::-1]
 
     def _choices(self, beam: Partial, goal: Goal, waits: bool) -> tuple[Numbers, Partial, Flags]:
-        """Which actions may come next, for the partial schedules and for those in which the F among them wait."""
+        """Which actions may come next, for the partial schedules and for those in which the F among
+        them wait.
+        """
         origin = np.arange(len(beam.counts))
         chosen = self._conflict(self._allowed(beam, self._starts(beam), goal))
         if not waits:
@@ -130,26 +158,43 @@ class Beam:
         waiting = beam.take(rows)
         waiting = waiting._replace(shut=waiting.shut | late[rows])
         others = self._conflict(self._allowed(waiting, self._starts(waiting), goal))
-        return np.concatenate([origin, rows]), beam.joined(waiting), np.concatenate([chosen, others])
+        return (
+            np.concatenate([origin, rows]),
+            beam.joined(waiting),
+            np.concatenate([chosen, others]),
+        )
 
     def _starts(self, beam: Partial) -> Times:
-        """Per node, the earliest start of its next action; NEVER where what it needs is not placed."""
+        """Per node, the earliest start of its next action; NEVER where what it needs is
+        not placed.
+        """
         self.spent += beam.counts.size
         at = beam.counts[:, self._target] - self._lag
         rows = np.arange(len(at))[:, None]
-        known = beam.ends[rows, self._source, np.where(at < 0, self.shop.microbatches, at)] + self._delay
-        found: Times = np.maximum(np.maximum.reduceat(known, self._first_arc, axis=1), beam.free[:, self.device])
+        known = (
+            beam.ends[rows, self._source, np.where(at < 0, self.shop.microbatches, at)]
+            + self._delay
+        )
+        found: Times = np.maximum(
+            np.maximum.reduceat(known, self._first_arc, axis=1), beam.free[:, self.device]
+        )
         return found
 
     def _allowed(self, beam: Partial, starts: Times, goal: Goal) -> Times:
         """The starts, NEVER for actions that may not come next."""
-        never = beam.shut | (beam.counts >= goal.stop) | (self.begins & (beam.live[:, self.device] >= self._cap))
+        never = (
+            beam.shut
+            | (beam.counts >= goal.stop)
+            | (self.begins & (beam.live[:, self.device] >= self._cap))
+        )
         if self._banker is not None:
             never |= self._banker.unsafe(beam.counts)
         return np.where(never, NEVER, starts)
 
     def _conflict(self, starts: Times) -> Flags:
-        """On the device where an action can end first, the actions that could start before that end."""
+        """On the device where an action can end first, the actions that could start before that
+        end.
+        """
         ends = starts + self.length
         first = ends.argmin(1)
         rows = np.arange(len(ends))
@@ -159,7 +204,9 @@ class Beam:
         return found
 
     def _place(self, beam: Partial, node: Numbers, goal: Goal) -> Partial:
-        """Each partial schedule with the next action of a node placed; the arrays are changed in place."""
+        """Each partial schedule with the next action of a node placed; the arrays are changed in
+        place.
+        """
         rows = np.arange(len(node))
         at = beam.counts[rows, node]
         device = self.device[node]
@@ -188,28 +235,41 @@ class _DeviceBounds:
         self._beam, self._goal = beam, goal
         device = beam.device
         last = goal.tails[np.arange(len(device)), np.maximum(goal.stop - 1, 0)]
-        # Nodes of a device, those first whose last action has the longest tail: with any of them come all before it.
+        # Nodes of a device, those first whose last action has the longest tail: with any of them
+        # come all before it.
         self._order = np.lexsort((-last, device))
         self._tail, self._of = last[self._order], device[self._order]
         self._first = np.searchsorted(self._of, np.arange(beam.shop.devices))
-        together = (self._of[:, None] == self._of) & (np.arange(len(device))[:, None] <= np.arange(len(device)))
+        together = (self._of[:, None] == self._of) & (
+            np.arange(len(device))[:, None] <= np.arange(len(device))
+        )
         self._work = together * beam.length[self._order][:, None]
 
     def score(self, partial: Partial, starts: Times, mean: float) -> Times:
-        """What ranks partial schedules: the largest bound and some of the mean; NEVER for those that are of no use."""
+        """What ranks partial schedules: the largest bound and some of the mean; NEVER for those
+        that are of no use.
+        """
         beam, goal = self._beam, self._goal
         left = goal.stop - partial.counts
         todo = left > 0
         known = todo & (starts < NEVER)
         tails = goal.tails[np.arange(len(goal.stop)), np.where(todo, partial.counts, -1)]
-        alone = np.where(known, np.where(known, starts, 0) + beam.length + np.where(known, tails, 0), 0)
+        alone = np.where(
+            known, np.where(known, starts, 0) + beam.length + np.where(known, tails, 0), 0
+        )
         # An action whose needs are not placed starts no earlier than the first that can.
         soonest = _finite(np.where(todo, starts, NEVER).min(1, initial=NEVER))[:, None]
-        head = np.where(known, starts, np.where(todo, np.maximum(partial.free[:, beam.device], soonest), NEVER))
+        head = np.where(
+            known, starts, np.where(todo, np.maximum(partial.free[:, beam.device], soonest), NEVER)
+        )
         heads = np.minimum.reduceat(head[:, self._order], self._first, axis=1)
         work = left[:, self._order] @ self._work
-        together = np.where(todo[:, self._order], _finite(heads)[:, self._of] + work + self._tail, 0)
-        device = np.maximum.reduceat(np.maximum(together, alone[:, self._order]), self._first, axis=1)
+        together = np.where(
+            todo[:, self._order], _finite(heads)[:, self._of] + work + self._tail, 0
+        )
+        device = np.maximum.reduceat(
+            np.maximum(together, alone[:, self._order]), self._first, axis=1
+        )
         device = np.maximum(device, partial.free + goal.after)
         bound = np.maximum(device.max(1), partial.reached)
         dead = todo.any(1) & ~known.any(1)

@@ -1,10 +1,12 @@
 """List scheduling along a reference order, for the schedules that take costs and a memory cap.
 
-A generator gives, for each device, a reference order of F and I.  `list_schedule` simulates it.  A device runs the next action of
-its order when the inputs are there.  Where it would wait, it moves up a later action that is ready and fits into the wait,
-or runs a pending W.  An F is moved up only if the rest of the order still fits under the memory cap, so no choice can
-lead to a dead end: what is left is always a valid order by itself.  To repeat a building block and then to compress and reorder it
-under a memory cap is the idea of Pipeline Parallelism with Controllable Memory (Qi et al. 2024); here the costs count too.
+A generator gives, for each device, a reference order of F and I.  `list_schedule` simulates it.  A
+device runs the next action of its order when the inputs are there.  Where it would wait, it moves
+up a later action that is ready and fits into the wait, or runs a pending W.  An F is moved up only
+if the rest of the order still fits under the memory cap, so no choice can lead to a dead end: what
+is left is always a valid order by itself.  To repeat a building block and then to compress and
+reorder it under a memory cap is the idea of Pipeline Parallelism with Controllable Memory (Qi et
+al. 2024); here the costs count too.
 """
 
 from __future__ import annotations
@@ -24,14 +26,19 @@ NEVER = float("inf")
 
 
 class Rule(NamedTuple):
-    """How a device fills a wait; which rule is best depends on the costs, so callers try several and keep the best."""
+    """How a device fills a wait; which rule is best depends on the costs, so callers try several
+    and keep the best.
+    """
 
-    reserve: bool  # keep memory for the forwards that were passed over, as if nothing were released meanwhile
+    # keep memory for the forwards that were passed over, as if nothing were released meanwhile
+    reserve: bool
     patience: float  # by what fraction of its length a W may delay the next action
 
 
 class ListSchedule(NamedTuple):
-    """Rows of F, I and W, their simulated makespan, and the most activations that a device holds."""
+    """Rows of F, I and W, their simulated makespan, and the most activations that a
+    device holds.
+    """
 
     rows: list[list[Action]]
     makespan: float
@@ -39,7 +46,9 @@ class ListSchedule(NamedTuple):
 
 
 def least_peak(row: Iterable[Action]) -> int:
-    """The most activations that a row of F and I holds if each W follows its I at once: the least cap that it can keep."""
+    """The most activations that a row of F and I holds if each W follows its I at once: the least
+    cap that it can keep.
+    """
     live = most = 0
     for action in row:
         live += 1 if action.kind is F else -1
@@ -57,7 +66,8 @@ def list_schedule(
     rule: Rule,
     release: Release = Release.WEIGHT_GRAD,
 ) -> ListSchedule:
-    """Run a reference order of F and I, with W where there is time for it, under a cap on each device's activations.
+    """Run a reference order of F and I, with W where there is time for it, under a cap on each
+    device's activations.
 
     Every stage is on one device, and each device's cap is at least `least_peak` of its row.
     """
@@ -72,15 +82,23 @@ def list_schedule(
         else:
             run.start(device, action, time)
     assert all(device.is_done for device in run.devices), "a reference order got stuck"
-    return ListSchedule([d.out for d in run.devices], max(d.free for d in run.devices), max(d.peak for d in run.devices))
+    return ListSchedule(
+        [d.out for d in run.devices],
+        max(d.free for d in run.devices),
+        max(d.peak for d in run.devices),
+    )
 
 
 class _Lane:
-    """The actions of one stage and kind in a device's order, of which only the first that is left can run."""
+    """The actions of one stage and kind in a device's order, of which only the first that is left
+    can run.
+    """
 
     __slots__ = ("at", "duration", "is_forward", "places", "ready")
 
-    def __init__(self, places: list[int], ready: list[float], duration: float, is_forward: bool) -> None:
+    def __init__(
+        self, places: list[int], ready: list[float], duration: float, is_forward: bool
+    ) -> None:
         self.places = places
         self.ready = ready  # when each may start
         self.duration = duration
@@ -91,9 +109,24 @@ class _Lane:
 class _Device:
     """One simulated device: what is left of its order, what it holds, and what it has run."""
 
-    __slots__ = ("cap", "done", "free", "head", "lane_of", "lanes", "live", "number", "order", "out", "peak", "pending")
+    __slots__ = (
+        "cap",
+        "done",
+        "free",
+        "head",
+        "lane_of",
+        "lanes",
+        "live",
+        "number",
+        "order",
+        "out",
+        "peak",
+        "pending",
+    )
 
-    def __init__(self, number: int, order: Sequence[Action], cap: int, lanes: dict[tuple[int, Kind], _Lane]) -> None:
+    def __init__(
+        self, number: int, order: Sequence[Action], cap: int, lanes: dict[tuple[int, Kind], _Lane]
+    ) -> None:
         self.number = number
         self.cap = cap
         self.order = order
@@ -154,7 +187,10 @@ class _Run:
             for kind in (F, I)
             for stage in range(stages)
         }
-        self.devices = [_Device(d, row, cap, lanes) for d, (row, cap) in enumerate(zip(order, caps, strict=True))]
+        self.devices = [
+            _Device(d, row, cap, lanes)
+            for d, (row, cap) in enumerate(zip(order, caps, strict=True))
+        ]
         self.events: list[tuple[float, int]] = [(0, d) for d in range(len(order))]
 
     def choose(self, device: _Device, time: float) -> Action | None:
@@ -186,7 +222,9 @@ class _Run:
             if lane.at == len(lane.places):
                 continue
             place = lane.places[lane.at]
-            if lane.ready[device.order[place].microbatch] <= time and (until == NEVER or time + lane.duration <= until):
+            if lane.ready[device.order[place].microbatch] <= time and (
+                until == NEVER or time + lane.duration <= until
+            ):
                 found.append((place, lane.is_forward))
         for place, is_forward in sorted(found):
             if not is_forward or self._most_before(device, head, place) < device.cap:
@@ -194,7 +232,9 @@ class _Run:
         return None
 
     def _most_before(self, device: _Device, head: int, stop: int) -> int:
-        """The most activations that a device holds until it has run what is left of its order before this place."""
+        """The most activations that a device holds until it has run what is left of its order
+        before this place.
+        """
         live = most = device.live
         for place in range(head, stop):
             if device.done[place]:
@@ -207,7 +247,9 @@ class _Run:
         return most
 
     def start(self, device: _Device, action: Action, time: float) -> None:
-        """Start an action, for the event that comes first, and wake the device that gets its result."""
+        """Start an action, for the event that comes first, and wake the device that gets its
+        result.
+        """
         stage, kind, microbatch = action
         end = time + self.duration[kind][stage]
         device.free = end
@@ -223,8 +265,12 @@ class _Run:
             device.pending.append(Action(stage, W, microbatch))
             self._hand_over(stage, stage - 1, kind, microbatch, time, end)
 
-    def _hand_over(self, source: int, target: int, kind: Kind, microbatch: int, time: float, end: float) -> None:
-        """The result of a stage reaches the next one (for I: the one before); the last stage's F is followed by its own I."""
+    def _hand_over(
+        self, source: int, target: int, kind: Kind, microbatch: int, time: float, end: float
+    ) -> None:
+        """The result of a stage reaches the next one (for I: the one before); the last stage's F is
+        followed by its own I.
+        """
         if target < 0:
             return
         if target == len(self.device_of):

@@ -1,4 +1,6 @@
-"""Local search on a table of F, I and W: the whole by beam search, forwards and backwards in time, then windows of it again and again."""
+"""Local search on a table of F, I and W: the whole by beam search, forwards and backwards in time,
+then windows of it again and again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from ._beam import Beam, Goal, Partial, Times
 _WIDTH, _WINDOW_WIDTH = 32, 16  # partial schedules that are kept, of the whole and of a window
 _MEANS = (0.1, 1.0)  # weights of the mean of all devices' bounds
 _SIZES = (32, 64)  # actions of a window
-# Starts that may be computed (half a second), and actions of a table (more take longer to copy than to search).
+# Starts that may be computed (half a second), and actions of a table (more take longer to copy than
+# to search).
 _BUDGET, _MOST_ACTIONS = 2_500_000, 2_000
 _STEP = 1000  # starts, as which a step of a beam counts beforehand
 _SET_UP = 20  # starts, as which setting up a window counts, for each action of the table
@@ -26,7 +29,8 @@ _EQUAL = 1e-9  # relative: sums of the same times in another order
 
 
 def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float) -> Schedule:
-    """A schedule of F, I and W that is never longer, and shorter where one is found; the same for the same arguments.
+    """A schedule of F, I and W that is never longer, and shorter where one is found; the same for
+    the same arguments.
 
     Args:
         schedule: rows of F, I and W, every stage on one device.
@@ -38,12 +42,18 @@ def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float
     if timeline.makespan <= at_least * (1 + _EQUAL) or schedule.encoded.num_actions > _MOST_ACTIONS:
         return schedule
     search = _Search(shop, at_least, _BUDGET)
-    table, number = schedule.encoded, {(int(node.kind), node.stage): n for n, node in enumerate(shop.nodes)}
-    # Equal times stay in an order in which none needs a later one.  Where microbatches are not in order, renaming them costs nothing.
+    table, number = (
+        schedule.encoded,
+        {(int(node.kind), node.stage): n for n, node in enumerate(shop.nodes)},
+    )
+    # Equal times stay in an order in which none needs a later one.  Where microbatches are not in
+    # order, renaming them costs nothing.
     order = sorted(schedule.run_order(Transfers.ASYNC).order, key=timeline.starts.__getitem__)
     nodes = [number[int(table.kind[i]), int(table.stage[i])] for i in order]
     better = schedule.with_rows(rows_of(shop, search.run(nodes)))
-    return better if simulate(better, costs).makespan < timeline.makespan * (1 - _EQUAL) else schedule
+    return (
+        better if simulate(better, costs).makespan < timeline.makespan * (1 - _EQUAL) else schedule
+    )
 
 
 def rows_of(shop: JobShop, order: Sequence[int]) -> list[list[Action]]:
@@ -93,10 +103,16 @@ class _Search:
         last = len(self.shop.nodes) - 1
         for mean in _MEANS:
             for beam in (self.beam, back):
-                if self.is_over(best) or self.beam.spent + len(best.nodes) * (len(self.shop.nodes) * _WIDTH + _STEP) > self.budget:
+                if (
+                    self.is_over(best)
+                    or self.beam.spent + len(best.nodes) * (len(self.shop.nodes) * _WIDTH + _STEP)
+                    > self.budget
+                ):
                     return best
                 limit = best.makespan * (1 - _EQUAL)
-                found = beam.search(beam.empty(), beam.whole(limit), width=_WIDTH, mean=mean, waits=False)
+                found = beam.search(
+                    beam.empty(), beam.whole(limit), width=_WIDTH, mean=mean, waits=False
+                )
                 if beam is back:
                     self.beam.spent, back.spent = self.beam.spent + back.spent, 0
                 if found is None:
@@ -146,7 +162,9 @@ class _Search:
         return start
 
     def _goal(self, best: _Times, begin: int, end: int) -> Goal:
-        """What follows a window: tails along the order after it, and along the waits alone in it."""
+        """What follows a window: tails along the order after it, and along the waits alone
+        in it.
+        """
         shop, length = self.shop, self.beam.length
         at = [shop.microbatches] * len(shop.nodes)
         tails = np.zeros((len(shop.nodes), shop.microbatches + 1))

@@ -30,10 +30,12 @@ def in_groups(stages: Sequence[int], kind: Kind, groups: Sequence[int]) -> list[
 
 
 def even_groups(devices: int, microbatches: int) -> tuple[int, ...]:
-    """Cut M into as many groups of at least P as possible, as equal as possible; one group where M < P.
+    """Cut M into as many groups of at least P as possible, as equal as possible; one group where M
+    < P.
 
-    In a group shorter than P the devices would wait for its first microbatch to come back for the next chunk, and the warmup grows
-    with the longest group, so equal groups need the fewest activations.
+    In a group shorter than P the devices would wait for its first microbatch to come back for the
+    next chunk, and the warmup grows with the longest group, so equal groups need the fewest
+    activations.
 
     >>> even_groups(4, 11), even_groups(4, 3)
     ((6, 5), (3,))
@@ -44,18 +46,22 @@ def even_groups(devices: int, microbatches: int) -> tuple[int, ...]:
 
 
 def groups_of(group_size: int | None, *, devices: int, microbatches: int) -> tuple[int, ...]:
-    """The microbatch groups of an interleaved schedule: Megatron's for a given size, else even ones.
+    """The microbatch groups of an interleaved schedule: Megatron's for a given size, else even
+    ones.
 
-    Megatron cuts M into groups of `group_size` and a remainder.  A remainder shorter than P is rounded up to P; the caller drops
-    the extra microbatches.  ScheduleError for a size below P (unless one group holds all of M).
+    Megatron cuts M into groups of `group_size` and a remainder.  A remainder shorter than P is
+    rounded up to P; the caller drops the extra microbatches.  ScheduleError for a size below P
+    (unless one group holds all of M).
     """
     if group_size is None:
         return even_groups(devices, microbatches)
     smallest = min(devices, microbatches)
     if group_size < smallest:
         raise ScheduleError(
-            f"group_size={group_size} is less than {smallest}: the first microbatch of a group would not be back for its next chunk "
-            f"when the group ends, and devices would wait for each other; write group_size={smallest} or more"
+            f"group_size={group_size} is less than {smallest}: the first microbatch of a group "
+            "would not be back for its next chunk "
+            "when the group ends, and devices would wait for each other; write "
+            f"group_size={smallest} or more"
         )
     whole, rest = divmod(microbatches, group_size)
     if not whole:
@@ -64,7 +70,9 @@ def groups_of(group_size: int | None, *, devices: int, microbatches: int) -> tup
 
 
 def alternate(*columns: Sequence[C]) -> list[C]:
-    """The first of every column, the second of every column, ...: the steady state of a schedule."""
+    """The first of every column, the second of every column, ...: the steady state of
+    a schedule.
+    """
     out: list[Any] = [None] * sum(map(len, columns))
     for place, column in enumerate(columns):
         out[place :: len(columns)] = column
@@ -72,7 +80,9 @@ def alternate(*columns: Sequence[C]) -> list[C]:
 
 
 def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]:
-    """A warmup of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """A warmup of `ahead` forwards, then one forward and one backward in turn, then the remaining
+    backwards.
+    """
     ahead = min(ahead, len(forward))
     turns = len(backward) - ahead
     return [*forward[:ahead], *alternate(forward[ahead:], backward[:turns]), *backward[turns:]]
@@ -81,10 +91,13 @@ def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]
 def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
     """The rows without microbatches >= M; of an overlapped pair, what is left of it.
 
-    Microbatches never depend on each other, so a valid table stays valid, and needs no more memory or time, when some are
-    removed.  Generators that need a round number of microbatches build a table of that many, then drop the extra ones.
+    Microbatches never depend on each other, so a valid table stays valid, and needs no more memory
+    or time, when some are removed.  Generators that need a round number of microbatches build a
+    table of that many, then drop the extra ones.
     """
-    return [[cell for cell in (_kept(c, microbatches) for c in row) if cell is not None] for row in rows]
+    return [
+        [cell for cell in (_kept(c, microbatches) for c in row) if cell is not None] for row in rows
+    ]
 
 
 def _kept(cell: Cell, microbatches: int) -> Cell:

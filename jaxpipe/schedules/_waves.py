@@ -1,8 +1,9 @@
 """Reference orders made of waves, and the search for the best schedule that follows one of them.
 
-In a wave each microbatch goes through all stages and back at a steady pace, and the next one follows a fixed period
-later: the repeated building block of Pipeline Parallelism with Controllable Memory (Qi et al. 2024).  The number of
-activations held is the time that a microbatch takes, divided by the period.
+In a wave each microbatch goes through all stages and back at a steady pace, and the next one
+follows a fixed period later: the repeated building block of Pipeline Parallelism with Controllable
+Memory (Qi et al. 2024).  The number of activations held is the time that a microbatch takes,
+divided by the period.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ..table.schedule import Schedule
 from ._list_scheduling import NEVER, ListSchedule, Rule, least_peak, list_schedule
 
 Order: TypeAlias = list[list[Action]]
-OrderMaker: TypeAlias = Callable[[int], Order]  # microbatches -> the reference order of F and I of each device
+# microbatches -> the reference order of F and I of each device
+OrderMaker: TypeAlias = Callable[[int], Order]
 
 EVEN_RULES = (Rule(True, 0.0), Rule(False, 0.0))
 RULES = (*EVEN_RULES, Rule(True, 0.5), Rule(False, 0.5))
@@ -30,7 +32,8 @@ class Wave(NamedTuple):
     """The pace of a wave.
 
     Args:
-        out: time of a hop to another device in units of the stage's cost, in chunks 0, 2, ... (of backwards: the last chunk, ...).
+        out: time of a hop to another device in units of the stage's cost, in chunks 0, 2, ... (of
+            backwards: the last chunk, ...).
         back: the same for the other chunks, which in a V lead back to device 0.
         pause: time between the last stage's F and its I.
         period: time from one microbatch to the next.
@@ -48,9 +51,14 @@ def wave_order(placement: Placement, costs: StageCosts, wave: Wave, microbatches
     starts = _starts(placement, costs, wave)
     timed: list[list[tuple[float, int, int]]] = [[] for _ in range(placement.num_devices)]
     for place, ((_, stage), start) in enumerate(zip(path, starts, strict=True)):
-        timed[placement.devices_of[stage][0]] += [(start + m * wave.period, place, m) for m in range(microbatches)]
-    # Equal times are settled by the place on the path, so that no action comes before one that it needs.
-    return [[Action(path[place][1], path[place][0], m) for _, place, m in sorted(row)] for row in timed]
+        timed[placement.devices_of[stage][0]] += [
+            (start + m * wave.period, place, m) for m in range(microbatches)
+        ]
+    # Equal times are settled by the place on the path, so that no action comes before one that it
+    # needs.
+    return [
+        [Action(path[place][1], path[place][0], m) for _, place, m in sorted(row)] for row in timed
+    ]
 
 
 def _path(placement: Placement) -> list[tuple[Kind, int]]:
@@ -81,20 +89,26 @@ def _step(placement: Placement, costs: StageCosts, wave: Wave, kind: Kind, stage
 
 
 def v_blocks(placement: Placement) -> list[OrderMaker]:
-    """The building blocks of V-Half and V-Min (Qi et al. 2024), in slots of one action; which pause is best depends on P."""
+    """The building blocks of V-Half and V-Min (Qi et al. 2024), in slots of one action; which pause
+    is best depends on P.
+    """
     slots = Costs().for_stages(placement.num_stages)
     blocks = [Wave(2, 1, 0, 6), Wave(2, 1, 3, 6), Wave(1, 1, 0, 6), Wave(1, 1, 2, 6)]
     return [partial(wave_order, placement, slots, block) for block in blocks]
 
 
 def cost_waves(placement: Placement, costs: StageCosts, cap: int) -> list[OrderMaker]:
-    """Waves of several paces, each about as dense as the cap allows, and one so sparse that it keeps any cap.
+    """Waves of several paces, each about as dense as the cap allows, and one so sparse that it
+    keeps any cap.
 
-    A wave keeps the cap if its microbatches stay on a device, all chunks together, for at most `cap` periods.  A somewhat
-    denser one may still fit, and a sparser one leaves `list_schedule` more freedom.
+    A wave keeps the cap if its microbatches stay on a device, all chunks together, for at most
+    `cap` periods.  A somewhat denser one may still fit, and a sparser one leaves `list_schedule`
+    more freedom.
     """
     least = _round(placement, costs)
-    paces = [(1.0, 1.0), (1.5, 1.5), (2.0, 2.0)] + ([(2.0, 1.0)] if placement.num_chunks > 1 else [])
+    paces = [(1.0, 1.0), (1.5, 1.5), (2.0, 2.0)] + (
+        [(2.0, 1.0)] if placement.num_chunks > 1 else []
+    )
     waves = []
     for out, back in paces:
         dense = _held_time(placement, costs, Wave(out, back, 0, 0)) / cap
@@ -107,14 +121,22 @@ def cost_waves(placement: Placement, costs: StageCosts, cap: int) -> list[OrderM
 def _held_time(placement: Placement, costs: StageCosts, wave: Wave) -> float:
     """The longest time that a device holds a microbatch's activations, summed over its chunks."""
     starts = _starts(placement, costs, wave)
-    held = [starts[-1 - s] - starts[s] + costs.input_grad[s] + costs.weight_grad[s] for s in range(placement.num_stages)]
+    held = [
+        starts[-1 - s] - starts[s] + costs.input_grad[s] + costs.weight_grad[s]
+        for s in range(placement.num_stages)
+    ]
     return max(sum(held[s] for s in stages) for stages in placement.stages_of)
 
 
 def least_makespan(placement: Placement, costs: StageCosts, microbatches: int) -> float:
-    """A lower bound on the makespan of any schedule: each device waits for its first forward, then does all its work."""
+    """A lower bound on the makespan of any schedule: each device waits for its first forward, then
+    does all its work.
+    """
     starts = _starts(placement, costs, Wave(1, 1, 0, 0))
-    return max(min(starts[s] for s in stages) + microbatches * _work(costs, stages) for stages in placement.stages_of)
+    return max(
+        min(starts[s] for s in stages) + microbatches * _work(costs, stages)
+        for stages in placement.stages_of
+    )
 
 
 def _work(costs: StageCosts, stages: Iterable[int]) -> float:
@@ -127,8 +149,17 @@ def _round(placement: Placement, costs: StageCosts) -> float:
     return max(_work(costs, stages) for stages in placement.stages_of)
 
 
-def fitted(name: str, order: OrderMaker, placement: Placement, costs: Costs | None, *, microbatches: int, cap: int) -> Schedule:
-    """A schedule's own order, list-scheduled under its cap; where costs are given, the best of it and of waves.
+def fitted(
+    name: str,
+    order: OrderMaker,
+    placement: Placement,
+    costs: Costs | None,
+    *,
+    microbatches: int,
+    cap: int,
+) -> Schedule:
+    """A schedule's own order, list-scheduled under its cap; where costs are given, the best of it
+    and of waves.
 
     The order must fit the cap.
     """
@@ -137,7 +168,9 @@ def fitted(name: str, order: OrderMaker, placement: Placement, costs: Costs | No
     release = Release.WEIGHT_GRAD if costs is None else costs.release
     found = best_of(makers, placement, stages, microbatches=microbatches, cap=cap, release=release)
     assert found is not None, f"the order of {name} does not fit {cap} activations"
-    return Schedule.from_rows(found.rows, placement=placement, num_microbatches=microbatches, name=name)
+    return Schedule.from_rows(
+        found.rows, placement=placement, num_microbatches=microbatches, name=name
+    )
 
 
 def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
@@ -154,34 +187,49 @@ def best_of(
     cap: int,
     release: Release = Release.WEIGHT_GRAD,
 ) -> ListSchedule | None:
-    """The shortest schedule under the cap that follows one of the orders, of equals the one that holds least; None if none fits.
+    """The shortest schedule under the cap that follows one of the orders, of equals the one that
+    holds least; None if none fits.
 
-    Many orders, or a long job, are ranked by the first microbatches under one rule: warmup and cooldown do not change with M,
-    so two short runs give the pace of the steady state.  Only the most promising are run in full, under every rule.
+    Many orders, or a long job, are ranked by the first microbatches under one rule: warmup and
+    cooldown do not change with M, so two short runs give the pace of the steady state.  Only the
+    most promising are run in full, under every rule.
     """
     whole = _Trial(placement, costs, microbatches, cap, release)
-    # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so that half of it is whole rounds too.
+    # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so
+    # that half of it is whole rounds too.
     short = 2 * placement.num_devices * -(-6 // placement.num_devices)
     if len(makers) == 1 or (microbatches <= 2 * short and len(makers) <= _FINALISTS):
         finalists = list(makers)
     else:
-        judged = [(_forecast(whole, maker, min(microbatches, short)), place) for place, maker in enumerate(makers)]
+        judged = [
+            (_forecast(whole, maker, min(microbatches, short)), place)
+            for place, maker in enumerate(makers)
+        ]
         finalists = [makers[place] for _, place in sorted(judged)[:_FINALISTS]]
     pairs = [(maker, rule) for maker in finalists for rule in _rules(costs)]
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
     if len(pairs) > affordable:
-        ranked = sorted((_forecast(whole, maker, short, rule), place) for place, (maker, rule) in enumerate(pairs))
+        ranked = sorted(
+            (_forecast(whole, maker, short, rule), place)
+            for place, (maker, rule) in enumerate(pairs)
+        )
         pairs = [pairs[place] for _, place in ranked[:affordable]]
     found = [whole.run(maker, rule) for maker, rule in pairs]
-    return min((f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None)
+    return min(
+        (f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None
+    )
 
 
 _FINALISTS = 5  # orders that are tried under every rule
 _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
-def _forecast(whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RULES[0]) -> tuple[float, int]:
-    """Makespan of the whole job, extrapolated from `short` microbatches and half of them, and peak."""
+def _forecast(
+    whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RULES[0]
+) -> tuple[float, int]:
+    """Makespan of the whole job, extrapolated from `short` microbatches and half of them,
+    and peak.
+    """
     half = (short + 1) // 2
     long = whole.of(short).run(maker, rule)
     first = whole.of(half).run(maker, rule) if half < short < whole.microbatches else long
@@ -192,7 +240,9 @@ def _forecast(whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RU
 
 
 def _rules(costs: StageCosts) -> tuple[Rule, ...]:
-    """The rules worth trying: where all costs are equal, a W either fits a wait or does not, and patience changes nothing."""
+    """The rules worth trying: where all costs are equal, a W either fits a wait or does not, and
+    patience changes nothing.
+    """
     different = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
     return RULES if len(different) > 1 else EVEN_RULES
 
@@ -214,4 +264,12 @@ class _Trial(NamedTuple):
         if max(map(least_peak, order)) > self.cap:
             return None
         caps = [self.cap] * len(order)
-        return list_schedule(order, self.placement, self.costs, microbatches=self.microbatches, caps=caps, rule=rule, release=self.release)
+        return list_schedule(
+            order,
+            self.placement,
+            self.costs,
+            microbatches=self.microbatches,
+            caps=caps,
+            rule=rule,
+            release=self.release,
+        )

@@ -34,25 +34,39 @@ def auto(
     search: float = 0,
     seed: int = 0,
 ) -> Schedule:
-    """The shortest schedule found for given costs under a cap on activations, by list scheduling along waves and local search.
+    """The shortest schedule found for given costs under a cap on activations, by list scheduling
+    along waves and local search.
 
-    Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or more), or 2 V P where it is not
-    given, which is enough to fill any bubble.  Stages are placed in a loop or in a V, whichever gives the shorter schedule, or as
-    `placement` says.  Backwards are split into I and W.  The reference orders are waves of several paces and densities
-    (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared by simulation.  A table of
-    some thousand actions or less is then shortened by beam search over active schedules, forwards, backwards in time and in windows.
-    `schedule.certificate` says how far from optimal the result can be.  With `search` seconds, OR-tools (the extra `jaxpipe[solver]`)
-    shortens it where it finds how, or proves that it cannot be shorter: never longer than without, and the same for the same seed.
-    With `objective=Objective.PERIOD`, which needs a search, the steady state is made short instead, however long the ramps are: a turn
-    of up to four microbatches, found by modulo scheduling, repeats until all are done.  Where F, I and W cost the same and V P
-    activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in costs of a chunk for M >= P, and no schedule is shorter.
+    Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or
+    more), or 2 V P where it is not given, which is enough to fill any bubble.  Stages are placed in
+    a loop or in a V, whichever gives the shorter schedule, or as `placement` says.  Backwards are
+    split into I and W.  The reference orders are waves of several paces and densities (Pipeline
+    Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared
+    by simulation.  A table of some thousand actions or less is then shortened by beam search over
+    active schedules, forwards, backwards in time and in windows. `schedule.certificate` says how
+    far from optimal the result can be.  With `search` seconds, OR-tools (the extra
+    `jaxpipe[solver]`) shortens it where it finds how, or proves that it cannot be shorter: never
+    longer than without, and the same for the same seed. With `objective=Objective.PERIOD`, which
+    needs a search, the steady state is made short instead, however long the ramps are: a turn of up
+    to four microbatches, found by modulo scheduling, repeats until all are done.  Where F, I and W
+    cost the same and V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in
+    costs of a chunk for M >= P, and no schedule is shorter.
     """
     given = Costs() if costs is None else costs
     places = _placements(devices, chunks) if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations)
     if objective is Objective.PERIOD and not search:
-        raise ScheduleError("auto cannot be built:\n  objective=PERIOD is found by a search alone; give seconds for it, such as search=10")
-    wanted = _Wanted(places, microbatches, given, max_activations, 2 * chunks * devices if max_activations is None else max_activations)
+        raise ScheduleError(
+            "auto cannot be built:\n"
+            "  objective=PERIOD is found by a search alone; give seconds for it, such as search=10"
+        )
+    wanted = _Wanted(
+        places,
+        microbatches,
+        given,
+        max_activations,
+        2 * chunks * devices if max_activations is None else max_activations,
+    )
     if objective is Objective.PERIOD:
         return _steady(wanted, search, seed)
     if search:
@@ -77,13 +91,22 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
     for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
         makers = [*_known_orders(place, wanted.microbatches), *cost_waves(place, stages, cap)]
-        best = best_of(makers, place, stages, microbatches=wanted.microbatches, cap=cap, release=wanted.costs.release)
+        best = best_of(
+            makers,
+            place,
+            stages,
+            microbatches=wanted.microbatches,
+            cap=cap,
+            release=wanted.costs.release,
+        )
         assert best is not None, "one microbatch after the other fits any cap"
         found.append((best, place))
         if best.makespan <= least_makespan(place, stages, wanted.microbatches):
             break
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
-    return Schedule.from_rows(best.rows, placement=place, num_microbatches=wanted.microbatches, name="auto")
+    return Schedule.from_rows(
+        best.rows, placement=place, num_microbatches=wanted.microbatches, name="auto"
+    )
 
 
 def _start(wanted: _Wanted) -> Schedule:
@@ -100,18 +123,26 @@ def _start(wanted: _Wanted) -> Schedule:
 def _shortened(wanted: _Wanted, schedule: Schedule) -> Schedule:
     """The schedule after local search."""
     times = wanted.costs.for_stages(schedule.num_stages)
-    shop = JobShop.of(schedule.placement, times, wanted.costs.release, wanted.microbatches, wanted.cap)
+    shop = JobShop.of(
+        schedule.placement, times, wanted.costs.release, wanted.microbatches, wanted.cap
+    )
     return improved(schedule, wanted.costs, shop, at_least=bound_of(shop))
 
 
 def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
-    """The best that is found without the solver, shortened by it; where no placement is given, each gets its part of the time."""
+    """The best that is found without the solver, shortened by it; where no placement is given, each
+    gets its part of the time.
+    """
     from ..solver import improve  # needs the extra
 
     found, proven = [], []
     for place in wanted.places:
         better = improve(
-            _start(wanted._replace(places=[place])), wanted.costs, cap=wanted.cap, seconds=seconds / len(wanted.places), seed=seed
+            _start(wanted._replace(places=[place])),
+            wanted.costs,
+            cap=wanted.cap,
+            seconds=seconds / len(wanted.places),
+            seed=seed,
         )
         found.append(better.schedule)
         proven.append(better.proven)
@@ -119,7 +150,9 @@ def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
 
 
 def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
-    """The table whose steady state has the least period that is found; of equals, the shorter step."""
+    """The table whose steady state has the least period that is found; of equals, the
+    shorter step.
+    """
     from ..solver import least_period  # needs the extra
 
     costs, cap = wanted.costs, wanted.given_cap
@@ -132,47 +165,77 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
             table = _table(shop, steady.order(shop), place)
             found.append((steady.period, simulate(table, costs).makespan, table))
     if not found:
-        raise ScheduleError(f"auto cannot be built:\n  search={seconds:g} found no steady state in its time; give it more seconds")
+        raise ScheduleError(
+            "auto cannot be built:\n"
+            f"  search={seconds:g} found no steady state in its time; give it more seconds"
+        )
     period, _, table = min(found, key=lambda f: f[:2])
-    bounds = [lower_bound(costs, placement=place, max_activations=cap, objective=Objective.PERIOD) for place in wanted.places]
-    return replace(table, certificate=Certificate(Objective.PERIOD, period, min(bounds), Proof.RELAXATION, cap))
+    bounds = [
+        lower_bound(costs, placement=place, max_activations=cap, objective=Objective.PERIOD)
+        for place in wanted.places
+    ]
+    return replace(
+        table, certificate=Certificate(Objective.PERIOD, period, min(bounds), Proof.RELAXATION, cap)
+    )
 
 
 def _table(shop: JobShop, order: Sequence[int], placement: Placement) -> Schedule:
     """The table of an order of all actions, by their nodes."""
     rows = rows_of(shop, order)
-    return Schedule.from_rows(rows, placement=placement, num_microbatches=shop.microbatches, name="auto")
+    return Schedule.from_rows(
+        rows, placement=placement, num_microbatches=shop.microbatches, name="auto"
+    )
 
 
 def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
     """The schedule with what is known of it; `proven` by the solver, under the cap that it had."""
     costs, cap = wanted.costs, wanted.given_cap
-    bound = min(lower_bound(costs, placement=place, microbatches=wanted.microbatches, max_activations=cap) for place in wanted.places)
+    bound = min(
+        lower_bound(costs, placement=place, microbatches=wanted.microbatches, max_activations=cap)
+        for place in wanted.places
+    )
     proof = Proof.RELAXATION
     # The solver's tables are of F, I and W alone.
     if proven > bound * (1 + 1e-9) and is_cheapest_in_parts(costs.for_stages(schedule.num_stages)):
         bound, proof, cap = proven, Proof.SOLVER, wanted.cap
-    return replace(schedule, certificate=Certificate(Objective.MAKESPAN, simulate(schedule, costs).makespan, bound, proof, cap))
+    return replace(
+        schedule,
+        certificate=Certificate(
+            Objective.MAKESPAN, simulate(schedule, costs).makespan, bound, proof, cap
+        ),
+    )
 
 
 def _placements(devices: int, chunks: int) -> list[Placement]:
-    loop, vee = Placement.loop(devices=devices, chunks=chunks), Placement.vee(devices=devices, chunks=chunks)
+    loop, vee = (
+        Placement.loop(devices=devices, chunks=chunks),
+        Placement.vee(devices=devices, chunks=chunks),
+    )
     return [loop] if chunks == 1 or devices == 1 else [vee, loop]
 
 
-def _check_fit(placement: Placement, devices: int, chunks: int, max_activations: int | None) -> None:
-    """ScheduleError for a placement of another size or with stages on two devices, and for a cap that no schedule can keep."""
+def _check_fit(
+    placement: Placement, devices: int, chunks: int, max_activations: int | None
+) -> None:
+    """ScheduleError for a placement of another size or with stages on two devices, and for a cap
+    that no schedule can keep.
+    """
     faults = []
     if placement.num_devices != devices or placement.num_stages != devices * chunks:
         faults.append(
             f"placement has {placement.num_devices} devices and {placement.num_stages} stages, "
-            f"but devices={devices} and chunks={chunks} make {devices * chunks} stages; give a placement of that size"
+            f"but devices={devices} and chunks={chunks} make {devices * chunks} stages; give a "
+            "placement of that size"
         )
     if placement.is_bidirectional:
-        faults.append("placement has stages on two devices; auto takes one device per stage (dualpipe is the schedule for two)")
+        faults.append(
+            "placement has stages on two devices; auto takes one device per stage (dualpipe is "
+            "the schedule for two)"
+        )
     if max_activations is not None and max_activations < placement.num_chunks:
         faults.append(
-            f"max_activations={max_activations} is less than the {placement.num_chunks} that one microbatch needs on a device; "
+            f"max_activations={max_activations} is less than the {placement.num_chunks} that one "
+            "microbatch needs on a device; "
             f"the nearest that works is max_activations={placement.num_chunks}"
         )
     if faults:
@@ -183,7 +246,10 @@ def _known_orders(placement: Placement, microbatches: int) -> list[OrderMaker]:
     """The reference orders of the named schedules that have this placement."""
     devices = placement.num_devices
     if placement == Placement.loop(devices=devices, chunks=placement.num_chunks):
-        return [partial(turn_order, placement, hop, placement.num_chunks * microbatches) for hop in (1, 2)]
+        return [
+            partial(turn_order, placement, hop, placement.num_chunks * microbatches)
+            for hop in (1, 2)
+        ]
     if placement == Placement.vee(devices=devices):
         return [partial(zbv_order, devices), *v_blocks(placement)]
     return []

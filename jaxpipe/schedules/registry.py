@@ -30,7 +30,9 @@ from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks per device that a schedule takes: `natural` is used where none are asked for; `most` is None where any number is valid."""
+    """The chunks per device that a schedule takes: `natural` is used where none are asked for;
+    `most` is None where any number is valid.
+    """
 
     natural: int = 1
     least: int = 1
@@ -42,13 +44,17 @@ class Chunks:
 
     def __str__(self) -> str:
         if self.most is None:
-            return f"any, {self.natural} if not given" if self.least == 1 else f"{self.least} or more"
+            return (
+                f"any, {self.natural} if not given" if self.least == 1 else f"{self.least} or more"
+            )
         return str(self.least) if self.least == self.most else f"{self.least} or {self.most}"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One keyword that `build` passes on to a generator; `default` None means what `summary` says."""
+    """One keyword that `build` passes on to a generator; `default` None means what
+    `summary` says.
+    """
 
     name: str
     default: object
@@ -57,10 +63,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Entry:
-    """A named schedule; `summary` is one line, and `doc` states source, constraints, bubble and peak.
+    """A named schedule; `summary` is one line, and `doc` states source, constraints, bubble and
+    peak.
 
-    `memory_bound` is True where the forwards are ordered so to save memory: an evaluation, which keeps nothing, uses another
-    order.
+    `memory_bound` is True where the forwards are ordered so to save memory: an evaluation, which
+    keeps nothing, uses another order.
     """
 
     name: str
@@ -72,8 +79,8 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """The first sentence of the generator's docstring."""
-        return self.doc.split("\n", 1)[0]
+        """The first paragraph of the generator's docstring, in one line."""
+        return " ".join(self.doc.split("\n\n", 1)[0].split())
 
     @property
     def doc(self) -> str:
@@ -84,9 +91,13 @@ class Entry:
     def options(self) -> tuple[Option, ...]:
         """The generator's own options, and `forward_only`, which every schedule has."""
         kinds = _option_kinds()
-        own = [p for p in inspect.signature(self.generator).parameters.values() if p.name not in _SHAPE]
+        own = [
+            p for p in inspect.signature(self.generator).parameters.values() if p.name not in _SHAPE
+        ]
         defaults = {p.name: p.default for p in own} | {"forward_only": False}
-        return tuple(Option(name, default, kinds[name].summary) for name, default in defaults.items())
+        return tuple(
+            Option(name, default, kinds[name].summary) for name, default in defaults.items()
+        )
 
 
 _SHAPE = ("devices", "microbatches", "chunks")
@@ -108,31 +119,48 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
             lambda v: isinstance(v, Costs),
             "a jaxpipe.Costs",
         ),
-        "forward_only": _OptionKind("leave out all backwards, for evaluation", lambda v: isinstance(v, bool), "True or False"),
+        "forward_only": _OptionKind(
+            "leave out all backwards, for evaluation",
+            lambda v: isinstance(v, bool),
+            "True or False",
+        ),
         "group_size": _OptionKind(
-            "microbatches that go through a chunk before the next chunk starts (P or more); without it, equal groups of P or more",
+            "microbatches that go through a chunk before the next chunk starts (P or more); "
+            "without it, equal groups of P or more",
             _is_count,
             count,
         ),
         "lean": _OptionKind(
-            "warm up with one forward per hop instead of two: fewer activations, and the same makespan where transfers take no time",
+            "warm up with one forward per hop instead of two: fewer activations, and the same "
+            "makespan where transfers take no time",
             lambda v: isinstance(v, bool),
             "True or False",
         ),
-        "max_activations": _OptionKind("the most activations that a device may hold, if they are released at W", _is_count, count),
+        "max_activations": _OptionKind(
+            "the most activations that a device may hold, if they are released at W",
+            _is_count,
+            count,
+        ),
         "objective": _OptionKind(
-            "what is made short (a jaxpipe.Objective): the whole step, or the time of a microbatch in its steady state",
+            "what is made short (a jaxpipe.Objective): the whole step, or the time of a "
+            "microbatch in its steady state",
             lambda v: isinstance(v, Objective),
             "a jaxpipe.Objective",
         ),
         "search": _OptionKind(
-            "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the same on any machine",
+            "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "
+            "same on any machine",
             lambda v: is_number(v) and 0 <= v <= _MOST_SEARCH,
             f"a number of seconds from 0 to {_MOST_SEARCH:,}",
         ),
-        "seed": _OptionKind("of the random choices of `search`", lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
+        "seed": _OptionKind(
+            "of the random choices of `search`",
+            lambda v: is_whole(v) and 0 <= v < 2**31,
+            "a whole number of at least 0",
+        ),
         "placement": _OptionKind(
-            "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, whichever gives the shorter schedule",
+            "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
+            "whichever gives the shorter schedule",
             lambda v: isinstance(v, Placement),
             "a jaxpipe.Placement",
         ),
@@ -161,7 +189,13 @@ def _entries() -> tuple[Entry, ...]:
         Entry("zbv", zbv, vee, _V),
         Entry("v_half", v_half, vee, _V, memory_bound=True),
         Entry("v_min", v_min, vee, _V, memory_bound=True),
-        Entry("dualpipe", dualpipe, Chunks(natural=2, least=1, most=2), "the stages per device, or S / P", even_devices=True),
+        Entry(
+            "dualpipe",
+            dualpipe,
+            Chunks(natural=2, least=1, most=2),
+            "the stages per device, or S / P",
+            even_devices=True,
+        ),
         Entry("dualpipev", dualpipev, vee, _V),
         Entry("auto", auto, Chunks(most=None), memory_bound=True),
     )
@@ -176,7 +210,8 @@ def describe(name: str) -> Entry:
     """A named schedule's summary, chunks and options.  ScheduleError for an unknown name.
 
     >>> describe("zb_h2").summary
-    "Twice 1F1B's memory, and no bubble but the start (ZB-H2, Qi et al. 2024, section 2.2, figure 3 bottom)."
+    "Twice 1F1B's memory, and no bubble but the start (ZB-H2, Qi et al. 2024, section 2.2, figure 3
+    bottom)."
     >>> [option.name for option in describe("interleaved_1f1b").options]
     ['group_size', 'lean', 'forward_only']
     """
@@ -184,9 +219,15 @@ def describe(name: str) -> Entry:
     if isinstance(name, str) and name in known:
         return known[name]
     plain = {_plain(n): n for n in known}
-    close = get_close_matches(_plain(name[:_LONGEST_NAME]), plain, n=1, cutoff=0.7) if isinstance(name, str) else ()
+    close = (
+        get_close_matches(_plain(name[:_LONGEST_NAME]), plain, n=1, cutoff=0.7)
+        if isinstance(name, str)
+        else ()
+    )
     hint = f"did you mean {plain[close[0]]!r}? " if close else ""
-    raise ScheduleError(f"there is no schedule {quoted(name)}; {hint}The names are {', '.join(names())}")
+    raise ScheduleError(
+        f"there is no schedule {quoted(name)}; {hint}The names are {', '.join(names())}"
+    )
 
 
 _LONGEST_NAME = 100  # that is compared with the names there are
@@ -207,14 +248,16 @@ def build(
         name: one of `names()`.
         devices: P, the number of devices in the pipeline.
         microbatches: M, the microbatches of one step.
-        chunks: V, the stages per device; None takes the schedule's own default (`describe(name).chunks`).
+        chunks: V, the stages per device; None takes the schedule's own default
+            (`describe(name).chunks`).
         forward_only: leave out all backwards, for evaluation.
-        options: the schedule's own options (`describe(name).options`).  A table that is fitted to `costs` is never longer under them
-            than the table that is built without.
+        options: the schedule's own options (`describe(name).options`).  A table that is fitted to
+            `costs` is never longer under them than the table that is built without.
 
     Raises:
-        ScheduleError: the name, a number or an option makes no sense, or there would be more than a million (2**20) pairs of stage
-            and microbatch; the message lists every fault and the nearest setting that works.
+        ScheduleError: the name, a number or an option makes no sense, or there would be more than a
+            million (2**20) pairs of stage and microbatch; the message lists every fault and the
+            nearest setting that works.
 
     >>> print(build("gpipe", devices=2, microbatches=2, forward_only=True))
              | 0   1   2
@@ -222,7 +265,9 @@ def build(
     device 1 |     1F0 1F1
     """
     entry = describe(name)
-    faults = _faults(entry, devices, microbatches, chunks, {**options, "forward_only": forward_only})
+    faults = _faults(
+        entry, devices, microbatches, chunks, {**options, "forward_only": forward_only}
+    )
     if faults:
         raise ScheduleError(listed(f"{name} cannot be built", faults))
     if chunks is None:
@@ -232,9 +277,11 @@ def build(
     with paused_collector():
         schedule = _made(entry, forward_only, **shape, **given)
         costs = given.pop("costs", None)
-        if costs is None or schedule.certificate is not None:  # what is certified began with the better of both itself
+        # what is certified began with the better of both itself
+        if costs is None or schedule.certificate is not None:
             return schedule
-        # List scheduling is a heuristic: now and then the table that was built without the costs is the shorter one.
+        # List scheduling is a heuristic: now and then the table that was built without the costs is
+        # the shorter one.
         return shortest((schedule, _made(entry, forward_only, **shape, **given)), costs)
 
 
@@ -248,17 +295,25 @@ def _made(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
     return only_forwards(schedule)
 
 
-def _faults(entry: Entry, devices: object, microbatches: object, chunks: object, options: Mapping[str, object]) -> list[str]:
+def _faults(
+    entry: Entry,
+    devices: object,
+    microbatches: object,
+    chunks: object,
+    options: Mapping[str, object],
+) -> list[str]:
     """Everything that is wrong with the arguments of `build`, each with what to write instead."""
     found = [
-        f"{what} must be a whole number of at least 1, not {quoted(value)}; the nearest that works is {what}=1"
+        f"{what} must be a whole number of at least 1, not {quoted(value)}; the nearest that "
+        f"works is {what}=1"
         for what, value in (("devices", devices), ("microbatches", microbatches))
         if not _is_count(value, most=None)
     ]
     found = found or _size_faults(entry, devices, microbatches, chunks)
     if entry.even_devices and is_whole(devices) and int(devices) % 2:
         found.append(
-            f"devices must be even, since two pipelines run in opposite directions; not {quoted(devices)}: write {quoted(int(devices) + 1)}"
+            "devices must be even, since two pipelines run in opposite directions; not "
+            f"{quoted(devices)}: write {quoted(int(devices) + 1)}"
         )
     if chunks is not None and not _fits(entry, chunks):
         found.append(_chunk_fault(entry, chunks))
@@ -267,7 +322,9 @@ def _faults(entry: Entry, devices: object, microbatches: object, chunks: object,
 
 
 def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
-    """Options that the schedule does not have, and values of the wrong kind; None always means "not given"."""
+    """Options that the schedule does not have, and values of the wrong kind; None always means "not
+    given".
+    """
     found = []
     known = [option.name for option in entry.options]
     for name, value in options.items():
@@ -284,16 +341,28 @@ def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
 
 def _size_faults(entry: Entry, devices: Any, microbatches: Any, chunks: Any) -> list[str]:
     """A table that is too large: what was asked for, and how much is allowed."""
-    devices, microbatches, each = int(devices), int(microbatches), int(chunks) if _fits(entry, chunks) else entry.chunks.natural
+    devices, microbatches, each = (
+        int(devices),
+        int(microbatches),
+        int(chunks) if _fits(entry, chunks) else entry.chunks.natural,
+    )
     if devices > MAX_DEVICES:
-        return [f"devices={quoted(devices)} is too many; a table has at most {MAX_DEVICES:,} devices"]
+        return [
+            f"devices={quoted(devices)} is too many; a table has at most {MAX_DEVICES:,} devices"
+        ]
     if devices * each * microbatches <= MAX_PAIRS:
         return []
-    asked = f"devices={quoted(devices)}, chunks={quoted(each)} and microbatches={quoted(microbatches)} make"
+    asked = (
+        f"devices={quoted(devices)}, chunks={quoted(each)} and "
+        f"microbatches={quoted(microbatches)} make"
+    )
     most = f"a table holds at most {MAX_PAIRS:,}"
     fits = MAX_PAIRS // (devices * each)
     hint = f"the nearest that works is microbatches={fits}" if fits else "ask for fewer chunks"
-    return [f"{asked} {quoted(devices * each * microbatches)} pairs of stage and microbatch; {most}: {hint}"]
+    return [
+        f"{asked} {quoted(devices * each * microbatches)} pairs of stage and microbatch; {most}: "
+        f"{hint}"
+    ]
 
 
 def _fits(entry: Entry, chunks: object) -> bool:
@@ -303,7 +372,10 @@ def _fits(entry: Entry, chunks: object) -> bool:
 def _chunk_fault(entry: Entry, chunks: object) -> str:
     nearest = entry.chunks.nearest(int(chunks)) if is_whole(chunks) else entry.chunks.natural
     why = f" ({entry.why_chunks})" if entry.why_chunks else ""
-    return f"chunks (stages per device) must be {entry.chunks}{why}, not {quoted(chunks)}; the nearest that works is chunks={nearest}"
+    return (
+        f"chunks (stages per device) must be {entry.chunks}{why}, not {quoted(chunks)}; the "
+        f"nearest that works is chunks={nearest}"
+    )
 
 
 def _is_count(value: object, *, most: int | None = MAX_COUNT) -> bool:
@@ -311,5 +383,7 @@ def _is_count(value: object, *, most: int | None = MAX_COUNT) -> bool:
 
 
 def _plain(name: str) -> str:
-    """A name without case, underscores and torch's prefix, so that Interleaved1F1B finds interleaved_1f1b."""
+    """A name without case, underscores and torch's prefix, so that Interleaved1F1B finds
+    interleaved_1f1b.
+    """
     return name.lower().replace("_", "").replace("-", "").removeprefix("schedule")

@@ -1,4 +1,6 @@
-"""Zero-bubble schedules on a loop: the backward is split into I and W, and W fills what would be bubble."""
+"""Zero-bubble schedules on a loop: the backward is split into I and W, and W fills what would be
+bubble.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +18,51 @@ F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
 
 def zb_h1(*, devices: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B's memory, a third of its bubble (Zero Bubble Pipeline Parallelism, Qi et al. 2024, section 2.1, figure 3 top).
+    """1F1B's memory, a third of its bubble (Zero Bubble Pipeline Parallelism, Qi et al. 2024,
+    section 2.1, figure 3 top).
 
-    Any P and M, one chunk.  Makespan M (F + I + W) + (P - 1)(F + I - W) for M >= P, where W is at most F and at most I.  Every
-    device holds min(P, M) activations at its peak, if they are released at W.
+    Any P and M, one chunk.  Makespan M (F + I + W) + (P - 1)(F + I - W) for M >= P, where W is at
+    most F and at most I.  Every device holds min(P, M) activations at its peak, if they are
+    released at W.
     """
     ahead = [devices - 1 - d for d in range(devices)]
     return _in_order("zb_h1", devices, 1, microbatches, ahead, delay=list(range(devices)))
 
 
 def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
-    """Twice 1F1B's memory, and no bubble but the start (ZB-H2, Qi et al. 2024, section 2.2, figure 3 bottom).
+    """Twice 1F1B's memory, and no bubble but the start (ZB-H2, Qi et al. 2024, section 2.2, figure
+    3 bottom).
 
-    Any P and M, one chunk.  For M >= 2 P - 1, and W at most F and at most I, a device needs M (F + I + W) + (P - 1)(F + I - 2 W)
-    from its first action to its last (the timeline's span), and the last device starts (P - 1) F after the first.  Every
-    device holds min(2 P - 1, M) activations at its peak, if they are released at W.
+    Any P and M, one chunk.  For M >= 2 P - 1, and W at most F and at most I, a device needs M (F +
+    I + W) + (P - 1)(F + I - 2 W) from its first action to its last (the timeline's span), and the
+    last device starts (P - 1) F after the first.  Every device holds min(2 P - 1, M) activations at
+    its peak, if they are released at W.
     """
     held = min(2 * devices - 1, microbatches)
     hops = [devices - 1 - d for d in range(devices)]
-    # Two forwards per hop, or as many as there are microbatches for, so that all devices hold the same number.
+    # Two forwards per hop, or as many as there are microbatches for, so that all devices hold the
+    # same number.
     ahead = [min(2 * h, max(h, -(-h * (microbatches - 1) // max(1, devices - 1)))) for h in hops]
-    return _in_order("zb_h2", devices, 1, microbatches, ahead, delay=[max(0, held - 1 - a) for a in ahead])
+    return _in_order(
+        "zb_h2", devices, 1, microbatches, ahead, delay=[max(0, held - 1 - a) for a in ahead]
+    )
 
 
-def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None, max_activations: int | None = None) -> Schedule:
+def zb_1p(
+    *,
+    devices: int,
+    microbatches: int,
+    chunks: int,
+    costs: Costs | None = None,
+    max_activations: int | None = None,
+) -> Schedule:
     """The best order found under 1F1B's memory for given costs (ZB-1p, Qi et al. 2024, section 3).
 
-    Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P makes it ZB-2p), if they are
-    released at W.  With neither option the order is zb_h1's, whose makespan M (F + I + W) + (P - 1) F at equal costs no order
-    beats; with `costs` it is the shortest of that one (where the cap allows it) and of waves of several paces, list-scheduled under
-    the cap.
+    Any P and M, one chunk.  Every device holds at most `max_activations`, P if it is not given (2 P
+    makes it ZB-2p), if they are released at W.  With neither option the order is zb_h1's, whose
+    makespan M (F + I + W) + (P - 1) F at equal costs no order beats; with `costs` it is the
+    shortest of that one (where the cap allows it) and of waves of several paces, list-scheduled
+    under the cap.
     """
     ahead = [devices - 1 - d for d in range(devices)]
     figure = _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
@@ -58,43 +75,64 @@ def zb_1p(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
     return shortest((found, figure), costs) if cap >= devices else found
 
 
-def interleaved_zb(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
+def interleaved_zb(
+    *, devices: int, microbatches: int, chunks: int, costs: Costs | None = None
+) -> Schedule:
     """Interleaved 1F1B with zb_h1's order of W (torch's ScheduleInterleavedZeroBubble).
 
-    Any P, V and M.  Microbatches go through the chunks in groups of at least P, as equal as M allows.  Makespan
-    V M (F + I + W) + (P - 1)(F + I - W) in costs of a chunk for M >= P, where W is at most F and at most I.  With G the longest
-    group, every device holds min(V M, (V - 1) G + P) activations at its peak, if they are released at W.  `costs` fit the order
-    to the times that actions really take, under the same memory.
+    Any P, V and M.  Microbatches go through the chunks in groups of at least P, as equal as M
+    allows.  Makespan V M (F + I + W) + (P - 1)(F + I - W) in costs of a chunk for M >= P, where W
+    is at most F and at most I.  With G the longest group, every device holds min(V M, (V - 1) G +
+    P) activations at its peak, if they are released at W.  `costs` fit the order to the times that
+    actions really take, under the same memory.
     """
     longest = max(even_groups(devices, microbatches))
     ahead = [(chunks - 1) * longest + devices - 1 - d for d in range(devices)]
     if costs is None:
-        return _in_order("interleaved_zb", devices, chunks, microbatches, ahead, delay=list(range(devices)))
+        return _in_order(
+            "interleaved_zb", devices, chunks, microbatches, ahead, delay=list(range(devices))
+        )
     placement = Placement.loop(devices=devices, chunks=chunks)
     order = partial(turn_order, placement, 1, chunks * microbatches)
-    return fitted("interleaved_zb", order, placement, costs, microbatches=microbatches, cap=(chunks - 1) * longest + devices)
+    return fitted(
+        "interleaved_zb",
+        order,
+        placement,
+        costs,
+        microbatches=microbatches,
+        cap=(chunks - 1) * longest + devices,
+    )
 
 
-def _in_order(name: str, devices: int, chunks: int, microbatches: int, ahead: list[int], *, delay: list[int]) -> Schedule:
-    """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns after its I."""
+def _in_order(
+    name: str, devices: int, chunks: int, microbatches: int, ahead: list[int], *, delay: list[int]
+) -> Schedule:
+    """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns after
+    its I.
+    """
     placement = Placement.loop(devices=devices, chunks=chunks)
     groups = even_groups(devices, microbatches)
     rows = []
     for stages, forwards_ahead, turns in zip(placement.stages_of, ahead, delay, strict=True):
         forward, grad = in_groups(stages, F, groups), in_groups(stages[::-1], I, groups)
         weight = in_groups(stages[::-1], W, groups)
-        rows.append(_row(forward, grad, weight, min(forwards_ahead, len(forward)), min(turns, len(forward))))
+        rows.append(
+            _row(forward, grad, weight, min(forwards_ahead, len(forward)), min(turns, len(forward)))
+        )
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name=name)
 
 
-def _row(forward: list[Action], grad: list[Action], weight: list[Action], ahead: int, delay: int) -> list[Action]:
+def _row(
+    forward: list[Action], grad: list[Action], weight: list[Action], ahead: int, delay: int
+) -> list[Action]:
     total = len(forward)
     paired = total - ahead  # turns that still have a forward
     late = min(delay, paired)
     warmup = forward[:ahead]
     filling = alternate(forward[ahead : ahead + late], grad[:late])
     steady = alternate(forward[ahead + late :], grad[late:paired], weight[: paired - late])
-    # Cooldown: the forwards are done; first the turns still without a W (a short job), then I and W in turn.
+    # Cooldown: the forwards are done; first the turns still without a W (a short job), then I and W
+    # in turn.
     draining = grad[paired : max(paired, delay)]
     done = max(paired, delay)
     cooldown = alternate(grad[done:], weight[done - delay : total - delay])

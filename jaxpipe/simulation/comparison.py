@@ -76,22 +76,28 @@ class Comparison:
         ran, planned = self.ran.schedule, self.planned.schedule
         if (ran.placement, ran.num_microbatches) != (planned.placement, planned.num_microbatches):
             raise ScheduleError(
-                f"a run of {ran.num_stages} stages and {ran.num_microbatches} microbatches cannot be compared with a plan of "
-                f"{planned.num_stages} stages and {planned.num_microbatches} microbatches, or of another placement; "
+                f"a run of {ran.num_stages} stages and {ran.num_microbatches} microbatches "
+                "cannot be compared with a plan of "
+                f"{planned.num_stages} stages and {planned.num_microbatches} microbatches, or of "
+                "another placement; "
                 "simulate the run's table"
             )
 
     @property
     def error(self) -> float:
-        """How far the plan's makespan is from the run's, as a share of the run's; below 0 where the run took longer."""
+        """How far the plan's makespan is from the run's, as a share of the run's; below 0 where the
+        run took longer.
+        """
         return self.planned.makespan / self.ran.makespan - 1 if self.ran.makespan else 0.0
 
     @cached_property
     def losses(self) -> tuple[Loss, ...]:
-        """Along the run's critical path, what took longer than planned: largest first.  They add up to the whole difference.
+        """Along the run's critical path, what took longer than planned: largest first.  They add up
+        to the whole difference.
 
-        Actions by stage; transfers (a device waited for a message after it was sent); the host, or the device's own overhead (nothing
-        was waited for); and what the plan spends on its own critical path beyond the planned times along the run's.
+        Actions by stage; transfers (a device waited for a message after it was sent); the host, or
+        the device's own overhead (nothing was waited for); and what the plan spends on its own
+        critical path beyond the planned times along the run's.
         """
         table = self.ran.schedule.encoded
         chain = critical_chain(table, self.ran.transfers, self.ran.ends, (0,) * table.num_stages)
@@ -112,10 +118,17 @@ class Comparison:
             planned_path += wait + length
             last_end, last_device, last_stage = end, device, stage
         found["another critical path than planned"] = planned_path - self.planned.makespan
-        return tuple(sorted((Loss(cause, time) for cause, time in found.items()), key=lambda loss: -abs(loss.time)))
+        return tuple(
+            sorted(
+                (Loss(cause, time) for cause, time in found.items()),
+                key=lambda loss: -abs(loss.time),
+            )
+        )
 
     def _planned_length(self, number: int) -> float:
-        """The planned time of an action of the run (of a pair: of both halves); a whole backward may be planned as two halves."""
+        """The planned time of an action of the run (of a pair: of both halves); a whole backward
+        may be planned as two halves.
+        """
         table = self.ran.schedule.encoded
         halves = {number, int(table.last_half[number])}
         if len(halves) > 1:
@@ -128,16 +141,27 @@ class Comparison:
     def _of(self, number: int) -> tuple[float, float]:
         """Planned start and end of an action of the run."""
         ran, plan = self.ran.schedule.encoded, self.planned.schedule.encoded
-        kind, stage, microbatch = Kind(int(ran.kind[number])), int(ran.stage[number]), int(ran.microbatch[number])
+        kind, stage, microbatch = (
+            Kind(int(ran.kind[number])),
+            int(ran.stage[number]),
+            int(ran.microbatch[number]),
+        )
         at = int(plan.at[kind, stage, microbatch])
         if at >= 0:
             return self.planned.starts[at], self.planned.ends[at]
         if kind in _DGRAD and kind in _WGRAD:  # a whole backward, which the plan may have in halves
-            one, other = (int(plan.at[half, stage, microbatch]) for kinds in (_DGRAD, _WGRAD) for half in kinds if half is not kind)
+            one, other = (
+                int(plan.at[half, stage, microbatch])
+                for kinds in (_DGRAD, _WGRAD)
+                for half in kinds
+                if half is not kind
+            )
             if one >= 0 and other >= 0:
                 took = sum(self.planned.ends[n] - self.planned.starts[n] for n in (one, other))
                 return self.planned.starts[one], self.planned.starts[one] + took
-        raise ScheduleError(f"the plan has no {ran.text(number)}, which ran; simulate the run's table")
+        raise ScheduleError(
+            f"the plan has no {ran.text(number)}, which ran; simulate the run's table"
+        )
 
     @property
     def sentence(self) -> str:
@@ -158,13 +182,25 @@ class Comparison:
             busy, plan = self.ran.busy[device], self.planned.busy[device]
             idle, plan_idle = sum(self.ran.idle[device]), sum(self.planned.idle[device])
             ratio = f"{busy / plan:.3f}" if plan else "-"
-            found.append((str(device), f"{busy:.4g}", f"{plan:.4g}", ratio, f"{idle:.4g}", f"{plan_idle:.4g}"))
+            found.append(
+                (
+                    str(device),
+                    f"{busy:.4g}",
+                    f"{plan:.4g}",
+                    ratio,
+                    f"{idle:.4g}",
+                    f"{plan_idle:.4g}",
+                )
+            )
         return found
 
     def __str__(self) -> str:
         lines = [COLUMNS, *self.rows()]
         widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        table = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in lines
+        ]
         return "\n".join([self.sentence, *table])
 
 

@@ -19,7 +19,8 @@ MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in any one unit of time (and of memory); each is a number, or a sequence with one entry per stage.
+    """Costs in any one unit of time (and of memory); each is a number, or a sequence with one entry
+    per stage.
 
     Whole numbers (up to 2**40) stay whole, so `makespan` of whole costs is an int.
 
@@ -27,24 +28,29 @@ class Costs:
         forward: time of F.
         input_grad: time of I.
         weight_grad: time of W.
-        transfer: time from the end of a producer until its result is on another device (latency of one hop); an entry
-            of a sequence is for what that stage sends, forwards or backwards.
+        transfer: time from the end of a producer until its result is on another device (latency of
+            one hop); an entry of a sequence is for what that stage sends, forwards or backwards.
         backward: time of a full backward B; I + W where it is None.
-        overlap: time of an overlapped pair; the sum of its halves where it is None.  An entry of a sequence is for
-            pairs whose forward is of that stage.
+        overlap: time of an overlapped pair; the sum of its halves where it is None.  An entry of a
+            sequence is for pairs whose forward is of that stage.
         activation: memory that a stage's activations of one microbatch take.
-        release: whether activations are freed at the end of W (the default) or of I, where the backward is split.
+        release: whether activations are freed at the end of W (the default) or of I, where the
+            backward is split.
         recompute: time of R; that of `forward` where it is None.
-        last: time of L, a device's share of a spread `last` for one microbatch (1 where it is None); entry d of a sequence is device d's.
-        last_weight_grad: time of H, a third of `last` where it is None; in a table with H, L takes `last` less that.
+        last: time of L, a device's share of a spread `last` for one microbatch (1 where it is
+            None); entry d of a sequence is device d's.
+        last_weight_grad: time of H, a third of `last` where it is None; in a table with H, L takes
+            `last` less that.
         first: the same as `last` of E, of a spread `first`.
         first_grad: the same of G, of its gradient.
-        checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where the table has an R for it.
-        unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds, estimated ..."; empty where any unit will do.
+        checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where
+            the table has an R for it.
+        unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds,
+            estimated ..."; empty where any unit will do.
 
     Raises:
-        CostError: an entry is negative or not a finite number.  `simulate` raises it too, where a sequence has another
-            length than the schedule has stages.
+        CostError: an entry is negative or not a finite number.  `simulate` raises it too, where a
+            sequence has another length than the schedule has stages.
 
     >>> Costs(forward=[1, 2], transfer=0.5).forward
     (1, 2)
@@ -69,18 +75,32 @@ class Costs:
     def __post_init__(self) -> None:
         if not isinstance(self.unit, str):
             raise CostError(f"unit is {quoted(self.unit)}; it is a text, such as 'seconds'")
-        faults = [] if isinstance(self.release, Release) else [f"release is {quoted(self.release)}; it is a jaxpipe.Release"]
+        faults = (
+            []
+            if isinstance(self.release, Release)
+            else [f"release is {quoted(self.release)}; it is a jaxpipe.Release"]
+        )
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in _NO_COSTS or (value is None and field.default is None):
                 continue
             entries = _entries(value)
             if len(entries) > MAX_STAGES:
-                faults.append(f"{name} has {len(entries):,} entries; {MAX_STAGES:,} stages are the most")
+                faults.append(
+                    f"{name} has {len(entries):,} entries; {MAX_STAGES:,} stages are the most"
+                )
                 continue
-            bad = [f"{name} holds {quoted(e)}; a cost is a finite number >= 0, of {MAX_COST:g} at most" for e in entries if not _is_cost(e)]
+            bad = [
+                f"{name} holds {quoted(e)}; a cost is a finite number >= 0, of {MAX_COST:g} at most"
+                for e in entries
+                if not _is_cost(e)
+            ]
             if not bad:
-                object.__setattr__(self, name, _summable(value) if is_number(value) else tuple(map(_summable, entries)))
+                object.__setattr__(
+                    self,
+                    name,
+                    _summable(value) if is_number(value) else tuple(map(_summable, entries)),
+                )
             faults += bad
         if faults:
             raise CostError(listed("these are not costs", faults))
@@ -105,7 +125,9 @@ class Costs:
         known = [field.name for field in fields(cls)]
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise CostError(f"there are no costs {', '.join(map(quoted, unknown))}; they are {', '.join(known)}")
+            raise CostError(
+                f"there are no costs {', '.join(map(quoted, unknown))}; they are {', '.join(known)}"
+            )
         if "release" in given:
             named = [release for release in Release if release.value == given["release"]]
             given["release"] = named[0] if named else given["release"]
@@ -118,11 +140,14 @@ class Costs:
 
     @typed(CostError)
     def for_stages(self, num_stages: int) -> StageCosts:
-        """Every cost as a tuple with one entry per stage; CostError lists each sequence of another length."""
+        """Every cost as a tuple with one entry per stage; CostError lists each sequence of another
+        length.
+        """
         if not 0 <= num_stages <= MAX_STAGES:
             raise CostError(f"num_stages must be 0 to {MAX_STAGES:,}, not {quoted(num_stages)}")
         wrong = [
-            f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; give one number, or one per stage"
+            f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; "
+            "give one number, or one per stage"
             for name, value in self._given()
             if isinstance(value, tuple) and len(value) != num_stages
         ]
@@ -150,7 +175,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """`Costs` with one entry per stage each; `overlap` is None where a pair costs the sum of its halves."""
+    """`Costs` with one entry per stage each; `overlap` is None where a pair costs the sum of its
+    halves.
+    """
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
@@ -173,7 +200,13 @@ class StageCosts:
 
     def shortened(self) -> StageCosts:
         """The same where H does its part of L."""
-        return replace(self, last=tuple(max(0, whole - late) for whole, late in zip(self.last, self.last_weight_grad, strict=True)))
+        return replace(
+            self,
+            last=tuple(
+                max(0, whole - late)
+                for whole, late in zip(self.last, self.last_weight_grad, strict=True)
+            ),
+        )
 
 
 def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:
@@ -182,7 +215,11 @@ def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:
 
 def _entries(value: object) -> tuple[object, ...]:
     """The entries of a cost; a number, or anything that is not a sequence, is one entry."""
-    if is_number(value) or isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if (
+        is_number(value)
+        or isinstance(value, str | bytes | Mapping)
+        or not isinstance(value, Iterable)
+    ):
         return (value,)
     try:
         return tuple(value)
@@ -191,7 +228,9 @@ def _entries(value: object) -> tuple[object, ...]:
 
 
 def _summable(value: Any) -> float:
-    """The number as Python's own; as a float where it is a whole one so large that sums of it could exceed 64 bits."""
+    """The number as Python's own; as a float where it is a whole one so large that sums of it could
+    exceed 64 bits.
+    """
     number = plain(value)
     return float(number) if number > MAX_WHOLE else number
 

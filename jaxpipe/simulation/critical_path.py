@@ -1,4 +1,6 @@
-"""The critical path: from the action that ends last back, at each step to the action that released it."""
+"""The critical path: from the action that ends last back, at each step to the action that released
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ from ..table.encoded import Encoded
 from ..table.run_order import Transfers, mates, senders, waits
 
 
-def critical_chain(table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]) -> list[int]:
-    """Numbers of the actions on a longest chain, in order of time (of an overlapped pair, its forward half).
+def critical_chain(
+    table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]
+) -> list[int]:
+    """Numbers of the actions on a longest chain, in order of time (of an overlapped pair, its
+    forward half).
 
-    Where its device and its input release an action at the same time, the chain stays on the device.
+    Where its device and its input release an action at the same time, the chain stays on the
+    device.
     """
     if table.num_actions == 0:
         return []
@@ -29,14 +35,20 @@ def critical_chain(table: Encoded, transfers: Transfers, ends: Sequence[float], 
 class _Links:
     """Which actions can release which in one simulation."""
 
-    def __init__(self, table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]) -> None:
+    def __init__(
+        self, table: Encoded, transfers: Transfers, ends: Sequence[float], latency: Sequence[float]
+    ) -> None:
         wait = waits(table, transfers)
         self._table, self._ends, self._latency = table, ends, latency
         self._posted = set(table.receives.tolist()) if transfers is Transfers.ASYNC else set()
-        self._mate = mates(table).tolist() if transfers is Transfers.RENDEZVOUS else [-1] * table.num_actions
+        self._mate = (
+            mates(table).tolist() if transfers is Transfers.RENDEZVOUS else [-1] * table.num_actions
+        )
         self._wait = wait.tolist()
         self._sender = senders(table, wait).tolist()
-        self._before = {meeting.user: meeting for meeting in table.meetings.values() if meeting.user >= 0}
+        self._before = {
+            meeting.user: meeting for meeting in table.meetings.values() if meeting.user >= 0
+        }
 
     def first_half(self, number: int) -> int:
         """The number of the forward half of a pair's backward half; any other number as it is."""
@@ -57,13 +69,19 @@ class _Links:
         yield from self._meeting(number)
         for half in {number, int(self._table.last_half[number])}:
             if (source := self._wait[half]) >= 0 and self._mate[number] < 0:
-                yield self._ends[source] + self._latency[self._table.stage[self._sender[half]]], False, source
+                yield (
+                    self._ends[source] + self._latency[self._table.stage[self._sender[half]]],
+                    False,
+                    source,
+                )
 
     def _meeting(self, number: int) -> Iterator[tuple[float, bool, int]]:
         """What holds back an action that all devices do together, and the action that needs it."""
         meeting = self._table.meetings.get(number)
         known = meeting or self._before.get(number)
-        latency = self._latency[known.stage] if known is not None and self._table.num_devices > 1 else 0
+        latency = (
+            self._latency[known.stage] if known is not None and self._table.num_devices > 1 else 0
+        )
         if meeting is not None:
             for member in meeting.members:
                 yield from () if member == number else self._previous(member, same=False)

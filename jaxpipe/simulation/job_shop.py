@@ -1,8 +1,10 @@
-"""An instance as a job shop: all actions of a stage and kind are a node, nodes wait for each other, a cap limits what lives.
+"""An instance as a job shop: all actions of a stage and kind are a node, nodes wait for each other,
+a cap limits what lives.
 
-All microbatches cost the same, so in any schedule the k-th action of a stage and kind may be taken for that of microbatch k: if
-the k-th start of a stage comes after k starts of the stage before, then the k-th of these comes before it.  A schedule is then a
-job shop in which every stage works in the order of microbatches, and what is known of job shops holds for it.
+All microbatches cost the same, so in any schedule the k-th action of a stage and kind may be taken
+for that of microbatch k: if the k-th start of a stage comes after k starts of the stage before,
+then the k-th of these comes before it.  A schedule is then a job shop in which every stage works in
+the order of microbatches, and what is known of job shops holds for it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Node(NamedTuple):
 
 
 class Arc(NamedTuple):
-    """Action k of `target` starts `delay` after the end of action k - `lag` of `source`, or later."""
+    """Action k of `target` starts `delay` after the end of action k - `lag` of `source`,
+    or later.
+    """
 
     source: int
     target: int
@@ -56,12 +60,24 @@ class JobShop(NamedTuple):
     shared: bool  # some stage is on several devices
 
     @classmethod
-    def of(cls, placement: Placement, times: StageCosts, release: Release, microbatches: int, cap: int | None) -> JobShop:
-        """The job shop of an instance whose backwards are I and W: F of each stage, then I and W from the last stage on."""
+    def of(
+        cls,
+        placement: Placement,
+        times: StageCosts,
+        release: Release,
+        microbatches: int,
+        cap: int | None,
+    ) -> JobShop:
+        """The job shop of an instance whose backwards are I and W: F of each stage, then I and W
+        from the last stage on.
+        """
         stages = range(placement.num_stages)
         last = len(stages) - 1
         at_input = release is Release.INPUT_GRAD
-        nodes = [Node(s, Kind.F, placement.devices_of[s][0], times.forward[s], True, False) for s in stages]
+        nodes = [
+            Node(s, Kind.F, placement.devices_of[s][0], times.forward[s], True, False)
+            for s in stages
+        ]
         number: dict[tuple[str, int], int] = {("F", s): s for s in stages}
         for s in reversed(stages):
             device = placement.devices_of[s][0]
@@ -73,13 +89,24 @@ class JobShop(NamedTuple):
             arcs.append(Arc(number["I", s], number["W", s], 0, 0))
             if s:
                 near = set(placement.devices_of[s]) & set(placement.devices_of[s - 1])
-                arcs.append(Arc(number["F", s - 1], number["F", s], 0, 0 if near else times.transfer[s - 1]))
-                arcs.append(Arc(number["I", s], number["I", s - 1], 0, 0 if near else times.transfer[s]))
+                arcs.append(
+                    Arc(number["F", s - 1], number["F", s], 0, 0 if near else times.transfer[s - 1])
+                )
+                arcs.append(
+                    Arc(number["I", s], number["I", s - 1], 0, 0 if near else times.transfer[s])
+                )
         if not placement.is_bidirectional:
             arcs += [Arc(n, n, 1, 0) for n in range(len(nodes))]
             if cap is not None:
                 arcs += _cap_arcs(placement, number, cap, "I" if at_input else "W", microbatches)
-        return cls(tuple(nodes), tuple(arcs), placement.num_devices, microbatches, cap, placement.is_bidirectional)
+        return cls(
+            tuple(nodes),
+            tuple(arcs),
+            placement.num_devices,
+            microbatches,
+            cap,
+            placement.is_bidirectional,
+        )
 
     @property
     def chunks(self) -> int:
@@ -88,7 +115,9 @@ class JobShop(NamedTuple):
         return max(held.count(device) for device in range(self.devices))
 
     def alone(self) -> tuple[list[float], list[float]]:
-        """Of one microbatch alone: per node, its earliest start and the least time from its end to the end of all."""
+        """Of one microbatch alone: per node, its earliest start and the least time from its end to
+        the end of all.
+        """
         plain = [arc for arc in self.arcs if arc.lag == 0]
         heads = self._longest(plain, 1, None)
         tails = self.turned_round()._longest(_turned(plain, len(self.nodes)), 1, None)[::-1]
@@ -99,17 +128,30 @@ class JobShop(NamedTuple):
         return self._longest(self.arcs, self.microbatches, self._lags())
 
     def tails(self) -> list[list[float]]:
-        """Per node and microbatch, the least time from its end to the end of all: the heads of the schedule read backwards."""
+        """Per node and microbatch, the least time from its end to the end of all: the heads of the
+        schedule read backwards.
+        """
         turned = self.turned_round()
-        return [row[::-1] for row in turned._longest(turned.arcs, self.microbatches, turned._lags())[::-1]]
+        return [
+            row[::-1]
+            for row in turned._longest(turned.arcs, self.microbatches, turned._lags())[::-1]
+        ]
 
     def turned_round(self) -> JobShop:
-        """The same instance with time turned round: what releases a place takes one, and the last microbatch is the first."""
-        nodes = tuple(n._replace(begins=n.releases, releases=n.begins) for n in reversed(self.nodes))
+        """The same instance with time turned round: what releases a place takes one, and the last
+        microbatch is the first.
+        """
+        nodes = tuple(
+            n._replace(begins=n.releases, releases=n.begins) for n in reversed(self.nodes)
+        )
         return self._replace(nodes=nodes, arcs=_turned(self.arcs, len(nodes)))
 
-    def _longest(self, arcs: Sequence[Arc], microbatches: int, lags: NDArray[np.int64] | None) -> list[list[float]]:
-        """Longest paths; with `lags`, a start also comes after all work of its own device that must precede it."""
+    def _longest(
+        self, arcs: Sequence[Arc], microbatches: int, lags: NDArray[np.int64] | None
+    ) -> list[list[float]]:
+        """Longest paths; with `lags`, a start also comes after all work of its own device that must
+        precede it.
+        """
         into: list[list[Arc]] = [[] for _ in self.nodes]
         for arc in arcs:
             into[arc.target].append(arc)
@@ -121,14 +163,22 @@ class JobShop(NamedTuple):
                 start: float = 0
                 for source, _, lag, delay in into[n]:
                     if k >= lag:
-                        start = max(start, starts[source][k - lag] + self.nodes[source].length + delay)
+                        start = max(
+                            start, starts[source][k - lag] + self.nodes[source].length + delay
+                        )
                 # A device's first action is microbatch 0 of the node that comes first in the order.
-                start = max(start, opening.setdefault(node.device, start) + (0 if counts is None else counts[n][k]))
+                start = max(
+                    start,
+                    opening.setdefault(node.device, start)
+                    + (0 if counts is None else counts[n][k]),
+                )
                 starts[n][k] = start
         return starts
 
     def _lags(self) -> NDArray[np.int64]:
-        """`[a, n]`: action k of node n comes after action k - lag of node a; _FAR where it never must."""
+        """`[a, n]`: action k of node n comes after action k - lag of node a; _FAR where it never
+        must.
+        """
         count = len(self.nodes)
         least = np.full((count, count), _FAR, np.int64)
         for arc in self.arcs:
@@ -138,7 +188,9 @@ class JobShop(NamedTuple):
         return least
 
     def _before(self, number: int, lags: NDArray[np.int64]) -> list[float]:
-        """Per microbatch, the work of its own device that must be done before it starts, with the releases that the cap demands."""
+        """Per microbatch, the work of its own device that must be done before it starts, with the
+        releases that the cap demands.
+        """
         node, most = self.nodes[number], np.arange(self.microbatches)
         work: NDArray[np.float64] | NDArray[np.int64] = np.zeros(self.microbatches, np.int64)
         begun = np.full(self.microbatches, int(node.begins))
@@ -164,8 +216,15 @@ def _turned(arcs: Sequence[Arc], count: int) -> tuple[Arc, ...]:
     return tuple(Arc(count - 1 - a.target, count - 1 - a.source, a.lag, a.delay) for a in arcs)
 
 
-def _cap_arcs(placement: Placement, number: dict[tuple[str, int], int], cap: int, release: str, microbatches: int) -> list[Arc]:
-    """When F k of a device's v-th stage starts, the v stages before it have begun k + 1 microbatches each, and at most cap - 1 live.
+def _cap_arcs(
+    placement: Placement,
+    number: dict[tuple[str, int], int],
+    cap: int,
+    release: str,
+    microbatches: int,
+) -> list[Arc]:
+    """When F k of a device's v-th stage starts, the v stages before it have begun k + 1
+    microbatches each, and at most cap - 1 live.
 
     None of them has released more than k, so each has released k - cap + v + 1 at the least.
     """

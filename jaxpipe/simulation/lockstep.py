@@ -16,7 +16,8 @@ from ..table.typed import typed
 
 @dataclass(frozen=True)
 class Steps:
-    """`rows[device][step]` is the cell that a device runs in a step, None while it waits; `len()` counts the steps.
+    """`rows[device][step]` is the cell that a device runs in a step, None while it waits; `len()`
+    counts the steps.
 
     As text, a step's cells in order of devices, with `|` between steps.
     """
@@ -27,16 +28,20 @@ class Steps:
         return max(map(len, self.rows), default=0)
 
     def __str__(self) -> str:
-        return " | ".join(" ".join(str(c) for c in step if c is not None) for step in zip(*self.rows, strict=True))
+        return " | ".join(
+            " ".join(str(c) for c in step if c is not None) for step in zip(*self.rows, strict=True)
+        )
 
 
 @typed()
 def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFERED) -> Steps:
-    """Run a table in lock-step, each action as soon as it can: compute, SEND and RECV take a step each.
+    """Run a table in lock-step, each action as soon as it can: compute, SEND and RECV take a step
+    each.
 
-    A RECV may share a step with its SEND, but never precedes it (with RENDEZVOUS they always share it).  Without SEND and
-    RECV in the table, an action comes at least one step after what it needs from another device.  The number of steps
-    compares with that of torch 2.13's `_simulate_comms_compute`.
+    A RECV may share a step with its SEND, but never precedes it (with RENDEZVOUS they always share
+    it).  Without SEND and RECV in the table, an action comes at least one step after what it needs
+    from another device.  The number of steps compares with that of torch 2.13's
+    `_simulate_comms_compute`.
 
     Args:
         schedule: a table that `check` accepts for these `transfers`.
@@ -60,7 +65,9 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
         at = _steps(schedule, Transfers.BUFFERED)
     count = 1 + max(at, default=-1)
     rows: list[list[Cell]] = [[None] * count for _ in schedule.rows]
-    for (device, position), step in zip(zip(table.device.tolist(), table.position.tolist(), strict=True), at, strict=True):
+    for (device, position), step in zip(
+        zip(table.device.tolist(), table.position.tolist(), strict=True), at, strict=True
+    ):
         rows[device][step] = schedule.rows[device][position]
     return Steps(tuple(map(tuple, rows)))
 

@@ -14,11 +14,13 @@ _EQUAL = 1e-9  # of the last start: sums of the same times in another order
 
 
 def steady_period(table: Encoded, starts: Sequence[float], busy: Sequence[float]) -> float | None:
-    """The time of a microbatch where the table repeats: all stages and kinds start the same time later, K microbatches on.
+    """The time of a microbatch where the table repeats: all stages and kinds start the same time
+    later, K microbatches on.
 
-    Of the least K for which two turns of K microbatches or more, and at least half of all microbatches, are alike, the longest repeat
-    counts.  None where nothing repeats so long.
-    What repeats faster than the busiest device works (`busy` is the time of all microbatches) is a group of microbatches in one chunk.
+    Of the least K for which two turns of K microbatches or more, and at least half of all
+    microbatches, are alike, the longest repeat counts.  None where nothing repeats so long. What
+    repeats faster than the busiest device works (`busy` is the time of all microbatches) is a group
+    of microbatches in one chunk.
     """
     times = _starts(table, starts)
     if times is None:
@@ -29,13 +31,18 @@ def steady_period(table: Encoded, starts: Sequence[float], busy: Sequence[float]
         later = times[:, turn:] - times[:, :-turn]
         same = np.ptp(later, axis=0) <= near
         best, length = _longest(later[0], same, near)
-        if length >= max(2, turn, microbatches / 2 - turn) and best / turn >= max(busy) / microbatches - near:
+        if (
+            length >= max(2, turn, microbatches / 2 - turn)
+            and best / turn >= max(busy) / microbatches - near
+        ):
             return best / turn
     return None
 
 
 def _starts(table: Encoded, starts: Sequence[float]) -> NDArray[np.float64] | None:
-    """Per stage and kind, the starts in order; None where a stage and kind do not have one for each microbatch."""
+    """Per stage and kind, the starts in order; None where a stage and kind do not have one for each
+    microbatch.
+    """
     chosen = np.flatnonzero(table.is_compute & table.in_range)
     if not len(chosen):
         return None

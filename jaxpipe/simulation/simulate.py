@@ -1,4 +1,6 @@
-"""Simulate a table: when each action starts and ends, which devices idle and why, and how much memory they hold."""
+"""Simulate a table: when each action starts and ends, which devices idle and why, and how much
+memory they hold.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +29,30 @@ def simulate(
 ) -> Timeline:
     """Simulate a table: each action starts as early as its device is free and its inputs are there.
 
-    An input from another device is there `costs.transfer` after its producer ended.  Idle cells are not waited for.
-    What all devices do together (L, E, G) starts and ends at the same time on all of them, a transfer after what it needs (L: the last
-    stage's F, G: the first stage's B); what it makes is there for that stage (L: for its B, E: for its F) a transfer after its end.
-    In a table with SEND and RECV these take no time of their own and the message leaves at the SEND; `transfers` says
-    who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and RECV (RENDEZVOUS).
+    An input from another device is there `costs.transfer` after its producer ended.  Idle cells are
+    not waited for. What all devices do together (L, E, G) starts and ends at the same time on all
+    of them, a transfer after what it needs (L: the last stage's F, G: the first stage's B); what it
+    makes is there for that stage (L: for its B, E: for its F) a transfer after its end. In a table
+    with SEND and RECV these take no time of their own and the message leaves at the SEND;
+    `transfers` says who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and
+    RECV (RENDEZVOUS).
 
     Args:
         schedule: a table that `check` accepts for these `transfers`.
         costs: times and sizes; all 1, and transfers 0, where it is None.
         transfers: how SEND and RECV behave, in a table that has them.
-        max_memory: the most activation memory (in units of `costs.activation`) that a device may hold.
+        max_memory: the most activation memory (in units of `costs.activation`) that a device may
+            hold.
 
     Raises:
         ScheduleError: the table breaks a rule, or needs more than `max_memory`.
         CostError: a sequence of costs does not have one entry per stage.
 
     >>> import jaxpipe as jp
-    >>> t = simulate(jp.schedules.build("1f1b", devices=4, microbatches=8), Costs(forward=1, input_grad=1, weight_grad=1))
+    >>> t = simulate(
+    ...     jp.schedules.build("1f1b", devices=4, microbatches=8),
+    ...     Costs(forward=1, input_grad=1, weight_grad=1),
+    ... )
     >>> t.makespan, t.start["3F0"], t.peak_activations
     (33, 3, (4, 3, 2, 1))
     """
@@ -64,7 +72,9 @@ def simulate(
 
 
 def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
-    """Per action, its duration; a pair's is booked on its backward half, and the forward half takes no time."""
+    """Per action, its duration; a pair's is booked on its backward half, and the forward half takes
+    no time.
+    """
     stages = table.num_stages
     none = (0,) * stages
     costs = costs.shortened() if table.defers_last else costs
@@ -77,7 +87,9 @@ def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     return durations
 
 
-def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transfers: Transfers) -> tuple[list[float], list[float]]:
+def _times(
+    schedule: Schedule, durations: list[float], costs: StageCosts, transfers: Transfers
+) -> tuple[list[float], list[float]]:
     """Start and end of each action where a SEND returns at once."""
     table = schedule.encoded
     wait = waits(table, transfers)
@@ -107,7 +119,9 @@ def _times(schedule: Schedule, durations: list[float], costs: StageCosts, transf
 
 
 class Meetings:
-    """What all devices do together, in a simulation: all start when the last is free and what they read is everywhere."""
+    """What all devices do together, in a simulation: all start when the last is free and what they
+    read is everywhere.
+    """
 
     def __init__(self, table: Encoded, durations: Sequence[float], costs: StageCosts) -> None:
         self.all = table.meetings
@@ -133,19 +147,30 @@ class Meetings:
         return max(*free, 0 if source < 0 else ends[self._last_half[source]] + self._latency[stage])
 
     def ready(self, number: int, ends: Sequence[float], free: float) -> float:
-        """When an action of a device that is free from then on has what it needs of such a share."""
+        """When an action of a device that is free from then on has what it needs of such
+        a share.
+        """
         meeting = self._before.get(number)
-        return free if meeting is None else max(free, ends[meeting.members[0]] + self._latency[meeting.stage])
+        return (
+            free
+            if meeting is None
+            else max(free, ends[meeting.members[0]] + self._latency[meeting.stage])
+        )
 
 
-def _stretch_receives(table: Encoded, starts: list[float], ends: list[float], costs: StageCosts) -> tuple[list[float], list[float]]:
-    """A RECV starts when its device reaches it and ends when its message is there, whether or not the device waits for it."""
+def _stretch_receives(
+    table: Encoded, starts: list[float], ends: list[float], costs: StageCosts
+) -> tuple[list[float], list[float]]:
+    """A RECV starts when its device reaches it and ends when its message is there, whether or not
+    the device waits for it.
+    """
     begin, end = np.array(starts), np.array(ends)
     receives, sends = table.receives, table.producer[table.receives]
     arrival = end[sends] + np.array(costs.transfer)[table.stage[sends]]
     before = np.where(np.isin(receives, table.first), 0, end[receives - 1])
     held = end[receives] >= arrival
-    # Held, the RECV's own booked time is that of the arrival; its device reached it at the end of what came before.
+    # Held, the RECV's own booked time is that of the arrival; its device reached it at the end of
+    # what came before.
     begin[receives] = np.where(held, np.minimum(begin[receives], before), begin[receives])
     end[receives] = np.maximum(end[receives], arrival)
     return begin.tolist(), end.tolist()
@@ -157,11 +182,18 @@ def _join_pairs(table: Encoded, starts: list[float], ends: list[float]) -> None:
         starts[i], ends[i] = starts[i + 1], ends[i + 1]
 
 
-def _rendezvous_times(schedule: Schedule, durations: list[float], costs: StageCosts) -> tuple[list[float], list[float]]:
-    """Start and end of each action where SEND and RECV hold their devices until both are reached, and for the transfer."""
+def _rendezvous_times(
+    schedule: Schedule, durations: list[float], costs: StageCosts
+) -> tuple[list[float], list[float]]:
+    """Start and end of each action where SEND and RECV hold their devices until both are reached,
+    and for the transfer.
+    """
     table = schedule.encoded
     mate, device = mates(table).tolist(), table.device.tolist()
-    latency = [costs.transfer[s] for s in table.stage[np.where(table.producer >= 0, table.producer, 0)].tolist()]
+    latency = [
+        costs.transfer[s]
+        for s in table.stage[np.where(table.producer >= 0, table.producer, 0)].tolist()
+    ]
     starts: list[float] = [0] * table.num_actions
     ends: list[float] = [0] * table.num_actions
     free: list[float] = [0] * table.num_devices
@@ -195,8 +227,12 @@ def _check_memory(timeline: Timeline, most: float) -> None:
             found.append(
                 Violation(
                     "memory",
-                    f"device {device} may hold {most} of activations, but holds {peak} at its peak (more than {most} from time {when} on)",
+                    f"device {device} may hold {most} of activations, but holds {peak} at its "
+                    f"peak (more than {most} from time {when} on)",
                 )
             )
     if found:
-        raise ScheduleError("the schedule needs too much memory:\n" + "\n".join(f"  {v}" for v in found), tuple(found))
+        raise ScheduleError(
+            "the schedule needs too much memory:\n" + "\n".join(f"  {v}" for v in found),
+            tuple(found),
+        )

@@ -67,7 +67,10 @@ class ActionTimes(Mapping[str, float]):
         return numbers[0] if numbers else -1
 
     def _find(self, action: Action) -> int:
-        inside = 0 <= action.stage < self._table.num_stages and 0 <= action.microbatch < self._table.num_microbatches
+        inside = (
+            0 <= action.stage < self._table.num_stages
+            and 0 <= action.microbatch < self._table.num_microbatches
+        )
         return int(self._table.at[action.kind, action.stage, action.microbatch]) if inside else -1
 
     def __iter__(self) -> Iterator[str]:
@@ -77,7 +80,9 @@ class ActionTimes(Mapping[str, float]):
             yield self._table.text(i)
 
     def __len__(self) -> int:
-        return self._table.num_actions + int((self._table.last_half != np.arange(self._table.num_actions)).sum())
+        return self._table.num_actions + int(
+            (self._table.last_half != np.arange(self._table.num_actions)).sum()
+        )
 
     def __repr__(self) -> str:
         return f"<times of {self._table.num_actions} actions>"
@@ -85,7 +90,8 @@ class ActionTimes(Mapping[str, float]):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a schedule runs.  `starts` and `ends` follow the numbers of `schedule.encoded`.
+    """When each action of a schedule runs.  `starts` and `ends` follow the numbers of
+    `schedule.encoded`.
 
     All times are in the unit of `costs`; a pipeline's step starts at 0.
     """
@@ -98,7 +104,9 @@ class Timeline:
 
     @property
     def start(self) -> ActionTimes:
-        """Start by action text; an overlapped pair's text and the texts of its halves are all keys."""
+        """Start by action text; an overlapped pair's text and the texts of its halves are
+        all keys.
+        """
         return ActionTimes(self.schedule.encoded, self.starts)
 
     @property
@@ -113,12 +121,16 @@ class Timeline:
 
     @cached_property
     def span(self) -> float:
-        """The longest time from a device's first start to its last end (the time per step where steps follow each other)."""
+        """The longest time from a device's first start to its last end (the time per step where
+        steps follow each other).
+        """
         return max((last - first for first, last in self._active), default=0)
 
     @cached_property
     def period(self) -> float | None:
-        """The time of a microbatch in the steady state; None where the step is too short, or too irregular, to have one."""
+        """The time of a microbatch in the steady state; None where the step is too short, or too
+        irregular, to have one.
+        """
         return steady_period(self.schedule.encoded, self.starts, self.busy)
 
     @cached_property
@@ -139,50 +151,69 @@ class Timeline:
 
     @cached_property
     def _active(self) -> tuple[tuple[float, float], ...]:
-        """Per device, its first start and last end of a compute action; (makespan, makespan) where it has none."""
+        """Per device, its first start and last end of a compute action; (makespan, makespan) where
+        it has none.
+        """
         table = self.schedule.encoded
         found = []
         for device in range(table.num_devices):
             row = np.arange(table.first[device], table.first[device + 1])
             row = row[table.is_compute[row]]
-            found.append((self.starts[row[0]], self.ends[row[-1]]) if len(row) else (self.makespan, self.makespan))
+            found.append(
+                (self.starts[row[0]], self.ends[row[-1]])
+                if len(row)
+                else (self.makespan, self.makespan)
+            )
         return tuple(found)
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """Per device, its idle time split by cause."""
         return tuple(
-            Idle(first, last - first - busy, self.makespan - last) for (first, last), busy in zip(self._active, self.busy, strict=True)
+            Idle(first, last - first - busy, self.makespan - last)
+            for (first, last), busy in zip(self._active, self.busy, strict=True)
         )
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """Per device, the most activations (a stage's of one microbatch each) that live at once.
 
-        They live from the start of F (of R where the table has one) to the end of B, or of I or W as `costs.release` says.  In a
-        forward-only table they live while F runs, so the peak is 1.
+        They live from the start of F (of R where the table has one) to the end of B, or of I or W
+        as `costs.release` says.  In a forward-only table they live while F runs, so the peak is 1.
         """
         table = self.schedule.encoded
         live = live_activations(table, self.costs.release)
-        return tuple(int(live[a:b].max(initial=0)) for a, b in zip(table.first[:-1], table.first[1:], strict=True))
+        return tuple(
+            int(live[a:b].max(initial=0))
+            for a, b in zip(table.first[:-1], table.first[1:], strict=True)
+        )
 
     @property
     def peak_offloaded(self) -> Split:
-        """Per device, the most activations in its own memory and in its host's, of a pipeline with `offload="residuals"`.
+        """Per device, the most activations in its own memory and in its host's, of a pipeline with
+        `offload="residuals"`.
 
-        Activations that are first read four actions of their device after they are made, or later, wait on the host.  Copies
-        between the memories take no time here, and the two that are under way at a time are counted on both sides.
+        Activations that are first read four actions of their device after they are made, or later,
+        wait on the host.  Copies between the memories take no time here, and the two that are under
+        way at a time are counted on both sides.
 
         >>> import jaxpipe as jp
-        >>> jp.simulate(jp.schedules.build("1f1b", devices=8, microbatches=16)).peak_offloaded.device
+        >>> jp.simulate(
+        ...     jp.schedules.build("1f1b", devices=8, microbatches=16)
+        ... ).peak_offloaded.device
         (3, 3, 3, 3, 3, 3, 2, 1)
         """
         return split_peaks(self.schedule.encoded, self.costs.release)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """Per device, the most memory of activations and kept stage inputs at once, in the unit of `costs.activation`."""
-        return tuple(max((held for _, held in self.memory(d)), default=0) for d in range(self.schedule.num_devices))
+        """Per device, the most memory of activations and kept stage inputs at once, in the unit of
+        `costs.activation`.
+        """
+        return tuple(
+            max((held for _, held in self.memory(d)), default=0)
+            for d in range(self.schedule.num_devices)
+        )
 
     @cached_property
     def _changes(self) -> Changes:
@@ -190,13 +221,22 @@ class Timeline:
 
     @typed()
     def memory(self, device: int) -> tuple[Step, ...]:
-        """Activation memory of a device over time, a step where it changes (what dies goes before what begins)."""
+        """Activation memory of a device over time, a step where it changes (what dies goes before
+        what begins).
+        """
         table = self.schedule.encoded
         if not 0 <= device < table.num_devices:
-            raise ScheduleError(f"there is no device {quoted(device)}; devices go from 0 to {table.num_devices - 1}")
+            raise ScheduleError(
+                f"there is no device {quoted(device)}; devices go from 0 to {table.num_devices - 1}"
+            )
         row = slice(table.first[device], table.first[device + 1])
         costs = self.costs.for_stages(table.num_stages)
-        columns = (*(change[row].tolist() for change in self._changes), table.stage[row].tolist(), self.starts[row], self.ends[row])
+        columns = (
+            *(change[row].tolist() for change in self._changes),
+            table.stage[row].tolist(),
+            self.starts[row],
+            self.ends[row],
+        )
         events: list[tuple[float, float]] = []
         for begin, die, kept, stage, start, end in zip(*columns, strict=True):
             change = begin * costs.activation[stage] + kept * costs.checkpoint[stage]
@@ -208,7 +248,8 @@ class Timeline:
 
     @typed()
     def over(self, planned: Timeline) -> Comparison:
-        """This run compared with what was planned: a sentence about where time was lost, and a table (`str()` has both).
+        """This run compared with what was planned: a sentence about where time was lost, and a
+        table (`str()` has both).
 
         ScheduleError where the other is of another placement or number of microbatches.
         """
@@ -216,9 +257,13 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[str, ...]:
-        """A longest chain of cells (as text) from time 0 to the makespan, each released by the one before it."""
+        """A longest chain of cells (as text) from time 0 to the makespan, each released by the one
+        before it.
+        """
         table = self.schedule.encoded
-        chain = critical_chain(table, self.transfers, self.ends, self.costs.for_stages(table.num_stages).transfer)
+        chain = critical_chain(
+            table, self.transfers, self.ends, self.costs.for_stages(table.num_stages).transfer
+        )
         return tuple(table.cell_text(i) for i in chain)
 
 

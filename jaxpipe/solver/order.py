@@ -1,4 +1,6 @@
-"""A cap on activations as clauses over the order of a device's actions: whether so many W come before an F."""
+"""A cap on activations as clauses over the order of a device's actions: whether so many W come
+before an F.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from ..table.action import Action
 
 
 def after(
-    model: Any, start: Mapping[Action, Any], action: Action, releases: Sequence[Action], count: int, length: Callable[[Action], int]
+    model: Any,
+    start: Mapping[Action, Any],
+    action: Action,
+    releases: Sequence[Action],
+    count: int,
+    length: Callable[[Action], int],
 ) -> None:
     """An action comes after so many releases, which are in order themselves."""
     if count > 0:
@@ -19,9 +26,13 @@ def after(
 
 
 class Order:
-    """Which of two actions of a device comes first, as variables that are made when they are asked for."""
+    """Which of two actions of a device comes first, as variables that are made when they are asked
+    for.
+    """
 
-    def __init__(self, model: Any, start: Mapping[Action, Any], length: Callable[[Action], int]) -> None:
+    def __init__(
+        self, model: Any, start: Mapping[Action, Any], length: Callable[[Action], int]
+    ) -> None:
         self._model, self._start, self._length = model, start, length
         self._known: dict[tuple[Action, Action], Any] = {}
 
@@ -30,13 +41,26 @@ class Order:
         found = self._known.get((one, other))
         if found is None:
             found = self._model.new_bool_var("")
-            self._model.add(self._start[other] >= self._start[one] + self._length(one)).only_enforce_if(found)
-            self._model.add(self._start[one] >= self._start[other] + self._length(other)).only_enforce_if(~found)
+            self._model.add(
+                self._start[other] >= self._start[one] + self._length(one)
+            ).only_enforce_if(found)
+            self._model.add(
+                self._start[one] >= self._start[other] + self._length(other)
+            ).only_enforce_if(~found)
             self._known[one, other], self._known[other, one] = found, ~found
         return found
 
-    def two(self, action: Action, begins: Sequence[Action], mine: Sequence[Action], theirs: Sequence[Action], live: int) -> None:
-        """The cap for an F of one of a device's two stages: if n more F come before it, so must n more releases, of either stage."""
+    def two(
+        self,
+        action: Action,
+        begins: Sequence[Action],
+        mine: Sequence[Action],
+        theirs: Sequence[Action],
+        live: int,
+    ) -> None:
+        """The cap for an F of one of a device's two stages: if n more F come before it, so must n
+        more releases, of either stage.
+        """
         for passed in range(len(begins) + 1):
             unless = [~self.before(begins[passed - 1], action)] if passed else []
             for late in range(live + passed):

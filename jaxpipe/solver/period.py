@@ -1,7 +1,9 @@
-"""Steady states of least period: modulo scheduling of a turn of some microbatches (Rau 1994, "Iterative Modulo Scheduling"), by CP-SAT.
+"""Steady states of least period: modulo scheduling of a turn of some microbatches (Rau 1994,
+"Iterative Modulo Scheduling"), by CP-SAT.
 
-Action k of a turn starts at `r + q T`, where T is the length of a turn, 0 <= r < T and q is a whole number of turns.  A device's actions
-may not overlap modulo T, and the activations that live at any time modulo T may not exceed the cap.
+Action k of a turn starts at `r + q T`, where T is the length of a turn, 0 <= r < T and q is a whole
+number of turns.  A device's actions may not overlap modulo T, and the activations that live at any
+time modulo T may not exceed the cap.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Steady(NamedTuple):
     def order(self, shop: JobShop) -> list[int]:
         """All actions of a whole step, by their nodes, in the order in which the turns run them."""
         each = len(self.starts[0])
-        # At equal times those that take none come first, in an order in which none needs a later one.
+        # At equal times those that take none come first, in an order in which none needs a later
+        # one.
         timed = [
             (self.starts[n][k % each] + (k // each) * self.turn, node.length, k, n)
             for n, node in enumerate(shop.nodes)
@@ -40,8 +43,11 @@ class Steady(NamedTuple):
         return [n for *_, n in sorted(timed)]
 
 
-def least_period(shop: JobShop, costs: StageCosts, *, seconds: float, seed: int = 0) -> Steady | None:
-    """The steady state of least period that is found, of those with the least time of a microbatch; None where there was no time for one.
+def least_period(
+    shop: JobShop, costs: StageCosts, *, seconds: float, seed: int = 0
+) -> Steady | None:
+    """The steady state of least period that is found, of those with the least time of a microbatch;
+    None where there was no time for one.
 
     Args:
         shop: the instance; its number of microbatches does not count.
@@ -54,10 +60,14 @@ def least_period(shop: JobShop, costs: StageCosts, *, seconds: float, seed: int 
     best: Steady | None = None
     best_turn = 1
     for each in _TURNS:
-        if each * len(shop.nodes) > _MOST_NODES or (best is not None and best.period <= bound * (1 + _EQUAL)):
+        if each * len(shop.nodes) > _MOST_NODES or (
+            best is not None and best.period <= bound * (1 + _EQUAL)
+        ):
             break
         turn = _Turn.of(shop, scale, each, bound)
-        found = turn.solve(seconds / (2 * len(_TURNS)), seed, None, None if best is None else best.period)
+        found = turn.solve(
+            seconds / (2 * len(_TURNS)), seed, None, None if best is None else best.period
+        )
         if found is not None and (best is None or found.period < best.period * (1 - _EQUAL)):
             best, best_turn = found, each
     if best is None:
@@ -82,17 +92,37 @@ class _Turn:
         """The turn of an instance."""
         lengths = [_ticks(node.length, scale) for node in shop.nodes]
         # One microbatch after the other.
-        most = each * (sum(lengths) + sum(_ticks(arc.delay, scale) for arc in shop.arcs if not arc.lag))
+        most = each * (
+            sum(lengths) + sum(_ticks(arc.delay, scale) for arc in shop.arcs if not arc.lag)
+        )
         held = shop.cap if shop.cap is not None else 2 * shop.chunks * shop.devices
-        return cls(shop, scale, each, lengths, max(1, ceil(each * bound * scale - 1e-6)), max(1, most), -(-held // each) + 2)
+        return cls(
+            shop,
+            scale,
+            each,
+            lengths,
+            max(1, ceil(each * bound * scale - 1e-6)),
+            max(1, most),
+            -(-held // each) + 2,
+        )
 
-    def solve(self, seconds: float, seed: int, known: Steady | None, below: float | None) -> Steady | None:
-        """The shortest turn; of a `known` length, the one in which microbatches take the least time."""
-        most = self.most if below is None else min(self.most, ceil(below * self.each * self.scale) - 1)
+    def solve(
+        self, seconds: float, seed: int, known: Steady | None, below: float | None
+    ) -> Steady | None:
+        """The shortest turn; of a `known` length, the one in which microbatches take the least
+        time.
+        """
+        most = (
+            self.most if below is None else min(self.most, ceil(below * self.each * self.scale) - 1)
+        )
         if most < self.least:
             return None
         model = cp_model.CpModel()
-        turn = model.new_int_var(self.least, most, "") if known is None else model.new_constant(known.turn)
+        turn = (
+            model.new_int_var(self.least, most, "")
+            if known is None
+            else model.new_constant(known.turn)
+        )
         most = most if known is None else known.turn
         rest, later = self._times(model, turn, most)
         self._precedences(model, turn, rest, later)
@@ -115,15 +145,22 @@ class _Turn:
             return None
         length = int(solver.value(turn))
         starts = tuple(
-            tuple(int(solver.value(r)) + length * int(solver.value(q)) for r, q in zip(rs, qs, strict=True))
+            tuple(
+                int(solver.value(r)) + length * int(solver.value(q))
+                for r, q in zip(rs, qs, strict=True)
+            )
             for rs, qs in zip(rest, later, strict=True)
         )
         return Steady(starts, length, length / self.each / self.scale)
 
     def _times(self, model: Any, turn: Any, most: int) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Of each action the time in its turn and the number of the turn; microbatch 0 enters at 0."""
+        """Of each action the time in its turn and the number of the turn; microbatch 0 enters
+        at 0.
+        """
         rest = [[model.new_int_var(0, most, "") for _ in range(self.each)] for _ in self.lengths]
-        later = [[model.new_int_var(0, self.late, "") for _ in range(self.each)] for _ in self.lengths]
+        later = [
+            [model.new_int_var(0, self.late, "") for _ in range(self.each)] for _ in self.lengths
+        ]
         for row in rest:
             for time in row:
                 model.add(time < turn)
@@ -131,14 +168,24 @@ class _Turn:
         model.add(later[0][0] == 0)
         return rest, later
 
-    def _hint(self, model: Any, known: Steady, rest: Sequence[Sequence[Any]], later: Sequence[Sequence[Any]]) -> None:
+    def _hint(
+        self,
+        model: Any,
+        known: Steady,
+        rest: Sequence[Sequence[Any]],
+        later: Sequence[Sequence[Any]],
+    ) -> None:
         for n, row in enumerate(known.starts):
             for i, start in enumerate(row):
                 model.add_hint(rest[n][i], start % known.turn)
                 model.add_hint(later[n][i], start // known.turn)
 
-    def _precedences(self, model: Any, turn: Any, rest: Sequence[Sequence[Any]], later: Sequence[Sequence[Any]]) -> None:
-        """What an action needs is there, some whole number of turns before it or in the same one."""
+    def _precedences(
+        self, model: Any, turn: Any, rest: Sequence[Sequence[Any]], later: Sequence[Sequence[Any]]
+    ) -> None:
+        """What an action needs is there, some whole number of turns before it or in the
+        same one.
+        """
         for source, target, lag, delay in self.shop.arcs:
             wait = self.lengths[source] + _ticks(delay, self.scale)
             for i in range(self.each):
@@ -148,23 +195,38 @@ class _Turn:
                 for given in range(2 + wait // self.least):
                     more = model.new_bool_var("")
                     model.add(turns >= given + 1).only_enforce_if(more)
-                    model.add(rest[target][i] + given * turn >= rest[source][j] + wait).only_enforce_if(~more)
+                    model.add(
+                        rest[target][i] + given * turn >= rest[source][j] + wait
+                    ).only_enforce_if(~more)
 
     def _devices(self, model: Any, turn: Any, rest: Sequence[Sequence[Any]], most: int) -> None:
-        """One action at a time, modulo a turn: with a copy of each a turn later, those that reach into the next turn count too."""
+        """One action at a time, modulo a turn: with a copy of each a turn later, those that reach
+        into the next turn count too.
+        """
         for device in range(self.shop.devices):
             intervals = []
             for n, node in enumerate(self.shop.nodes):
                 for time in rest[n] if node.device == device else ():
                     again = model.new_int_var(0, 2 * most, "")
                     model.add(again == time + turn)
-                    intervals += [model.new_fixed_size_interval_var(at, self.lengths[n], "") for at in (time, again)]
+                    intervals += [
+                        model.new_fixed_size_interval_var(at, self.lengths[n], "")
+                        for at in (time, again)
+                    ]
             model.add_no_overlap(intervals)
 
-    def _memory(self, model: Any, turn: Any, rest: Sequence[Sequence[Any]], later: Sequence[Sequence[Any]], most: int) -> None:
+    def _memory(
+        self,
+        model: Any,
+        turn: Any,
+        rest: Sequence[Sequence[Any]],
+        later: Sequence[Sequence[Any]],
+        most: int,
+    ) -> None:
         """A life is some whole turns, in which it takes a place all the time, and a rest."""
         shop = self.shop
-        if shop.cap is None or shop.chunks == 1:  # of one stage a device, the cap is a lag between its W and F
+        # of one stage a device, the cap is a lag between its W and F
+        if shop.cap is None or shop.chunks == 1:
             return
         release = {node.stage: n for n, node in enumerate(shop.nodes) if node.releases}
         for device in range(shop.devices):
@@ -175,7 +237,10 @@ class _Turn:
                 end = release[node.stage]
                 for i in range(self.each):
                     size = rest[end][i] + self.lengths[end] - rest[n][i]
-                    full, part = model.new_int_var(0, self.late + 1, ""), model.new_int_var(0, most, "")
+                    full, part = (
+                        model.new_int_var(0, self.late + 1, ""),
+                        model.new_int_var(0, most, ""),
+                    )
                     cases = [model.new_bool_var("") for _ in range(3)]
                     model.add_exactly_one(cases)
                     for case, more in zip(cases, (-1, 0, 1), strict=True):
@@ -183,7 +248,10 @@ class _Turn:
                         model.add(full == later[end][i] - later[n][i] + more).only_enforce_if(case)
                     model.add(part <= turn)
                     for offset in (0, 1):
-                        begin, stop = model.new_int_var(0, 2 * most, ""), model.new_int_var(0, 3 * most, "")
+                        begin, stop = (
+                            model.new_int_var(0, 2 * most, ""),
+                            model.new_int_var(0, 3 * most, ""),
+                        )
                         model.add(begin == rest[n][i] + offset * turn)
                         intervals.append(model.new_interval_var(begin, part, stop, ""))
                     whole.append(full)

@@ -1,8 +1,11 @@
-"""Shortens a schedule, and proves how short it can be, with OR-tools' CP-SAT, the extra `jaxpipe[solver]`.
+"""Shortens a schedule, and proves how short it can be, with OR-tools' CP-SAT, the extra
+`jaxpipe[solver]`.
 
-The model is the job shop of `simulation.job_shop`: every stage works in the order of microbatches, which costs nothing.  A small table is
-ordered as a whole, which may prove it optimal; of a larger one, windows are put into a better order.  Which activations live is a
-matter of order alone, so the cap is written as clauses over "this W comes before that F"; as intervals that overlap it propagates far less.
+The model is the job shop of `simulation.job_shop`: every stage works in the order of microbatches,
+which costs nothing.  A small table is ordered as a whole, which may prove it optimal; of a larger
+one, windows are put into a better order.  Which activations live is a matter of order alone, so the
+cap is written as clauses over "this W comes before that F"; as intervals that overlap it propagates
+far less.
 """
 
 from __future__ import annotations
@@ -24,32 +27,45 @@ from .order import Order, after
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 Starts: TypeAlias = Mapping[Action, int]
-_MOST_FREE, _MOST_WHOLE = 160, 800  # actions of a window, and of a table that is ordered as a whole once
+# actions of a window, and of a table that is ordered as a whole once
+_MOST_FREE, _MOST_WHOLE = 160, 800
 _MOST_ACTIONS = 20_000  # of a table; a model of more takes longer to build than to solve
 _EQUAL = 1e-9  # relative: sums of the same times in another order
-# In the solver's deterministic seconds: the least time that a window gets, and what a turn counts at the least, for building its model.
+# In the solver's deterministic seconds: the least time that a window gets, and what a turn counts
+# at the least, for building its model.
 _LEAST_TURN, _LEAST_SPENT = 0.3, 0.05
 _WINDOWS = 10  # windows between two turns of the whole table
 
 
 class Improved(NamedTuple):
-    """A schedule, and what the solver has proven that none of F, I and W under the same cap goes below (0 where it has not)."""
+    """A schedule, and what the solver has proven that none of F, I and W under the same cap goes
+    below (0 where it has not).
+    """
 
     schedule: Schedule
     proven: float
 
 
-def improve(schedule: Schedule, costs: Costs, *, cap: int | None, seconds: float, seed: int = 0) -> Improved:
-    """A schedule of F, I and W, made shorter where the solver finds how; never longer, and the same for the same arguments.
+def improve(
+    schedule: Schedule, costs: Costs, *, cap: int | None, seconds: float, seed: int = 0
+) -> Improved:
+    """A schedule of F, I and W, made shorter where the solver finds how; never longer, and the same
+    for the same arguments.
 
     Args:
         schedule: rows of F, I and W, every stage on one device.
         costs: what its makespan is counted in.
         cap: the most activations on a device.
-        seconds: of the solver's deterministic time, which does not depend on how busy the machine is: one takes about one of an idle core.
+        seconds: of the solver's deterministic time, which does not depend on how busy the machine
+            is: one takes about one of an idle core.
         seed: which random choices the solver makes.
     """
-    at_least = lower_bound(costs, placement=schedule.placement, microbatches=schedule.num_microbatches, max_activations=cap)
+    at_least = lower_bound(
+        costs,
+        placement=schedule.placement,
+        microbatches=schedule.num_microbatches,
+        max_activations=cap,
+    )
     best, makespan, proven = schedule, simulate(schedule, costs).makespan, 0.0
     actions = schedule.encoded.num_actions
     if actions > _MOST_ACTIONS:
@@ -61,7 +77,12 @@ def improve(schedule: Schedule, costs: Costs, *, cap: int | None, seconds: float
         share = max(_LEAST_TURN, turn.share * seconds)
         problem = _Problem.of(best, costs, cap)
         least = max(at_least, proven) if turn.is_whole else at_least
-        found = problem.solve(_free(best, costs, turn.window), min(share, seconds - spent), dice.randrange(1 << 30), least)
+        found = problem.solve(
+            _free(best, costs, turn.window),
+            min(share, seconds - spent),
+            dice.randrange(1 << 30),
+            least,
+        )
         spent += max(found.spent, _LEAST_SPENT)
         shorter = simulate(found.schedule, costs).makespan
         # One of equal length is taken too: it may be the way to a shorter one.
@@ -83,7 +104,9 @@ class _Turn(NamedTuple):
 
 
 def _turns(actions: int, dice: Random) -> Iterator[_Turn]:
-    """All actions where the table is small; then windows here and there, and all again from the better table."""
+    """All actions where the table is small; then windows here and there, and all again from the
+    better table.
+    """
     most = min(actions, _MOST_FREE)
     small = actions <= _MOST_WHOLE
     share = 0.5
@@ -129,9 +152,19 @@ class _Problem:
         stages = costs.for_stages(schedule.num_stages)
         scale, exact = tick_scale(stages)
         lengths = {F: stages.forward, I: stages.input_grad, W: stages.weight_grad}
-        ticks = {kind: [ceil(time * scale - 1e-9) for time in times] for kind, times in lengths.items()}
+        ticks = {
+            kind: [ceil(time * scale - 1e-9) for time in times] for kind, times in lengths.items()
+        }
         release = I if costs.release is Release.INPUT_GRAD else W
-        return cls(schedule, ticks, [ceil(time * scale - 1e-9) for time in stages.transfer], scale, exact, cap, release)
+        return cls(
+            schedule,
+            ticks,
+            [ceil(time * scale - 1e-9) for time in stages.transfer],
+            scale,
+            exact,
+            cap,
+            release,
+        )
 
     def solve(self, free: frozenset[Action], seconds: float, seed: int, at_least: float) -> _Found:
         """The best order of the free actions that is found; the others keep theirs."""
@@ -156,11 +189,21 @@ class _Problem:
         status = solver.solve(model)
         spent = float(solver.response_proto.deterministic_time)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return _Found(self.schedule, spent, self._in_costs(solver.best_objective_bound) if status == cp_model.UNKNOWN else 0.0)
-        # At equal times those that take none come first, in an order in which none needs a later one.
-        place: dict[Any, tuple[int, ...]] = {a: (solver.value(v), self._length(a), a.microbatch, self._depth(a)) for a, v in start.items()}
+            return _Found(
+                self.schedule,
+                spent,
+                self._in_costs(solver.best_objective_bound) if status == cp_model.UNKNOWN else 0.0,
+            )
+        # At equal times those that take none come first, in an order in which none needs a later
+        # one.
+        place: dict[Any, tuple[int, ...]] = {
+            a: (solver.value(v), self._length(a), a.microbatch, self._depth(a))
+            for a, v in start.items()
+        }
         ordered = self.schedule.with_rows([sorted(row, key=place.__getitem__) for row in rows])
-        return _Found(ordered, spent, self._in_costs(solver.best_objective_bound), status == cp_model.OPTIMAL)
+        return _Found(
+            ordered, spent, self._in_costs(solver.best_objective_bound), status == cp_model.OPTIMAL
+        )
 
     def _in_costs(self, ticks: float) -> float:
         """What no schedule goes below in units of cost if none goes below so many ticks."""
@@ -176,13 +219,19 @@ class _Problem:
     def _depth(self, action: Action) -> int:
         """The place of a stage and kind on a microbatch's way through the stages and back."""
         last = self.schedule.num_stages - 1
-        return action.stage if action.kind is F else 2 * (last - action.stage) + last + 1 + (action.kind is W)
+        return (
+            action.stage
+            if action.kind is F
+            else 2 * (last - action.stage) + last + 1 + (action.kind is W)
+        )
 
     def _length(self, action: Action) -> int:
         return self.lengths[action.kind][action.stage]
 
     def _hint(self, rows: Sequence[Sequence[Action]]) -> dict[Action, int]:
-        """The start of each action in ticks, in an order in which none comes before what it needs."""
+        """The start of each action in ticks, in an order in which none comes before what
+        it needs.
+        """
         ticks = Costs(
             forward=self.lengths[F],
             input_grad=self.lengths[I],
@@ -190,7 +239,11 @@ class _Problem:
             transfer=self.transfer,
         )
         timeline = simulate(self.schedule, ticks)
-        order = sorted((timeline.start[a], timeline.end[a], d, p) for d, row in enumerate(rows) for p, a in enumerate(row))
+        order = sorted(
+            (timeline.start[a], timeline.end[a], d, p)
+            for d, row in enumerate(rows)
+            for p, a in enumerate(row)
+        )
         return {rows[d][p]: int(begin) for begin, _, d, p in order}
 
     def _before(self, action: Action) -> list[tuple[Action, int]]:
@@ -214,9 +267,23 @@ class _Problem:
                 model.add(begin >= start[other] + self._length(other) + delay)
             model.add(span >= begin + self._length(action))
 
-    def _one_machine(self, model: Any, start: Mapping[Action, Any], row: Sequence[Action], free: frozenset[Action]) -> None:
-        """One action at a time; those that are not free stay in the order of the row, and free ones on their side of them."""
-        model.add_no_overlap([model.new_fixed_size_interval_var(start[a], self._length(a), "") for a in row if a in free])
+    def _one_machine(
+        self,
+        model: Any,
+        start: Mapping[Action, Any],
+        row: Sequence[Action],
+        free: frozenset[Action],
+    ) -> None:
+        """One action at a time; those that are not free stay in the order of the row, and free ones
+        on their side of them.
+        """
+        model.add_no_overlap(
+            [
+                model.new_fixed_size_interval_var(start[a], self._length(a), "")
+                for a in row
+                if a in free
+            ]
+        )
         last: Action | None = None
         waiting: list[Action] = []
         for action in row:
@@ -229,19 +296,33 @@ class _Problem:
                 model.add(start[action] >= start[other] + self._length(other))
             waiting, last = [], action
 
-    def _places(self, model: Any, start: Mapping[Action, Any], row: Sequence[Action], free: frozenset[Action]) -> None:
-        """At most `cap` activations at once, when any of the free F starts; before and after the free actions nothing changes."""
+    def _places(
+        self,
+        model: Any,
+        start: Mapping[Action, Any],
+        row: Sequence[Action],
+        free: frozenset[Action],
+    ) -> None:
+        """At most `cap` activations at once, when any of the free F starts; before and after the
+        free actions nothing changes.
+        """
         stages = sorted({a.stage for a in row})
         if self.cap is None or self.cap >= len(stages) * self.schedule.num_microbatches:
             return
         begins = {s: [a for a in row if a in free and a.kind is F and a.stage == s] for s in stages}
-        ends = {s: [a for a in row if a in free and a.kind is self.release and a.stage == s] for s in stages}
+        ends = {
+            s: [a for a in row if a in free and a.kind is self.release and a.stage == s]
+            for s in stages
+        }
         first = next((place for place, a in enumerate(row) if a in free), 0)
-        held = sum(a.kind is F for a in row[:first]) - sum(a.kind is self.release for a in row[:first])
+        held = sum(a.kind is F for a in row[:first]) - sum(
+            a.kind is self.release for a in row[:first]
+        )
         order = Order(model, start, self._length)
         for stage in stages:
             for passed, action in enumerate(begins[stage]):
-                # So many activations live if the F of other stages come after it and nothing is released.
+                # So many activations live if the F of other stages come after it and nothing is
+                # released.
                 live = held + passed + 1 - self.cap
                 others = [s for s in stages if s != stage]
                 # A microbatch's own release comes after its F.
@@ -253,4 +334,7 @@ class _Problem:
                 else:
                     freed = [*mine, *(a for s in others for a in ends[s])]
                     taken = [a for s in others for a in begins[s]]
-                    model.add(live + sum(order.before(a, action) for a in taken) <= sum(order.before(a, action) for a in freed))
+                    model.add(
+                        live + sum(order.before(a, action) for a in taken)
+                        <= sum(order.before(a, action) for a in freed)
+                    )

@@ -1,4 +1,6 @@
-"""A block: code that changes a declared part of the state, run under a predicate that carries just that part."""
+"""A block: code that changes a declared part of the state, run under a predicate that carries just
+that part.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from .state import State, given, part_names
 
 
 class Block(abc.ABC):
-    """A piece of a tick's code.  What it may change of the state is declared in `writes`, beside the body that changes it."""
+    """A piece of a tick's code.  What it may change of the state is declared in `writes`, beside
+    the body that changes it.
+    """
 
     @property
     def together(self) -> bool:
@@ -36,22 +40,27 @@ def run_where(presence: Presence, predicate: Flag, block: Block, state: State) -
 
 
 def run_in_order(presence: Presence, predicate: Flag, block: Block, state: State) -> State:
-    """Run a block where the predicate holds, after all that ran before; what is run so next starts after it.
+    """Run a block where the predicate holds, after all that ran before; what is run so next starts
+    after it.
 
-    The state's token is False after every block, but XLA cannot know: a block that reads pools must be done before the next writes
-    them, and without this dependency XLA:GPU may run the writer first, on a copy of every pool.
+    The state's token is False after every block, but XLA cannot know: a block that reads pools must
+    be done before the next writes them, and without this dependency XLA:GPU may run the writer
+    first, on a copy of every pool.
     """
     token, state = _run(presence, predicate, jnp.logical_not(given(state.token)), block, state)
     return state.updated(State(token=token))
 
 
-def _run(presence: Presence, predicate: Flag, start: Flag | None, block: Block, state: State) -> tuple[Flag, State]:
+def _run(
+    presence: Presence, predicate: Flag, start: Flag | None, block: Block, state: State
+) -> tuple[Flag, State]:
     """A flag that is False once the block is over, and the state after it.
 
     `start`: True, once the block may start; None where nothing is awaited.
 
-    A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at most one trip updates
-    them in place, and of it only carries what the block writes.  Where the predicate is known, nothing is tested.
+    A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at
+    most one trip updates them in place, and of it only carries what the block writes.  Where the
+    predicate is known, nothing is tested.
     """
     if presence is Presence.NEVER:
         return false(), state
@@ -61,15 +70,23 @@ def _run(presence: Presence, predicate: Flag, start: Flag | None, block: Block, 
         return false(), state.updated(_checked(block, state))
     if start is not None:
         predicate = jnp.logical_and(predicate, start)
-    token, part = while_once(predicate, lambda part: _checked(block, state.updated(part)), block.writes(state))
+    token, part = while_once(
+        predicate, lambda part: _checked(block, state.updated(part)), block.writes(state)
+    )
     return token, state.updated(part)
 
 
-def _run_together(predicate: Flag, start: Flag | None, block: Block, state: State) -> tuple[Flag, State]:
+def _run_together(
+    predicate: Flag, start: Flag | None, block: Block, state: State
+) -> tuple[Flag, State]:
     """The same on all devices.  The loop has one trip on each: it keeps blocks in order."""
 
     def once(part: State) -> State:
-        return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), _checked(block, state.updated(part)), part)
+        return jax.tree.map(
+            lambda new, old: jnp.where(predicate, new, old),
+            _checked(block, state.updated(part)),
+            part,
+        )
 
     old = block.writes(state)
     token, part = (false(), once(old)) if start is None else while_once(start, once, old)
@@ -83,7 +100,9 @@ def _checked(block: Block, state: State) -> State:
     part = after.like(declared)
     rest = jax.tree.leaves(state), jax.tree.leaves(after.updated(declared))
     changed = [i for i, (old, new) in enumerate(zip(*rest, strict=True)) if old is not new]
-    assert not changed, f"{type(block).__name__} declares that it writes {part_names(declared)}, but writes more"
+    assert not changed, (
+        f"{type(block).__name__} declares that it writes {part_names(declared)}, but writes more"
+    )
     return part
 
 

@@ -37,13 +37,16 @@ from .tick import TickEmitter
 _CANNOT_BE_TIMED = (
     "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
     "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
-    "slice or concatenation along a dimension that is split); profile it without that axis, or on GPUs"
+    "slice or concatenation along a dimension that is split); profile it without that axis, or "
+    "on GPUs"
 )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a device starts from: whole parameters of its stages, its rows by microbatch, and the model's code."""
+    """What a device starts from: whole parameters of its stages, its rows by microbatch, and the
+    model's code.
+    """
 
     owned: list[PyTree]
     kept: tuple[PyTree, ...]  # the stages' own state
@@ -55,11 +58,13 @@ class Prepared:
     code: ModelCode
 
 
-def prepare(job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...]) -> Prepared:
+def prepare(
+    job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...]
+) -> Prepared:
     """Gather parameters and trace the model.
 
-    Seen by `shard_map`: leaves of `params["stages"]` and of the stages' own state `kept` are [1, ...], leaves of the batch [rows, ...] of
-    this data shard.
+    Seen by `shard_map`: leaves of `params["stages"]` and of the stages' own state `kept` are [1,
+    ...], leaves of the batch [rows, ...] of this data shard.
     """
     with jax.named_scope("prepare"):
         batch = split_batch(batch, job.num_microbatches)
@@ -67,7 +72,9 @@ def prepare(job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: 
         mine = [_first_row(tree) for tree in params["stages"]]
         owned = [gather(tree, plan) for tree, plan in zip(mine, job.plans["stages"], strict=True)]
         kept = tuple(_first_row(tree) for tree in kept)
-        first, last, shared = (bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared"))
+        first, last, shared = (
+            bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
+        )
     job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
     code = trace_model(job, owned, kept, shared, first, last, batch, rng)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
@@ -84,7 +91,8 @@ def body(
     entries: Sequence[StageEntries] | None,
     together: bool,
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-    """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out like `params`).
+    """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out
+    like `params`).
 
     It is given what `prepare` is.  `blocking`: the devices are CPUs.  `together`: the partitioner
     permutes in blocks (see `permutes`).
@@ -102,7 +110,9 @@ def body(
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
         operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
         shared_code = _shared_code(job, code, operands, len(chunks), buffers, together=together)
-        emitter = TickEmitter(code.program, job.axis, shared_code, job.data_axes, job.clock, blocking)
+        emitter = TickEmitter(
+            code.program, job.axis, shared_code, job.data_axes, job.clock, blocking
+        )
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table, one slice of it a trip: dozens of arrays would be as many slices.
         table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
@@ -120,7 +130,9 @@ def _first_row(tree: PyTree) -> PyTree:
 
 
 def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
-    """The step's key on this data shard: shards have different rows, so they draw different numbers."""
+    """The step's key on this data shard: shards have different rows, so they draw different
+    numbers.
+    """
     if rng is None or data_size == 1:
         return rng
     return jax.random.fold_in(rng, lax.axis_index(data_axes))
@@ -154,13 +166,19 @@ def _initial(
 
     def accumulators(tree: PyTree, plans: PyTree) -> Leaves:
         leaves = zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
-        return [p.constrain(jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, job.accumulate))) for leaf, p in leaves if not p.frozen]
+        return [
+            p.constrain(jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, job.accumulate)))
+            for leaf, p in leaves
+            if not p.frozen
+        ]
 
     plans = job.plans["stages"]
     return replace(
         state,
         gradients=Gradients(
-            chunks=tuple(accumulators(chunk, plans[min(v, len(plans) - 1)]) for v, chunk in enumerate(chunks)),
+            chunks=tuple(
+                accumulators(chunk, plans[min(v, len(plans) - 1)]) for v, chunk in enumerate(chunks)
+            ),
             first=accumulators(first, job.plans["first"]),
             last=accumulators(last, job.plans["last"]),
             shared=accumulators(shared, job.plans["shared"]),
@@ -194,7 +212,11 @@ def _operands(
 ) -> Operands:
     """Compute what depends on parameters alone, once, and gather the operands of the ticks."""
     firsts, lasts = [*first, *shared], [*last, *shared]
-    seed = 1.0 if job.functions.loss is Loss.SUM_OVER_COUNT else 1.0 / (job.num_microbatches * job.data_size)
+    seed = (
+        1.0
+        if job.functions.loss is Loss.SUM_OVER_COUNT
+        else 1.0 / (job.num_microbatches * job.data_size)
+    )
     return Operands(
         stages=_stage_operands(job, code, chunks, kept, shared),
         first=firsts,
@@ -207,7 +229,15 @@ def _operands(
     )
 
 
-def _shared_code(job: Job, code: ModelCode, operands: Operands, num_chunks: int, buffers: SharedBuffers, *, together: bool) -> SharedCode:
+def _shared_code(
+    job: Job,
+    code: ModelCode,
+    operands: Operands,
+    num_chunks: int,
+    buffers: SharedBuffers,
+    *,
+    together: bool,
+) -> SharedCode:
     """What all blocks share."""
     return SharedCode(
         kinds=code.kinds,
@@ -244,7 +274,9 @@ def _stage_operands(
                 shared=shared,
                 once=[],
                 state_places=layout.places(stage, kept, chunk) if kept else None,
-                gradient_places=_gradient_places(job, stage, chunk, layout.places(stage, chunks, chunk)),
+                gradient_places=_gradient_places(
+                    job, stage, chunk, layout.places(stage, chunks, chunk)
+                ),
             )
             whole = [leaf.load() if isinstance(leaf, Piece) else leaf for leaf in bare.params()]
             found[key] = replace(bare, once=run(stage_code.hoist, *stage_code.consts, *whole))
@@ -258,12 +290,16 @@ def _gradient_places(job: Job, stage: int, chunk: int, places: Places | None) ->
     plans = job.plans["stages"]
     held = leaf_plans(plans[min(chunk, len(plans) - 1)])
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()
-    return tuple(place._replace(at=before[place.at]) for place in places if not held[place.at].frozen)
+    return tuple(
+        place._replace(at=before[place.at]) for place in places if not held[place.at].frozen
+    )
 
 
 def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: State) -> State:
     """Emit one period of ticks; scan it over the segment's rows of the table where it repeats."""
-    rows = table[segment.start : segment.stop].reshape(segment.repeats, segment.period, table.shape[1])
+    rows = table[segment.start : segment.stop].reshape(
+        segment.repeats, segment.period, table.shape[1]
+    )
 
     def trip(state: State, rows: Any) -> tuple[State, None]:
         if segment.loops:
@@ -274,16 +310,25 @@ def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: Stat
         return emitter.trip(segment, [*before[1:], last], before[0], state), None
 
     if segment.in_flight:
-        # Beside its own ticks a trip has the last of the trip before: zeros, so that nothing is taken, before the first.
+        # Beside its own ticks a trip has the last of the trip before: zeros, so that nothing is
+        # taken, before the first.
         nothing = jnp.zeros_like(rows[:1, -1:])
         rows = jnp.concatenate([jnp.concatenate([nothing, rows[:-1, -1:]]), rows], axis=1)
     state = trip(state, rows[0])[0] if segment.repeats == 1 else lax.scan(trip, state, rows)[0]
-    return emitter.land(segment, emitter.record(rows[-1, -1].astype(jnp.int32)), state) if segment.in_flight else state
+    return (
+        emitter.land(segment, emitter.record(rows[-1, -1].astype(jnp.int32)), state)
+        if segment.in_flight
+        else state
+    )
 
 
 def _narrow(table: Any) -> Any:
-    """The table in the smallest signed integers that hold it: it is a constant of the program, and grows with M."""
+    """The table in the smallest signed integers that hold it: it is a constant of the program, and
+    grows with M.
+    """
     for dtype in (np.int8, np.int16):
-        if table.size == 0 or (table.min() >= np.iinfo(dtype).min and table.max() <= np.iinfo(dtype).max):
+        if table.size == 0 or (
+            table.min() >= np.iinfo(dtype).min and table.max() <= np.iinfo(dtype).max
+        ):
             return table.astype(dtype)
     return table

@@ -8,42 +8,60 @@ from ..lowering.target import Target
 
 Options: TypeAlias = dict[str, str | bool]
 
-# What may be part of a CUDA graph: XLA's default, and WHILE besides, so that a block under a predicate is a node of a graph that the GPU
-# decides upon and not a loop that the host waits for.  COLLECTIVES stays out: CUDA allows no communication in a conditional node's body.
-_IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE")
+# What may be part of a CUDA graph: XLA's default, and WHILE besides, so that a block under a
+# predicate is a node of a graph that the GPU decides upon and not a loop that the host waits for.
+# COLLECTIVES stays out: CUDA allows no communication in a conditional node's body.
+_IN_GRAPHS = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUSTOM_CALL",
+    "CUDNN",
+    "DYNAMIC_SLICE_FUSION",
+    "CONDITIONAL",
+    "WHILE",
+)
 _GPU: Options = {
     "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
     "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
     # Stacks that a scan fills from zero are not filled with zeros first.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
-    # Several collectives are under way at a time: transfers up and down the model of both payloads, or those of both halves of a pair.
-    # With one at a time, a transfer that something waits for keeps all others from running beside compute.
+    # Several collectives are under way at a time: transfers up and down the model of both payloads,
+    # or those of both halves of a pair. With one at a time, a transfer that something waits for
+    # keeps all others from running beside compute.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
-    # Transfers are not made one.  Where stages lie up and down the devices, activations of one half go the way of the other's cotangents:
-    # as one permute they would be awaited before the first backward, and no longer run beside it.
+    # Transfers are not made one.  Where stages lie up and down the devices, activations of one half
+    # go the way of the other's cotangents: as one permute they would be awaited before the first
+    # backward, and no longer run beside it.
     "xla_gpu_collective_permute_combine_threshold_bytes": "0",
 }
 
 
 # Where blocks communicate, over axes that are left to the partitioner.
 _BLOCKS_COMMUNICATE: Options = {
-    # A gather of one half of an overlapped pair is not made one with that of the other, which would leave neither a matmul to run beside.
-    # Scatters are left to XLA: apart, more of a layer is in memory at a time.
+    # A gather of one half of an overlapped pair is not made one with that of the other, which would
+    # leave neither a matmul to run beside. Scatters are left to XLA: apart, more of a layer is in
+    # memory at a time.
     "xla_gpu_all_gather_combine_threshold_bytes": "0",
-    # A transfer is under way beside a whole block with all of its collectives: with four at a time XLA would issue it after the block.
+    # A transfer is under way beside a whole block with all of its collectives: with four at a time
+    # XLA would issue it after the block.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "16",
 }
 
 
 # For programs that are only asked what the partitioner makes of them, on CPU devices: the
 # machine code that is made soonest.
-ASKED_ON_CPUS: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+ASKED_ON_CPUS: Options = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 def options_for(target: Target) -> Options:
     """The options for what a program runs on; none but on NVIDIA GPUs.
 
-    An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it (jaxlib 0.10).
+    An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it
+    (jaxlib 0.10).
     """
     if not target.on_gpus:
         return {}

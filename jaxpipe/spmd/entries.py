@@ -1,4 +1,6 @@
-"""How pools keep what stages store, where the partitioner splits arrays over axes of the mesh that the pipeline leaves to it."""
+"""How pools keep what stages store, where the partitioner splits arrays over axes of the mesh that
+the pipeline leaves to it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class StageEntries:
-    """How each leaf of what one kind of stage stores may be kept, and how its parameters and the shared ones are split."""
+    """How each leaf of what one kind of stage stores may be kept, and how its parameters and the
+    shared ones are split.
+    """
 
     parameters: tuple[PartitionSpec, ...]
     x: tuple[Entry, ...]
@@ -39,49 +43,79 @@ class StageEntries:
 
 def auto_axes(mesh: Mesh, job: Job) -> tuple[str, ...]:
     """The axes of more than one device that are left to the partitioner."""
-    return tuple(name for name, size in mesh.shape.items() if size > 1 and name not in (job.axis, *job.data_axes))
+    return tuple(
+        name
+        for name, size in mesh.shape.items()
+        if size > 1 and name not in (job.axis, *job.data_axes)
+    )
 
 
-def split_entries(job: Job, mesh: Mesh, code: ModelCode, owned: Sequence[PyTree]) -> tuple[StageEntries, ...]:
-    """For each kind of stage, how the partitioner splits what it stores: read off its forward and its I, each compiled alone.
+def split_entries(
+    job: Job, mesh: Mesh, code: ModelCode, owned: Sequence[PyTree]
+) -> tuple[StageEntries, ...]:
+    """For each kind of stage, how the partitioner splits what it stores: read off its forward and
+    its I, each compiled alone.
 
-    `owned` are the parameters of a device's stages.  The partitioner decides from a whole program, and what it decides inside the loop
-    cannot be asked; but the model's parameters and its own constraints determine nearly all of it.  Where it would decide otherwise, it
-    moves that value to what is said here.
+    `owned` are the parameters of a device's stages.  The partitioner decides from a whole program,
+    and what it decides inside the loop cannot be asked; but the model's parameters and its own
+    constraints determine nearly all of it.  Where it would decide otherwise, it moves that value to
+    what is said here.
     """
     kinds = range(len(code.kinds))
-    return tuple(_of_kind(job, mesh, code.kinds[kind], param_specs(job, code.kind_of.index(kind), owned)) for kind in kinds)
+    return tuple(
+        _of_kind(job, mesh, code.kinds[kind], param_specs(job, code.kind_of.index(kind), owned))
+        for kind in kinds
+    )
 
 
 def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
     own = len(code.consts) + code.num_params
     inputs = [var.aval for var in code.forward.invars]
-    parameters: Group = list(zip(inputs[:own], [*(_WHOLE for _ in code.consts), *specs], strict=True))
+    parameters: Group = list(
+        zip(inputs[:own], [*(_WHOLE for _ in code.consts), *specs], strict=True)
+    )
     x: Group = [(aval, None) for aval in code.x_avals]
-    extra: Group = [(aval, None) for aval in inputs[own + len(code.x_avals) : len(inputs) - len(code.once_avals)]]
+    extra: Group = [
+        (aval, None)
+        for aval in inputs[own + len(code.x_avals) : len(inputs) - len(code.once_avals)]
+    ]
 
     def forward(parameters: Leaves, x: Leaves, extra: Leaves) -> Leaves:
         return run(code.forward, *parameters, *x, *extra, *run(code.hoist, *parameters))
 
-    def input_grad(parameters: Leaves, x: Leaves, extra: Leaves, kept: Leaves, dy: Leaves) -> Leaves:
-        return run(code.input_grad, *parameters, *x, *extra, *run(code.hoist, *parameters), *kept, *dy)
+    def input_grad(
+        parameters: Leaves, x: Leaves, extra: Leaves, kept: Leaves, dy: Leaves
+    ) -> Leaves:
+        return run(
+            code.input_grad, *parameters, *x, *extra, *run(code.hoist, *parameters), *kept, *dy
+        )
 
     found = _output_specs(job, mesh, forward, parameters, x, extra)
     y, residuals = found[: len(code.y_avals)], found[code.num_outputs :]
     kept: Group = list(zip((*code.residual_input, *code.residual_weight), residuals, strict=True))
     cotangent = [spec for spec, wanted in zip(y, code.y_wanted, strict=True) if wanted]
-    dy: Group = [*zip(code.dy_avals, cotangent, strict=True), *([] if code.loss is None else [(code.loss, _WHOLE)])]
-    stash = _output_specs(job, mesh, input_grad, parameters, x, extra, kept, dy)[sum(code.x_wanted) :]
+    dy: Group = [
+        *zip(code.dy_avals, cotangent, strict=True),
+        *([] if code.loss is None else [(code.loss, _WHOLE)]),
+    ]
+    stash = _output_specs(job, mesh, input_grad, parameters, x, extra, kept, dy)[
+        sum(code.x_wanted) :
+    ]
 
     def entries(avals: Sequence[Any], specs: Sequence[PartitionSpec]) -> tuple[Entry, ...]:
-        return tuple(_entry(mesh, tuple(aval.shape), spec) for aval, spec in zip(avals, specs, strict=True))
+        return tuple(
+            _entry(mesh, tuple(aval.shape), spec) for aval, spec in zip(avals, specs, strict=True)
+        )
 
     early = len(code.residual_input)
     alike = [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]
     return StageEntries(
         parameters=tuple(specs),
-        # What arrives lies as the stage before left it, which is alike where it returns what it takes.
-        x=entries(code.x_avals, y) if alike else tuple(Entry(tuple(aval.shape)) for aval in code.x_avals),
+        # What arrives lies as the stage before left it, which is alike where it returns what it
+        # takes.
+        x=entries(code.x_avals, y)
+        if alike
+        else tuple(Entry(tuple(aval.shape)) for aval in code.x_avals),
         cotangent=entries(code.dy_avals, cotangent),
         residual_input=entries(code.residual_input, residuals[:early]),
         residual_weight=entries(code.residual_weight, residuals[early:]),
@@ -101,7 +135,9 @@ def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[Partition
 
 
 def outer_specs(job: Job, key: str) -> list[PartitionSpec]:
-    """How the partitioner splits the parameters that `first` or `last` takes: its own, then the shared ones."""
+    """How the partitioner splits the parameters that `first` or `last` takes: its own, then the
+    shared ones.
+    """
     return [*_split_as(job.plans[key]), *_split_as(job.plans["shared"])]
 
 
@@ -109,29 +145,43 @@ def _split_as(plans: PyTree) -> list[PartitionSpec]:
     return [PartitionSpec(*plan.auto) for plan in leaf_plans(plans)]
 
 
-def _output_specs(job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group) -> list[PartitionSpec]:
+def _output_specs(
+    job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group
+) -> list[PartitionSpec]:
     """How the outputs of a function are split, given how its inputs are."""
     found = compiled_alone(job, mesh, function, *groups, asked=True).output_shardings
     return [sharding.spec if isinstance(sharding, NamedSharding) else _WHOLE for sharding in found]
 
 
 def compiled_alone(
-    job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group, donated: Sequence[int] = (), asked: bool = False
+    job: Job,
+    mesh: Mesh,
+    function: Callable[..., Leaves],
+    *groups: Group,
+    donated: Sequence[int] = (),
+    asked: bool = False,
 ) -> Any:
-    """A piece of a device's program compiled by itself for the mesh: it takes a list for each group and returns one.
+    """A piece of a device's program compiled by itself for the mesh: it takes a list for each group
+    and returns one.
 
-    Groups that are `donated` lie where the outputs do that are made of them, as pools and accumulators do in the step.
-    `asked`: the result is only asked what the partitioner made of it, neither run nor measured.
+    Groups that are `donated` lie where the outputs do that are made of them, as pools and
+    accumulators do in the step. `asked`: the result is only asked what the partitioner made of it,
+    neither run nor measured.
     """
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec)
+        )
 
-    lowered = jax.jit(alone, donate_argnums=tuple(donated)).lower(*([shape(*each) for each in group] for group in groups))
+    lowered = jax.jit(alone, donate_argnums=tuple(donated)).lower(
+        *([shape(*each) for each in group] for group in groups)
+    )
     return lowered.compile(
-        compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes))) | (ASKED_ON_CPUS if asked and on_cpus(mesh) else {})
+        compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes)))
+        | (ASKED_ON_CPUS if asked and on_cpus(mesh) else {})
     )
 
 

@@ -14,7 +14,8 @@ from ..program.templates import Payload, Permute
 from .shared_buffers import SharedBuffer
 from .state import State, given
 
-# The scopes of transfers in a profile and in a compiled program: all, and those that are awaited in a later tick.
+# The scopes of transfers in a profile and in a compiled program: all, and those that are awaited in
+# a later tick.
 EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
 
 
@@ -24,11 +25,13 @@ def scope_of(transit: Transit) -> str:
 
 
 def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tuple[Leaves, State]:
-    """What a permute brings to this device (zeros where nothing is sent to it), and the state after it.
+    """What a permute brings to this device (zeros where nothing is sent to it), and the state after
+    it.
 
-    With `blocking`, on CPU devices, where a permute holds one of the process's few threads until all partners have come: it starts
-    after all that ran before in the tick, and what comes next starts after it.  Else two permutes under way could keep the very block
-    from starting that a partner waits for, and all devices would hang.  On GPUs it runs beside the blocks.
+    With `blocking`, on CPU devices, where a permute holds one of the process's few threads until
+    all partners have come: it starts after all that ran before in the tick, and what comes next
+    starts after it.  Else two permutes under way could keep the very block from starting that a
+    partner waits for, and all devices would hang.  On GPUs it runs beside the blocks.
     """
     sent = given(state.sent_x if permute.payload is Payload.ACTIVATION else state.sent_dx)
     if not blocking:
@@ -38,7 +41,9 @@ def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tu
 
 
 def _after(leaf: Any, state: State) -> Any:
-    """The leaf, known no sooner than what ran before in the tick is over (the token is False after every block)."""
+    """The leaf, known no sooner than what ran before in the tick is over (the token is False after
+    every block).
+    """
     return jnp.where(given(state.token), jnp.zeros_like(leaf), leaf) if _is_ordered(leaf) else leaf
 
 
@@ -56,11 +61,23 @@ def settled(brought: Leaves, state: State) -> State:
     return state.updated(State(token=token))
 
 
-def arrive(state: State, payload: Payload, buffer: SharedBuffer, arrival: Arrival[Scalar], leaves: Leaves, *, keep: bool) -> State:
-    """Write what has arrived; `keep`: some slots keep what they have, since nothing is meant for their device and none is free."""
+def arrive(
+    state: State,
+    payload: Payload,
+    buffer: SharedBuffer,
+    arrival: Arrival[Scalar],
+    leaves: Leaves,
+    *,
+    keep: bool,
+) -> State:
+    """Write what has arrived; `keep`: some slots keep what they have, since nothing is meant for
+    their device and none is free.
+    """
     pool = given(state.x if payload is Payload.ACTIVATION else state.cotangent)
     if keep:
         held = buffer.take_all(pool, arrival.slot)
-        leaves = [jnp.where(arrival.takes == 0, old, new) for old, new in zip(held, leaves, strict=True)]
+        leaves = [
+            jnp.where(arrival.takes == 0, old, new) for old, new in zip(held, leaves, strict=True)
+        ]
     new = buffer.put_all(pool, arrival.slot, leaves)
     return state.updated(State(x=new) if payload is Payload.ACTIVATION else State(cotangent=new))

@@ -26,32 +26,54 @@ class SpmdExecutor:
     compiles: ClassVar[bool] = True
 
     def run(
-        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; it may be traced."""
-        everywhere, rows, kept = PartitionSpec(), PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+        everywhere, rows, kept = (
+            PartitionSpec(),
+            PartitionSpec(job.data_axes or None),
+            PartitionSpec(job.axis),
+        )
         placed = self.partition.manual_specs(params)
         blocking = on_cpus(self.mesh)
         spread = {"state": kept, "outputs": rows}
         entries, together = self._asked(job, placed, params, batch, rng, state)
         run = mapped(
-            lambda p, b, r, s: body(job, p, b, r, s, blocking=blocking, entries=entries, together=together),
+            lambda p, b, r, s: body(
+                job, p, b, r, s, blocking=blocking, entries=entries, together=together
+            ),
             self.mesh,
             {job.axis, *job.data_axes},
             in_specs=(placed, rows, everywhere, kept),
-            out_specs=({key: spread.get(key, everywhere) for key in job.results}, placed if job.training else everywhere),
+            out_specs=(
+                {key: spread.get(key, everywhere) for key in job.results},
+                placed if job.training else everywhere,
+            ),
         )
         found: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
         return found
 
     def _asked(
-        self, job: Job, placed: PyTree, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        placed: PyTree,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
     ) -> tuple[tuple[StageEntries, ...] | None, bool]:
-        """How pools keep what stages store, where the partitioner splits it; whether it may permute in blocks, on CPU devices.
+        """How pools keep what stages store, where the partitioner splits it; whether it may permute
+        in blocks, on CPU devices.
 
-        The model is traced once more for the first.  A block compiled alone does not tell of every permute: the partitioner
-        decides from a whole program, by what comes before and after the block.  So the second is taken for granted but
-        where blocks are timed, which needs their predicates.
+        The model is traced once more for the first.  A block compiled alone does not tell of every
+        permute: the partitioner decides from a whole program, by what comes before and after the
+        block.  So the second is taken for granted but where blocks are timed, which needs their
+        predicates.
         """
         waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
         if not auto_axes(self.mesh, job):
@@ -64,9 +86,21 @@ class SpmdExecutor:
             found.append(prepare(job, p, b, r, s))
             return ()
 
-        rows, kept, whole = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis), PartitionSpec()
+        rows, kept, whole = (
+            PartitionSpec(job.data_axes or None),
+            PartitionSpec(job.axis),
+            PartitionSpec(),
+        )
         axes = {job.axis, *job.data_axes}
-        jax.eval_shape(mapped(trace, self.mesh, axes, (placed, rows, whole, kept), whole), params, batch, rng, state)
+        jax.eval_shape(
+            mapped(trace, self.mesh, axes, (placed, rows, whole, kept), whole),
+            params,
+            batch,
+            rng,
+            state,
+        )
         code, owned = found[0].code, found[0].owned
         entries = split_entries(job, self.mesh, code, owned)
-        return entries, waits and (job.clock is None or partitioner_permutes(job, self.mesh, code, entries))
+        return entries, waits and (
+            job.clock is None or partitioner_permutes(job, self.mesh, code, entries)
+        )

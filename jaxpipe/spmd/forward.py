@@ -1,4 +1,6 @@
-"""The block of a forward: [first,] stage[, last and its gradient]; keeps residuals and hands its output on."""
+"""The block of a forward: [first,] stage[, last and its gradient]; keeps residuals and hands its
+output on.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ class _StageForward(StageBlock[Forward[Scalar]]):
         """(consts, parameters, x, extra, once)."""
         shared, code, row, operand = self.shared, self.code, self.row, self.operand
         x = shared.buffers.x.read(given(state.x), row.x, code.x_avals)
-        extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, given(state.stage_state[self.use.block.chunk]))
+        extra = shared.stage_extra(
+            self.kind,
+            operand,
+            row.stage,
+            row.microbatch,
+            given(state.stage_state[self.use.block.chunk]),
+        )
         return [*code.consts, *operand.params(), *x, *extra, *operand.once]
 
     def keep(
         self, jaxpr: core.Jaxpr, count: int, state: State
     ) -> Generator[tuple[InSlots, State], tuple[Leaves, State], tuple[Leaves, State]]:
-        """Run a forward whose outputs after the first `count` are residuals, which go into their slots: those, and the state after it."""
+        """Run a forward whose outputs after the first `count` are residuals, which go into their
+        slots: those, and the state after it.
+        """
         code, buffers, row = self.code, self.shared.buffers, self.row
         early = len(code.residual_input)
         pools = (given(state.residual_input), given(state.residual_weight))
@@ -40,14 +50,19 @@ class _StageForward(StageBlock[Forward[Scalar]]):
             (buffers.residual_input, pools[0], row.residual_input, code.residual_input),
             (buffers.residual_weight, pools[1], row.residual_weight, code.residual_weight),
         )
-        slots = [slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)]
+        slots = [
+            slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)
+        ]
         writes: dict[int, Target] = {count + i: s for i, s in enumerate(slots) if s is not None}
         outs, state = yield InSlots(jaxpr, self.arguments(state), {}, writes), state
         found = (outs[count : count + early], outs[count + early :])
         by_input, by_weight = (
-            buffer.stored(pool, at, avals, values) for (buffer, pool, at, avals), values in zip(entries, found, strict=True)
+            buffer.stored(pool, at, avals, values)
+            for (buffer, pool, at, avals), values in zip(entries, found, strict=True)
         )
-        return outs[:count], state.updated(State(residual_input=by_input, residual_weight=by_weight))
+        return outs[:count], state.updated(
+            State(residual_input=by_input, residual_weight=by_weight)
+        )
 
 
 class RunRecompute(_StageForward):
@@ -67,9 +82,13 @@ class RunForward(_StageForward):
     """F."""
 
     def writes(self, state: State) -> State:
-        """Residuals and the stage's own state; its input by `first`, its output for this device, or by `last` what that writes."""
+        """Residuals and the stage's own state; its input by `first`, its output for this device, or
+        by `last` what that writes.
+        """
         use, training = self.use, self.shared.training
-        first, last, local = (presence is not Presence.NEVER for presence in (use.first, use.last, use.local))
+        first, last, local = (
+            presence is not Presence.NEVER for presence in (use.first, use.last, use.local)
+        )
         first = first and not self.shared.spreads_first
         part = State(sent_x=state.sent_x if Presence.ALWAYS not in (use.last, use.local) else None)
         if first or local:
@@ -81,17 +100,26 @@ class RunForward(_StageForward):
             part = part.updated(State(losses=state.losses))
         if last:
             part = part.updated(State(aux=state.aux))
-        own = chunk_part(given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks)
+        own = chunk_part(
+            given(state.stage_state[use.block.chunk]), use.block.chunk, self.shared.num_chunks
+        )
         part = part.updated(State(stage_state=own))
         if not training:
             return part
         if use.block.keeps:
-            part = part.updated(State(residual_input=state.residual_input, residual_weight=state.residual_weight))
+            part = part.updated(
+                State(residual_input=state.residual_input, residual_weight=state.residual_weight)
+            )
         if first:
             part = part.updated(State(first=state.first))
         if last:
             gradients = given(state.gradients)
-            part = part.updated(State(cotangent=state.cotangent, gradients=Gradients(last=gradients.last, shared=gradients.shared)))
+            part = part.updated(
+                State(
+                    cotangent=state.cotangent,
+                    gradients=Gradients(last=gradients.last, shared=gradients.shared),
+                )
+            )
         return part
 
     def steps(self, state: State) -> Steps:
@@ -114,12 +142,18 @@ class RunForward(_StageForward):
         # What only the last stage returns is never sent; then no other kind takes it.
         if buffer.has(code.y_avals):
             if Presence.ALWAYS not in (use.last, use.local):
-                state = state.updated(State(sent_x=strengthen(buffer.put(given(state.sent_x), code.y_avals, y))))
+                state = state.updated(
+                    State(sent_x=strengthen(buffer.put(given(state.sent_x), code.y_avals, y)))
+                )
             state = run_where(use.local, row.is_local != 0, _HandOver(self, y), state)
-        last: Block = RunLast(shared, code, row, y) if shared.training else EvaluateLast(shared, row, y)
+        last: Block = (
+            RunLast(shared, code, row, y) if shared.training else EvaluateLast(shared, row, y)
+        )
         if shared.spreads_last:
             last = KeepOutput(row, y)
-        return run_where(use.last if shared.fits_last(code) else Presence.NEVER, row.is_last != 0, last, state)
+        return run_where(
+            use.last if shared.fits_last(code) else Presence.NEVER, row.is_last != 0, last, state
+        )
 
 
 @dataclass(frozen=True)
@@ -136,4 +170,10 @@ class _HandOver(Block):
     def run(self, state: State) -> State:
         """Write it."""
         forward = self.forward
-        return state.updated(State(x=forward.shared.buffers.x.write(given(state.x), forward.row.out, forward.code.y_avals, self.y)))
+        return state.updated(
+            State(
+                x=forward.shared.buffers.x.write(
+                    given(state.x), forward.row.out, forward.code.y_avals, self.y
+                )
+            )
+        )

@@ -1,4 +1,6 @@
-"""Residuals in the memory of the host: how those that live long go there and come back, around the blocks of a tick."""
+"""Residuals in the memory of the host: how those that live long go there and come back, around the
+blocks of a tick.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lax.lax import empty2  # an array that nobody fills: what `lax.scan` makes its stacks of
+
+# an array that nobody fills: what `lax.scan` makes its stacks of
+from jax._src.lax.lax import empty2
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
@@ -44,7 +48,8 @@ class Moving(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """One array for all residuals of a forward (one for each dtype, and each way in which the partitioner splits them).
+    """One array for all residuals of a forward (one for each dtype, and each way in which the
+    partitioner splits them).
 
     One large copy is under way where XLA would let several small ones wait for each other.
     """
@@ -65,7 +70,9 @@ class Packing:
         """Numbers of the leaves that are packed into one array."""
         found: dict[Any, list[int]] = {}
         for number, (entry, dtype) in enumerate(zip(self.entries, self.dtypes, strict=True)):
-            found.setdefault((dtype, tuple((part.axes, part.count) for part in entry.parts)), []).append(number)
+            found.setdefault(
+                (dtype, tuple((part.axes, part.count) for part in entry.parts)), []
+            ).append(number)
         return list(found.values())
 
     def empty(self, slots: int) -> Leaves:
@@ -89,7 +96,13 @@ class Packing:
         entry = self.entries[group[0]]
         packed = jnp.concatenate(flat, axis=-1)
         pinned = any(self.entries[i].pinned for i in group)
-        return lax.with_sharding_constraint(packed, PartitionSpec(*(part.axes for part in entry.parts), None)) if pinned else packed
+        return (
+            lax.with_sharding_constraint(
+                packed, PartitionSpec(*(part.axes for part in entry.parts), None)
+            )
+            if pinned
+            else packed
+        )
 
     def unpack(self, packed: Sequence[Any]) -> Leaves:
         """The leaves."""
@@ -113,10 +126,12 @@ class OnTheWay:
 
 @dataclass(frozen=True)
 class Luggage:
-    """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end` after all.
+    """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end`
+    after all.
 
-    XLA:GPU makes of each move a copy that starts in one place and is awaited in another.  A tick that stores and fetches fetches beside its
-    first block and stores beside the next: a pool that is read and written at once would be copied whole, in every tick.
+    XLA:GPU makes of each move a copy that starts in one place and is awaited in another.  A tick
+    that stores and fetches fetches beside its first block and stores beside the next: a pool that
+    is read and written at once would be copied whole, in every tick.
     """
 
     moving: Moving
@@ -129,18 +144,27 @@ class Luggage:
         return move
 
     def begin(self, state: State) -> tuple[OnTheWay, State]:
-        """Read what is to be stored out of the device's pools, before a block overwrites it, and start to fetch."""
+        """Read what is to be stored out of the device's pools, before a block overwrites it, and
+        start to fetch.
+        """
         if not (self.moving.stores or self.moving.fetches):
             return OnTheWay([], []), state
         move, pools = self._move, (given(state.residual_input), given(state.residual_weight))
         stored: Leaves = []
         if self.moving.stores:
             slots = (move.from_input, move.from_weight)
-            stored = self.packing.pack([_at(leaf, slot) for pool, slot in zip(pools, slots, strict=True) for leaf in pool])
-        # No sooner than the blocks before, or what is stored beside them would be awaited before them; and no later than the blocks after.
+            stored = self.packing.pack(
+                [_at(leaf, slot) for pool, slot in zip(pools, slots, strict=True) for leaf in pool]
+            )
+        # No sooner than the blocks before, or what is stored beside them would be awaited before
+        # them; and no later than the blocks after.
         slot = jnp.where(given(state.token), 0, jnp.maximum(move.from_host, 0))
         slot, stored, token = lax.optimization_barrier((slot, stored, given(state.token)))
-        fetched = [_to(_Space.Device, _at(leaf, slot)) for leaf in given(state.host)] if self.moving.fetches else []
+        fetched = (
+            [_to(_Space.Device, _at(leaf, slot)) for leaf in given(state.host)]
+            if self.moving.fetches
+            else []
+        )
         way, state = OnTheWay(stored, fetched), state.updated(State(token=token))
         return self.store(way, state) if stored and not fetched else (way, state)
 
@@ -150,8 +174,15 @@ class Luggage:
             return way, state
         fetched, host = _after(way.fetched, given(state.host))
         spare = jnp.int32(len(host[0]) - 1)
-        slot = jnp.where(jnp.logical_or(given(state.token), self._move.stores == NOBODY), spare, self._move.to_host)
-        new = [lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, v), slot, 0) for leaf, v in zip(host, way.stored, strict=True)]
+        slot = jnp.where(
+            jnp.logical_or(given(state.token), self._move.stores == NOBODY),
+            spare,
+            self._move.to_host,
+        )
+        new = [
+            lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, v), slot, 0)
+            for leaf, v in zip(host, way.stored, strict=True)
+        ]
         return OnTheWay([], fetched), state.updated(State(host=new))
 
     def end(self, way: OnTheWay, state: State) -> State:
@@ -169,15 +200,24 @@ class Luggage:
         at = jnp.where(given(state.token), 0, jnp.maximum(slot, 0))
         if not self.moving.always:
             takes = self._move.fetches != NOBODY
-            values = [jnp.where(takes, new, _at(leaf, at)) for leaf, new in zip(pool, values, strict=True)]
-        return [lax.dynamic_update_index_in_dim(leaf, value, at, 0) for leaf, value in zip(pool, values, strict=True)]
+            values = [
+                jnp.where(takes, new, _at(leaf, at)) for leaf, new in zip(pool, values, strict=True)
+            ]
+        return [
+            lax.dynamic_update_index_in_dim(leaf, value, at, 0)
+            for leaf, value in zip(pool, values, strict=True)
+        ]
 
 
 def _after(fetched: Leaves, host: Leaves) -> tuple[Leaves, Leaves]:
-    """The host's pool, known no sooner than what was fetched from it: what is stored next does not need a copy of the pool."""
+    """The host's pool, known no sooner than what was fetched from it: what is stored next does not
+    need a copy of the pool.
+    """
     if not fetched:
         return fetched, host
-    pairs = [lax.optimization_barrier((value, leaf)) for value, leaf in zip(fetched, host, strict=True)]
+    pairs = [
+        lax.optimization_barrier((value, leaf)) for value, leaf in zip(fetched, host, strict=True)
+    ]
     return [value for value, _ in pairs], [leaf for _, leaf in pairs]
 
 

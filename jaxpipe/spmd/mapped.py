@@ -13,7 +13,9 @@ from ..arrays import PyTree
 from ..jaxprs import Reductions
 
 
-def mapped(function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: PyTree, out_specs: PyTree) -> Callable[..., Any]:
+def mapped(
+    function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Any]:
     """`jax.shard_map` of the function, whose reductions are such as XLA compiles."""
     alone = {name for name, size in mesh.shape.items() if size == 1}
     changes = Reductions(alone, widen=on_cpus(mesh))
@@ -21,11 +23,18 @@ def mapped(function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: P
     def call(*arguments: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         changed = core.ClosedJaxpr(changes.within(closed.jaxpr), closed.consts)
-        return jax.tree.unflatten(jax.tree.structure(shapes), core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments)))
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
+        )
 
     wanted = axes != set(mesh.axis_names) and (changes.widen or bool(alone & axes))
     return jax.shard_map(
-        call if wanted else function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+        call if wanted else function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
     )
 
 

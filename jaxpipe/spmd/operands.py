@@ -1,4 +1,6 @@
-"""What the ticks of a program read: parameters of every kind of stage, and how unlike kinds share pools."""
+"""What the ticks of a program read: parameters of every kind of stage, and how unlike kinds share
+pools.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ class SharedBuffers:
     stash: SharedBuffer
 
     @classmethod
-    def of(cls, kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None) -> SharedBuffers:
+    def of(
+        cls, kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None
+    ) -> SharedBuffers:
         """The buffers of these kinds of stages; `entries`: how each of them may be kept."""
 
         def buffer(avals: Sequence[Sequence[Any]], name: str) -> SharedBuffer:
-            return SharedBuffer.of(avals, None if entries is None else [getattr(each, name) for each in entries])
+            return SharedBuffer.of(
+                avals, None if entries is None else [getattr(each, name) for each in entries]
+            )
 
         return cls(
             x=buffer([k.x_avals for k in kinds], "x"),
@@ -47,7 +53,9 @@ class SharedBuffers:
 
 @dataclass(frozen=True)
 class StageOperand:
-    """The parameters of one kind of stage among those of its chunk, and where it keeps its state."""
+    """The parameters of one kind of stage among those of its chunk, and where it keeps
+    its state.
+    """
 
     leaves: Leaves  # of the chunk, as its accumulators are
     places: Places | None  # None: all stages of the chunk are alike
@@ -57,20 +65,28 @@ class StageOperand:
     gradient_places: Places | None  # of the leaves that have a gradient, among the accumulators
 
     def params(self) -> Leaves:
-        """The stage's parameters, then the shared ones; what lies in a longer array is a piece of it.
+        """The stage's parameters, then the shared ones; what lies in a longer array is a piece of
+        it.
 
-        Taken inside a block: outside of it, every device would hold copies of the parameters of every kind.
+        Taken inside a block: outside of it, every device would hold copies of the parameters of
+        every kind.
         """
         if self.places is None:
             return [*self.leaves, *self.shared]
-        own = [Piece(self.leaves[p.at], p.start, p.entry) if p.flat else self.leaves[p.at] for p in self.places]
+        own = [
+            Piece(self.leaves[p.at], p.start, p.entry) if p.flat else self.leaves[p.at]
+            for p in self.places
+        ]
         return [*own, *self.shared]
 
     def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
         """Where the stage's own gradients are added, among the accumulators of its chunk."""
         if self.gradient_places is None:
             return [Total(leaf) for leaf in chunk]
-        return [TotalPiece(chunk[p.at], p.start, p.entry) if p.flat else Total(chunk[p.at]) for p in self.gradient_places]
+        return [
+            TotalPiece(chunk[p.at], p.start, p.entry) if p.flat else Total(chunk[p.at])
+            for p in self.gradient_places
+        ]
 
     def with_totals(self, chunk: Leaves, new: Leaves) -> Leaves:
         """The chunk's accumulators with the new totals of the stage's own parameters."""
@@ -83,7 +99,9 @@ class StageOperand:
 
     def read_state(self, state: Leaves) -> Leaves:
         """The stage's state out of its chunk's."""
-        return state if self.state_places is None else [p.take(state[p.at]) for p in self.state_places]
+        return (
+            state if self.state_places is None else [p.take(state[p.at]) for p in self.state_places]
+        )
 
     def write_state(self, state: Leaves, new: Leaves) -> Leaves:
         """The chunk's state with that of the stage replaced."""

@@ -1,4 +1,6 @@
-"""The inner blocks around the model: `first` and its gradient, `last` with its gradient, and the loss alone."""
+"""The inner blocks around the model: `first` and its gradient, `last` with its gradient, and the
+loss alone.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,14 @@ class RunFirst(CodeBlock):
         jaxpr = code.forward if shared.training else code.evaluate
         outs = run(jaxpr, *code.consts, *shared.operands.first, *extra, *shared.operands.first_once)
         x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
-        state = state.updated(State(x=shared.buffers.x.write(given(state.x), row.x, code.y_avals, x)))
-        return state.updated(State(first=write(given(state.first), row.first, residuals))) if shared.training else state
+        state = state.updated(
+            State(x=shared.buffers.x.write(given(state.x), row.x, code.y_avals, x))
+        )
+        return (
+            state.updated(State(first=write(given(state.first), row.first, residuals)))
+            if shared.training
+            else state
+        )
 
 
 @dataclass(frozen=True)
@@ -50,52 +58,87 @@ class FirstGradient(CodeBlock):
         shared, code, row = self.shared, self.shared.first, self.row
         extra = shared.outer_extra(row.stage, row.microbatch)
         residuals = read(given(state.first), row.first)
-        arguments = [*code.consts, *shared.operands.first, *extra, *shared.operands.first_once, *residuals, *self.dx]
+        arguments = [
+            *code.consts,
+            *shared.operands.first,
+            *extra,
+            *shared.operands.first_once,
+            *residuals,
+            *self.dx,
+        ]
         return add_first_gradients(shared, arguments, state)
 
 
 def first_gradients(state: State) -> State:
-    """The part of the state that a gradient of `first` adds to: of its own and of the shared parameters."""
+    """The part of the state that a gradient of `first` adds to: of its own and of the shared
+    parameters.
+    """
     gradients = given(state.gradients)
     return State(gradients=Gradients(first=gradients.first, shared=gradients.shared))
 
 
 def add_first_gradients(shared: SharedCode, arguments: Leaves, state: State) -> State:
-    """Run the backward of `first` with these arguments, its results added to the accumulators in place."""
+    """Run the backward of `first` with these arguments, its results added to the accumulators in
+    place.
+    """
     gradients = given(state.gradients)
     own, common = given(gradients.first), given(gradients.shared)
     totals = {i: Total(leaf) for i, leaf in enumerate([*own, *common])}
     found = run_in_slots(shared.first.backward, arguments, writes=totals)
-    return state.updated(State(gradients=Gradients(first=found[: len(own)], shared=found[len(own) :])))
+    return state.updated(
+        State(gradients=Gradients(first=found[: len(own)], shared=found[len(own) :]))
+    )
 
 
 @dataclass(frozen=True)
 class RunLast(CodeBlock):
-    """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals of a head."""
+    """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals of a
+    head.
+    """
 
     code: StageCode  # of the last stage
     row: Forward[Scalar]
     y: Leaves
 
     def writes(self, state: State) -> State:
-        """The cotangent of y, the loss and what comes with it, the gradients of its own and of the shared parameters."""
+        """The cotangent of y, the loss and what comes with it, the gradients of its own and of the
+        shared parameters.
+        """
         gradients = given(state.gradients)
         new = Gradients(last=gradients.last, shared=gradients.shared)
         return State(cotangent=state.cotangent, gradients=new, losses=state.losses, aux=state.aux)
 
     def run(self, state: State) -> State:
         """Run it and accumulate."""
-        shared, code, row, operands = self.shared, given(self.shared.last), self.row, self.shared.operands
+        shared, code, row, operands = (
+            self.shared,
+            given(self.shared.last),
+            self.row,
+            self.shared.operands,
+        )
         gradients = given(state.gradients)
         extra = shared.outer_extra(row.stage, row.microbatch)
-        loss, *rest = run(code.train, *code.consts, *operands.last, *operands.last_once, *self.y, *extra, operands.seed)
+        loss, *rest = run(
+            code.train,
+            *code.consts,
+            *operands.last,
+            *operands.last_once,
+            *self.y,
+            *extra,
+            operands.seed,
+        )
         aux, rest = rest[: len(code.aux_avals)], rest[len(code.aux_avals) :]
         own, common = len(given(gradients.last)), len(given(gradients.shared))
         dlast, dshared, dy = rest[:own], rest[own : own + common], rest[own + common :]
         return state.updated(
             State(
-                cotangent=shared.buffers.cotangent.write(given(state.cotangent), row.out, self.code.dy_avals, dy),
-                gradients=Gradients(last=add(given(gradients.last), dlast), shared=add(given(gradients.shared), dshared)),
+                cotangent=shared.buffers.cotangent.write(
+                    given(state.cotangent), row.out, self.code.dy_avals, dy
+                ),
+                gradients=Gradients(
+                    last=add(given(gradients.last), dlast),
+                    shared=add(given(gradients.shared), dshared),
+                ),
                 losses=add_at(state.losses, row.microbatch, loss),
                 aux=write(given(state.aux), row.microbatch, aux),
             )
@@ -115,8 +158,15 @@ class EvaluateLast(CodeBlock):
 
     def run(self, state: State) -> State:
         """Run it."""
-        shared, code, row, operands = self.shared, given(self.shared.last), self.row, self.shared.operands
+        shared, code, row, operands = (
+            self.shared,
+            given(self.shared.last),
+            self.row,
+            self.shared.operands,
+        )
         extra = shared.outer_extra(row.stage, row.microbatch)
-        loss, *aux = run(code.evaluate, *code.consts, *operands.last, *operands.last_once, *self.y, *extra)
+        loss, *aux = run(
+            code.evaluate, *code.consts, *operands.last, *operands.last_once, *self.y, *extra
+        )
         losses = add_at(state.losses, row.microbatch, loss)
         return state.updated(State(losses=losses, aux=write(given(state.aux), row.microbatch, aux)))

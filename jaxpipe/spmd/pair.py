@@ -1,4 +1,6 @@
-"""The block of an overlapped pair: a forward and a backward as one piece of code, so that what one awaits the other covers."""
+"""The block of an overlapped pair: a forward and a backward as one piece of code, so that what one
+awaits the other covers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from .state import State
 
 @dataclass(frozen=True)
 class RunPair(Block):
-    """F and B of an OVERLAP_F_B cell under one predicate, layer by layer together (DualPipe, DeepSeek-V3 section 3.2.1).
+    """F and B of an OVERLAP_F_B cell under one predicate, layer by layer together (DualPipe,
+    DeepSeek-V3 section 3.2.1).
 
     The backward reads its residuals before the forward writes its own: the pools are the same.
     """

@@ -1,4 +1,6 @@
-"""Zero-or-one-trip loops, and plain pools: how the lowered program predicates work and keeps buffers in place."""
+"""Zero-or-one-trip loops, and plain pools: how the lowered program predicates work and keeps
+buffers in place.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ T = TypeVar("T")
 
 
 def while_once(predicate: Flag, body: Callable[[T], T], carry: T) -> tuple[Flag, T]:
-    """A loop of one trip where the predicate holds, of none elsewhere: a flag that is False once it is over, and the carry after it."""
+    """A loop of one trip where the predicate holds, of none elsewhere: a flag that is False once it
+    is over, and the carry after it.
+    """
 
     def once(state: tuple[Any, T]) -> tuple[Flag, T]:
         return jnp.zeros_like(state[0]), body(state[1])
@@ -35,7 +39,11 @@ def write(pool: Sequence[Any], slot: Scalar, values: Sequence[Any]) -> Leaves:
 
 def add_at(pool: Any, slot: Scalar, value: Any) -> Any:
     """The leaf with a value added to one slot."""
-    return _replaced(pool, slot, lax.dynamic_index_in_dim(pool, slot, 0, keepdims=False) + value.astype(pool.dtype))
+    return _replaced(
+        pool,
+        slot,
+        lax.dynamic_index_in_dim(pool, slot, 0, keepdims=False) + value.astype(pool.dtype),
+    )
 
 
 def _replaced(pool: Any, slot: Scalar, value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Stages that stand on two devices (DualPipe): copies of parameters from their owner, and gradients back to it."""
+"""Stages that stand on two devices (DualPipe): copies of parameters from their owner, and gradients
+back to it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from .pools import add
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
-    """This device's stages in chunk order: its own, and copies of those that another device owns."""
+    """This device's stages in chunk order: its own, and copies of those that another
+    device owns.
+    """
     replicas = job.layout.replicas()
     if not replicas:
         return list(owned)
@@ -26,12 +30,18 @@ def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
             chunks[chunk] = copy
             continue
         here = jnp.isin(device, jnp.array([t for _, t in pairs]))
-        chunks[chunk] = jax.tree.map(lambda new, old, h=here: jnp.where(h, new, old), copy, chunks[chunk])
+        chunks[chunk] = jax.tree.map(
+            lambda new, old, h=here: jnp.where(h, new, old), copy, chunks[chunk]
+        )
     return [chunks[v] for v in sorted(chunks)]
 
 
-def _replica_moves(replicas: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """(holder's chunk, owner's chunk, pairs): permutes without cycles that bring every copy to its holder."""
+def _replica_moves(
+    replicas: Sequence[tuple[int, int, int, int]],
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """(holder's chunk, owner's chunk, pairs): permutes without cycles that bring every copy to its
+    holder.
+    """
     moves: list[tuple[int, int, bool, list[tuple[int, int]]]] = []
     for owner, owner_chunk, holder, chunk in replicas:
         for move in moves:
@@ -50,7 +60,8 @@ def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
     owned = [leaves[v] for v in range(job.layout.num_owned)]
     if not replicas:
         return owned
-    # A device may hold copies in a chunk that others own: count each gradient where its stage is owned.
+    # A device may hold copies in a chunk that others own: count each gradient where its stage is
+    # owned.
     device = lax.axis_index(job.axis)
     for v in range(job.layout.num_owned):
         mine = jnp.array([s >= 0 for s in job.layout.stage_at(v)])[device]

@@ -19,8 +19,12 @@ from .replicas import return_replicas
 from .state import State, given
 
 
-def finish(job: Job, code: ModelCode, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
-    """Sum once over devices what only some of them have: losses, gradients of first, last and shared, data shards."""
+def finish(
+    job: Job, code: ModelCode, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """Sum once over devices what only some of them have: losses, gradients of first, last and
+    shared, data shards.
+    """
     if job.outputs:
         return {"outputs": _outputs(job, code, state), "state": _new_state(job, state, kept)}, {}
     everyone = (job.axis, *job.data_axes)
@@ -39,17 +43,27 @@ def finish(job: Job, code: ModelCode, state: State, params: dict[str, PyTree], k
 
     stages = []
     for tree, plans, values in zip(params["stages"], job.plans["stages"], owned, strict=True):
-        summed = with_frozen([v[None] for v in finished(values, plans, job.data_axes)], leaf_plans(plans))
+        summed = with_frozen(
+            [v[None] for v in finished(values, plans, job.data_axes)], leaf_plans(plans)
+        )
         stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
     grads: dict[str, PyTree] = {"stages": params["stages"].like(stages)}
-    for key, leaves in (("first", gradients.first), ("last", gradients.last), ("shared", gradients.shared)):
-        whole = with_frozen(finished(given(leaves), job.plans[key], everyone), leaf_plans(job.plans[key]))
+    for key, leaves in (
+        ("first", gradients.first),
+        ("last", gradients.last),
+        ("shared", gradients.shared),
+    ):
+        whole = with_frozen(
+            finished(given(leaves), job.plans[key], everyone), leaf_plans(job.plans[key])
+        )
         grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), whole)
     return results, grads
 
 
 def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
-    """What the last stage returned for every row of this data shard, on every device of the pipe axis."""
+    """What the last stage returned for every row of this data shard, on every device of the pipe
+    axis.
+    """
     assert code.last is not None
 
     def whole(leaf: Any) -> Any:
@@ -61,7 +75,9 @@ def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
 
 
 def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:
-    """The stages' state after the step, leaves [1, ...]; what data shards disagree on is averaged."""
+    """The stages' state after the step, leaves [1, ...]; what data shards disagree on
+    is averaged.
+    """
 
     def merge(leaf: Any) -> Any:
         if not job.data_axes:
@@ -71,19 +87,27 @@ def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, 
         return (lax.psum(summable(leaf), job.data_axes) / job.data_size).astype(leaf.dtype)
 
     found = [
-        jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in given(state.stage_state[v])])
+        jax.tree.unflatten(
+            jax.tree.structure(tree), [merge(leaf)[None] for leaf in given(state.stage_state[v])]
+        )
         for v, tree in enumerate(kept)
     ]
     return Chunks(found, job.layout.home) if found else ()
 
 
-def _losses(job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]) -> tuple[PyTree, Any]:
-    """The step's loss, per-microbatch losses and metrics on every device; and what gradients are still to be scaled by."""
+def _losses(
+    job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]
+) -> tuple[PyTree, Any]:
+    """The step's loss, per-microbatch losses and metrics on every device; and what gradients are
+    still to be scaled by.
+    """
     if code.last is None:
         return {}, None
     # Only the last stage's device wrote any of these; the others hold zeros.
     losses = lax.psum(state.losses, everyone)
-    aux = jax.tree.unflatten(code.last.aux_tree, [lax.psum(summable(leaf), everyone) for leaf in given(state.aux)])
+    aux = jax.tree.unflatten(
+        code.last.aux_tree, [lax.psum(summable(leaf), everyone) for leaf in given(state.aux)]
+    )
     if job.functions.loss is Loss.SUM_OVER_COUNT:
         count = jnp.sum(aux["count"])
         weight = inverse_count(count, losses.dtype)

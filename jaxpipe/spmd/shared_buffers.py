@@ -1,4 +1,6 @@
-"""One buffer for values of unlike kinds: a buffer has, for each kind, the place of each of its leaves."""
+"""One buffer for values of unlike kinds: a buffer has, for each kind, the place of each of its
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,12 @@ class _Group(NamedTuple):
 class SharedBuffer:
     """Leaves that hold any of several kinds of values, and their places by kind.
 
-    Leaves of one shape and dtype share a leaf of the buffer, as many as the kind has that has most of them: so values keep their shapes,
-    and with them how they are split over other mesh axes.  Where that takes much more room than the largest kind does, only leaves that all
-    kinds have are shared so; of the rest the largest of each kind share a leaf, then the next largest, raveled where they differ.  Room is
-    that of one device, with its part of what the partitioner splits over other mesh axes.
+    Leaves of one shape and dtype share a leaf of the buffer, as many as the kind has that has most
+    of them: so values keep their shapes, and with them how they are split over other mesh axes.
+    Where that takes much more room than the largest kind does, only leaves that all kinds have are
+    shared so; of the rest the largest of each kind share a leaf, then the next largest, raveled
+    where they differ.  Room is that of one device, with its part of what the partitioner splits
+    over other mesh axes.
     """
 
     avals: tuple[Any, ...]
@@ -55,20 +59,32 @@ class SharedBuffer:
     entries: tuple[Entry, ...]  # how a pool of buffers keeps each leaf
 
     @classmethod
-    def of(cls, kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None = None) -> SharedBuffer:
-        """The buffer of these kinds; of one kind, that kind.  `entries`: how each leaf of each kind may be kept."""
+    def of(
+        cls, kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None = None
+    ) -> SharedBuffer:
+        """The buffer of these kinds; of one kind, that kind.  `entries`: how each leaf of each kind
+        may be kept.
+        """
         keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
         most = Counter(key for kind in keyed for key in kind)
         for key in most:
             most[key] = max(kind.count(key) for kind in keyed)
         longest = max(keyed, key=len, default=())
-        shaped = cls._laid_out(kinds, entries, keyed, [*longest, *(most - Counter(longest)).elements()], [])
+        shaped = cls._laid_out(
+            kinds, entries, keyed, [*longest, *(most - Counter(longest)).elements()], []
+        )
         if len(keyed) < 2 or shaped.nbytes <= KEEP_SHAPES * max(_local_bytes(kinds, entries)):
             return shaped
         common = Counter(keyed[0])
         for kind in keyed[1:]:
             common &= Counter(kind)
-        raveled = cls._laid_out(kinds, entries, keyed, list(common.elements()), _groups([_rest(kind, common) for kind in keyed]))
+        raveled = cls._laid_out(
+            kinds,
+            entries,
+            keyed,
+            list(common.elements()),
+            _groups([_rest(kind, common) for kind in keyed]),
+        )
         # What is raveled is whole on all devices, also where the partitioner would split it.
         return min((raveled, shaped), key=lambda buffer: buffer.nbytes)
 
@@ -83,14 +99,20 @@ class SharedBuffer:
     ) -> SharedBuffer:
         """The buffer of leaves that keep their shapes, and of groups."""
         pinned = any(entry.pinned for own in entries or () for entry in own)
-        places = {kind: _place(kind, number, shared, groups, pinned=pinned) for number, kind in enumerate(keyed)}
+        places = {
+            kind: _place(kind, number, shared, groups, pinned=pinned)
+            for number, kind in enumerate(keyed)
+        }
         avals = (*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups))
         return cls(avals, places, _entries(avals, kinds, places, entries))
 
     @property
     def nbytes(self) -> int:
         """Bytes of a device's part of one slot."""
-        return sum(nbytes(aval) // entry.local_share for aval, entry in zip(self.avals, self.entries, strict=True))
+        return sum(
+            nbytes(aval) // entry.local_share
+            for aval, entry in zip(self.avals, self.entries, strict=True)
+        )
 
     def has(self, avals: Avals) -> bool:
         """Whether this is one of the kinds."""
@@ -104,7 +126,9 @@ class SharedBuffer:
         """A kind's values out of one slot of a pool of buffers."""
         return [p.take(self._slot(pool, slot, p).load()) for p in self.of_kind(avals)]
 
-    def write(self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]) -> Leaves:
+    def write(
+        self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]
+    ) -> Leaves:
         """The pool with a kind's values in one slot."""
         return self._write(list(pool), slot, list(zip(self.of_kind(avals), values, strict=True)))
 
@@ -120,15 +144,22 @@ class SharedBuffer:
     def empty(self, slots: int) -> Leaves:
         """A pool of so many slots, of zeros."""
         found = zip(self.entries, self.avals, strict=True)
-        return [entry.constrain_pool(zeros((slots, *entry.kept), aval.dtype)) for entry, aval in found]
+        return [
+            entry.constrain_pool(zeros((slots, *entry.kept), aval.dtype)) for entry, aval in found
+        ]
 
     def take_all(self, pool: Sequence[Any], slot: Scalar) -> Leaves:
         """Every leaf of a buffer out of one slot."""
-        return [Slot(leaf, slot, entry).load() for leaf, entry in zip(pool, self.entries, strict=True)]
+        return [
+            Slot(leaf, slot, entry).load() for leaf, entry in zip(pool, self.entries, strict=True)
+        ]
 
     def put_all(self, pool: Sequence[Any], slot: Scalar, leaves: Sequence[Any]) -> Leaves:
         """The pool with every leaf of a buffer in one slot."""
-        return [Slot(old, slot, entry).store(new) for old, entry, new in zip(pool, self.entries, leaves, strict=True)]
+        return [
+            Slot(old, slot, entry).store(new)
+            for old, entry, new in zip(pool, self.entries, leaves, strict=True)
+        ]
 
     def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
         """A slot for each leaf of a kind that lies in the buffer as it is."""
@@ -139,8 +170,12 @@ class SharedBuffer:
         slots = [(p, self._slot(pool, slot, p)) for p in self.of_kind(avals)]
         return [p.take(s.load()) if p.flat else s for p, s in slots]
 
-    def stored(self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]) -> Leaves:
-        """The pool after a kind's values went into a slot; for those that `slots` gave a slot, `values` holds their updated pool."""
+    def stored(
+        self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]
+    ) -> Leaves:
+        """The pool after a kind's values went into a slot; for those that `slots` gave a slot,
+        `values` holds their updated pool.
+        """
         found = list(pool)
         places = self.of_kind(avals)
         for place, value in zip(places, values, strict=True):
@@ -158,7 +193,10 @@ class SharedBuffer:
 
 
 def _entries(
-    avals: Avals, kinds: Sequence[Avals], places: dict[tuple[_Key, ...], Places], wanted: Sequence[Sequence[Entry]] | None
+    avals: Avals,
+    kinds: Sequence[Avals],
+    places: dict[tuple[_Key, ...], Places],
+    wanted: Sequence[Sequence[Entry]] | None,
 ) -> tuple[Entry, ...]:
     """How a pool keeps each leaf."""
     asked: list[list[Entry]] = [[] for _ in avals]
@@ -167,16 +205,24 @@ def _entries(
         for place, entry in zip(places[_keys(kind)], entries, strict=True):
             asked[place.at].append(entry)
             raveled |= {place.at} if place.flat else set()
-    return tuple(_agreed(aval, entries, raveled=i in raveled) for i, (aval, entries) in enumerate(zip(avals, asked, strict=True)))
+    return tuple(
+        _agreed(aval, entries, raveled=i in raveled)
+        for i, (aval, entries) in enumerate(zip(avals, asked, strict=True))
+    )
 
 
 def _agreed(aval: Any, asked: Sequence[Entry], *, raveled: bool) -> Entry:
-    """The entry in most parts that a kind asks for; a kind that asks for fewer, such as a stage without layers, takes it so too.
+    """The entry in most parts that a kind asks for; a kind that asks for fewer, such as a stage
+    without layers, takes it so too.
 
     What some kinds ravel is whole.
     """
     whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in asked))
-    return whole if raveled else max(asked, key=lambda entry: (entry.local_share, asked.count(entry)), default=whole)
+    return (
+        whole
+        if raveled
+        else max(asked, key=lambda entry: (entry.local_share, asked.count(entry)), default=whole)
+    )
 
 
 def _local_bytes(kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None) -> list[int]:
@@ -205,25 +251,55 @@ def _rest(kind: Sequence[_Key], common: Counter[_Key]) -> list[_Leaf]:
 
 
 def _groups(rest: Sequence[Sequence[_Leaf]]) -> list[_Group]:
-    """What shares a leaf of the buffer: by dtype, the largest leaf of each kind, the second largest of each, and so on."""
+    """What shares a leaf of the buffer: by dtype, the largest leaf of each kind, the second largest
+    of each, and so on.
+    """
     groups = []
     for dtype in dict.fromkeys(leaf.dtype for leaves in rest for leaf in leaves):
-        ranked = [sorted((leaf for leaf in leaves if leaf.dtype == dtype), key=lambda leaf: -math.prod(leaf.shape)) for leaves in rest]
+        ranked = [
+            sorted(
+                (leaf for leaf in leaves if leaf.dtype == dtype),
+                key=lambda leaf: -math.prod(leaf.shape),
+            )
+            for leaves in rest
+        ]
         for rank in range(max(map(len, ranked))):
-            members = {number: leaves[rank] for number, leaves in enumerate(ranked) if rank < len(leaves)}
+            members = {
+                number: leaves[rank] for number, leaves in enumerate(ranked) if rank < len(leaves)
+            }
             shapes = {leaf.shape for leaf in members.values()}
-            shape = shapes.pop() if len(shapes) == 1 else (max(math.prod(leaf.shape) for leaf in members.values()),)
-            groups.append(_Group(jax.ShapeDtypeStruct(shape, dtype), {number: leaf.number for number, leaf in members.items()}))
+            shape = (
+                shapes.pop()
+                if len(shapes) == 1
+                else (max(math.prod(leaf.shape) for leaf in members.values()),)
+            )
+            groups.append(
+                _Group(
+                    jax.ShapeDtypeStruct(shape, dtype),
+                    {number: leaf.number for number, leaf in members.items()},
+                )
+            )
     return groups
 
 
-def _place(kind: Sequence[_Key], number: int, shared: Sequence[_Key], groups: Sequence[_Group], *, pinned: bool) -> Places:
+def _place(
+    kind: Sequence[_Key],
+    number: int,
+    shared: Sequence[_Key],
+    groups: Sequence[_Group],
+    *,
+    pinned: bool,
+) -> Places:
     """Where each leaf of the kind of this number lies.
 
-    `pinned`: the partitioner is told that a raveled leaf is whole on its way out of the buffer and into it.  It would cut
-    the leaf as its reader wants it while it lies beside others, and permute.
+    `pinned`: the partitioner is told that a raveled leaf is whole on its way out of the buffer and
+    into it.  It would cut the leaf as its reader wants it while it lies beside others, and permute.
     """
-    apart = {group.members[number]: (len(shared) + g, group.aval.shape) for g, group in enumerate(groups) if number in group.members}
+    apart = {
+        group.members[number]: (len(shared) + g, group.aval.shape)
+        for g, group in enumerate(groups)
+        if number in group.members
+    }
     free = list(range(len(shared)))
     found = []
     for leaf, key in enumerate(kind):

@@ -26,7 +26,8 @@ class SharedCode:
     operands: Operands
     outer_wants: frozenset[str]
     num_chunks: int
-    spreads_first: bool  # `first` and its gradient are shares on every device, and blocks of their own
+    # `first` and its gradient are shares on every device, and blocks of their own
+    spreads_first: bool
     spreads_last: bool  # `last` is a share on every device, and a block of its own
     training: bool  # False: forwards only, nothing is kept and `last` has no gradient
     together: bool  # blocks permute, so all devices run each: see `permutes`
@@ -35,8 +36,12 @@ class SharedCode:
         """Leaves of what `first` and `last` are given besides parameters and x."""
         return self._extra(stage, microbatch, self.outer_wants)
 
-    def stage_extra(self, kind: int, operand: StageOperand, stage: Scalar, microbatch: Scalar, state: Leaves) -> Leaves:
-        """Leaves of what a stage is given besides parameters and x: "ctx", "microbatch", "state"."""
+    def stage_extra(
+        self, kind: int, operand: StageOperand, stage: Scalar, microbatch: Scalar, state: Leaves
+    ) -> Leaves:
+        """Leaves of what a stage is given besides parameters and x: "ctx",
+        "microbatch", "state".
+        """
         own = operand.read_state(state) if "state" in self.wants[kind] else []
         return [*self._extra(stage, microbatch, self.wants[kind]), *own]
 
@@ -49,7 +54,9 @@ class SharedCode:
         return self.kinds[self.kind_of[0]].x_avals == code.x_avals
 
     def _extra(self, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:
-        return jax.tree.leaves(make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants))
+        return jax.tree.leaves(
+            make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants)
+        )
 
 
 @dataclass(frozen=True)

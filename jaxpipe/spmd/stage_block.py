@@ -19,7 +19,8 @@ from .state import State
 Half = TypeVar("Half", Forward[Scalar], Backward[Scalar])
 
 
-# Hands out the stage's code to run, with the state before it; is given what it returns, with the state by then; returns the state.
+# Hands out the stage's code to run, with the state before it; is given what it returns, with the
+# state by then; returns the state.
 Steps: TypeAlias = Generator[tuple[InSlots, State], tuple[Leaves, State], State]
 
 
@@ -35,7 +36,9 @@ def last_step(steps: Steps, outs: Leaves, state: State) -> State:
 
 @dataclass(frozen=True)
 class StageBlock(CodeBlock, Generic[Half]):
-    """The code of one kind of stage on one chunk, with the half of the tick's record that it reads."""
+    """The code of one kind of stage on one chunk, with the half of the tick's record that
+    it reads.
+    """
 
     use: BlockUse
     kind: int  # of stage
@@ -54,7 +57,11 @@ class StageBlock(CodeBlock, Generic[Half]):
         """Run it."""
         steps = self.steps(state)
         code, state = next(steps)
-        return last_step(steps, run_in_slots(code.jaxpr, code.arguments, reads=code.reads, writes=code.writes), state)
+        return last_step(
+            steps,
+            run_in_slots(code.jaxpr, code.arguments, reads=code.reads, writes=code.writes),
+            state,
+        )
 
     @property
     def operand(self) -> StageOperand:

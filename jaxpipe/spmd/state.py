@@ -1,4 +1,6 @@
-"""What a device carries from tick to tick: pools, what is sent, gradients, losses; parts of it are carried through predicates."""
+"""What a device carries from tick to tick: pools, what is sent, gradients, losses; parts of it are
+carried through predicates.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Gradients:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """A device's state, or a part of it: what is None is not in the part.  Pools have leaves [slots, ...]."""
+    """A device's state, or a part of it: what is None is not in the part.  Pools have leaves
+    [slots, ...].
+    """
 
     x: Leaves | None = None
     residual_input: Leaves | None = None
@@ -37,10 +41,12 @@ class State:
     last: Leaves | None = None
     share: Leaves | None = None
     host: Leaves | None = None  # in the host's memory, packed
-    sent_x: Leaves | None = None  # the last output of a stage, for the exchange at the end of the tick
+    # the last output of a stage, for the exchange at the end of the tick
+    sent_x: Leaves | None = None
     sent_dx: Leaves | None = None
     gradients: Gradients | None = None
-    stage_state: tuple[Leaves | None, ...] = ()  # by chunk: what the stages themselves hand from microbatch to microbatch
+    # by chunk: what the stages themselves hand from microbatch to microbatch
+    stage_state: tuple[Leaves | None, ...] = ()
     losses: Any = None  # [M]
     aux: Leaves | None = None  # [M, ...]
     token: Flag | None = None  # False, but XLA cannot know: see `tick`
@@ -70,7 +76,11 @@ def part_names(part: Any, before: str = "") -> list[str]:
     if part is None:
         return []
     if is_dataclass(part):
-        return [name for f in fields(part) for name in part_names(getattr(part, f.name), f"{before}.{f.name}".strip("."))]
+        return [
+            name
+            for f in fields(part)
+            for name in part_names(getattr(part, f.name), f"{before}.{f.name}".strip("."))
+        ]
     if isinstance(part, tuple):
         return [name for i, item in enumerate(part) for name in part_names(item, f"{before}[{i}]")]
     return [before]
@@ -82,9 +92,16 @@ def _updated(old: Any, new: Any) -> Any:
     if is_dataclass(new):
         if old is None:
             return new
-        return replace(old, **{f.name: _updated(getattr(old, f.name), getattr(new, f.name)) for f in fields(new)})
+        return replace(
+            old,
+            **{f.name: _updated(getattr(old, f.name), getattr(new, f.name)) for f in fields(new)},
+        )
     if isinstance(new, tuple):
-        return tuple(_updated(o, n) for o, n in zip(old, new, strict=True)) if old and new else new or old
+        return (
+            tuple(_updated(o, n) for o, n in zip(old, new, strict=True))
+            if old and new
+            else new or old
+        )
     return new
 
 
@@ -92,7 +109,10 @@ def _like(whole: Any, part: Any) -> Any:
     if part is None:
         return None
     if is_dataclass(part):
-        return replace(whole, **{f.name: _like(getattr(whole, f.name), getattr(part, f.name)) for f in fields(part)})
+        return replace(
+            whole,
+            **{f.name: _like(getattr(whole, f.name), getattr(part, f.name)) for f in fields(part)},
+        )
     if isinstance(part, tuple):
         return tuple(_like(w, p) for w, p in zip(whole, part, strict=True)) if part else ()
     return whole

@@ -1,4 +1,6 @@
-"""Emits the JAX program of the ticks of one period, template by template, from a Program and the stages' code."""
+"""Emits the JAX program of the ticks of one period, template by template, from a Program and the
+stages' code.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class _Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class _Code:
-    """What is emitted for the ticks of a trip: the kinds of stages that run each block, and whether the slots of a lane may keep."""
+    """What is emitted for the ticks of a trip: the kinds of stages that run each block, and whether
+    the slots of a lane may keep.
+    """
 
     segment: Segment
     kinds: list[list[tuple[int, ...]]]
@@ -72,10 +76,18 @@ def _left(use: BlockUse, pairs: Sequence[_Pair]) -> Presence:
 
 
 def _is_pair(row: TickRecord[Scalar]) -> Any:
-    """Whether this device has a forward and a whole backward in this tick, of which neither needs the other: see `pairs_of`."""
+    """Whether this device has a forward and a whole backward in this tick, of which neither needs
+    the other: see `pairs_of`.
+    """
     forward, backward = row.forward, row.backward
-    here = jnp.logical_and(forward.chunk != NOBODY, jnp.logical_and(backward.chunk != NOBODY, backward.kind == int(Kind.B)))
-    return jnp.logical_and(here, jnp.logical_or(forward.stage != backward.stage, forward.microbatch != backward.microbatch))
+    here = jnp.logical_and(
+        forward.chunk != NOBODY,
+        jnp.logical_and(backward.chunk != NOBODY, backward.kind == int(Kind.B)),
+    )
+    return jnp.logical_and(
+        here,
+        jnp.logical_or(forward.stage != backward.stage, forward.microbatch != backward.microbatch),
+    )
 
 
 @dataclass(frozen=True)
@@ -97,10 +109,18 @@ class TickEmitter:
     def _has_recompute(self) -> bool:
         return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
-    def trip(self, segment: Segment, rows: Sequence[TickRecord[Scalar]], before: TickRecord[Scalar] | None, state: State) -> State:
-        """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32 scalars).
+    def trip(
+        self,
+        segment: Segment,
+        rows: Sequence[TickRecord[Scalar]],
+        before: TickRecord[Scalar] | None,
+        state: State,
+    ) -> State:
+        """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32
+        scalars).
 
-        `before`: the last tick of the trip before, whose transfers in flight are issued first of all; None where there are none.
+        `before`: the last tick of the trip before, whose transfers in flight are issued first of
+        all; None where there are none.
         """
         code = self._code(segment, before)
         brought: _Brought = {}
@@ -110,16 +130,22 @@ class TickEmitter:
         return state
 
     def looped_trip(self, segment: Segment, numbers: Any, state: State) -> State:
-        """The same where ticks of a trip share their code.  `numbers`: what this device does, a line for each tick, int32."""
+        """The same where ticks of a trip share their code.  `numbers`: what this device does, a
+        line for each tick, int32.
+        """
         return self._loops(self._code(segment, None), segment.loops, 0, numbers, state)
 
-    def _loops(self, code: _Code, loops: Sequence[Loop], start: int, numbers: Any, state: State) -> State:
+    def _loops(
+        self, code: _Code, loops: Sequence[Loop], start: int, numbers: Any, state: State
+    ) -> State:
         """Loops that begin at a tick of the trip, with the lines of their ticks."""
         begin = 0
         for loop in loops:
             mine = numbers[begin : begin + loop.times * loop.ticks]
 
-            def once(state: State, lines: Any, loop: Loop = loop, at: int = start + begin) -> tuple[State, None]:
+            def once(
+                state: State, lines: Any, loop: Loop = loop, at: int = start + begin
+            ) -> tuple[State, None]:
                 if loop.body:
                     return self._loops(code, loop.body, at, lines, state), None
                 return self._tick(code, at, {at: self.record(lines[0])}, state, {}), None
@@ -141,7 +167,12 @@ class TickEmitter:
 
     def _tick(self, code: _Code, j: int, rows: _Rows, state: State, brought: _Brought) -> State:
         """One tick; what is under way in it is noted in `brought`."""
-        segment, template, kinds, row = code.segment, code.segment.templates[j], code.kinds[j], rows[j]
+        segment, template, kinds, row = (
+            code.segment,
+            code.segment.templates[j],
+            code.kinds[j],
+            rows[j],
+        )
         moves = Luggage(Moving.at(self.program, segment.sharing(j)), self._packing, row)
         way, state = moves.begin(state)
         state = self._transfers(code, Point(j, 0), rows, state, brought)
@@ -158,51 +189,107 @@ class TickEmitter:
             left = _left(use, pairs)
             for kind in those if left is not Presence.NEVER else ():
                 with jax.named_scope(self._scope(use, kind)):
-                    state = self._block(replace(use, active=left), kind, row, state, asks=len(those) > 1, alone=bool(pairs))
+                    state = self._block(
+                        replace(use, active=left),
+                        kind,
+                        row,
+                        state,
+                        asks=len(those) > 1,
+                        alone=bool(pairs),
+                    )
             way, state = moves.store(way, state)
         state = moves.end(way, state)
-        return self._transfers(code, Point(j, len(template.blocks)), rows, state, brought) if template.blocks else state
+        return (
+            self._transfers(code, Point(j, len(template.blocks)), rows, state, brought)
+            if template.blocks
+            else state
+        )
 
-    def _transfers(self, code: _Code, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
-        """The permutes that are issued at a point of the trip, and what is written there of those under way."""
-        under_way = [t for t in code.segment.transits if code.before is not None or not t.from_before]
+    def _transfers(
+        self, code: _Code, at: Point, rows: _Rows, state: State, brought: _Brought
+    ) -> State:
+        """The permutes that are issued at a point of the trip, and what is written there of those
+        under way.
+        """
+        under_way = [
+            t for t in code.segment.transits if code.before is not None or not t.from_before
+        ]
         for transit in under_way:
             if self._issued(code.segment, transit) == at:
                 with jax.named_scope(scope_of(transit)):
-                    brought[transit], state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
-        # A transfer with slack is written to its slot ticks later, so that nothing in between depends on it; what reads the pool in
-        # between must be done by then (see `run_in_order`), or XLA makes the write on a copy.
+                    brought[transit], state = permuted(
+                        transit.permute, self.axis, state, blocking=self.blocking
+                    )
+        # A transfer with slack is written to its slot ticks later, so that nothing in between
+        # depends on it; what reads the pool in between must be done by then (see `run_in_order`),
+        # or XLA makes the write on a copy.
         for transit in [t for t in brought if t.written == at]:
             row = given(code.before) if transit.from_before else rows[transit.tick]
             keep = transit.from_before or code.keeps[transit.tick][transit.lane]
-            state = self._arrive(transit.permute.payload, row.arrivals[transit.lane], brought.pop(transit), state, keep=keep)
+            state = self._arrive(
+                transit.permute.payload,
+                row.arrivals[transit.lane],
+                brought.pop(transit),
+                state,
+                keep=keep,
+            )
         return state
 
     def _issued(self, segment: Segment, transit: Transit) -> Point:
-        """Where a permute is issued: where it would hold up the blocks of its tick, when they are over."""
+        """Where a permute is issued: where it would hold up the blocks of its tick, when they are
+        over.
+        """
         issued = transit.issued
-        return Point(issued.tick, len(segment.templates[issued.tick].blocks)) if self.blocking and issued.block else issued
+        return (
+            Point(issued.tick, len(segment.templates[issued.tick].blocks))
+            if self.blocking and issued.block
+            else issued
+        )
 
     def land(self, segment: Segment, last: TickRecord[Scalar], state: State) -> State:
         """What is in flight after the last trip; `last`: its last tick."""
         for transit in segment.in_flight:
             with jax.named_scope(EXCHANGE):
                 brought, state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
-            state = self._arrive(transit.permute.payload, last.arrivals[transit.lane], brought, state, keep=True)
+            state = self._arrive(
+                transit.permute.payload, last.arrivals[transit.lane], brought, state, keep=True
+            )
         return state
 
-    def _arrive(self, payload: Payload, arrival: Arrival[Scalar], leaves: Leaves, state: State, *, keep: bool) -> State:
+    def _arrive(
+        self,
+        payload: Payload,
+        arrival: Arrival[Scalar],
+        leaves: Leaves,
+        state: State,
+        *,
+        keep: bool,
+    ) -> State:
         """Write what a permute has brought, no sooner than what ran before is over."""
         with jax.named_scope(EXCHANGE):
-            # Both, since a pool of one slot has no slot to ask for: XLA would then write all arrivals of a trip in one fusion.
+            # Both, since a pool of one slot has no slot to ask for: XLA would then write all
+            # arrivals of a trip in one fusion.
             at = map_fields(lambda number: jnp.where(given(state.token), 0, number), arrival)
             return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
 
-    def _block(self, use: BlockUse, kind: int, row: TickRecord[Scalar], state: State, *, asks: bool, alone: bool) -> State:
-        """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run it too; `alone`: pairs run apart."""
+    def _block(
+        self,
+        use: BlockUse,
+        kind: int,
+        row: TickRecord[Scalar],
+        state: State,
+        *,
+        asks: bool,
+        alone: bool,
+    ) -> State:
+        """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run
+        it too; `alone`: pairs run apart.
+        """
         if use.block.is_share:
             return self._share(use, row, state)
-        half: Forward[Scalar] | Backward[Scalar] = row.forward if use.block.runs_forward else row.backward
+        half: Forward[Scalar] | Backward[Scalar] = (
+            row.forward if use.block.runs_forward else row.backward
+        )
         predicate, stage = half.chunk == use.block.chunk, half.stage
         if isinstance(half, Backward) or self._has_recompute:
             predicate = jnp.logical_and(predicate, half.kind == int(use.block.kind))
@@ -210,7 +297,9 @@ class TickEmitter:
             if self._has_recompute and use.block.kind is Kind.F:
                 predicate = jnp.logical_and(predicate, (half.keeps != 0) == use.block.keeps)
             run = RunForward if use.block.kind is Kind.F else RunRecompute
-            code: RunForward | RunRecompute | RunBackward | RunDeferred = run(self.shared, use, kind, half)
+            code: RunForward | RunRecompute | RunBackward | RunDeferred = run(
+                self.shared, use, kind, half
+            )
         elif use.block.of_device:
             code = RunDeferred(self.shared, self.axis, half)
         else:
@@ -223,10 +312,17 @@ class TickEmitter:
             return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, code, state)
         # Under a predicate always: a loop's body begins when all that it reads is there.
         clocked = Clocked(code, int(use.block.kind), stage, self.clock, self.axis, self.data_axes)
-        return run_in_order(Presence.NEVER if use.active is Presence.NEVER else Presence.SOMETIMES, predicate, clocked, state)
+        return run_in_order(
+            Presence.NEVER if use.active is Presence.NEVER else Presence.SOMETIMES,
+            predicate,
+            clocked,
+            state,
+        )
 
     def _pairs_at(self, segment: Segment, j: int) -> list[_Pair]:
-        """The overlapped pairs of a template's ticks: a forward and a whole backward of one device in one tick."""
+        """The overlapped pairs of a template's ticks: a forward and a whole backward of one device
+        in one tick.
+        """
         ticks = segment.sharing(j)
         forward, backward = self.program.ticks.forward, self.program.ticks.backward
         ahead = pairs_of(forward, backward)[ticks]
@@ -236,44 +332,86 @@ class TickEmitter:
         uses = segment.templates[j].blocks
         for f in (use for use in uses if use.block.kind is Kind.F):
             for b in (use for use in uses if use.block.kind is Kind.B):
-                both = ahead & (forward.chunk[ticks] == f.block.chunk) & (backward.chunk[ticks] == b.block.chunk)
+                both = (
+                    ahead
+                    & (forward.chunk[ticks] == f.block.chunk)
+                    & (backward.chunk[ticks] == b.block.chunk)
+                )
                 runs = [
-                    int(((half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind)) & ~ahead).sum())
+                    int(
+                        (
+                            (half.chunk[ticks] == use.block.chunk)
+                            & (half.kind[ticks] == int(use.block.kind))
+                            & ~ahead
+                        ).sum()
+                    )
                     for half, use in ((forward, f), (backward, b))
                 ]
                 if both.any():
-                    found.append(_Pair(f, b, Presence.of(int(both.sum()), both.size), (runs[0], runs[1]), both.size))
+                    found.append(
+                        _Pair(
+                            f,
+                            b,
+                            Presence.of(int(both.sum()), both.size),
+                            (runs[0], runs[1]),
+                            both.size,
+                        )
+                    )
         return found
 
-    def _pair(self, pair: _Pair, kinds: Sequence[int], row: TickRecord[Scalar], state: State) -> State:
+    def _pair(
+        self, pair: _Pair, kinds: Sequence[int], row: TickRecord[Scalar], state: State
+    ) -> State:
         """A forward and a backward, of these kinds of stages, in one block."""
         forward = RunForward(self.shared, pair.ahead, kinds[0], row.forward)
         backward = RunBackward(self.shared, pair.back, kinds[1], row.backward)
-        here = jnp.logical_and(row.forward.chunk == pair.ahead.block.chunk, row.backward.chunk == pair.back.block.chunk)
-        return run_in_order(pair.active, jnp.logical_and(_is_pair(row), here), RunPair(forward, backward), state)
+        here = jnp.logical_and(
+            row.forward.chunk == pair.ahead.block.chunk, row.backward.chunk == pair.back.block.chunk
+        )
+        return run_in_order(
+            pair.active, jnp.logical_and(_is_pair(row), here), RunPair(forward, backward), state
+        )
 
     def _scope(self, use: BlockUse, kind: int) -> str:
-        """The name under which a profile shows a block: "F stage 3" where no other stage runs this code, else "F chunk 0"."""
+        """The name under which a profile shows a block: "F stage 3" where no other stage runs this
+        code, else "F chunk 0".
+        """
         if use.block.of_device:
             return use.block.kind.name
         half = half_of(self.program, use.block)
         here = (half.chunk == use.block.chunk) & (half.kind == int(use.block.kind))
         stages = {int(s) for s in np.unique(half.stage[here]) if self.shared.kind_of[s] == kind}
-        return f"{use.block.kind.name} {f'stage {stages.pop()}' if len(stages) == 1 else f'chunk {use.block.chunk}'}"
+        return (
+            f"{use.block.kind.name} "
+            f"{f'stage {stages.pop()}' if len(stages) == 1 else f'chunk {use.block.chunk}'}"
+        )
 
     def _share(self, use: BlockUse, row: TickRecord[Scalar], state: State) -> State:
-        """What all devices do together: under a predicate, where there is one, that all of them answer alike."""
+        """What all devices do together: under a predicate, where there is one, that all of them
+        answer alike.
+        """
         (share,) = row.shares
         shared = self.shared
         block: RunShare | RunFirstShare | RunFirstGradient
-        block = RunShare(shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking)
+        block = RunShare(
+            shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking
+        )
         if use.block.kind is Kind.E:
             block = RunFirstShare(shared, share, waits=self.blocking)
         elif use.block.kind is Kind.G:
             block = RunFirstGradient(shared, share, waits=self.blocking)
         if self.clock is not None:
-            clocked = Clocked(block, int(use.block.kind), lax.axis_index(self.axis), self.clock, self.axis, self.data_axes)
-            state = run_in_order(Presence.SOMETIMES, share.kind == int(use.block.kind), clocked, state)
+            clocked = Clocked(
+                block,
+                int(use.block.kind),
+                lax.axis_index(self.axis),
+                self.clock,
+                self.axis,
+                self.data_axes,
+            )
+            state = run_in_order(
+                Presence.SOMETIMES, share.kind == int(use.block.kind), clocked, state
+            )
         elif use.active is not Presence.ALWAYS:
             state = run_in_order(use.active, share.kind == int(use.block.kind), block, state)
         else:
@@ -287,16 +425,26 @@ class TickEmitter:
         for j, template in enumerate(segment.templates):
             ticks = segment.sharing(j)
             found.append(
-                [(0,) if use.block.of_device else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist()) for use in template.blocks]
+                [
+                    (0,)
+                    if use.block.of_device
+                    else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist())
+                    for use in template.blocks
+                ]
             )
         return found
 
     def _stages(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int32]:
         """The stages that run a block in these ticks."""
         half = half_of(self.program, use.block)
-        return half.stage[ticks][(half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))]
+        return half.stage[ticks][
+            (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))
+        ]
 
     def _keeps_at(self, segment: Segment) -> list[list[bool]]:
         """For each template and lane, whether a slot may keep what it has."""
         ticks = [segment.sharing(j) for j in range(segment.period)]
-        return [[not bool(arrival.takes[rows].all()) for arrival in self.program.ticks.arrivals] for rows in ticks]
+        return [
+            [not bool(arrival.takes[rows].all()) for arrival in self.program.ticks.arrivals]
+            for rows in ticks
+        ]

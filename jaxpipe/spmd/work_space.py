@@ -1,4 +1,6 @@
-"""The memory that a block needs while it runs, besides what it reads, stores and hands on: read off each block compiled alone."""
+"""The memory that a block needs while it runs, besides what it reads, stores and hands on: read off
+each block compiled alone.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,30 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code, how its inputs are split, and which inputs and outputs lie in slots or accumulators."""
+    """A piece of code, how its inputs are split, and which inputs and outputs lie in slots or
+    accumulators.
+    """
 
     name: str
     jaxpr: core.Jaxpr
     specs: tuple[PartitionSpec | None, ...]
     reads: tuple[tuple[int, Entry], ...] = ()
     writes: tuple[tuple[int, Entry], ...] = ()
-    parameters: tuple[PartitionSpec, ...] = ()  # of the outputs that are added to accumulators, as the parameters are split
+    # of the outputs that are added to accumulators, as the parameters are split
+    parameters: tuple[PartitionSpec, ...] = ()
     totals_at: int = 0  # the first of those outputs
 
 
-def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
+def work_space(
+    job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None
+) -> dict[str, int]:
     """Bytes on one device of each block's own arrays, by block.
 
-    The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind of stage that needs most; "first", "first
-    gradient" and "last".
+    The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind of
+    stage that needs most; "first", "first gradient" and "last".
 
-    Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.  Takes a compilation of each block.
+    Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.
+    Takes a compilation of each block.
     """
     found: dict[str, int] = {}
     for run in step_blocks(job, code, entries):
@@ -52,12 +60,20 @@ def work_space(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEnt
     return found
 
 
-def step_blocks(job: Job, code: ModelCode, entries: Sequence[StageEntries] | None) -> list[tuple[Block, ...]]:
+def step_blocks(
+    job: Job, code: ModelCode, entries: Sequence[StageEntries] | None
+) -> list[tuple[Block, ...]]:
     """The blocks of a training step, those together that are run as one."""
     table = code.program.schedule
-    kinds = {kind.name for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if table.encoded.of_kinds((kind,)).any()}
+    kinds = {
+        kind.name
+        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        if table.encoded.of_kinds((kind,)).any()
+    }
     kinds |= {"R"} if table.encoded.of_kinds(RECOMPUTE).any() else set()
-    runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(job, code, split=entries is not None)]
+    runs: list[tuple[Block, ...]] = [
+        (block,) for block in outer_blocks(job, code, split=entries is not None)
+    ]
     for number, kind in enumerate(code.kinds):
         blocks = stage_blocks(kind, whole_entries(kind) if entries is None else entries[number])
         runs += [(block,) for name, block in blocks.items() if name in kinds]
@@ -65,25 +81,38 @@ def step_blocks(job: Job, code: ModelCode, entries: Sequence[StageEntries] | Non
     return runs
 
 
-def work_without_gradients(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> dict[str, int]:
+def work_without_gradients(
+    job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None
+) -> dict[str, int]:
     """The same of "first gradient" and "last", their gradients of parameters left out."""
     found = {}
     for block in outer_blocks(job, code, split=entries is not None):
         if block.parameters:
-            rest = block.jaxpr.outvars[: block.totals_at] + block.jaxpr.outvars[block.totals_at + len(block.parameters) :]
+            rest = (
+                block.jaxpr.outvars[: block.totals_at]
+                + block.jaxpr.outvars[block.totals_at + len(block.parameters) :]
+            )
             bare = replace(block, jaxpr=block.jaxpr.replace(outvars=rest), parameters=())
             found[block.name] = _temp(job, mesh, (bare,))
     return found
 
 
-def stage_work_space(job: Job, mesh: Mesh, code: StageCode, entries: StageEntries) -> dict[str, int]:
+def stage_work_space(
+    job: Job, mesh: Mesh, code: StageCode, entries: StageEntries
+) -> dict[str, int]:
     """The same for the blocks "F", "B", "I" and "W" of one kind of stage."""
-    return {name: _temp(job, mesh, (block,)) for name, block in stage_blocks(code, entries).items() if name != "R"}
+    return {
+        name: _temp(job, mesh, (block,))
+        for name, block in stage_blocks(code, entries).items()
+        if name != "R"
+    }
 
 
 def _temp(job: Job, mesh: Mesh, blocks: Sequence[Block]) -> int:
     """Bytes besides inputs and outputs, of blocks that run as one."""
-    return int(getattr(compiled_blocks(job, mesh, blocks).memory_analysis(), "temp_size_in_bytes", 0))
+    return int(
+        getattr(compiled_blocks(job, mesh, blocks).memory_analysis(), "temp_size_in_bytes", 0)
+    )
 
 
 def compiled_blocks(job: Job, mesh: Mesh, blocks: Sequence[Block], *, asked: bool = False) -> Any:
@@ -94,10 +123,13 @@ def compiled_blocks(job: Job, mesh: Mesh, blocks: Sequence[Block], *, asked: boo
     def run(*groups: Leaves) -> Leaves:
         codes = [part.code(*groups[3 * k : 3 * k + 3]) for k, part in enumerate(parts)]
         if count == 1:
-            return run_in_slots(codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes)
+            return run_in_slots(
+                codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes
+            )
         return [leaf for outs in run_both_in_slots(codes[0], codes[1]) for leaf in outs]
 
-    # Pools and accumulators are changed in place: were they outputs of their own, these would be room for the block's arrays.
+    # Pools and accumulators are changed in place: were they outputs of their own, these would be
+    # room for the block's arrays.
     donated = [3 * k + group for k in range(count) for group in (1, 2)]
     groups = [group for part in parts for group in part.groups]
     return compiled_alone(job, mesh, run, *groups, donated=donated, asked=asked)
@@ -121,14 +153,21 @@ def _part(job: Job, block: Block) -> _Part:
     ]
     pools: Group = [(entry.pool(1, outvars[i].dtype), entry.pool_spec) for i, entry in block.writes]
     added = range(block.totals_at, block.totals_at + len(block.parameters))
-    wide = [jax.ShapeDtypeStruct(outvars[i].shape, accumulator_dtype(outvars[i].dtype, job.accumulate)) for i in added]
+    wide = [
+        jax.ShapeDtypeStruct(outvars[i].shape, accumulator_dtype(outvars[i].dtype, job.accumulate))
+        for i in added
+    ]
     totals: Group = list(zip(wide, block.parameters, strict=True))
 
     def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
         writes: dict[int, Target] = {i: Total(leaf) for i, leaf in zip(added, totals, strict=True)}
-        writes |= {i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)}
-        return InSlots(block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes)
+        writes |= {
+            i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)
+        }
+        return InSlots(
+            block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes
+        )
 
     return _Part((inputs, pools, totals), code)
 
@@ -145,7 +184,11 @@ def whole_entries(code: StageCode) -> StageEntries:
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     """The blocks of a kind of stage, by name."""
-    before = [*(_WHOLE for _ in code.consts), *entries.parameters, *(entry.spec for entry in entries.x)]
+    before = [
+        *(_WHOLE for _ in code.consts),
+        *entries.parameters,
+        *(entry.spec for entry in entries.x),
+    ]
     free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
     start = (*before, *(None for _ in range(free)))
     kept = (*entries.residual_input, *entries.residual_weight)
@@ -178,7 +221,9 @@ def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
 
     def trained(key: str) -> tuple[PartitionSpec, ...]:
         plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
-        return tuple(spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen)
+        return tuple(
+            spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen
+        )
 
     first, last = code.first, code.last
     found = [Block("first", first.forward, specs("first", len(first.consts), first.forward))]

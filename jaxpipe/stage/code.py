@@ -1,17 +1,20 @@
-"""One stage's forward, full backward, input gradient and weight gradient as jaxprs, with minimal residuals between them.
+"""One stage's forward, full backward, input gradient and weight gradient as jaxprs, with minimal
+residuals between them.
 
-    hoist(parameters)                                 -> once       what depends on parameters alone; once a step
-    forward(parameters, once, x, extra)               -> y, loss, state, residuals              (F)
-    evaluate(parameters, once, x, extra)              -> y, loss, state                         (F that keeps nothing)
-    recompute(parameters, once, x, extra)             -> residuals                              (R)
-    backward(parameters, once, x, extra, residuals, dy)       -> dparameters, dx          (B)
+    hoist(parameters)                                 -> once       what depends on parameters
+    alone; once a step forward(parameters, once, x, extra)               -> y, loss, state,
+    residuals              (F) evaluate(parameters, once, x, extra)              -> y, loss, state
+    (F that keeps nothing) recompute(parameters, once, x, extra)             -> residuals
+    (R) backward(parameters, once, x, extra, residuals, dy)       -> dparameters, dx          (B)
     input_grad(parameters, once, x, extra, residuals, dy)     -> dx, stash                (I)
     weight_grad(parameters, once, x, extra, residuals, dy, stash) -> dparameters          (W)
 
-loss (an auxiliary one) and state are there where the stage returns them; dy then ends with the cotangent of the loss.
+loss (an auxiliary one) and state are there where the stage returns them; dy then ends with the
+cotangent of the loss.
 
-Residuals hold no parameter, nothing made of parameters alone, no copy of the stage input, nothing twice, and nothing that
-a layout change of one of these gives.  Every matmul of B is done in exactly one of I and W.
+Residuals hold no parameter, nothing made of parameters alone, no copy of the stage input, nothing
+twice, and nothing that a layout change of one of these gives.  Every matmul of B is done in exactly
+one of I and W.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from ..program.liveness import Liveness
 class StageCode:
     """The pieces of one stage function.  `consts` are arrays that the function closes over.
 
-    `x_wanted` and `y_wanted` mark the leaves of x and y that have a gradient (the floating ones); dx and dy hold just those.
+    `x_wanted` and `y_wanted` mark the leaves of x and y that have a gradient (the floating ones);
+    dx and dy hold just those.
     """
 
     consts: tuple[Any, ...]
@@ -93,21 +97,26 @@ class StageCode:
 
 
 class ParamUse(NamedTuple):
-    """What is done with a parameter: whether it has a gradient, and whether what depends on it alone is made once a step."""
+    """What is done with a parameter: whether it has a gradient, and whether what depends on it
+    alone is made once a step.
+    """
 
     trained: bool = True
     once: bool = True
 
     @classmethod
     def of(cls, leaf: Any, *, frozen: bool) -> ParamUse:
-        """Frozen ones of fewer than 16 bits are kept small: what they stand for is made where it is needed."""
+        """Frozen ones of fewer than 16 bits are kept small: what they stand for is made where it is
+        needed.
+        """
         small = not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2
         return cls(not frozen, not (frozen and small))
 
 
 @dataclass(frozen=True)
 class DeferredCode:
-    """`train` of a `last` in two: `loss(params, once, y, extra, seed) -> loss, aux, dy, stash` (L), and what H does with the stash.
+    """`train` of a `last` in two: `loss(params, once, y, extra, seed) -> loss, aux, dy, stash` (L),
+    and what H does with the stash.
 
     `weights(params, once, extra, seed, stash) -> dparams`.
     """
@@ -119,7 +128,8 @@ class DeferredCode:
 
 @dataclass(frozen=True)
 class LastCode:
-    """The loss of one microbatch with its gradients: `train(params, once, y, extra, seed) -> loss, aux, dparams, dy`.
+    """The loss of one microbatch with its gradients: `train(params, once, y, extra, seed) -> loss,
+    aux, dparams, dy`.
 
     `evaluate(params, once, y, extra) -> loss, aux`.
     """

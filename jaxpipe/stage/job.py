@@ -1,4 +1,6 @@
-"""What `Pipeline` asks of an executor: one job, a step or an evaluation, and the executor that does it."""
+"""What `Pipeline` asks of an executor: one job, a step or an evaluation, and the executor that does
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from ..model.functions import Functions
 from ..model.param_layout import ParamLayout
 from ..model.spread import Cuts
 
-# Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`, or None where nothing is split).
+# Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`,
+# or None where nothing is split).
 Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
-# Is called on the host with (place along the axes that are left to the partitioner, 0 at the begin and 1 at the end, data shard, device,
-# kind, stage, microbatch) of a block, in one array, and what the call must wait for; returns int32 0.
+# Is called on the host with (place along the axes that are left to the partitioner, 0 at the begin
+# and 1 at the end, data shard, device, kind, stage, microbatch) of a block, in one array, and what
+# the call must wait for; returns int32 0.
 Clock: TypeAlias = Callable[..., Any]
 
 
@@ -33,8 +37,10 @@ class Job:
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
-    outputs: bool = False  # return what the last stage returns, which `functions.last` hands over as its metrics
-    cuts: Cuts = field(default_factory=lambda: Cuts(1))  # which parameters are cut over the pipe axis
+    # return what the last stage returns, which `functions.last` hands over as its metrics
+    outputs: bool = False
+    # which parameters are cut over the pipe axis
+    cuts: Cuts = field(default_factory=lambda: Cuts(1))
     observe: Observe | None = None  # for reports
     clock: Clock | None = None  # for profiles: called by every block
 
@@ -47,7 +53,11 @@ class Job:
 
     def told(self, sizes: dict[str, PyTree]) -> Job:
         """The job whose spread functions know the axis, and the sizes of what is cut."""
-        return replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes)) if sizes else self
+        return (
+            replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes))
+            if sizes
+            else self
+        )
 
     @property
     def num_microbatches(self) -> int:
@@ -57,8 +67,9 @@ class Job:
 
 class Executor(Protocol):
     """A back end: runs the program of a job.
-    `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the stages' placed state or (); it
-    returns ({"loss", "losses", "metrics", "state"} or {"outputs", "state"}, gradients laid out like the parameters, {} without any).
+    `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the
+    stages' placed state or (); it returns ({"loss", "losses", "metrics", "state"} or {"outputs",
+    "state"}, gradients laid out like the parameters, {} without any).
     """
 
     @property
@@ -66,6 +77,11 @@ class Executor(Protocol):
         """Whether `run` is to be traced and compiled, or called as it is."""
 
     def run(
-        self, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        params: dict[str, PyTree],
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; it may be traced."""

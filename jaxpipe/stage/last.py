@@ -26,7 +26,8 @@ def trace_last(
     *,
     defers: str | None = None,
 ) -> LastCode:
-    """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends on parameters alone.
+    """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends
+    on parameters alone.
 
     `defers`: the pipe axis, where the gradients of the parameters are to wait for an H.
     """
@@ -40,19 +41,31 @@ def trace_last(
         def call(p: Leaves, diff: Leaves) -> tuple[Any, PyTree]:
             floats = iter(diff)
             merged = [next(floats) if w else leaf for leaf, w in zip(y_leaves, wanted, strict=True)]
-            return function(jax.tree.unflatten(tree, filled(p, params_leaves, trained)), jax.tree.unflatten(y_tree, merged), extra)
+            return function(
+                jax.tree.unflatten(tree, filled(p, params_leaves, trained)),
+                jax.tree.unflatten(y_tree, merged),
+                extra,
+            )
 
         diff = [leaf for leaf, w in zip(y_leaves, wanted, strict=True) if w]
-        loss, vjp, aux = jax.vjp(call, [leaf for leaf, t in zip(params_leaves, trained, strict=True) if t], diff, has_aux=True)
+        loss, vjp, aux = jax.vjp(
+            call,
+            [leaf for leaf, t in zip(params_leaves, trained, strict=True) if t],
+            diff,
+            has_aux=True,
+        )
         dparams, dy = vjp(seed.astype(loss.dtype))
         return loss, aux, dparams, dy
 
     params_leaves = jax.tree.leaves(params)
-    seed = jax.ShapeDtypeStruct((), jnp.result_type(float))  # the widest: that of a float64 loss is not rounded
+    # the widest: that of a float64 loss is not rounded
+    seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
     traced, shapes = jax.make_jaxpr(train, return_shape=True)(params_leaves, y_leaves, extra, seed)
     aux_leaves, aux_tree = jax.tree.flatten(shapes[1])
     flat = flatten(traced)
-    jaxpr = without_axes(flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars]))
+    jaxpr = without_axes(
+        flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
+    )
     head = len(flat.consts) + len(params_leaves)
     known = [True] * len(flat.consts) + [use.once for use in uses]
     apart = hoist_known(jaxpr, known + [False] * (len(jaxpr.invars) - head))
@@ -71,5 +84,9 @@ def trace_last(
         aux_tree=aux_tree,
         aux_avals=tuple(aux_leaves),
         loss_dtype=shapes[0].dtype,
-        deferred=None if defers is None else defer_weights(body, y=inputs, before=1 + len(aux_leaves), params=sum(trained), axis=defers),
+        deferred=None
+        if defers is None
+        else defer_weights(
+            body, y=inputs, before=1 + len(aux_leaves), params=sum(trained), axis=defers
+        ),
     )

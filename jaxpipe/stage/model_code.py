@@ -1,4 +1,6 @@
-"""Trace the whole model: the code of every kind of stage, of first and last, and the program made for them."""
+"""Trace the whole model: the code of every kind of stage, of first and last, and the program made
+for them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class ModelCode:
 
     kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
     kind_of: tuple[int, ...]  # per stage
-    wants: tuple[frozenset[str], ...]  # per kind, the keywords whose values differ by microbatch or stage
+    # per kind, the keywords whose values differ by microbatch or stage
+    wants: tuple[frozenset[str], ...]
     first: StageCode
     last: LastCode | None
     program: Program
@@ -43,13 +46,23 @@ class ModelCode:
 
     @property
     def first_avals(self) -> tuple[Any, ...]:
-        """What waits for the gradient of `first`: what it keeps itself, or where it is spread the gradient of the first stage's input."""
-        return self.first.dy_avals if self.program.schedule.encoded.spreads_first else self.first.residual_avals
+        """What waits for the gradient of `first`: what it keeps itself, or where it is spread the
+        gradient of the first stage's input.
+        """
+        return (
+            self.first.dy_avals
+            if self.program.schedule.encoded.spreads_first
+            else self.first.residual_avals
+        )
 
     @property
     def last_avals(self) -> tuple[Any, ...]:
         """What waits for a spread `last`: the last stage's output."""
-        return self.kinds[self.kind_of[-1]].y_avals if self.program.schedule.encoded.spreads_last else ()
+        return (
+            self.kinds[self.kind_of[-1]].y_avals
+            if self.program.schedule.encoded.spreads_last
+            else ()
+        )
 
     @property
     def share_avals(self) -> tuple[Any, ...]:
@@ -59,11 +72,17 @@ class ModelCode:
     @property
     def permutes(self) -> bool:
         """Whether a function that not all devices run at once permutes, as ring attention does."""
-        jaxprs = [jaxpr for kind in self.kinds for jaxpr in (kind.forward, kind.evaluate, kind.backward)]
+        jaxprs = [
+            jaxpr for kind in self.kinds for jaxpr in (kind.forward, kind.evaluate, kind.backward)
+        ]
         table = self.program.schedule.encoded
         jaxprs += [] if table.spreads_first else [self.first.forward, self.first.evaluate]
-        jaxprs += [] if self.last is None or table.spreads_last else [self.last.train, self.last.evaluate]
-        return any(primitive == "ppermute" for jaxpr in jaxprs for primitive, _ in collectives(jaxpr))
+        jaxprs += (
+            [] if self.last is None or table.spreads_last else [self.last.train, self.last.evaluate]
+        )
+        return any(
+            primitive == "ppermute" for jaxpr in jaxprs for primitive, _ in collectives(jaxpr)
+        )
 
     @property
     def liveness(self) -> Liveness:
@@ -73,16 +92,24 @@ class ModelCode:
 
 def split_batch(batch: PyTree, count: int) -> PyTree:
     """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
-    return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
+    )
 
 
-def make_extra(batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]) -> dict[str, PyTree]:
+def make_extra(
+    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
+) -> dict[str, PyTree]:
     """The microbatch's rows of the batch and the context, those of them that are wanted."""
     extra: dict[str, PyTree] = {}
     if "microbatch" in wants:
-        extra["microbatch"] = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch)
+        extra["microbatch"] = jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
+        )
     if "ctx" in wants:
-        key = None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
+        key = (
+            None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
+        )
         common = None if rng is None else jax.random.fold_in(rng, microbatch)
         extra["ctx"] = Context(stage, microbatch, key, common)
     return extra
@@ -109,14 +136,26 @@ def trace_model(
         first_code = trace_spread_first(functions.run_first, (first, shared), outer, first_uses)
     else:
         first_code = trace_stage(functions.run_first, (first, shared), (), outer, first_uses)
-        _check_collectives("first", (first_code.hoist, first_code.forward, first_code.backward), job.axis)
+        _check_collectives(
+            "first", (first_code.hoist, first_code.forward, first_code.backward), job.axis
+        )
     x: PyTree = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
-        uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
-        key = (function, _form(params), _form(state), _form(x), tuple(uses), job.layout.form_of(stage, owned))  # and where they lie
+        uses = (
+            _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
+        )
+        # and where they lie
+        key = (
+            function,
+            _form(params),
+            _form(state),
+            _form(x),
+            tuple(uses),
+            job.layout.form_of(stage, owned),
+        )
         if key not in kinds:
             extra = make_extra(batch, rng, index, index, function.wants_arrays)
             if "state" in function.wants:
@@ -131,13 +170,17 @@ def trace_model(
     if functions.last is not None:
         last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
         defers = job.axis if job.training and job.plan.ticks.schedule.encoded.defers_last else None
-        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses, defers=defers)
+        last_code = trace_last(
+            functions.run_last, (last, shared), x, outer, last_uses, defers=defers
+        )
         if not functions.last.spread:
             _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     offloads = job.training and any(code.offloads for code in codes)
     plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
     program = verify(plan.program(longest([code.liveness for code in codes])))
-    return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants)
+    return ModelCode(
+        codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants
+    )
 
 
 def _form(tree: PyTree) -> Any:
@@ -147,10 +190,21 @@ def _form(tree: PyTree) -> Any:
 
 def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
     """What is done with each of these parameters."""
-    return [ParamUse.of(leaf, frozen=plan.frozen) for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)]
+    return [
+        ParamUse.of(leaf, frozen=plan.frozen)
+        for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
+    ]
 
 
-def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree, uses: Sequence[ParamUse]) -> StageCode:
+def _trace_one(
+    job: Job,
+    functions: Functions,
+    stage: int,
+    params: PyTree,
+    x: PyTree,
+    extra: PyTree,
+    uses: Sequence[ParamUse],
+) -> StageCode:
     """Trace one stage and check what it returns."""
     call, name = partial(functions.run_stage, stage), functions.stages[stage].name
     if job.layout.unlike:
@@ -162,11 +216,15 @@ def _trace_one(job: Job, functions: Functions, stage: int, params: PyTree, x: Py
         check_state_gradient(name, call, params, x, extra, [use.trained for use in uses])
     code = trace_stage(call, params, x, extra, uses)
     if keeps_state:
-        _check_reads_of_state(name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes)
+        _check_reads_of_state(
+            name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes
+        )
     return code
 
 
-def _check_takes(call: Callable[..., PyTree], stage: int, params: PyTree, x: PyTree, extra: PyTree) -> None:
+def _check_takes(
+    call: Callable[..., PyTree], stage: int, params: PyTree, x: PyTree, extra: PyTree
+) -> None:
     """PipelineError where a stage cannot be called with what the one before it returns."""
     before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
     try:
@@ -174,18 +232,30 @@ def _check_takes(call: Callable[..., PyTree], stage: int, params: PyTree, x: PyT
     except PipelineError:
         raise
     except (TypeError, ValueError) as error:
-        shapes = ", ".join(f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}" for p, a in jax.tree_util.tree_leaves_with_path(x))
-        raise PipelineError(f"stage {stage} cannot take what {before} returns ({shapes}): {error}") from error
+        shapes = ", ".join(
+            f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}"
+            for p, a in jax.tree_util.tree_leaves_with_path(x)
+        )
+        raise PipelineError(
+            f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
+        ) from error
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
-    """PipelineError for communication over the pipe axis, which would wait for ever: devices run different stages at a time."""
-    found = sorted({primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes})
+    """PipelineError for communication over the pipe axis, which would wait for ever: devices run
+    different stages at a time.
+    """
+    found = sorted(
+        {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}
+    )
     if found:
         raise PipelineError(
-            f"`{name}` calls {', '.join(found)} over the pipe axis {axis!r}; devices along it run different stages at a time, so it would "
-            'wait for ever. What all stages share belongs under "shared"; a sum over microbatches is a metric, or made of gradients; '
-            "a `first` or `last` under jaxpipe.spread runs on all devices at once, and may use the axis"
+            f"`{name}` calls {', '.join(found)} over the pipe axis {axis!r}; devices along it "
+            "run different stages at a time, so it would "
+            'wait for ever. What all stages share belongs under "shared"; a sum over '
+            "microbatches is a metric, or made of gradients; "
+            "a `first` or `last` under jaxpipe.spread runs on all devices at once, and may use "
+            "the axis"
         )
 
 
@@ -199,14 +269,17 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
 
     if read_by(code.backward, code.input_grad, code.weight_grad):
         raise PipelineError(
-            f"the gradient of `{name}` depends on its state, which later microbatches have changed by "
+            f"the gradient of `{name}` depends on its state, which later microbatches have "
+            "changed by "
             "the time of the backward; let x depend on the state only where training=False, or put "
-            "jax.lax.stop_gradient around all that it is multiplied with. (With remat= the backward "
+            "jax.lax.stop_gradient around all that it is multiplied with. (With remat= the "
+            "backward "
             "runs the stage again, so x must not depend on the state at all)"
         )
     if recomputes and read_by(code.recompute):
         raise PipelineError(
-            f"R in the table recomputes what the gradient of `{name}` needs, and that depends on the "
+            f"R in the table recomputes what the gradient of `{name}` needs, and that depends on "
+            "the "
             "state, which later microbatches have changed by then; let x depend on the state only "
             "where training=False, or take R out with jaxpipe.remove_recompute"
         )
@@ -219,14 +292,18 @@ def _check_chain(call: Callable[..., PyTree], params: PyTree, x: PyTree, extra: 
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:
         raise PipelineError(
-            f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next stage's input, so return the same tree"
+            f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next "
+            "stage's input, so return the same tree"
         )
     faults = []
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True
+    ):
         if a.shape != b.shape or a.dtype != b.dtype:
             where = jax.tree_util.keystr(path) or "x"
             faults.append(
-                f"`stage` takes {where} as {a.dtype}{list(a.shape)} but returns {b.dtype}{list(b.shape)}; a stage's output is the "
+                f"`stage` takes {where} as {a.dtype}{list(a.shape)} but returns "
+                f"{b.dtype}{list(b.shape)}; a stage's output is the "
                 "next stage's input, so return the same shape and dtype (or cast in `first`)"
             )
     if faults:

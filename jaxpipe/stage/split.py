@@ -1,4 +1,6 @@
-"""Cut the joint jaxpr of a stage's forward and backward into hoist, forward, backward, input gradient and weight gradient."""
+"""Cut the joint jaxpr of a stage's forward and backward into hoist, forward, backward, input
+gradient and weight gradient.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Inputs:
 
     @property
     def known(self) -> list[bool]:
-        """Of constants and parameters, what is there before the step's loop; what depends on it alone is made once."""
+        """Of constants and parameters, what is there before the step's loop; what depends on it
+        alone is made once.
+        """
         return [True] * self.consts + [use.once for use in self.uses]
 
     @property
@@ -65,7 +69,9 @@ class Returns:
 
 @dataclass(frozen=True)
 class Joint:
-    """Forward and backward in one jaxpr: (consts, params, x, extra, dy) -> (y, dparams, dx); `split` forward equations."""
+    """Forward and backward in one jaxpr: (consts, params, x, extra, dy) -> (y, dparams, dx);
+    `split` forward equations.
+    """
 
     jaxpr: core.Jaxpr
     consts: tuple[Any, ...]
@@ -86,14 +92,18 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     forward = halves.first.replace(invars=halves.first.invars[:total])
     # Backward inputs: (consts, params, x, extra | residuals | dy).
     base, crossing = halves.second.invars[:total], halves.second.invars[total + len(dy) :]
-    backward = halves.second.replace(invars=[*base, *crossing, *halves.second.invars[total : total + len(dy)]])
+    backward = halves.second.replace(
+        invars=[*base, *crossing, *halves.second.invars[total : total + len(dy)]]
+    )
 
     # What depends on parameters alone leaves both halves.
     once_f = hoist_known(forward, known)
     forward = once_f.second
     aliases = _aliases(forward, total, outputs)
     kept = [i for i, alias in enumerate(aliases) if alias is None]
-    forward = forward.replace(outvars=[*forward.outvars[:outputs], *(forward.outvars[outputs + i] for i in kept)])
+    forward = forward.replace(
+        outvars=[*forward.outvars[:outputs], *(forward.outvars[outputs + i] for i in kept)]
+    )
     backward = _rename_residuals(backward, total, aliases, forward, len(once_f.crossing))
     once_count = len(once_f.crossing)
     tail = len(kept) + len(dy)
@@ -102,11 +112,17 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     forward = forward.replace(invars=[*forward.invars, *_fresh(once_b.crossing)])
     late = len(once_b.crossing)
     invars = once_b.second.invars
-    head, middle, end = invars[: total + once_count], invars[total + once_count : len(invars) - late], invars[len(invars) - late :]
+    head, middle, end = (
+        invars[: total + once_count],
+        invars[total + once_count : len(invars) - late],
+        invars[len(invars) - late :],
+    )
     backward = once_b.second.replace(invars=[*head, *end, *middle])
     # Under remat the backward makes of parameters again what the forward made.
     same = equal_outputs(hoist)
-    hoist, _ = drop_dead(hoist.replace(outvars=[v for i, v in enumerate(hoist.outvars) if same[i] == i]))
+    hoist, _ = drop_dead(
+        hoist.replace(outvars=[v for i, v in enumerate(hoist.outvars) if same[i] == i])
+    )
     forward, backward = keep_first(forward, total, same), keep_first(backward, total, same)
     once = len(hoist.outvars)
 
@@ -114,7 +130,9 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     start = total + once
     apart = cut_weights(backward, params=inputs.trained, residuals=slice(start, start + len(kept)))
     assert apart is not None, "any cut fits"
-    return _classify(inputs, once, hoist, forward, backward, apart, returns, len(kept), len(dy), joint.consts)
+    return _classify(
+        inputs, once, hoist, forward, backward, apart, returns, len(kept), len(dy), joint.consts
+    )
 
 
 def _classify(
@@ -129,12 +147,19 @@ def _classify(
     dy: int,
     consts: tuple[Any, ...],
 ) -> StageCode:
-    """Order residuals into those that only I needs and those that W needs, and read off how long each input lives."""
+    """Order residuals into those that only I needs and those that W needs, and read off how long
+    each input lives.
+    """
     start = inputs.total + once
     by_weight = list(apart.second_reads[start : start + residuals])
     early = [i for i in range(residuals) if not by_weight[i]]
     late = [i for i in range(residuals) if by_weight[i]]
-    order = [*range(start), *(start + i for i in early), *(start + i for i in late), *range(start + residuals, start + residuals + dy)]
+    order = [
+        *range(start),
+        *(start + i for i in early),
+        *(start + i for i in late),
+        *range(start + residuals, start + residuals + dy),
+    ]
 
     def reorder(jaxpr: core.Jaxpr) -> core.Jaxpr:
         rest = jaxpr.invars[len(order) :]
@@ -171,17 +196,23 @@ def _classify(
         x_wanted=returns.x_wanted,
         y_wanted=tuple(inexact(a) for a in returns.y),
         trained=tuple(use.trained for use in inputs.uses),
-        liveness=Liveness(x=x_use, cotangent=LastUse.WEIGHT_GRAD if dy_weight else LastUse.INPUT_GRAD),
+        liveness=Liveness(
+            x=x_use, cotangent=LastUse.WEIGHT_GRAD if dy_weight else LastUse.INPUT_GRAD
+        ),
     )
 
 
 def hoist_known(jaxpr: core.Jaxpr, known: Sequence[bool]) -> Cut:
     """Cut off what the known inputs determine."""
-    return cut(jaxpr, known_from(jaxpr, known), outputs=[False] * len(jaxpr.outvars), recompute=keep_work)
+    return cut(
+        jaxpr, known_from(jaxpr, known), outputs=[False] * len(jaxpr.outvars), recompute=keep_work
+    )
 
 
 def _aliases(forward: core.Jaxpr, total: int, y_count: int) -> list[Atom | None]:
-    """For each residual, the input, hoisted value or number that it is, or an earlier equal residual; None if it is itself."""
+    """For each residual, the input, hoisted value or number that it is, or an earlier equal
+    residual; None if it is itself.
+    """
     inputs = set(forward.invars)
     seen: set[core.Var] = set()
     found: list[Atom | None] = []
@@ -194,13 +225,17 @@ def _aliases(forward: core.Jaxpr, total: int, y_count: int) -> list[Atom | None]
     return found
 
 
-def _rename_residuals(backward: core.Jaxpr, total: int, aliases: Sequence[Atom | None], forward: core.Jaxpr, once: int) -> core.Jaxpr:
+def _rename_residuals(
+    backward: core.Jaxpr, total: int, aliases: Sequence[Atom | None], forward: core.Jaxpr, once: int
+) -> core.Jaxpr:
     """Feed aliased residuals of the backward from where they really are.
 
     Inputs become (consts, params, x, extra | hoisted | residuals that are left | dy).
     """
     hoisted = _fresh([v.aval for v in forward.invars[total : total + once]])
-    same: dict[core.Var, Atom] = dict(zip(forward.invars, [*backward.invars[:total], *hoisted], strict=True))
+    same: dict[core.Var, Atom] = dict(
+        zip(forward.invars, [*backward.invars[:total], *hoisted], strict=True)
+    )
     residuals = backward.invars[total : total + len(aliases)]
     env: dict[core.Var, Atom] = {}
     for var, alias in zip(residuals, aliases, strict=True):
@@ -221,7 +256,9 @@ def _join_hoists(early: Cut, late: Cut, inputs: Inputs, once: int) -> core.Jaxpr
     count = inputs.consts + inputs.params
     heads = early.first.invars[:count]
     env: dict[core.Var, Atom] = dict(zip(late.first.invars[:count], heads, strict=True))
-    env.update(zip(late.first.invars[inputs.total : inputs.total + once], early.first.outvars, strict=True))
+    env.update(
+        zip(late.first.invars[inputs.total : inputs.total + once], early.first.outvars, strict=True)
+    )
 
     def read(atom: Atom) -> Atom:
         return env.get(atom, atom) if isinstance(atom, core.Var) else atom

@@ -8,7 +8,9 @@ from jax.extend import core
 
 
 def without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The equations without the mark that they use a mesh axis: it orders nothing, and would keep collectives that no output needs."""
+    """The equations without the mark that they use a mesh axis: it orders nothing, and would keep
+    collectives that no output needs.
+    """
 
     def plain(effects: Any) -> Any:
         return frozenset(effect for effect in effects if type(effect).__name__ != "NamedAxisEffect")

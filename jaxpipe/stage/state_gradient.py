@@ -1,4 +1,6 @@
-"""No gradient goes through a stage's state to an earlier microbatch: what would lose one is refused."""
+"""No gradient goes through a stage's state to an earlier microbatch: what would lose one is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def check_state_gradient(
     extra: dict[str, PyTree],
     trained: Sequence[bool],
 ) -> None:
-    """PipelineError where `call(params, x, extra)` depends on state that parameters or x made before.
+    """PipelineError where `call(params, x, extra)` depends on state that parameters or x made
+    before.
 
     Only dependences with a gradient count.  `trained` says of each parameter whether it has one.
     """
@@ -51,10 +54,13 @@ def check_state_gradient(
     lost = [n for n, v, r in zip(names, after, read, strict=True) if r and needed_by([v])[1]]
     if lost:
         raise PipelineError(
-            f"`{name}` would lose a gradient: it makes {', '.join(lost)} of its parameters or of x, "
-            "and what it returns for later microbatches depends on that, but no gradient goes through "
+            f"`{name}` would lose a gradient: it makes {', '.join(lost)} of its parameters or of "
+            "x, "
+            "and what it returns for later microbatches depends on that, but no gradient goes "
+            "through "
             "the state back to an earlier microbatch. Where that gradient is not wanted, write "
-            "state = jax.lax.stop_gradient(state) at the top of the stage; for running statistics, let "
+            "state = jax.lax.stop_gradient(state) at the top of the stage; for running "
+            "statistics, let "
             "x depend on the state only where training=False"
         )
 
@@ -81,7 +87,9 @@ def _tangents(
             y, more = call(params, x, {**extra, "state": state})
             return [leaf for leaf in jax.tree.leaves((y, more.loss, more.state)) if inexact(leaf)]
 
-        _, derivative = jax.linearize(returned, [leaf for leaf, m in zip(leaves, moves, strict=True) if m])
+        _, derivative = jax.linearize(
+            returned, [leaf for leaf, m in zip(leaves, moves, strict=True) if m]
+        )
         found: Leaves = derivative(directions)
         return found
 

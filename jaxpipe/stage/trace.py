@@ -19,11 +19,17 @@ from .split import Inputs, Joint, Returns, pieces
 
 
 def trace_stage(
-    function: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree, uses: Sequence[ParamUse] | None = None
+    function: Callable[..., PyTree],
+    params: PyTree,
+    x: PyTree,
+    extra: PyTree,
+    uses: Sequence[ParamUse] | None = None,
 ) -> StageCode:
-    """Cut `function(params, x, extra) -> y`, or `(y, Returned)`, into its pieces; arguments are arrays, tracers or ShapeDtypeStructs.
+    """Cut `function(params, x, extra) -> y`, or `(y, Returned)`, into its pieces; arguments are
+    arrays, tracers or ShapeDtypeStructs.
 
-    Parameters must be floating, but for frozen ones (`uses`, by leaf); leaves of x that are not (segment ids, masks) get no gradient.
+    Parameters must be floating, but for frozen ones (`uses`, by leaf); leaves of x that are not
+    (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
     trained = [use.trained for use in uses]
@@ -31,15 +37,30 @@ def trace_stage(
     wanted = tuple(inexact(leaf) for leaf in x_leaves)
     params_tree = jax.tree.structure(params)
 
-    def split(diff: Leaves, params_leaves: Leaves, rest: Leaves, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def split(
+        diff: Leaves, params_leaves: Leaves, rest: Leaves, extra: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
         def call(p: Leaves, d: Leaves) -> tuple[PyTree, PyTree]:
             floats, others = iter(d), iter(rest)
             merged = [next(floats) if w else next(others) for w in wanted]
-            out = function(jax.tree.unflatten(params_tree, filled(p, params_leaves, trained)), jax.tree.unflatten(x_tree, merged), extra)
-            y, more = out if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Returned) else (out, Returned())
+            out = function(
+                jax.tree.unflatten(params_tree, filled(p, params_leaves, trained)),
+                jax.tree.unflatten(x_tree, merged),
+                extra,
+            )
+            y, more = (
+                out
+                if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Returned)
+                else (out, Returned())
+            )
             return (y, more.loss), more.state
 
-        y, vjp, state = jax.vjp(call, [leaf for leaf, t in zip(params_leaves, trained, strict=True) if t], diff, has_aux=True)
+        y, vjp, state = jax.vjp(
+            call,
+            [leaf for leaf, t in zip(params_leaves, trained, strict=True) if t],
+            diff,
+            has_aux=True,
+        )
         return y, state, vjp
 
     params_leaves = jax.tree.leaves(params)
@@ -60,10 +81,15 @@ def trace_stage(
     backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
     outputs = [*y_leaves, *state_leaves]
     joint = _join(flatten(forward), flatten(backward), len(outputs), len(dy))
-    # Put the leaves of x back in their own order: the trace had the floating ones first and the others after params.
+    # Put the leaves of x back in their own order: the trace had the floating ones first and the
+    # others after params.
     consts = len(joint.consts)
     order = _input_order(consts, len(params_leaves), wanted, len(jax.tree.leaves(extra)), len(dy))
-    joint = Joint(joint.jaxpr.replace(invars=[joint.jaxpr.invars[i] for i in order]), joint.consts, joint.split)
+    joint = Joint(
+        joint.jaxpr.replace(invars=[joint.jaxpr.invars[i] for i in order]),
+        joint.consts,
+        joint.split,
+    )
     inputs = Inputs(consts, tuple(uses), len(x_leaves), len(jax.tree.leaves(extra)))
     has_loss = not isinstance(y[1], tuple)
     y_count = len(y_leaves) - has_loss
@@ -89,8 +115,12 @@ def _no_gradient(leaf: Any) -> Any:
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
-def _input_order(consts: int, params: int, wanted: Sequence[bool], extra: int, dy: int) -> list[int]:
-    """Positions, in the traced order (consts, diff, params, rest, extra, dy), of (consts, params, x, extra, dy)."""
+def _input_order(
+    consts: int, params: int, wanted: Sequence[bool], extra: int, dy: int
+) -> list[int]:
+    """Positions, in the traced order (consts, diff, params, rest, extra, dy), of (consts, params,
+    x, extra, dy).
+    """
     diff = consts
     base = diff + sum(wanted)
     rest = base + params
@@ -102,7 +132,9 @@ def _input_order(consts: int, params: int, wanted: Sequence[bool], extra: int, d
     return [*range(consts), *range(base, base + params), *x, *range(after, after + extra + dy)]
 
 
-def _join(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int) -> Joint:
+def _join(
+    forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int
+) -> Joint:
     """One jaxpr of both, the backward reading the forward's variables."""
     f, b = forward.jaxpr, backward.jaxpr
     residuals = f.outvars[y_count:]
@@ -116,5 +148,11 @@ def _join(forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, d
     assert len(dy) == dy_count
     invars = [*f.constvars, *b.constvars, *f.invars, *dy]
     outvars = [*f.outvars[:y_count], *(read(a) for a in b.outvars)]
-    jaxpr = f.replace(constvars=[], invars=invars, outvars=outvars, eqns=[*f.eqns, *moved], effects=f.effects | b.effects)
+    jaxpr = f.replace(
+        constvars=[],
+        invars=invars,
+        outvars=outvars,
+        eqns=[*f.eqns, *moved],
+        effects=f.effects | b.effects,
+    )
     return Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))

@@ -1,4 +1,6 @@
-"""Where I ends and W begins: of several cuts of a backward, the one that leaves the least in memory between them."""
+"""Where I ends and W begins: of several cuts of a backward, the one that leaves the least in memory
+between them.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +12,53 @@ from ..jaxprs import Cut, cut, cut_weight, is_light, needed_for
 from ..jaxprs.slices import Assignment, Split
 
 
-def cut_weights(backward: core.Jaxpr, *, params: int, residuals: slice, fits: Callable[[Cut], bool] | None = None) -> Cut | None:
-    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None where no cut `fits`.
+def cut_weights(
+    backward: core.Jaxpr,
+    *,
+    params: int,
+    residuals: slice,
+    fits: Callable[[Cut], bool] | None = None,
+) -> Cut | None:
+    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None
+    where no cut `fits`.
 
-    Every matmul that the input's gradient needs is in I and every other one in W.  Light equations may stand on either side: of the
-    gradient of a norm's scale, a sum over what I has anyway, I leaves the result where that is smaller than what the sum reads.
+    Every matmul that the input's gradient needs is in I and every other one in W.  Light equations
+    may stand on either side: of the gradient of a norm's scale, a sum over what I has anyway, I
+    leaves the result where that is smaller than what the sum reads.
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
     plain = needed_for(backward, mask)
     found = [
         cut(backward, plain, outputs=mask),
         cut(backward, plain, outputs=mask, recompute=None),
-        cut(backward, needed_for(backward, _with_light(backward, mask, params)), outputs=mask, recompute=None, early=is_light),
+        cut(
+            backward,
+            needed_for(backward, _with_light(backward, mask, params)),
+            outputs=mask,
+            recompute=None,
+            early=is_light,
+        ),
     ]
     return min(filter(fits, found), key=lambda each: _held(each, backward, residuals), default=None)
 
 
 def _held(made: Cut, backward: core.Jaxpr, residuals: slice) -> int:
     """Bytes from I to W: the stash, and the residuals that W reads."""
-    read = [v for v, late in zip(backward.invars[residuals], made.second_reads[residuals], strict=True) if late]
+    read = [
+        v
+        for v, late in zip(backward.invars[residuals], made.second_reads[residuals], strict=True)
+        if late
+    ]
     return made.weight + sum(cut_weight(v, None) for v in read)
 
 
 def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
     """The mask, and the gradients of parameters that cost no more matmuls."""
     least = _heavy_in(backward, needed_for(backward, mask))
-    alone = [_heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)])) for i in range(params)]
+    alone = [
+        _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)]))
+        for i in range(params)
+    ]
     return [count == least for count in alone] + list(mask[params:])
 
 
@@ -47,7 +70,9 @@ def _heavy_in(jaxpr: core.Jaxpr, assignment: Assignment) -> int:
             continue
         if eqn.primitive.name == "scan":
             body = eqn.params["jaxpr"].jaxpr
-            found += _heavy_in(body, choice.body if isinstance(choice, Split) else (True,) * len(body.eqns))
+            found += _heavy_in(
+                body, choice.body if isinstance(choice, Split) else (True,) * len(body.eqns)
+            )
         else:
             found += not is_light(eqn)
     return found

@@ -1,8 +1,8 @@
 """One cell of a schedule table: an action or an overlapped pair, and its text.
 
-The text form is torch.distributed.pipelining's (`_Action.__str__`): `[stage][kind][microbatch]`, e.g. `2F0`.
-Actions are named tuples, not dataclasses: the table of a large job holds half a million of them, and a tuple is built
-five times faster than a frozen dataclass.
+The text form is torch.distributed.pipelining's (`_Action.__str__`): `[stage][kind][microbatch]`,
+e.g. `2F0`. Actions are named tuples, not dataclasses: the table of a large job holds half a million
+of them, and a tuple is built five times faster than a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class Action(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward (B or I) of different microbatches that run as one step: `(0F7;7B3)OVERLAP_F_B`.
+    """A forward and a backward (B or I) of different microbatches that run as one step:
+    `(0F7;7B3)OVERLAP_F_B`.
 
-    Source: DualPipe (DeepSeek-V3, section 3.2.1), where the communication of one half overlaps the compute of the other.
+    Source: DualPipe (DeepSeek-V3, section 3.2.1), where the communication of one half overlaps the
+    compute of the other.
     """
 
     forward: Action
@@ -65,11 +67,15 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(_text(text))
     if match is not None:
         return Action(int(match[1]), Kind[match[2]], int(match[3]))
-    raise ParseError(f"{quoted(text)} is not an action: {_why_not(text)}; write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3")
+    raise ParseError(
+        f"{quoted(text)} is not an action: {_why_not(text)}; write [stage][kind][microbatch], "
+        "e.g. 2F0 or 1SEND_F3"
+    )
 
 
 def parse_cell(text: str) -> Cell:
-    """Read one cell: empty (idle), an action, or `(0F7;7B3)OVERLAP_F_B`; ParseError says what is wrong.
+    """Read one cell: empty (idle), an action, or `(0F7;7B3)OVERLAP_F_B`; ParseError says what is
+    wrong.
 
     >>> parse_cell("2F0")
     Action(stage=2, kind=<Kind.F: 0>, microbatch=0)
@@ -85,7 +91,9 @@ def parse_cell(text: str) -> Cell:
     forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
     if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
         must = f"the first must be {_any_of(FORWARD_HALVES)}, the second {_any_of(BACKWARD_HALVES)}"
-        raise ParseError(f"{quoted(text)} overlaps {forward.kind.name} with {backward.kind.name}; {must}")
+        raise ParseError(
+            f"{quoted(text)} overlaps {forward.kind.name} with {backward.kind.name}; {must}"
+        )
     return Overlap(forward, backward)
 
 
@@ -109,10 +117,16 @@ def _why_not(text: str) -> str:
         return f"the stage number has {stage.end():,} digits, of {MAX_DIGITS} at most"
     kind = re.compile(_KIND).match(text, stage.end())
     if kind is None:
-        return f"character {stage.end() + 1} must start a kind ({' '.join(kind.name for kind in (*COMPUTE, *TRANSFERS))})"
+        return (
+            f"character {stage.end() + 1} must start a kind "
+            f"({' '.join(kind.name for kind in (*COMPUTE, *TRANSFERS))})"
+        )
     microbatch = re.compile("[0-9]+").match(text, kind.end())
     if microbatch is None:
         return f"character {kind.end() + 1} must start the microbatch number"
     if len(microbatch[0]) > MAX_DIGITS:
         return f"the microbatch number has {len(microbatch[0]):,} digits, of {MAX_DIGITS} at most"
-    return f"{quoted(text[microbatch.end() :])} follows at character {microbatch.end() + 1}, where the action ends"
+    return (
+        f"{quoted(text[microbatch.end() :])} follows at character {microbatch.end() + 1}, "
+        "where the action ends"
+    )

@@ -12,12 +12,14 @@ from .kinds import Release as Release
 
 
 class Changes(NamedTuple):
-    """Per action, what begins and ends with it on its device, each for its own stage and microbatch.
+    """Per action, what begins and ends with it on its device, each for its own stage and
+    microbatch.
 
     Attributes:
         begins: 1 where activations begin to live at its start.
         ends: 1 where they die at its end.
-        inputs: 1 where only a stage's input is kept from its start on (an F with an R), -1 where activations replace it (the R).
+        inputs: 1 where only a stage's input is kept from its start on (an F with an R), -1 where
+            activations replace it (the R).
     """
 
     begins: IntArray
@@ -26,10 +28,11 @@ class Changes(NamedTuple):
 
 
 def activation_changes(table: Encoded, release: Release) -> Changes:
-    """What each action keeps and releases: activations live from F, or from R where there is one, to the end of B (or of I or W).
+    """What each action keeps and releases: activations live from F, or from R where there is one,
+    to the end of B (or of I or W).
 
-    An F whose microbatch has an R keeps the stage's input only.  In a forward-only table nothing is kept: each F's activations
-    live while it runs.
+    An F whose microbatch has an R keeps the stage's input only.  In a forward-only table nothing is
+    kept: each F's activations live while it runs.
     """
     begins = table.of_kinds(makers(Value.ACTIVATIONS)).astype(np.int64)
     inputs = -table.of_kinds(RECOMPUTE).astype(np.int64)
@@ -37,25 +40,36 @@ def activation_changes(table: Encoded, release: Release) -> Changes:
         return Changes(begins, begins, inputs)
     if inputs.any():
         sources = np.flatnonzero(table.of_kinds(makers(Value.INPUT)) & table.in_range)
-        recomputed = (table.at[list(RECOMPUTE)][:, table.stage[sources], table.microbatch[sources]] >= 0).any(axis=0)
+        recomputed = (
+            table.at[list(RECOMPUTE)][:, table.stage[sources], table.microbatch[sources]] >= 0
+        ).any(axis=0)
         inputs[sources] = recomputed
         begins[sources] = ~recomputed
-    return Changes(begins, table.of_kinds(kinds_where(lambda spec: release in spec.releases)).astype(np.int64), inputs)
+    return Changes(
+        begins,
+        table.of_kinds(kinds_where(lambda spec: release in spec.releases)).astype(np.int64),
+        inputs,
+    )
 
 
 def live_activations(table: Encoded, release: Release) -> IntArray:
-    """Per action, how many activations its device holds while it runs, its own included (kept inputs are not counted).
+    """Per action, how many activations its device holds while it runs, its own included (kept
+    inputs are not counted).
 
-    The halves of an overlapped pair run at the same time: what the forward makes lives while the backward runs.
+    The halves of an overlapped pair run at the same time: what the forward makes lives while the
+    backward runs.
     """
     begins, dies, _ = activation_changes(table, release)
     running = np.cumsum(begins) - (np.cumsum(dies) - dies)
-    before_row = np.concatenate([[0], np.cumsum(begins - dies)])[np.array(table.first[:-1], np.int64)]
+    before_row = np.concatenate([[0], np.cumsum(begins - dies)])[
+        np.array(table.first[:-1], np.int64)
+    ]
     live: IntArray = running - np.repeat(before_row, np.diff(table.first))
     return live
 
 
-# A value leaves while the action after it runs, and is back when the action before its reader ends: nothing is gained by less than this.
+# A value leaves while the action after it runs, and is back when the action before its reader ends:
+# nothing is gained by less than this.
 LEAST_AWAY = 4
 
 
@@ -72,10 +86,11 @@ class Split(NamedTuple):
 
 
 def split_peaks(table: Encoded, release: Release) -> Split:
-    """The most activations of each device in either memory, where those that live long wait on the host (Wan et al. 2025, "PipeOffload").
+    """The most activations of each device in either memory, where those that live long wait on the
+    host (Wan et al. 2025, "PipeOffload").
 
-    One leaves while the action after it runs, and comes back while the one before its first reader does, where that is at least
-    `LEAST_AWAY` actions later.
+    One leaves while the action after it runs, and comes back while the one before its first reader
+    does, where that is at least `LEAST_AWAY` actions later.
     """
     begins, dies, _ = activation_changes(table, release)
     changes = np.zeros((2, table.num_actions + 1), np.int64)

@@ -10,7 +10,9 @@ from .typed import set_typed
 
 
 class Objective(Enum):
-    """What a schedule is made short in: the whole step, or the time of a microbatch in its steady state."""
+    """What a schedule is made short in: the whole step, or the time of a microbatch in its steady
+    state.
+    """
 
     MAKESPAN = "makespan"
     PERIOD = "period"
@@ -25,18 +27,21 @@ class Proof(Enum):
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `build("auto", ...)` knows of its result: its makespan or period, and a bound that no schedule goes below.
+    """What `build("auto", ...)` knows of its result: its makespan or period, and a bound that no
+    schedule goes below.
 
     Args:
         objective: what `value` and `bound` are.
         value: of the schedule, in the unit of its costs.
-        bound: no schedule for these costs, this placement (a loop and a V, where none was given) and this cap is below it, whether its
-            backwards are whole, split or in overlapped pairs.  Under a cap, tables with R are not meant: they hold less and compute more.
+        bound: no schedule for these costs, this placement (a loop and a V, where none was given)
+            and this cap is below it, whether its backwards are whole, split or in overlapped pairs.
+            Under a cap, tables with R are not meant: they hold less and compute more.
         proof: where the bound comes from.
         max_activations: the cap that it holds for; None for any memory.
 
     >>> print(Certificate(Objective.MAKESPAN, 57, 54, Proof.RELAXATION, max_activations=3))
-    makespan 57, at most 5.56% above the optimum for 3 activations a device without R (bound 54: relaxations, for any schedule)
+    makespan 57, at most 5.56% above the optimum for 3 activations a device without R (bound 54:
+    relaxations, for any schedule)
     """
 
     objective: Objective
@@ -60,6 +65,13 @@ class Certificate:
         return self.gap < 1e-9
 
     def __str__(self) -> str:
-        memory = "any memory" if self.max_activations is None else f"{quoted(self.max_activations)} activations a device without R"
+        memory = (
+            "any memory"
+            if self.max_activations is None
+            else f"{quoted(self.max_activations)} activations a device without R"
+        )
         words = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
-        return f"{self.objective.value} {self.value:g}, {words} for {memory} (bound {self.bound:g}: {self.proof.value})"
+        return (
+            f"{self.objective.value} {self.value:g}, {words} for {memory} (bound "
+            f"{self.bound:g}: {self.proof.value})"
+        )

@@ -1,4 +1,6 @@
-"""`check`: every rule that a table must obey; the error lists all broken rules and marks their cells."""
+"""`check`: every rule that a table must obey; the error lists all broken rules and marks their
+cells.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,22 @@ def check(
     max_activations: int | Sequence[int] | None = None,
     release: Release = Release.WEIGHT_GRAD,
 ) -> Schedule:
-    """Return the schedule if it is valid, or raise ScheduleError with every broken rule in `.violations`.
+    """Return the schedule if it is valid, or raise ScheduleError with every broken rule in
+    `.violations`.
 
-    The rules are named range, duplicate, completeness, placement, order, overlap, transfer, deadlock and memory.  The error shows
-    the grid with the cells marked `<-- ERROR HERE`; a deadlock is shown as the cycle of devices that wait for each other.
+    The rules are named range, duplicate, completeness, placement, order, overlap, transfer,
+    deadlock and memory.  The error shows the grid with the cells marked `<-- ERROR HERE`; a
+    deadlock is shown as the cycle of devices that wait for each other.
 
     Args:
         schedule: the table, with or without SEND and RECV.
-        transfers: how SEND and RECV behave where it runs.  RENDEZVOUS is the strictest: a table that cannot deadlock there
-            cannot deadlock anywhere.  It makes no difference to a table without SEND and RECV.
-        max_activations: cap on the activations (stage and microbatch pairs between F and B or W) that a device may
-            hold at once; one number, or one for each device.
-        release: whether activations die at W (the default) or already at I, where the backward is split.
+        transfers: how SEND and RECV behave where it runs.  RENDEZVOUS is the strictest: a table
+            that cannot deadlock there cannot deadlock anywhere.  It makes no difference to a table
+            without SEND and RECV.
+        max_activations: cap on the activations (stage and microbatch pairs between F and B or W)
+            that a device may hold at once; one number, or one for each device.
+        release: whether activations die at W (the default) or already at I, where the backward is
+            split.
 
     Raises:
         ScheduleError: a rule is broken.
@@ -55,14 +61,17 @@ def check(
 
 
 def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) -> list[Violation]:
-    """The rule of memory: one violation for each device that exceeds its cap, at the first action that does."""
+    """The rule of memory: one violation for each device that exceeds its cap, at the first action
+    that does.
+    """
     table = schedule.encoded
     caps = list(cap) if isinstance(cap, Sequence) else [cap] * table.num_devices
     if len(caps) != table.num_devices:
         return [
             Violation(
                 "memory",
-                f"max_activations has {len(caps)} entries for {table.num_devices} devices; give one number, or one for each device",
+                f"max_activations has {len(caps)} entries for {table.num_devices} devices; give "
+                "one number, or one for each device",
             )
         ]
     live = live_activations(table, release)
@@ -73,8 +82,13 @@ def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) ->
         if not len(over):
             continue
         number = table.first[device] + int(over[0])
-        message = f"device {device} may hold {quoted(most)} activations, but holds {held[over[0]]} while {table.text(number)} runs"
-        found.append(Violation("memory", f"{message} and {held.max()} at its peak", *table.cell_of(number)))
+        message = (
+            f"device {device} may hold {quoted(most)} activations, but holds "
+            f"{held[over[0]]} while {table.text(number)} runs"
+        )
+        found.append(
+            Violation("memory", f"{message} and {held.max()} at its peak", *table.cell_of(number))
+        )
     return found
 
 
@@ -85,6 +99,8 @@ def _report(schedule: Schedule, found: Sequence[Violation]) -> str:
     lines += [f"  {violation}" for violation in found[:_MOST_SHOWN]]
     if len(found) > _MOST_SHOWN:
         lines.append(f"  ... and {len(found) - _MOST_SHOWN} more (all are in .violations)")
-    marked = {(v.device, v.position) for v in found if v.device is not None and v.position is not None}
+    marked = {
+        (v.device, v.position) for v in found if v.device is not None and v.position is not None
+    }
     marked |= {cell for v in found for cell in v.others}
     return "\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=_MOST_COLUMNS)])

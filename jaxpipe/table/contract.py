@@ -12,7 +12,8 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True)
 class Contract(Generic[In, Out]):
-    """A pass and its promise: `faults(before, after)` is empty for every valid `before` and `after = run(before)`.
+    """A pass and its promise: `faults(before, after)` is empty for every valid `before` and `after
+    = run(before)`.
 
     The promise is checked from the two alone, without the pass.
     """

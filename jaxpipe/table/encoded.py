@@ -1,7 +1,9 @@
-"""A table as flat integer arrays, which the checker, the simulator and the passes read instead of half a million tuples.
+"""A table as flat integer arrays, which the checker, the simulator and the passes read instead of
+half a million tuples.
 
-Actions are numbered row by row, idle cells left out, the halves of an overlapped pair one after the other (forward
-first).  So number order is row order.  Each action waits for at most one action of another device.
+Actions are numbered row by row, idle cells left out, the halves of an overlapped pair one after the
+other (forward first).  So number order is row order.  Each action waits for at most one action of
+another device.
 """
 
 from __future__ import annotations
@@ -44,22 +46,27 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 NUM_KINDS = len(Kind)
 _CELL_TYPES = {Action, Overlap, type(None)}
 _STAGE, _KIND, _MICROBATCH = (cast(Callable[[Any], Any], itemgetter(field)) for field in range(3))
-# The look-up table has an entry for each kind, stage and microbatch.  Where it would be this much larger than the number of actions,
-# some number is a typing error (0F1000000).
+# The look-up table has an entry for each kind, stage and microbatch.  Where it would be this much
+# larger than the number of actions, some number is a typing error (0F1000000).
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
 
 
 class Meeting(NamedTuple):
-    """What all devices do at the same time for one microbatch: the number of each device's action, and whom it stands between."""
+    """What all devices do at the same time for one microbatch: the number of each device's action,
+    and whom it stands between.
+    """
 
     members: tuple[int, ...]
     stage: int  # at which it stands: the first or the last
-    source: int  # the action of that stage whose result it reads; -1 where it needs none, or none is there
+    # the action of that stage whose result it reads; -1 where it needs none, or none is there
+    source: int
     user: int  # the action of that stage that reads what it makes; -1 where there is none
 
     @property
     def home(self) -> int:
-        """An action of its stage and microbatch, on the device that gives it what it reads and takes what it makes."""
+        """An action of its stage and microbatch, on the device that gives it what it reads and
+        takes what it makes.
+        """
         return self.source if self.source >= 0 else self.user
 
 
@@ -67,8 +74,9 @@ class Meeting(NamedTuple):
 class Encoded:
     """The actions of a table as arrays with one entry per action, and which action needs which.
 
-    `first[d] : first[d + 1]` are the actions of device d.  `last_half[i]` is i, or the number of the backward half
-    where i is the forward half of an overlapped pair: both are done only when that one is.
+    `first[d] : first[d + 1]` are the actions of device d.  `last_half[i]` is i, or the number of
+    the backward half where i is the forward half of an overlapped pair: both are done only when
+    that one is.
     """
 
     num_stages: int
@@ -101,13 +109,17 @@ class Encoded:
 
     @property
     def too_sparse(self) -> bool:
-        """True where S * M is so much larger than the number of actions that some number must be a typing error."""
+        """True where S * M is so much larger than the number of actions that some number must be a
+        typing error.
+        """
         room = NUM_KINDS * self.num_stages * self.num_microbatches
         return room > max(_LEAST_ROOM, _ROOM_PER_ACTION * self.num_actions)
 
     @cached_property
     def at(self) -> IntArray:
-        """`at[kind, stage, microbatch]` is the number of that action (its first occurrence), or -1."""
+        """`at[kind, stage, microbatch]` is the number of that action (its first occurrence),
+        or -1.
+        """
         table = np.full((NUM_KINDS, self.num_stages, self.num_microbatches), -1, np.int64)
         known = np.flatnonzero(self.in_range)[::-1]
         table[self.kind[known], self.stage[known], self.microbatch[known]] = known
@@ -115,7 +127,9 @@ class Encoded:
 
     @cached_property
     def backward_at(self) -> IntArray:
-        """`backward_at[stage, microbatch]` is the action that makes the input gradient: B, or else I, or else -1."""
+        """`backward_at[stage, microbatch]` is the action that makes the input gradient: B, or else
+        I, or else -1.
+        """
         return self._maker(Value.INPUT_GRAD)
 
     def _maker(self, value: Value) -> IntArray:
@@ -139,7 +153,9 @@ class Encoded:
 
     @cached_property
     def pairs(self) -> IntArray:
-        """The numbers of the forward halves of overlapped pairs; each backward half is the next number."""
+        """The numbers of the forward halves of overlapped pairs; each backward half is the next
+        number.
+        """
         return np.flatnonzero(self.last_half != np.arange(self.num_actions))
 
     @cached_property
@@ -155,7 +171,11 @@ class Encoded:
     @cached_property
     def forward_only(self) -> bool:
         """True where the table computes nothing of the backward pass."""
-        return not bool(self.of_kinds(kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)).any())
+        return not bool(
+            self.of_kinds(
+                kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)
+            ).any()
+        )
 
     @cached_property
     def together(self) -> BoolArray:
@@ -189,7 +209,9 @@ class Encoded:
 
     @cached_property
     def meetings(self) -> dict[int, Meeting]:
-        """By the number of any action of it: what all devices do together, where each of them has it once."""
+        """By the number of any action of it: what all devices do together, where each of them has
+        it once.
+        """
         found: dict[int, Meeting] = {}
         shares = np.flatnonzero(self.together & self.in_range)
         if not len(shares):
@@ -198,10 +220,17 @@ class Encoded:
             end = KINDS[kind].end
             assert end is not None
             stage = end.stage % self.num_stages
-            before, after = (None if value is None else self._maker(value)[stage] for value in (end.needs, end.feeds))
+            before, after = (
+                None if value is None else self._maker(value)[stage]
+                for value in (end.needs, end.feeds)
+            )
             for m in range(self.num_microbatches):
                 members = self.at[kind, : self.num_devices, m]
-                if len(members) < self.num_devices or (members < 0).any() or (self.device[members] != np.arange(self.num_devices)).any():
+                if (
+                    len(members) < self.num_devices
+                    or (members < 0).any()
+                    or (self.device[members] != np.arange(self.num_devices)).any()
+                ):
                     continue
                 source, user = (-1 if those is None else int(those[m]) for those in (before, after))
                 meeting = Meeting(tuple(members.tolist()), stage, source, user)
@@ -210,9 +239,11 @@ class Encoded:
 
     @cached_property
     def producer(self) -> IntArray:
-        """Per action, the action that makes its input from the neighbour stage, or -1 (none needed, or missing).
+        """Per action, the action that makes its input from the neighbour stage, or -1 (none needed,
+        or missing).
 
-        F: the F of the stage before.  B and I: the B or I of the next stage.  SEND: what it sends.  RECV: its SEND.
+        F: the F of the stage before.  B and I: the B or I of the next stage.  SEND: what it sends.
+        RECV: its SEND.
         """
         found = np.full(self.num_actions, -1, np.int64)
         sources = {message.value: self._maker(message.value) for message in MESSAGES}
@@ -240,16 +271,22 @@ class Encoded:
 
     @cached_property
     def receives_from(self) -> IntArray:
-        """Per compute action of a table with transfers, the SEND of the input it receives, or -1."""
+        """Per compute action of a table with transfers, the SEND of the input it receives,
+        or -1.
+        """
         found = np.full(self.num_actions, -1, np.int64)
         for message in MESSAGES:
             mine = np.flatnonzero(self.crosses & self.of_kinds(message.users))
-            found[mine] = self.at[message.send][self.stage[mine] + KINDS[message.receive].came_from, self.microbatch[mine]]
+            found[mine] = self.at[message.send][
+                self.stage[mine] + KINDS[message.receive].came_from, self.microbatch[mine]
+            ]
         return found
 
     def action(self, number: int) -> Action:
         """The action with this number."""
-        return Action(int(self.stage[number]), Kind(int(self.kind[number])), int(self.microbatch[number]))
+        return Action(
+            int(self.stage[number]), Kind(int(self.kind[number])), int(self.microbatch[number])
+        )
 
     def text(self, number: int) -> str:
         """The text of the action with this number."""
@@ -274,7 +311,9 @@ def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Enc
         cells, where, paired = _flat(row, simple=set(map(type, row)) <= {Action})
         count = len(cells)
         try:
-            fields.append(np.fromiter(chain.from_iterable(cells), np.int64, 3 * count).reshape(count, 3))
+            fields.append(
+                np.fromiter(chain.from_iterable(cells), np.int64, 3 * count).reshape(count, 3)
+            )
         except (OverflowError, TypeError, ValueError):
             raise _not_a_cell(device, row, _not_numbers) from None
         positions.append(where)
@@ -321,7 +360,9 @@ def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
     try:
         return tuple(map(tuple, rows))
     except TypeError as error:
-        raise ScheduleError(f"{quoted(rows)} are not the rows of a table; give each device a list of its actions") from error
+        raise ScheduleError(
+            f"{quoted(rows)} are not the rows of a table; give each device a list of its actions"
+        ) from error
 
 
 def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -330,10 +371,14 @@ def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _plain_row(device: int, row: Row) -> Row:
-    if not set(map(type, row)) <= _CELL_TYPES or not {type(half) for cell in row if type(cell) is Overlap for half in cell} <= {Action}:
+    if not set(map(type, row)) <= _CELL_TYPES or not {
+        type(half) for cell in row if type(cell) is Overlap for half in cell
+    } <= {Action}:
         raise _not_a_cell(device, row, _not_actions)
     actions = list(chain.from_iterable(map(parts, row))) if set(map(type, row)) - {Action} else row
-    if {*map(type, map(_STAGE, actions)), *map(type, map(_MICROBATCH, actions))} <= {int} and set(map(type, map(_KIND, actions))) <= {Kind}:
+    if {*map(type, map(_STAGE, actions)), *map(type, map(_MICROBATCH, actions))} <= {int} and set(
+        map(type, map(_KIND, actions))
+    ) <= {Kind}:
         return row
     if any(map(_not_numbers, row)):
         raise _not_a_cell(device, row, _not_numbers)
@@ -341,19 +386,28 @@ def _plain_row(device: int, row: Row) -> Row:
 
 
 def _plain_cell(cell: Cell) -> Cell:
-    plain = [Action(int(stage), Kind(int(kind)), int(microbatch)) for stage, kind, microbatch in parts(cell)]
+    plain = [
+        Action(int(stage), Kind(int(kind)), int(microbatch))
+        for stage, kind, microbatch in parts(cell)
+    ]
     return Overlap(*plain) if isinstance(cell, Overlap) else plain[0] if plain else None
 
 
 def _not_a_cell(device: int, row: Row, fault: Callable[[Cell], str]) -> ScheduleError:
-    """The error for a row that holds anything but cells; `fault` gives what is wrong with a cell, or an empty text."""
+    """The error for a row that holds anything but cells; `fault` gives what is wrong with a cell,
+    or an empty text.
+    """
     faults = {position: fault(cell) for position, cell in enumerate(row)}
-    bad = tuple(Violation("cell", f"{quoted(row[p])} {why}", device, p) for p, why in faults.items() if why)
+    bad = tuple(
+        Violation("cell", f"{quoted(row[p])} {why}", device, p) for p, why in faults.items() if why
+    )
     return ScheduleError(listed("the table holds things that are not actions", bad), bad)
 
 
 def _not_actions(cell: Cell) -> str:
-    if type(cell) in _CELL_TYPES and (type(cell) is not Overlap or {type(half) for half in cell} == {Action}):
+    if type(cell) in _CELL_TYPES and (
+        type(cell) is not Overlap or {type(half) for half in cell} == {Action}
+    ):
         return ""
     return "is not an Action, an Overlap or None; jaxpipe.parse_cell reads text"
 

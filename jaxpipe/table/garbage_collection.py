@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """No garbage collection inside: half a million new tuples would start dozens of collections, which find nothing and take as long.
+    """No garbage collection inside: half a million new tuples would start dozens of collections,
+    which find nothing and take as long.
 
     >>> with paused_collector():
     ...     rows = [(0, 1, 2)] * 3

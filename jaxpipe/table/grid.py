@@ -14,15 +14,25 @@ from .run_order import Transfers, buffered_order, waits
 MARK = "<-- ERROR HERE"
 
 
-def grid(rows: tuple[Row, ...], *, marked: Collection[tuple[int, int]] = (), most_columns: int | None = None) -> str:
+def grid(
+    rows: tuple[Row, ...],
+    *,
+    marked: Collection[tuple[int, int]] = (),
+    most_columns: int | None = None,
+) -> str:
     """Draw rows as text, each action in the first unit time step that its inputs allow.
 
-    `marked` holds (device, position) of cells to point at: they are bracketed and their line ends in `<-- ERROR HERE`.
-    A table that cannot run (a deadlock, a missing producer) or that has transfers is drawn by position instead of by time.
-    Of more than `most_columns` columns, those around the first marks are drawn, or the first ones where nothing is marked.
+    `marked` holds (device, position) of cells to point at: they are bracketed and their line ends
+    in `<-- ERROR HERE`. A table that cannot run (a deadlock, a missing producer) or that has
+    transfers is drawn by position instead of by time. Of more than `most_columns` columns, those
+    around the first marks are drawn, or the first ones where nothing is marked.
     """
     columns = _columns(rows)
-    marks = {(device, columns[device][position]) for device, position in marked if _exists(rows, device, position)}
+    marks = {
+        (device, columns[device][position])
+        for device, position in marked
+        if _exists(rows, device, position)
+    }
     steps = 1 + max((c for row in columns for c in row), default=-1)
     shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
     texts: list[list[str]] = []
@@ -39,7 +49,10 @@ def grid(rows: tuple[Row, ...], *, marked: Collection[tuple[int, int]] = (), mos
     bad_devices = {device for device, _ in marks}
     for device, line in enumerate(texts):
         body = "".join(f" {text:<{width}}" for text in line).rstrip()
-        lines.append(f"{f'device {device}':<{label}} |{body}" + (f"  {MARK}" if device in bad_devices else ""))
+        lines.append(
+            f"{f'device {device}':<{label}} |{body}"
+            + (f"  {MARK}" if device in bad_devices else "")
+        )
     return "\n".join(lines)
 
 
@@ -48,7 +61,9 @@ def _exists(rows: tuple[Row, ...], device: int, position: int) -> bool:
 
 
 def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
-    """The columns to draw: all, or as many as allowed around the first marks; -1 where some are left out."""
+    """The columns to draw: all, or as many as allowed around the first marks; -1 where some are
+    left out.
+    """
     if most is None or steps <= most:
         return list(range(steps))
     reach = 8  # columns drawn on each side of a mark
@@ -83,7 +98,9 @@ def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
 
 
 def _has_all_it_needs(table: Encoded) -> bool:
-    """Whether everything that an action needs is in the table, and before it where it is in the same row."""
+    """Whether everything that an action needs is in the table, and before it where it is in the
+    same row.
+    """
     if not table.in_range.all():
         return False
     places = np.append(table.device, -1)
@@ -96,14 +113,28 @@ def _has_all_it_needs(table: Encoded) -> bool:
             late = (made > mine) & (places[made] == table.device[mine])
             ready[mine] &= (made >= 0).any(axis=0) & ~late.any(axis=0)
         source = stage + spec.came_from
-        fed = mine[(source >= 0) & (source < table.num_stages)] if spec.needs is not None else mine[:0]
-        ready[fed] &= (table.producer[fed] >= 0) & (table.crosses[fed] | (table.producer[fed] < fed))
+        fed = (
+            mine[(source >= 0) & (source < table.num_stages)]
+            if spec.needs is not None
+            else mine[:0]
+        )
+        ready[fed] &= (table.producer[fed] >= 0) & (
+            table.crosses[fed] | (table.producer[fed] < fed)
+        )
     return bool(ready.all())
 
 
-def _in_time(rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: Sequence[int]) -> list[list[int]]:
-    """Columns where every cell, idle ones too, takes one step and comes at least one step after what it needs."""
-    device, position, last_half = table.device.tolist(), table.position.tolist(), table.last_half.tolist()
+def _in_time(
+    rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: Sequence[int]
+) -> list[list[int]]:
+    """Columns where every cell, idle ones too, takes one step and comes at least one step after
+    what it needs.
+    """
+    device, position, last_half = (
+        table.device.tolist(),
+        table.position.tolist(),
+        table.last_half.tolist(),
+    )
     column, before = [-1] * len(rows), [-1] * len(rows)
     at = [-1] * (table.num_actions + 1)
     for i in order:

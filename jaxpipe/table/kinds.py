@@ -1,7 +1,8 @@
-"""Every kind of action, declared once: what it needs, makes and releases, which cost it has, how it is drawn.
+"""Every kind of action, declared once: what it needs, makes and releases, which cost it has, how it
+is drawn.
 
-The parser, the checker, the simulator, the count of activations and the pictures read these declarations.  They name a kind
-themselves only where a rule or a message is about that kind alone.
+The parser, the checker, the simulator, the count of activations and the pictures read these
+declarations.  They name a kind themselves only where a rule or a message is about that kind alone.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ class Kind(enum.IntEnum):
     SEND_B = 6  # send the gradient of the stage's input to the stage before
     RECV_B = 7  # receive the gradient of the stage's output from the next stage
     R = 8  # recompute the stage's forward, for its B or I
-    L = 9  # one device's share of `last` spread over all devices; the number before it is the device's, not a stage's
+    # one device's share of `last` spread over all devices; the number before it is the device's,
+    # not a stage's
+    L = 9
     E = 10  # the same of a spread `first`
     G = 11  # the same of the gradient of a spread `first`
-    H = 12  # one device's share of the gradient of the parameters of a spread `last`, where its L leaves it for later
+    # one device's share of the gradient of the parameters of a spread `last`, where its L leaves it
+    # for later
+    H = 12
 
     @property
     def is_compute(self) -> bool:
@@ -39,14 +44,18 @@ class Kind(enum.IntEnum):
 
 
 class Pass(enum.Enum):
-    """The pass that an action belongs to; the value is the step from a stage to the stage that needs what it made."""
+    """The pass that an action belongs to; the value is the step from a stage to the stage that
+    needs what it made.
+    """
 
     FORWARD = 1
     BACKWARD = -1
 
 
 class Value(enum.Enum):
-    """What actions make and need, of one stage and microbatch each; only the first two travel from stage to stage."""
+    """What actions make and need, of one stage and microbatch each; only the first two travel from
+    stage to stage.
+    """
 
     OUTPUT = "output"  # the next stage's input
     INPUT_GRAD = "input gradient"  # the stage before needs it
@@ -54,11 +63,14 @@ class Value(enum.Enum):
     INPUT = "input"  # the stage's own, kept by F for R
     ACTIVATIONS = "activations"  # what a backward reads of its forward
     STASH = "stash"  # what W reads of its I
-    SHARE_STASH = "stash of a share"  # what H reads of its L; of a device, where the others are of a stage
+    # what H reads of its L; of a device, where the others are of a stage
+    SHARE_STASH = "stash of a share"
 
 
 class End(NamedTuple):
-    """Where in the model something stands that all devices do together: at a stage, between two of its actions."""
+    """Where in the model something stands that all devices do together: at a stage, between two of
+    its actions.
+    """
 
     stage: int  # 0 for the first, -1 for the last
     needs: Value | None  # what that stage has made before
@@ -66,7 +78,9 @@ class End(NamedTuple):
 
 
 class Release(enum.Enum):
-    """When a stage's activations of a microbatch may be freed, where the backward is split (a full backward B always frees them)."""
+    """When a stage's activations of a microbatch may be freed, where the backward is split (a full
+    backward B always frees them).
+    """
 
     INPUT_GRAD = "input_grad"  # at the end of I: W works from something smaller
     WEIGHT_GRAD = "weight_grad"  # at the end of W: W reads the same activations as I
@@ -80,16 +94,19 @@ class KindSpec:
         kind: the kind that is declared.
         words: its name in pictures.
         direction: the pass that it belongs to.
-        needs: what it needs of the neighbour stage that comes before it in its pass (where there is one).
+        needs: what it needs of the neighbour stage that comes before it in its pass (where there is
+            one).
         reads: what it needs of its own stage and microbatch; made before it on the same device.
         makes: what it makes, of its own stage and microbatch.
         releases: the rules of `Release` under which activations may be freed at its end.
         overlaps: whether it may be half of an overlapped pair.
         sends: of a SEND, what it sends.
         receives: of a RECV, its SEND.
-        end: of what all devices do at the same time, each its share, once for each microbatch; its first number is then the device's.
+        end: of what all devices do at the same time, each its share, once for each microbatch; its
+            first number is then the device's.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
-        light, dark: its colours on a light and on a dark page; None where it is drawn as a transfer.
+        light, dark: its colours on a light and on a dark page; None where it is drawn as a
+            transfer.
     """
 
     kind: Kind
@@ -256,7 +273,9 @@ def readers(value: Value) -> tuple[Kind, ...]:
 
 
 class Message(NamedTuple):
-    """How a value gets to the neighbour stage: the kinds that need it there, and the SEND and RECV between devices."""
+    """How a value gets to the neighbour stage: the kinds that need it there, and the SEND and RECV
+    between devices.
+    """
 
     value: Value
     users: tuple[Kind, ...]
@@ -271,7 +290,10 @@ def _message(value: Value) -> Message:
 
 
 KIND_NAMES = tuple(kind.name for kind in Kind)
-COMPUTE, TRANSFERS = kinds_where(lambda spec: spec.is_compute), kinds_where(lambda spec: not spec.is_compute)
+COMPUTE, TRANSFERS = (
+    kinds_where(lambda spec: spec.is_compute),
+    kinds_where(lambda spec: not spec.is_compute),
+)
 RECOMPUTE = readers(Value.INPUT)
 # What runs the code of a stage's forward, whichever pass it belongs to.
 RUNS_FORWARD = makers(Value.ACTIVATIONS)
@@ -287,5 +309,8 @@ SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage !
 # What may be the forward half of an overlapped pair, and its backward half.
 FORWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.FORWARD)
 BACKWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.BACKWARD)
-SENDS, RECEIVES = kinds_where(lambda spec: spec.sends), kinds_where(lambda spec: spec.receives is not None)
+SENDS, RECEIVES = (
+    kinds_where(lambda spec: spec.sends),
+    kinds_where(lambda spec: spec.receives is not None),
+)
 MESSAGES = tuple(_message(spec.sends) for spec in KINDS if spec.sends is not None)

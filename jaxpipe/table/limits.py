@@ -1,4 +1,6 @@
-"""How large a table and its numbers can be: far beyond any job, and small enough that a typing error does not take all memory."""
+"""How large a table and its numbers can be: far beyond any job, and small enough that a typing
+error does not take all memory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any, TypeGuard
 
 MAX_DEVICES = 4096  # rows of a table
 MAX_STAGES = 65_536
-MAX_PAIRS = 2**20  # of stage and microbatch, in a table that is built: three million actions, half a gigabyte
+# of stage and microbatch, in a table that is built: three million actions, half a gigabyte
+MAX_PAIRS = 2**20
 MAX_DIGITS = 10  # of a stage's or microbatch's number, as text
 MAX_COUNT = 10**MAX_DIGITS  # of anything that is counted
 MAX_TEXT = 2**25  # characters of a table as text: more than MAX_PAIRS take
@@ -23,7 +26,11 @@ def is_whole(value: object) -> TypeGuard[Any]:
 
 def is_flat(value: object) -> TypeGuard[Any]:
     """True for a list, a tuple or an array of one dimension."""
-    return value.ndim == 1 if hasattr(value, "ndim") else isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return (
+        value.ndim == 1
+        if hasattr(value, "ndim")
+        else isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    )
 
 
 def is_number(value: object) -> TypeGuard[Any]:

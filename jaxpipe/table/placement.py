@@ -13,7 +13,8 @@ from .typed import set_typed, typed
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage -> device(s).  `devices_of[s]` is a tuple: one device, or two in a bidirectional pipeline.
+    """Stage -> device(s).  `devices_of[s]` is a tuple: one device, or two in a bidirectional
+    pipeline.
 
     >>> Placement.loop(devices=2, chunks=2).stage_to_device
     (0, 1, 0, 1)
@@ -25,7 +26,9 @@ class Placement:
     num_devices: int
 
     def __post_init__(self) -> None:
-        """ScheduleError for what is no placement, or far too large; whether its devices exist is for `check` to say."""
+        """ScheduleError for what is no placement, or far too large; whether its devices exist is
+        for `check` to say.
+        """
         set_typed(self, ScheduleError)
         _require_size(self.num_devices, len(self.devices_of) // max(1, self.num_devices))
 
@@ -37,10 +40,14 @@ class Placement:
 
     @classmethod
     def vee(cls, *, devices: int, chunks: int = 2) -> Placement:
-        """Up the devices with the first chunk, down with the second, and so on (ZB-V, Qi et al. 2024, figure 5)."""
+        """Up the devices with the first chunk, down with the second, and so on (ZB-V, Qi et al.
+        2024, figure 5).
+        """
         _require_size(devices, chunks)
         up = tuple((d,) for d in range(devices))
-        return cls(tuple(pair for v in range(chunks) for pair in (up if v % 2 == 0 else up[::-1])), devices)
+        return cls(
+            tuple(pair for v in range(chunks) for pair in (up if v % 2 == 0 else up[::-1])), devices
+        )
 
     @classmethod
     def bidirectional(cls, *, devices: int) -> Placement:
@@ -49,23 +56,42 @@ class Placement:
         return cls(tuple((s, devices - 1 - s) for s in range(devices)), devices)
 
     @classmethod
-    def explicit(cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None) -> Placement:
-        """Any map from stage to device; an entry is a device or a sequence of them.  ScheduleError on a negative or missing device."""
+    def explicit(
+        cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None
+    ) -> Placement:
+        """Any map from stage to device; an entry is a device or a sequence of them.  ScheduleError
+        on a negative or missing device.
+        """
         if not is_flat(stage_to_device):
-            raise ScheduleError(f"{quoted(stage_to_device)} is not a placement; give the device of each stage, such as [0, 1, 1, 0]")
+            raise ScheduleError(
+                f"{quoted(stage_to_device)} is not a placement; give the device of each stage, "
+                "such as [0, 1, 1, 0]"
+            )
         if len(stage_to_device) > MAX_STAGES:
-            raise ScheduleError(f"the placement has {len(stage_to_device):,} stages; {MAX_STAGES:,} are the most")
+            raise ScheduleError(
+                f"the placement has {len(stage_to_device):,} stages; {MAX_STAGES:,} are the most"
+            )
         entries = tuple(tuple(e) if is_flat(e) else (e,) for e in stage_to_device)
-        bad = [s for s, e in enumerate(entries) if not e or not all(is_whole(d) and d >= 0 for d in e)]
+        bad = [
+            s for s, e in enumerate(entries) if not e or not all(is_whole(d) and d >= 0 for d in e)
+        ]
         if bad:
-            raise ScheduleError(f"stages {quoted(bad)} have no device, or a negative one; give every stage a device >= 0")
+            raise ScheduleError(
+                f"stages {quoted(bad)} have no device, or a negative one; give every stage a "
+                "device >= 0"
+            )
         highest = 1 + max((int(d) for e in entries for d in e), default=-1)
         if highest > MAX_DEVICES:
-            raise ScheduleError(f"a stage is placed on device {quoted(highest - 1)}; a table has at most {MAX_DEVICES:,} devices")
+            raise ScheduleError(
+                f"a stage is placed on device {quoted(highest - 1)}; a table has at most "
+                f"{MAX_DEVICES:,} devices"
+            )
         count = highest if devices is None else devices
         _require_size(count, 1)
         if highest > count:
-            raise ScheduleError(f"a stage is placed on device {highest - 1}, but there are only {count} devices")
+            raise ScheduleError(
+                f"a stage is placed on device {highest - 1}, but there are only {count} devices"
+            )
         return cls(entries, count)
 
     @property
@@ -87,7 +113,8 @@ class Placement:
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """Per device, its stages in chunk order.
 
-        Chunk order is model order, but in a bidirectional placement the stage that lists the device first comes first.
+        Chunk order is model order, but in a bidirectional placement the stage that lists the device
+        first comes first.
         """
         table: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
         for stage, devices in enumerate(self.devices_of):
@@ -112,9 +139,14 @@ class Placement:
 def _require_size(devices: int, chunks: int) -> None:
     """ScheduleError for what is not a number, or asks for far too many stages."""
     if not all(map(is_whole, (devices, chunks))):
-        raise ScheduleError(f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers")
+        raise ScheduleError(
+            f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers"
+        )
     if devices < 0:
         raise ScheduleError(f"devices={quoted(devices)} must be 0 or more")
     if devices > MAX_DEVICES or max(1, int(devices)) * int(chunks) > MAX_STAGES:
         asked = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
-        raise ScheduleError(f"{asked} are too many; a table has at most {MAX_DEVICES:,} devices and {MAX_STAGES:,} stages")
+        raise ScheduleError(
+            f"{asked} are too many; a table has at most {MAX_DEVICES:,} devices and "
+            f"{MAX_STAGES:,} stages"
+        )

@@ -1,7 +1,8 @@
-"""An order in which all actions of a table can run, or the cycles in which devices wait for each other.
+"""An order in which all actions of a table can run, or the cycles in which devices wait for each
+other.
 
-Each device runs its row in order.  Devices are advanced as far as they can go, and one that must wait is parked at
-what it waits for, so the work is linear in the number of actions.
+Each device runs its row in order.  Devices are advanced as far as they can go, and one that must
+wait is parked at what it waits for, so the work is linear in the number of actions.
 """
 
 from __future__ import annotations
@@ -16,24 +17,30 @@ import numpy as np
 from .encoded import Encoded, IntArray, Meeting
 from .kinds import SENDS
 
-# Where devices wait for each other again and again, each round of looking for cycles takes a step for each device.  After so many
-# rounds, times the mean length of a row, no more cycles are looked for: the work stays linear in the number of actions.
+# Where devices wait for each other again and again, each round of looking for cycles takes a step
+# for each device.  After so many rounds, times the mean length of a row, no more cycles are looked
+# for: the work stays linear in the number of actions.
 _ROUNDS_PER_ACTION = 8
 
 
 class Transfers(enum.Enum):
-    """How the SEND and RECV of a table behave, from the laxest to the strictest: what runs under one runs under those before it.
+    """How the SEND and RECV of a table behave, from the laxest to the strictest: what runs under
+    one runs under those before it.
 
     A compute-only table has no SEND or RECV, and its transfers are all ASYNC.
     """
 
-    ASYNC = "async"  # SEND and RECV are posted and take no device time; the consumer waits for the data
+    # SEND and RECV are posted and take no device time; the consumer waits for the data
+    ASYNC = "async"
     BUFFERED = "buffered"  # SEND returns at once; RECV holds its device until the data is there
-    RENDEZVOUS = "rendezvous"  # both hold their devices until both are reached, then for the transfer itself
+    # both hold their devices until both are reached, then for the transfer itself
+    RENDEZVOUS = "rendezvous"
 
 
 class Wait(NamedTuple):
-    """A device that cannot go on: it is at action `at` and waits for action `on` of device `other`."""
+    """A device that cannot go on: it is at action `at` and waits for action `on` of
+    device `other`.
+    """
 
     device: int
     at: int
@@ -76,18 +83,22 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
 
 
 def rendezvous_order(table: Encoded) -> RunOrder:
-    """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND comes right before its RECV."""
+    """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND
+    comes right before its RECV.
+    """
     return _run(table, [table.num_actions] * table.num_actions, mates(table).tolist())
 
 
 def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
-    """Run the rows: each action after the one that it needs (the number of actions: none), and at the same time as its mate (-1: none).
+    """Run the rows: each action after the one that it needs (the number of actions: none), and at
+    the same time as its mate (-1: none).
 
     A device is either in `runnable`, once, or it has stopped, or it is done.
     """
     total, devices = table.num_actions, table.num_devices
     meetings = dict(table.meetings)
-    absent = dict.fromkeys((meeting.members[0] for meeting in meetings.values()), devices)  # how many are not there yet
+    # how many are not there yet
+    absent = dict.fromkeys((meeting.members[0] for meeting in meetings.values()), devices)
     owner, is_send = table.device.tolist(), table.of_kinds(SENDS).tolist()
     done = bytearray(total + 1)
     done[total] = 1
@@ -159,9 +170,15 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
 
 
 def _stuck(
-    stopped: Sequence[int], meetings: Mapping[int, Meeting], mate: Sequence[int], need: Sequence[int], owner: Sequence[int]
+    stopped: Sequence[int],
+    meetings: Mapping[int, Meeting],
+    mate: Sequence[int],
+    need: Sequence[int],
+    owner: Sequence[int],
 ) -> Iterator[Wait]:
-    """What each device that has stopped waits for; at what all do together, for the first device that is not there."""
+    """What each device that has stopped waits for; at what all do together, for the first device
+    that is not there.
+    """
     missing: dict[int, int] = {}
     for device, at in enumerate(stopped):
         if at < 0:
@@ -171,7 +188,9 @@ def _stuck(
         else:
             members = meetings[at].members
             if members[0] not in missing:
-                missing[members[0]] = next(member for d, member in enumerate(members) if stopped[d] != member)
+                missing[members[0]] = next(
+                    member for d, member in enumerate(members) if stopped[d] != member
+                )
             on = missing[members[0]]
         yield Wait(device, at, on, owner[on])
 
@@ -188,10 +207,13 @@ def _unpark(wait: Wait, parked: list[int], parked_earlier: list[int]) -> None:
 
 
 def mates(table: Encoded) -> IntArray:
-    """Per action, the SEND of a RECV and the RECV of a SEND on another device; -1 for compute, or where it is missing."""
+    """Per action, the SEND of a RECV and the RECV of a SEND on another device; -1 for compute, or
+    where it is missing.
+    """
     found = np.full(table.num_actions, -1, np.int64)
     receives = table.receives[table.crosses[table.receives]]
-    # One of several equal RECVs is the mate (a duplicate is the checker's business, and must not corrupt the others).
+    # One of several equal RECVs is the mate (a duplicate is the checker's business, and must not
+    # corrupt the others).
     sends, chosen = np.unique(table.producer[receives], return_index=True)
     found[receives[chosen]] = sends
     found[sends] = receives[chosen]
@@ -201,11 +223,16 @@ def mates(table: Encoded) -> IntArray:
 def _cycles(stuck: Iterable[Wait]) -> list[tuple[Wait, ...]]:
     """Every cycle among devices that wait, each device for one other."""
     by_device = {wait.device: wait for wait in stuck}
-    return [tuple(by_device[d] for d in cycle) for cycle in cycles_of({d: wait.other for d, wait in by_device.items()})]
+    return [
+        tuple(by_device[d] for d in cycle)
+        for cycle in cycles_of({d: wait.other for d, wait in by_device.items()})
+    ]
 
 
 def cycles_of(following: Mapping[int, int]) -> list[list[int]]:
-    """Every cycle of a map whose values are keys too: lists of keys, each followed by the next, the last by the first."""
+    """Every cycle of a map whose values are keys too: lists of keys, each followed by the next, the
+    last by the first.
+    """
     cycles: list[list[int]] = []
     seen: set[int] = set()
     for key in following:

@@ -23,10 +23,12 @@ from .typed import set_typed, typed
 
 @dataclass(frozen=True)
 class Schedule:
-    """A static schedule table: `rows[device]` are that device's actions in order, None for an idle step.
+    """A static schedule table: `rows[device]` are that device's actions in order, None for an idle
+    step.
 
-    Idle cells are for readers only: no executor waits for them.  A schedule without backward actions is `forward_only`.
-    A table may be invalid (a draft, a broken file); `jaxpipe.check` raises an error for one that is.
+    Idle cells are for readers only: no executor waits for them.  A schedule without backward
+    actions is `forward_only`. A table may be invalid (a draft, a broken file); `jaxpipe.check`
+    raises an error for one that is.
 
     >>> import jaxpipe as jp
     >>> s = jp.schedules.build("1f1b", devices=2, microbatches=2)
@@ -38,16 +40,21 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     name: str = field(default="", compare=False)
-    certificate: Certificate | None = field(default=None, compare=False, repr=False)  # what `build("auto")` knows of these rows
+    # what `build("auto")` knows of these rows
+    certificate: Certificate | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """ScheduleError for what has no rows; what else they hold than cells is for those to say who read `cells`."""
+        """ScheduleError for what has no rows; what else they hold than cells is for those to say
+        who read `cells`.
+        """
         set_typed(self, ScheduleError, but=("rows",))
         object.__setattr__(self, "rows", as_rows(self.rows))
         with suppress(ScheduleError):
             object.__setattr__(self, "rows", self.cells)
         if not 0 <= self.num_microbatches <= MAX_COUNT:
-            raise ScheduleError(f"num_microbatches must be 0 to {MAX_COUNT:,}, not {quoted(self.num_microbatches)}")
+            raise ScheduleError(
+                f"num_microbatches must be 0 to {MAX_COUNT:,}, not {quoted(self.num_microbatches)}"
+            )
 
     @classmethod
     @typed()
@@ -59,30 +66,39 @@ class Schedule:
         num_microbatches: int | None = None,
         name: str = "",
     ) -> Schedule:
-        """Make a schedule from rows of actions; where placement or M is not given, the actions determine it.
+        """Make a schedule from rows of actions; where placement or M is not given, the actions
+        determine it.
 
-        ScheduleError where a stage number is far beyond what the number of actions allows (a typing error in a file).
+        ScheduleError where a stage number is far beyond what the number of actions allows (a typing
+        error in a file).
         """
         table = plain_rows(as_rows(rows))
         if num_microbatches is None:
-            num_microbatches = 1 + max((a.microbatch for row in table for c in row for a in parts(c)), default=-1)
+            num_microbatches = 1 + max(
+                (a.microbatch for row in table for c in row for a in parts(c)), default=-1
+            )
             if num_microbatches > MAX_COUNT:
                 encode(table, 1, 1)  # which names the action
-        return cls(table, _placement_of(table) if placement is None else placement, num_microbatches, name)
+        return cls(
+            table, _placement_of(table) if placement is None else placement, num_microbatches, name
+        )
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "") -> Schedule:
-        """Read torch's CSV: one line per device, one action per cell, an empty cell where idle; the actions give placement and M.
+        """Read torch's CSV: one line per device, one action per cell, an empty cell where idle; the
+        actions give placement and M.
 
-        Reads compute-only and compute-and-transfer tables; torch's UNSHARD, RESHARD and REDUCE_GRAD are left out.
-        ScheduleError lists every cell that is not an action, with its line and column.
+        Reads compute-only and compute-and-transfer tables; torch's UNSHARD, RESHARD and REDUCE_GRAD
+        are left out. ScheduleError lists every cell that is not an action, with its line and
+        column.
         """
         return cls.from_rows(rows_from_csv(text), name=name)
 
     def to_csv(self) -> str:
         """Write torch's CSV: one line per device, one action per cell, an empty cell where idle.
 
-        A table with R or L is written too, but torch's reader knows neither (`remove_recompute` and `remove_spread` take them out).
+        A table with R or L is written too, but torch's reader knows neither (`remove_recompute` and
+        `remove_spread` take them out).
         """
         return rows_to_csv(self.cells)
 
@@ -94,11 +110,15 @@ class Schedule:
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches and name."""
-        return table_to_json(TableText(self.cells, self.placement, self.num_microbatches, self.name))
+        return table_to_json(
+            TableText(self.cells, self.placement, self.num_microbatches, self.name)
+        )
 
     @cached_property
     def cells(self) -> tuple[Row, ...]:
-        """The rows, of which all is known to be an Action, an Overlap or None; ScheduleError names what is not."""
+        """The rows, of which all is known to be an Action, an Overlap or None; ScheduleError names
+        what is not.
+        """
         return plain_rows(self.rows)
 
     @property
@@ -123,7 +143,9 @@ class Schedule:
 
     @cached_property
     def encoded(self) -> Encoded:
-        """The table as integer arrays (made once; what the checker, the simulator and the passes read)."""
+        """The table as integer arrays (made once; what the checker, the simulator and the passes
+        read).
+        """
         return encode(self.cells, self.num_stages, self.num_microbatches)
 
     @cached_property
@@ -138,12 +160,16 @@ class Schedule:
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """Every broken rule, where both sides of a transfer wait (`jaxpipe.check` raises them and adds the memory cap)."""
+        """Every broken rule, where both sides of a transfer wait (`jaxpipe.check` raises them and
+        adds the memory cap).
+        """
         return self.violations_under(Transfers.RENDEZVOUS)
 
     @typed()
     def violations_under(self, transfers: Transfers) -> tuple[Violation, ...]:
-        """Every broken rule where SEND and RECV behave as `transfers` says; the work is done once."""
+        """Every broken rule where SEND and RECV behave as `transfers` says; the work is
+        done once.
+        """
         return (*self._broken_rules, *deadlocks(self.encoded, self.run_order, transfers))
 
     @cached_property
@@ -152,11 +178,16 @@ class Schedule:
 
     @typed()
     def run_order(self, transfers: Transfers) -> RunOrder:
-        """An order in which all actions can run, or the deadlocks; found once for each kind of transfer.
+        """An order in which all actions can run, or the deadlocks; found once for each kind of
+        transfer.
 
         An order that is valid where both sides of a transfer wait is valid where they do not, too.
         """
-        if transfers is not Transfers.RENDEZVOUS and self.has_transfers and not self.run_order(Transfers.RENDEZVOUS).cycles:
+        if (
+            transfers is not Transfers.RENDEZVOUS
+            and self.has_transfers
+            and not self.run_order(Transfers.RENDEZVOUS).cycles
+        ):
             return self.run_order(Transfers.RENDEZVOUS)
         if transfers not in self._run_orders:
             self._run_orders[transfers] = run_order(self.encoded, transfers)
@@ -167,7 +198,9 @@ class Schedule:
         return {}
 
     def actions(self) -> Iterable[tuple[int, int, Action]]:
-        """Yield (device, position in its row, action), the halves of an overlapped pair one after the other."""
+        """Yield (device, position in its row, action), the halves of an overlapped pair one after
+        the other.
+        """
         for device, row in enumerate(self.cells):
             for position, cell in enumerate(row):
                 for action in parts(cell):
@@ -182,7 +215,9 @@ class Schedule:
 
 
 def _placement_of(rows: tuple[Row, ...]) -> Placement:
-    """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (`check` reports it)."""
+    """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (`check`
+    reports it).
+    """
     found: dict[int, list[int]] = {}
     for device, row in enumerate(rows):
         for cell in row:
@@ -197,7 +232,10 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     stages = 1 + max(found, default=-1)
     actions = sum(len(parts(cell)) for row in rows for cell in row)
     if stages > 1000 + actions:  # each stage has an F at least
-        raise ScheduleError(f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} actions; possible typo")
+        raise ScheduleError(
+            f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} "
+            "actions; possible typo"
+        )
     if any(len(d) > 1 for d in found.values()):
         # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
         for stage, devices in found.items():

@@ -1,4 +1,6 @@
-"""Tables as text: torch's CSV, and JSON, which also keeps placement, number of microbatches and name."""
+"""Tables as text: torch's CSV, and JSON, which also keeps placement, number of microbatches and
+name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT
 from .placement import Placement
 
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
-# Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction of gradients.
+# Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction
+# of gradients.
 _ACTION, _PAIR = re.compile("[0-9]+[A-Z_]+[0-9]*"), re.compile(r"\([^()]*\)OVERLAP_F_B")
 _SEPARATORS = ";\t|: "  # of other programs, where a table has a comma
 _NOT_OF_THE_PIPELINE = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
@@ -32,30 +35,55 @@ class TableText:
 
 
 def rows_from_csv(text: str) -> list[list[Cell]]:
-    """Read one line per device, one action per cell, an empty cell where idle (an empty line is a device without actions).
+    """Read one line per device, one action per cell, an empty cell where idle (an empty line is a
+    device without actions).
 
-    Reads compute-only and compute-and-transfer tables, also those that torch 2.13 writes: their actions UNSHARD, RESHARD and
-    REDUCE_GRAD are left out.  ScheduleError lists every cell that is not an action (reading stops after a thousand).
+    Reads compute-only and compute-and-transfer tables, also those that torch 2.13 writes: their
+    actions UNSHARD, RESHARD and REDUCE_GRAD are left out.  ScheduleError lists every cell that is
+    not an action (reading stops after a thousand).
     """
     rows: list[list[Cell]] = []
     bad: list[Violation] = []
     for device, line in enumerate(csv_lines(text)):
-        kept = [(column, cell) for column, cell in enumerate(line) if not cell or not _NOT_OF_THE_PIPELINE.fullmatch(cell)]
+        kept = [
+            (column, cell)
+            for column, cell in enumerate(line)
+            if not cell or not _NOT_OF_THE_PIPELINE.fullmatch(cell)
+        ]
         rows.append(_cells(kept, device, bad, csv_place))
         if len(bad) >= MAX_FAULTS:
             break
     _raise_if(bad, f"the CSV is not a schedule{_hint(text, rows, bad)}")
     if not any(cell for row in rows for cell in row):
-        raise ScheduleError("the CSV holds no action; write one line per device and one action per cell, e.g. 0F0,0B0")
+        raise ScheduleError(
+            "the CSV holds no action; write one line per device and one action per cell, e.g. "
+            "0F0,0B0"
+        )
     return rows
 
 
 def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -> str:
     """What to change in the file as a whole, where its cells are wrong for that reason."""
-    separator = next((found for line in csv_lines(text) for cell in line if (found := _other_separator(cell))), "") if bad else ""
+    separator = (
+        next(
+            (
+                found
+                for line in csv_lines(text)
+                for cell in line
+                if (found := _other_separator(cell))
+            ),
+            "",
+        )
+        if bad
+        else ""
+    )
     if separator:
         return f": wrong separator {separator!r}; write a comma between cells"
-    header = any(violation.device == 0 for violation in bad) and not any(rows[0]) and any(cell for row in rows for cell in row)
+    header = (
+        any(violation.device == 0 for violation in bad)
+        and not any(rows[0])
+        and any(cell for row in rows for cell in row)
+    )
     return ": remove the header row" if header else ""
 
 
@@ -64,24 +92,37 @@ def _other_separator(cell: str) -> str:
     text = _PAIR.sub("0F0", cell)
     for separator in _SEPARATORS:
         found = [part.strip() for part in text.split(separator)]
-        if len(found) > 1 and any(found) and all(not part or _ACTION.fullmatch(part) for part in found):
+        if (
+            len(found) > 1
+            and any(found)
+            and all(not part or _ACTION.fullmatch(part) for part in found)
+        ):
             return separator
     return ""
 
 
 def csv_lines(text: str) -> Iterator[list[str]]:
-    """The cells of each line, as text; ScheduleError where it is not CSV, or is far too long for a table."""
+    """The cells of each line, as text; ScheduleError where it is not CSV, or is far too long for a
+    table.
+    """
     reader = csv.reader(io.StringIO(_readable(text, "CSV").removeprefix("\ufeff")))
     try:
         for count, line in enumerate(reader, 1):
             if count > MAX_DEVICES:
-                raise ScheduleError(f"the CSV has more than {MAX_DEVICES:,} lines; write one line per device")
+                raise ScheduleError(
+                    f"the CSV has more than {MAX_DEVICES:,} lines; write one line per device"
+                )
             yield line
     except csv.Error as error:
         where = f"line {reader.line_num}"
         if "field limit" in str(error):
-            raise ScheduleError(f"{where}: a cell has more than {csv.field_size_limit():,} characters; write an action, e.g. 2F0") from None
-        raise ScheduleError(f"{where}: a carriage return without a line feed; end lines with \\n or \\r\\n") from None
+            raise ScheduleError(
+                f"{where}: a cell has more than {csv.field_size_limit():,} characters; write an "
+                "action, e.g. 2F0"
+            ) from None
+        raise ScheduleError(
+            f"{where}: a carriage return without a line feed; end lines with \\n or \\r\\n"
+        ) from None
 
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
@@ -100,7 +141,9 @@ def table_to_json(table: TableText) -> str:
         "stage_to_device": table.placement.stage_to_device,
     }
     fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    lines = ["    " + json.dumps([None if c is None else str(c) for c in row]) for row in table.rows]
+    lines = [
+        "    " + json.dumps([None if c is None else str(c) for c in row]) for row in table.rows
+    ]
     return "{\n" + ",\n".join(fields) + ',\n  "rows": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
 
 
@@ -108,19 +151,33 @@ def table_from_json(text: str) -> TableText:
     """Read what `table_to_json` writes; ScheduleError lists every field and cell that is wrong."""
     data = json_value(text)
     if not isinstance(data, dict) or data.get("format") != JSON_FORMAT:
-        raise ScheduleError(f'the JSON is not a schedule: it must be an object with "format": "{JSON_FORMAT}"')
+        raise ScheduleError(
+            f'the JSON is not a schedule: it must be an object with "format": "{JSON_FORMAT}"'
+        )
     if data.get("version") != JSON_VERSION:
-        raise ScheduleError(f"the JSON has version {quoted(data.get('version'))}; this jaxpipe reads version {JSON_VERSION}")
+        raise ScheduleError(
+            f"the JSON has version {quoted(data.get('version'))}; this jaxpipe reads version "
+            f"{JSON_VERSION}"
+        )
     bad = _field_faults(data)
     rows: list[list[Cell]] = []
     if not bad:
         for device, line in enumerate(data["rows"]):
-            rows.append(_cells([(column, cell or "") for column, cell in enumerate(line)], device, bad, json_place))
+            rows.append(
+                _cells(
+                    [(column, cell or "") for column, cell in enumerate(line)],
+                    device,
+                    bad,
+                    json_place,
+                )
+            )
             if len(bad) >= MAX_FAULTS:
                 break
     _raise_if(bad, "the JSON is not a schedule")
     placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
-    return TableText(tuple(map(tuple, rows)), placement, data["num_microbatches"], data.get("name") or "")
+    return TableText(
+        tuple(map(tuple, rows)), placement, data["num_microbatches"], data.get("name") or ""
+    )
 
 
 def json_value(text: str) -> object:
@@ -129,11 +186,18 @@ def json_value(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ScheduleError(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+        raise ScheduleError(
+            f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}"
+        ) from None
     except RecursionError:
-        raise ScheduleError("the JSON is nested too deeply; a schedule is an object with lists of lists") from None
+        raise ScheduleError(
+            "the JSON is nested too deeply; a schedule is an object with lists of lists"
+        ) from None
     except ValueError:  # Python reads no number of more than some thousand digits
-        raise ScheduleError(f"the JSON holds a number of thousands of digits; {MAX_COUNT:,} is the largest that a schedule holds") from None
+        raise ScheduleError(
+            f"the JSON holds a number of thousands of digits; {MAX_COUNT:,} is the largest that "
+            "a schedule holds"
+        ) from None
 
 
 def _readable(text: str, what: str) -> str:
@@ -141,7 +205,9 @@ def _readable(text: str, what: str) -> str:
     if not isinstance(text, str):
         raise ScheduleError(f"{quoted(text)} is not text; give the {what} as a str")
     if len(text) > MAX_TEXT:
-        raise ScheduleError(f"the {what} has {len(text):,} characters; a table has at most {MAX_TEXT:,}")
+        raise ScheduleError(
+            f"the {what} has {len(text):,} characters; a table has at most {MAX_TEXT:,}"
+        )
     return text
 
 
@@ -155,8 +221,15 @@ def json_place(device: int, column: int) -> str:
     return f'"rows"[{device}][{column}]'
 
 
-def _cells(texts: Iterable[tuple[int, str]], device: int, bad: list[Violation], place: Callable[[int, int], str]) -> list[Cell]:
-    """Read the cells of a row, given with their columns, adding what is wrong to `bad` until that is full."""
+def _cells(
+    texts: Iterable[tuple[int, str]],
+    device: int,
+    bad: list[Violation],
+    place: Callable[[int, int], str],
+) -> list[Cell]:
+    """Read the cells of a row, given with their columns, adding what is wrong to `bad` until that
+    is full.
+    """
     row: list[Cell] = []
     for position, (column, text) in enumerate(texts):
         try:
@@ -174,11 +247,17 @@ def _field_faults(data: dict[str, object]) -> list[Violation]:
         ("name", "a string", lambda v: v is None or isinstance(v, str)),
         ("num_devices", "a whole number >= 1", lambda v: _is_count(v) and v >= 1),
         ("num_microbatches", "a whole number >= 0", _is_count),
-        ("stage_to_device", "a list with a device, or a list of devices, for each stage", _is_placement),
+        (
+            "stage_to_device",
+            "a list with a device, or a list of devices, for each stage",
+            _is_placement,
+        ),
         ("rows", "a list of lists of actions (strings) and nulls, one for each device", _is_rows),
     )
     bad = [
-        Violation("parse", f'"{key}" must be {what}, not {quoted(data.get(key))}') for key, what, good in checks if not good(data.get(key))
+        Violation("parse", f'"{key}" must be {what}, not {quoted(data.get(key))}')
+        for key, what, good in checks
+        if not good(data.get(key))
     ]
     rows, devices = data.get("rows"), data.get("num_devices")
     if not bad and isinstance(rows, list) and len(rows) != devices:
@@ -191,11 +270,15 @@ def _is_count(value: object) -> bool:
 
 
 def _is_placement(value: object) -> bool:
-    return isinstance(value, list) and all(_is_count(e) or (isinstance(e, list) and e and all(map(_is_count, e))) for e in value)
+    return isinstance(value, list) and all(
+        _is_count(e) or (isinstance(e, list) and e and all(map(_is_count, e))) for e in value
+    )
 
 
 def _is_rows(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(row, list) and all(c is None or isinstance(c, str) for c in row) for row in value)
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(c is None or isinstance(c, str) for c in row) for row in value
+    )
 
 
 def _raise_if(bad: Sequence[Violation], what: str) -> None:

@@ -1,6 +1,8 @@
-"""What users give: each value is what its annotation says, or the error names it and says what it must be.
+"""What users give: each value is what its annotation says, or the error names it and says what it
+must be.
 
-Numbers of numpy, and fractions, become Python's own on the way in: whatever is made of them is plain, and can be written as JSON.
+Numbers of numpy, and fractions, become Python's own on the way in: whatever is made of them is
+plain, and can be written as JSON.
 """
 
 from __future__ import annotations
@@ -21,11 +23,19 @@ from .limits import is_number, is_whole
 P = ParamSpec("P")
 R = TypeVar("R")
 _MISFIT = object()
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "True or False",
+    NoneType: "None",
+}
 
 
 def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: a function whose arguments are what its annotations say; the error lists every one that is not."""
+    """A decorator: a function whose arguments are what its annotations say; the error lists every
+    one that is not.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         names = tuple(inspect.signature(function).parameters)
@@ -36,7 +46,11 @@ def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]
             by_place = dict(zip(names, args, strict=False))
             read = _read_all({**by_place, **kwargs}, function, error)
             # Too many arguments, or one that is given twice, are for Python to refuse.
-            return untyped(*map(read.get, by_place), *args[len(by_place) :], **{name: read[name] for name in kwargs})
+            return untyped(
+                *map(read.get, by_place),
+                *args[len(by_place) :],
+                **{name: read[name] for name in kwargs},
+            )
 
         return call
 
@@ -44,8 +58,12 @@ def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]
 
 
 def set_typed(value: Any, error: type[JaxpipeError], *, but: Collection[str] = ()) -> None:
-    """The same for the fields of a frozen dataclass, in its `__post_init__`; those named in `but` are left as they are."""
-    given = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
+    """The same for the fields of a frozen dataclass, in its `__post_init__`; those named in `but`
+    are left as they are.
+    """
+    given = {
+        field.name: getattr(value, field.name) for field in fields(value) if field.name not in but
+    }
     for name, read in _read_all(given, type(value), error).items():
         if read is not given[name]:
             object.__setattr__(value, name, read)
@@ -67,7 +85,11 @@ def _read_all(given: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -
     """Every value as its annotation wants it; what has none stays as it is."""
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in given.items()}
-    faults = [f"{name} must be {_words(hints[name])}, not {quoted(given[name])}" for name, value in read.items() if value is _MISFIT]
+    faults = [
+        f"{name} must be {_words(hints[name])}, not {quoted(given[name])}"
+        for name, value in read.items()
+        if value is _MISFIT
+    ]
     if faults:
         raise error(listed(f"{owner.__name__} cannot take this", faults))
     return read
@@ -79,7 +101,10 @@ def _read(value: Any, hint: Any) -> Any:
         return value
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return next((read for each in get_args(hint) if (read := _read(value, each)) is not _MISFIT), _MISFIT)
+        return next(
+            (read for each in get_args(hint) if (read := _read(value, each)) is not _MISFIT),
+            _MISFIT,
+        )
     if origin is not None:
         return _read_container(value, origin, get_args(hint))
     if hint is float:
@@ -119,4 +144,8 @@ def _words(hint: Any) -> str:
         return "a mapping" if issubclass(origin, Mapping) else "a sequence"
     if hint in _WORDS:
         return _WORDS[hint]
-    return f"one of {', '.join(map(str, hint))}" if issubclass(hint, Enum) else f"a jaxpipe.{hint.__name__}"
+    return (
+        f"one of {', '.join(map(str, hint))}"
+        if issubclass(hint, Enum)
+        else f"a jaxpipe.{hint.__name__}"
+    )

@@ -1,7 +1,9 @@
-"""Transform: R before the backwards of a table, a stage's forward computed again where its device would idle.
+"""Transform: R before the backwards of a table, a stage's forward computed again where its device
+would idle.
 
-Recomputation (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost) keeps a stage's input instead of its activations.
-As an action of its own, a recomputation needs nothing from the next stage, so it can fill the wait for a gradient.
+Recomputation (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost) keeps a stage's
+input instead of its activations. As an action of its own, a recomputation needs nothing from the
+next stage, so it can fill the wait for a gradient.
 """
 
 from __future__ import annotations
@@ -35,30 +37,39 @@ def add_recompute(
     costs: Costs | None = None,
     max_activations: int | None = None,
 ) -> Schedule:
-    """Put an R before each B or I: in an earlier bubble that is long enough, where this shortens the table; else right before it.
+    """Put an R before each B or I: in an earlier bubble that is long enough, where this shortens
+    the table; else right before it.
 
-    Right before its B or I, an R runs while that one waits for its gradient.  In an earlier bubble it holds activations from there
-    on, which `lead` bounds.  An R that is in the table already is placed again; idle cells are dropped.
+    Right before its B or I, an R runs while that one waits for its gradient.  In an earlier bubble
+    it holds activations from there on, which `lead` bounds.  An R that is in the table already is
+    placed again; idle cells are dropped.
 
     Args:
         schedule: a compute-only table that `check` accepts.
         stages: the stages that recompute; all where it is None.
-        lead: how many activations a device may have recomputed already and not used yet while it runs another action; 0 puts each R
-            right before its B or I, None sets no bound.
+        lead: how many activations a device may have recomputed already and not used yet while it
+            runs another action; 0 puts each R right before its B or I, None sets no bound.
         costs: the costs by which bubbles are found; all 1 where it is None.
-        max_activations: how many activations a device has room for: the fewest microbatches are recomputed for which it is enough, as far
-            as those stages can make room; every one where it is None.
+        max_activations: how many activations a device has room for: the fewest microbatches are
+            recomputed for which it is enough, as far as those stages can make room; every one where
+            it is None.
 
     Raises:
-        ScheduleError: the table breaks a rule, has SEND and RECV, or no backward; a stage does not exist; `lead` is negative;
-            `max_activations` is less than 1, or given with a `lead` that has no bound.
+        ScheduleError: the table breaks a rule, has SEND and RECV, or no backward; a stage does not
+            exist; `lead` is negative; `max_activations` is less than 1, or given with a `lead` that
+            has no bound.
         CostError: a sequence of costs does not have one entry per stage.
 
     >>> import jaxpipe as jp
     >>> print(add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=2)).to_csv(), end="")
     0F0,0F1,0R0,0B0,0R1,0B1
     1F0,1R0,1B0,1F1,1R1,1B1
-    >>> print(add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=3), max_activations=1).to_csv(), end="")
+    >>> print(
+    ...     add_recompute(
+    ...         jp.schedules.build("1f1b", devices=2, microbatches=3), max_activations=1
+    ...     ).to_csv(),
+    ...     end="",
+    ... )
     0F0,0F1,0B0,0F2,0R1,0B1,0R2,0B2
     1F0,1B0,1F1,1B1,1F2,1B2
     """
@@ -69,14 +80,22 @@ def add_recompute(
 
     def placed(lead: int | None) -> Timeline:
         if max_activations is None:
-            wanted = had | {Action(stage, Kind.R, m) for stage in chosen for m in range(schedule.num_microbatches)}
+            wanted = had | {
+                Action(stage, Kind.R, m)
+                for stage in chosen
+                for m in range(schedule.num_microbatches)
+            }
         else:
             # What is recomputed early is held besides.
-            wanted = had | fewest_recomputed(plain, chosen, max_activations - (lead or 0), again=had)
+            wanted = had | fewest_recomputed(
+                plain, chosen, max_activations - (lead or 0), again=had
+            )
         return simulate(_with_recompute(plain, wanted, costs or Costs(), lead=lead), costs)
 
     latest = placed(0)
-    early = latest if max_activations is not None and max_activations <= (lead or 0) else placed(lead)
+    early = (
+        latest if max_activations is not None and max_activations <= (lead or 0) else placed(lead)
+    )
     return (early if early.makespan < latest.makespan else latest).schedule
 
 
@@ -88,31 +107,55 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     >>> print(remove_recompute(jp.Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")).to_csv(), end="")
     0F0,0F1,0B0,0B1
     """
-    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind is not Kind.R] for row in schedule.cells])
+    return schedule.with_rows(
+        [
+            [c for c in row if not isinstance(c, Action) or c.kind is not Kind.R]
+            for row in schedule.cells
+        ]
+    )
 
 
-def _refuse(schedule: Schedule, stages: Collection[int] | None, lead: int | None, max_activations: int | None) -> None:
+def _refuse(
+    schedule: Schedule,
+    stages: Collection[int] | None,
+    lead: int | None,
+    max_activations: int | None,
+) -> None:
     """ScheduleError for a table that cannot take an R, and for invalid arguments."""
     check(schedule)
     if schedule.has_transfers:
-        raise ScheduleError("the table has SEND and RECV; add R first, then transfers (jaxpipe.remove_transfers takes them out)")
+        raise ScheduleError(
+            "the table has SEND and RECV; add R first, then transfers (jaxpipe.remove_transfers "
+            "takes them out)"
+        )
     if schedule.forward_only:
-        raise ScheduleError("the table has no backward, so nothing is recomputed; give it B, or I and W, for every F")
+        raise ScheduleError(
+            "the table has no backward, so nothing is recomputed; give it B, or I and W, for "
+            "every F"
+        )
     unknown = sorted(set(stages or ()) - set(range(schedule.num_stages)))
     if unknown:
-        raise ScheduleError(f"stages={quoted(unknown)} do not exist; stages go from 0 to {schedule.num_stages - 1}")
+        raise ScheduleError(
+            f"stages={quoted(unknown)} do not exist; stages go from 0 to {schedule.num_stages - 1}"
+        )
     if lead is not None and lead < 0:
         raise ScheduleError(f"lead={quoted(lead)} must be 0 or more, or None for no bound")
     if max_activations is not None and max_activations < 1:
         raise ScheduleError(
-            f"max_activations={quoted(max_activations)} must be at least 1: the backward itself needs those of its microbatch"
+            f"max_activations={quoted(max_activations)} must be at least 1: the backward itself "
+            "needs those of its microbatch"
         )
     if max_activations is not None and lead is None:
-        raise ScheduleError(f"lead=None has no bound, so max_activations={quoted(max_activations)} cannot be kept; write lead=1")
+        raise ScheduleError(
+            f"lead=None has no bound, so max_activations={quoted(max_activations)} cannot be "
+            "kept; write lead=1"
+        )
 
 
 def _recompute_of(cell: Cell) -> Action | None:
-    """The R that the action of a cell that reads activations may have; None where no action does."""
+    """The R that the action of a cell that reads activations may have; None where no
+    action does.
+    """
     user = next((action for action in parts(cell) if action.kind in _USERS), None)
     return None if user is None else user._replace(kind=Kind.R)
 
@@ -120,19 +163,30 @@ def _recompute_of(cell: Cell) -> Action | None:
 class _Row:
     """A device's row while it is built and simulated.
 
-    `waiting` are the R that are placed while their B or I is still to come; `pending` those to be placed, in the order of use.
+    `waiting` are the R that are placed while their B or I is still to come; `pending` those to be
+    placed, in the order of use.
     """
 
-    def __init__(self, row: Sequence[Cell], wanted: Collection[Action], times: Sequence[float], lead: int | None) -> None:
+    def __init__(
+        self,
+        row: Sequence[Cell],
+        wanted: Collection[Action],
+        times: Sequence[float],
+        lead: int | None,
+    ) -> None:
         self.cells: list[Cell] = []
         self.free: float = 0
         self._times, self._lead = times, lead
-        self._pending = deque(found for cell in row if (found := _recompute_of(cell)) is not None and found in wanted)
+        self._pending = deque(
+            found for cell in row if (found := _recompute_of(cell)) is not None and found in wanted
+        )
         self._waiting: set[Action | None] = set()
         self._done: set[Action] = set()
 
     def add(self, cell: Cell, ready: float) -> None:
-        """Append a cell whose input is there at `ready`, after its own R and those that fit into the wait."""
+        """Append a cell whose input is there at `ready`, after its own R and those that fit into
+        the wait.
+        """
         own = _recompute_of(cell)
         if self._pending and self._pending[0] == own:
             self._place()
@@ -153,10 +207,13 @@ class _Row:
         self.free += self._times[recompute.stage]
 
 
-def _with_recompute(plain: Schedule, wanted: Collection[Action], costs: Costs, *, lead: int | None) -> Schedule:
+def _with_recompute(
+    plain: Schedule, wanted: Collection[Action], costs: Costs, *, lead: int | None
+) -> Schedule:
     """The table with the wanted R, each as early as a wait of its device has room for it.
 
-    An R never prolongs the wait that it fills, so no action starts later than with every R right before its B or I.
+    An R never prolongs the wait that it fills, so no action starts later than with every R right
+    before its B or I.
     """
     table = plain.encoded
     by_stage = costs.for_stages(table.num_stages)
@@ -168,7 +225,8 @@ def _with_recompute(plain: Schedule, wanted: Collection[Action], costs: Costs, *
         device, position = table.cell_of(i)
         row = rows[device]
         ready = ends[wait[i]] + latency[i] if wait[i] >= 0 else 0
-        if not i or table.last_half[i - 1] != i:  # not the second half of a pair, before which there is no place
+        # not the second half of a pair, before which there is no place
+        if not i or table.last_half[i - 1] != i:
             row.add(plain.rows[device][position], ready)
         row.free = ends[i] = max(row.free, ready) + durations[i]
     return plain.with_rows([row.cells for row in rows])

@@ -1,12 +1,15 @@
-"""Transform: SEND and RECV for every value that crosses devices, without deadlock and with no receive earlier than necessary.
+"""Transform: SEND and RECV for every value that crosses devices, without deadlock and with no
+receive earlier than necessary.
 
-Each SEND should come right after its producer, each RECV right before its consumer.  With transfers that block both sides, such
-rows may deadlock: a cycle of devices, at least one of which waits at a SEND (a cycle of receives alone would be a deadlock of
-the compute-only table).  There, and only there, the receiver of such a SEND receives it early: before the action at which it waits.
+Each SEND should come right after its producer, each RECV right before its consumer.  With transfers
+that block both sides, such rows may deadlock: a cycle of devices, at least one of which waits at a
+SEND (a cycle of receives alone would be a deadlock of the compute-only table).  There, and only
+there, the receiver of such a SEND receives it early: before the action at which it waits.
 
-At least one SEND of each cycle can be received early at no cost: the one whose producer ended first, since everything else in the
-cycle waits for an action that ended later.  So the table keeps its makespan under the given costs where transfers take no time.
-Where several SENDs qualify, the choice counts lock-steps, in which each SEND and RECV takes a step too.
+At least one SEND of each cycle can be received early at no cost: the one whose producer ended
+first, since everything else in the cycle waits for an action that ended later.  So the table keeps
+its makespan under the given costs where transfers take no time. Where several SENDs qualify, the
+choice counts lock-steps, in which each SEND and RECV takes a step too.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ from ..table.typed import typed
 def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
     """Put SEND and RECV into the rows of a compute-only table; none between stages on one device.
 
-    The result runs without deadlock both where a SEND returns at once and where SEND and RECV wait for each other.  A RECV comes
-    right before its consumer, unless that would deadlock: then it comes as late as it can, and where transfers take no time the
-    makespan is still that of the compute-only table.  An overlapped pair receives before it and sends after it.  Idle cells are
+    The result runs without deadlock both where a SEND returns at once and where SEND and RECV wait
+    for each other.  A RECV comes right before its consumer, unless that would deadlock: then it
+    comes as late as it can, and where transfers take no time the makespan is still that of the
+    compute-only table.  An overlapped pair receives before it and sends after it.  Idle cells are
     dropped (torch 2.13 accepts none in a table with transfers).
 
     Args:
@@ -48,35 +52,52 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
         ScheduleError: the table breaks a rule, has transfers already, or has L.
 
     >>> import jaxpipe as jp
-    >>> print(add_transfers(jp.schedules.build("gpipe", devices=2, microbatches=1)).to_csv(), end="")
+    >>> print(
+    ...     add_transfers(jp.schedules.build("gpipe", devices=2, microbatches=1)).to_csv(), end=""
+    ... )
     0F0,0SEND_F0,0RECV_B0,0B0
     1RECV_F0,1F0,1B0,1SEND_B0
     """
     if schedule.has_transfers:
-        raise ScheduleError("the table has SEND and RECV already; jaxpipe.remove_transfers removes them")
+        raise ScheduleError(
+            "the table has SEND and RECV already; jaxpipe.remove_transfers removes them"
+        )
     if schedule.encoded.together.any():
-        raise ScheduleError("the table has L or E, for which no SEND and RECV are defined; jaxpipe.remove_spread takes them out")
+        raise ScheduleError(
+            "the table has L or E, for which no SEND and RECV are defined; jaxpipe.remove_spread "
+            "takes them out"
+        )
     with paused_collector():
         plan = _plan(simulate(schedule, costs))
         run = _Run(plan)
         run.finish()
-        return schedule.with_rows(_insert(schedule, plan, np.array(run.early, np.int64), np.array(run.before, np.int64)))
+        return schedule.with_rows(
+            _insert(schedule, plan, np.array(run.early, np.int64), np.array(run.before, np.int64))
+        )
 
 
 @typed()
 def remove_transfers(schedule: Schedule) -> Schedule:
     """The compute-only table: without SEND and RECV, everything else as it is."""
-    return schedule.with_rows([[cell for cell in row if not isinstance(cell, Action) or cell.kind.is_compute] for row in schedule.cells])
+    return schedule.with_rows(
+        [
+            [cell for cell in row if not isinstance(cell, Action) or cell.kind.is_compute]
+            for row in schedule.cells
+        ]
+    )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The transfers of all devices where they should be, row by row: `first[d] : first[d + 1]` are those of device d.
+    """The transfers of all devices where they should be, row by row: `first[d] : first[d + 1]` are
+    those of device d.
 
-    One entry per transfer: `owner`, its device; `mate`, the other side, and `peer`, the device of that one; `served`, the compute
-    action that makes or needs the message; `anchor`, the number of the action before which it comes (or one past the row's last);
-    `cells`, how many compute cells come before it.  By the costs: `ready`, when the message is there; `wanted`, when the first
-    action after the transfer needs to start.  `deadline` is the last step, counted from the end and so negative, that delays nothing.
+    One entry per transfer: `owner`, its device; `mate`, the other side, and `peer`, the device of
+    that one; `served`, the compute action that makes or needs the message; `anchor`, the number of
+    the action before which it comes (or one past the row's last); `cells`, how many compute cells
+    come before it.  By the costs: `ready`, when the message is there; `wanted`, when the first
+    action after the transfer needs to start.  `deadline` is the last step, counted from the end and
+    so negative, that delays nothing.
     """
 
     first: tuple[int, ...]
@@ -104,14 +125,17 @@ def _plan(timeline: Timeline) -> _Plan:
     anchor = np.concatenate([table.last_half[producers] + 1, first_half[consumers]])
     device = np.concatenate([table.device[producers], table.device[consumers]])
     is_send = np.repeat([1, 0], count)
-    # Actions are numbered through all rows; adding the device separates the end of a row from the start of the next.
-    # Between two compute cells the sends come first; of two for the same pair, the more urgent one.
+    # Actions are numbered through all rows; adding the device separates the end of a row from the
+    # start of the next. Between two compute cells the sends come first; of two for the same pair,
+    # the more urgent one.
     key = 2 * (anchor + device) + (1 - is_send)
     urgency = np.concatenate([starts[consumers], ends[producers]])
     order = np.lexsort((urgency, key)) if len(table.pairs) else _sorting(key)
     place = np.empty_like(order)
     place[order] = np.arange(2 * count)
-    in_time = place[_sorting(_moments(timeline.schedule, np.concatenate([producers, consumers]), is_send))]
+    in_time = place[
+        _sorting(_moments(timeline.schedule, np.concatenate([producers, consumers]), is_send))
+    ]
     owner, anchor, is_send = device[order], anchor[order], is_send[order]
     mate = place[order - np.where(is_send == 1, -count, count)]
     first = tuple(np.searchsorted(owner, np.arange(table.num_devices + 1)).tolist())
@@ -130,7 +154,9 @@ def _plan(timeline: Timeline) -> _Plan:
         cells=cells.tolist(),
         ready=np.tile(ends[producers], 2)[order].tolist(),
         wanted=np.minimum(begin, following).tolist(),
-        deadline=_deadlines(table, in_time[::-1], owner, cells, receiver=np.where(is_send == 1, mate, -1)),
+        deadline=_deadlines(
+            table, in_time[::-1], owner, cells, receiver=np.where(is_send == 1, mate, -1)
+        ),
     )
 
 
@@ -142,10 +168,14 @@ def _sorting(keys: IntArray) -> IntArray:
 
 
 def _moments(schedule: Schedule, served: IntArray, is_send: IntArray) -> IntArray:
-    """A number for each transfer, all different, that grows along the rows and from each SEND to its RECV."""
+    """A number for each transfer, all different, that grows along the rows and from each SEND to
+    its RECV.
+    """
     table = schedule.encoded
     moment = np.empty(table.num_actions, np.int64)
-    moment[np.array(schedule.run_order(Transfers.ASYNC).order, np.int64)] = np.arange(table.num_actions)
+    moment[np.array(schedule.run_order(Transfers.ASYNC).order, np.int64)] = np.arange(
+        table.num_actions
+    )
     second_half = served != table.last_half[served]
     moments: IntArray = 4 * moment[table.last_half[served]] + 2 * is_send + second_half
     return moments
@@ -160,13 +190,19 @@ def _cells_before(table: Encoded, anchor: IntArray, owner: IntArray) -> IntArray
     return cells
 
 
-def _deadlines(table: Encoded, in_time: IntArray, owner: IntArray, cells: IntArray, *, receiver: IntArray) -> list[int]:
-    """Per transfer, the last step at which it delays nothing, where every cell and transfer takes a step.
+def _deadlines(
+    table: Encoded, in_time: IntArray, owner: IntArray, cells: IntArray, *, receiver: IntArray
+) -> list[int]:
+    """Per transfer, the last step at which it delays nothing, where every cell and transfer takes a
+    step.
 
     `in_time` lists the transfers from the last to the first, `receiver` has the RECV of each SEND.
     """
-    row_ends = np.bincount(table.device[table.last_half == np.arange(table.num_actions)], minlength=table.num_devices)
-    # deadline minus cells of the next transfer on each device: between two transfers there are only cells.
+    row_ends = np.bincount(
+        table.device[table.last_half == np.arange(table.num_actions)], minlength=table.num_devices
+    )
+    # deadline minus cells of the next transfer on each device: between two transfers there are only
+    # cells.
     margin = (-row_ends).tolist()
     deadline = [0] * len(in_time)
     columns = (column[in_time].tolist() for column in (owner, cells, receiver))
@@ -180,9 +216,11 @@ def _deadlines(table: Encoded, in_time: IntArray, owner: IntArray, cells: IntArr
 
 
 class _Run:
-    """Runs the transfers of a plan with both sides blocking, and receives early where devices wait in a cycle.
+    """Runs the transfers of a plan with both sides blocking, and receives early where devices wait
+    in a cycle.
 
-    `early` lists the RECVs that are moved earlier, in order of time, and `before` the transfer at which the receiver waited.
+    `early` lists the RECVs that are moved earlier, in order of time, and `before` the transfer at
+    which the receiver waited.
     """
 
     def __init__(self, plan: _Plan) -> None:
@@ -191,7 +229,8 @@ class _Run:
         self._plan = plan
         self._head = list(plan.first[:-1])
         self._taken = bytearray(len(plan.mate) + 1)
-        # A transfer t of device d that is reached now takes place in step lag[d] + cells[t], counting all steps before it.
+        # A transfer t of device d that is reached now takes place in step lag[d] + cells[t],
+        # counting all steps before it.
         self._lag = [0] * len(self._head)
 
     def finish(self) -> None:
@@ -204,10 +243,11 @@ class _Run:
                 self._take_early(*self._cheapest(cycle))
 
     def _cheapest(self, cycle: Sequence[int]) -> tuple[int, int]:
-        """The SEND of a cycle that is cheapest to receive early, and the transfer at which its receiver waits.
+        """The SEND of a cycle that is cheapest to receive early, and the transfer at which its
+        receiver waits.
 
-        First choice is one that does not prolong the makespan, then one that adds no step, then the one whose receiver has the most
-        steps to spare.
+        First choice is one that does not prolong the makespan, then one that adds no step, then the
+        one whose receiver has the most steps to spare.
         """
         plan, head, lag = self._plan, self._head, self._lag
         found, least = (-1, -1), (True, True, 1)
@@ -242,8 +282,16 @@ class _Run:
         return transfer
 
     def _advance(self, runnable: list[int]) -> None:
-        """Run until all devices wait in cycles of more than two; cycles of two, the most frequent, are resolved here, for speed."""
-        plan, head, taken, lag, last = self._plan, self._head, self._taken, self._lag, self._plan.first[1:]
+        """Run until all devices wait in cycles of more than two; cycles of two, the most frequent,
+        are resolved here, for speed.
+        """
+        plan, head, taken, lag, last = (
+            self._plan,
+            self._head,
+            self._taken,
+            self._lag,
+            self._plan.first[1:],
+        )
         mate, peer, is_send, cells = plan.mate, plan.peer, plan.is_send, plan.cells
         while runnable:
             device = runnable.pop()
@@ -254,10 +302,12 @@ class _Run:
                 at = head[other]
                 if at != there and peer[at] != device:
                     break
-                # By how many steps the other device is later at its transfer than this one at its own.
+                # By how many steps the other device is later at its transfer than this one at its
+                # own.
                 later = lag[other] + cells[at] - lag[device] - cells[here]
                 if at == there:
-                    # Both sides are reached, and the message passes; a RECV comes no sooner than its SEND.
+                    # Both sides are reached, and the message passes; a RECV comes no sooner than
+                    # its SEND.
                     if is_send[here]:
                         lag[other] -= later if later < 0 else 0
                     else:
@@ -284,7 +334,9 @@ class _Run:
                     runnable.append(other)
 
     def _rather(self, send: int, other: int, later: int) -> bool:
-        """Whether `send` is cheaper to receive early than `other`, where each one's receiver waits at the other (as in `_cheapest`)."""
+        """Whether `send` is cheaper to receive early than `other`, where each one's receiver waits
+        at the other (as in `_cheapest`).
+        """
         plan = self._plan
         too_late = plan.ready[send] > plan.wanted[other]
         if too_late != (plan.ready[other] > plan.wanted[send]):
@@ -293,16 +345,23 @@ class _Run:
 
 
 def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) -> list[list[Cell]]:
-    """The rows with the plan's transfers in them, each early RECV moved before another transfer (keys as in the plan)."""
+    """The rows with the plan's transfers in them, each early RECV moved before another transfer
+    (keys as in the plan).
+    """
     table = schedule.encoded
     wanted = np.ones(len(plan.mate), bool)
     wanted[early] = False
     rest = np.flatnonzero(wanted)
     # Of several before the same transfer, the one that was received first comes first.
-    order = np.concatenate([early, rest])[np.argsort(np.concatenate([2 * before, 2 * rest + 1]), kind="stable")]
+    order = np.concatenate([early, rest])[
+        np.argsort(np.concatenate([2 * before, 2 * rest + 1]), kind="stable")
+    ]
     place = np.arange(len(wanted))
     place[early] = before
-    anchor, owner = np.array(plan.anchor, np.int64)[place[order]], np.array(plan.owner, np.int64)[order]
+    anchor, owner = (
+        np.array(plan.anchor, np.int64)[place[order]],
+        np.array(plan.owner, np.int64)[order],
+    )
     firsts = np.ones(table.num_actions, bool)
     firsts[table.pairs + 1] = False
     numbers = np.flatnonzero(firsts)
@@ -319,12 +378,18 @@ def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) 
 def _transfer_actions(table: Encoded, plan: _Plan, order: IntArray) -> list[Action]:
     """The SEND or RECV action of each transfer in `order`."""
     served = plan.served[order]
-    by_kind = np.zeros((2, len(Kind)), np.int64)  # whether it is a SEND, and the kind that it serves
+    # whether it is a SEND, and the kind that it serves
+    by_kind = np.zeros((2, len(Kind)), np.int64)
     for value, users, send, receive in MESSAGES:
         by_kind[1, makers(value)] = send
         by_kind[0, users] = receive
     kinds = by_kind[np.array(plan.is_send, np.int64)[order], table.kind[served]]
     every = tuple(Kind)
-    fields = zip(table.stage[served].tolist(), [every[k] for k in kinds.tolist()], table.microbatch[served].tolist(), strict=True)
+    fields = zip(
+        table.stage[served].tolist(),
+        [every[k] for k in kinds.tolist()],
+        table.microbatch[served].tolist(),
+        strict=True,
+    )
     # Action._make does the same through a Python frame of its own for each.
     return list(map(partial(tuple.__new__, Action), fields))

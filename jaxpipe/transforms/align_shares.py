@@ -1,7 +1,8 @@
-"""E and G of a table with L moved to where an L is: what all devices do at once comes in equal sets, at the rhythm of L.
+"""E and G of a table with L moved to where an L is: what all devices do at once comes in equal
+sets, at the rhythm of L.
 
-Meetings that come one by one are code of their own in the program, or under predicates.  An E may be done sooner, and a G later: each
-keeps one hidden state for longer.
+Meetings that come one by one are code of their own in the program, or under predicates.  An E may
+be done sooner, and a G later: each keeps one hidden state for longer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from ..table.action import Action, Cell, Kind, parts
 from ..table.kinds import TOGETHER
 from ..table.schedule import Schedule
 
-# So many of what the first stage needs, or has made, may wait, and one more for two devices each: bursts of interleaved tables need it.
+# So many of what the first stage needs, or has made, may wait, and one more for two devices each:
+# bursts of interleaved tables need it.
 _MOST_WAITING = {Kind.E: 1, Kind.G: 2}
 _ORDER = (Kind.L, Kind.E, Kind.G)
 
@@ -23,15 +25,24 @@ class _Group:
     """Meetings without any work between them, and the work of each device before them."""
 
     work: list[list[Cell]]
-    microbatches: dict[Kind, list[int]] = field(default_factory=lambda: {kind: [] for kind in _ORDER})
+    microbatches: dict[Kind, list[int]] = field(
+        default_factory=lambda: {kind: [] for kind in _ORDER}
+    )
 
     def made(self, kinds: Sequence[Kind]) -> int:
         """How many of the first stage's actions of these kinds are in the work."""
-        return sum(a.stage == 0 and a.kind in kinds for row in self.work for cell in row if cell is not None for a in parts(cell))
+        return sum(
+            a.stage == 0 and a.kind in kinds
+            for row in self.work
+            for cell in row
+            if cell is not None
+            for a in parts(cell)
+        )
 
 
 def align_shares(schedule: Schedule) -> Schedule:
-    """The table with E and G that have meetings of their own moved to an L, those of the L between making room, while few wait.
+    """The table with E and G that have meetings of their own moved to an L, those of the L between
+    making room, while few wait.
 
     Within a meeting L come first, then E, then G.  No row changes the order of anything else.
     """
@@ -56,7 +67,9 @@ def _groups(schedule: Schedule) -> tuple[list[_Group], list[list[Cell]]]:
                 work[-1].append([])
             else:
                 work[-1][-1].append(cell)
-    meetings = [cell for cell in schedule.rows[0] if isinstance(cell, Action) and cell.kind in TOGETHER]
+    meetings = [
+        cell for cell in schedule.rows[0] if isinstance(cell, Action) and cell.kind in TOGETHER
+    ]
     *before, rest = ([list(cells) for cells in each] for each in zip(*work, strict=True))
     groups: list[_Group] = []
     for cells, meeting in zip(before, meetings, strict=True):
@@ -86,7 +99,9 @@ def _waiting_gradients(groups: Sequence[_Group]) -> list[int]:
 
 
 def _move(groups: Sequence[_Group], kind: Kind, waiting: list[int]) -> None:
-    """Move those of a kind that are in groups without L to the groups before; `waiting` grows by one in all groups on the way."""
+    """Move those of a kind that are in groups without L to the groups before; `waiting` grows by
+    one in all groups on the way.
+    """
     for i, group in enumerate(groups):
         while group.microbatches[kind] and not group.microbatches[Kind.L]:
             way = _way(groups[:i], kind) or _nearest(groups[:i])
@@ -95,11 +110,17 @@ def _move(groups: Sequence[_Group], kind: Kind, waiting: list[int]) -> None:
             for j in range(way[0], i):
                 waiting[j] += 1
             for to, source in zip(way, [*way[1:], i], strict=True):
-                _take(groups[to].microbatches[kind], groups[source].microbatches[kind], at_end=kind is Kind.E)
+                _take(
+                    groups[to].microbatches[kind],
+                    groups[source].microbatches[kind],
+                    at_end=kind is Kind.E,
+                )
 
 
 def _way(groups: Sequence[_Group], kind: Kind) -> list[int]:
-    """The groups with L back to the last that has fewer of a kind than L; empty where there is none, or one without L on the way."""
+    """The groups with L back to the last that has fewer of a kind than L; empty where there is
+    none, or one without L on the way.
+    """
     found = []
     for j in reversed(range(len(groups))):
         many, mine = len(groups[j].microbatches[Kind.L]), len(groups[j].microbatches[kind])

@@ -1,4 +1,6 @@
-"""The promise of every table transform: what it keeps and what it changes, checked from the two tables alone."""
+"""The promise of every table transform: what it keeps and what it changes, checked from the two
+tables alone.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,30 @@ from .spread_last import remove_spread, spread_last
 Faults = tuple[str, ...]
 
 
-def _keeps(kept: Collection[Kind], *, holds: Collection[Kind] = tuple(Kind), whole: bool = False) -> Callable[[Schedule, Schedule], Faults]:
-    """A promise: a valid table of the same stages, with the actions of `kept` in each row's order, and none but `holds`.
+def _keeps(
+    kept: Collection[Kind], *, holds: Collection[Kind] = tuple(Kind), whole: bool = False
+) -> Callable[[Schedule, Schedule], Faults]:
+    """A promise: a valid table of the same stages, with the actions of `kept` in each row's order,
+    and none but `holds`.
 
-    With `whole`, what each stage and microbatch has done besides is the same too, a B counted as its I and its W.
+    With `whole`, what each stage and microbatch has done besides is the same too, a B counted as
+    its I and its W.
     """
 
     def faults(before: Schedule, after: Schedule) -> Faults:
         found = [f"the table is not valid: {violation}" for violation in after.violations]
-        if (before.num_stages, before.num_microbatches, before.placement) != (after.num_stages, after.num_microbatches, after.placement):
+        if (before.num_stages, before.num_microbatches, before.placement) != (
+            after.num_stages,
+            after.num_microbatches,
+            after.placement,
+        ):
             found.append("stages, microbatches or placement changed")
         for device, (old, new) in enumerate(zip(_rows(before), _rows(after), strict=True)):
             if [a for a in old if a.kind in kept] != [a for a in new if a.kind in kept]:
-                found.append(f"device {device} does other actions of kinds {_names(kept)}, or in another order")
+                found.append(
+                    f"device {device} does other actions of kinds {_names(kept)}, or in another "
+                    "order"
+                )
             if any(a.kind not in holds for a in new):
                 found.append(f"device {device} holds other kinds than {_names(holds)}")
             if whole and _work(old) != _work(new):
@@ -42,15 +55,31 @@ def _keeps(kept: Collection[Kind], *, holds: Collection[Kind] = tuple(Kind), who
     return faults
 
 
-def _spreads(keeps: Callable[[Schedule, Schedule], Faults], *kinds: Kind) -> Callable[[Schedule, Schedule], Faults]:
-    """A promise kept, and that every device has its share of every microbatch's `last` or `first`."""
+def _spreads(
+    keeps: Callable[[Schedule, Schedule], Faults], *kinds: Kind
+) -> Callable[[Schedule, Schedule], Faults]:
+    """A promise kept, and that every device has its share of every microbatch's `last`
+    or `first`.
+    """
 
     def faults(before: Schedule, after: Schedule) -> Faults:
-        shares = [[(a.kind, a.microbatch) for a in row if a.kind in TOGETHER] for row in _rows(after)]
-        asked = [kind for kind in kinds if KINDS[kind].direction is Pass.FORWARD or not after.forward_only]
+        shares = [
+            [(a.kind, a.microbatch) for a in row if a.kind in TOGETHER] for row in _rows(after)
+        ]
+        asked = [
+            kind
+            for kind in kinds
+            if KINDS[kind].direction is Pass.FORWARD or not after.forward_only
+        ]
         wanted = sorted((kind, m) for kind in asked for m in range(after.num_microbatches))
-        whole = all(row == shares[0] and sorted(share for share in row if share[0] in kinds) == wanted for row in shares)
-        return (*keeps(before, after), *(() if whole else ("a device lacks its share of a microbatch",)))
+        whole = all(
+            row == shares[0] and sorted(share for share in row if share[0] in kinds) == wanted
+            for row in shares
+        )
+        return (
+            *keeps(before, after),
+            *(() if whole else ("a device lacks its share of a microbatch",)),
+        )
 
     return faults
 
@@ -61,7 +90,13 @@ def _rows(schedule: Schedule) -> Iterator[list[Action]]:
 
 def _work(row: list[Action]) -> list[Action]:
     """What is computed, a B as its I and its W."""
-    halves = [half for a in row for half in ([a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a])]
+    halves = [
+        half
+        for a in row
+        for half in (
+            [a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a]
+        )
+    ]
     return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in SHARES)
 
 
@@ -80,12 +115,28 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("add_transfers", add_transfers, _keeps(COMPUTE, whole=True)),
     Contract("remove_transfers", remove_transfers, _keeps(COMPUTE, holds=COMPUTE, whole=True)),
     Contract("merge_backward", merge_backward, _keeps(_without(*_BACKWARD), whole=True)),
-    Contract("split_backward", split_backward, _keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True)),
+    Contract(
+        "split_backward",
+        split_backward,
+        _keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True),
+    ),
     Contract("forward_only", forward_only, _keeps(_FORWARD, holds=_FORWARD)),
     Contract("add_recompute", add_recompute, _keeps(_without(*RECOMPUTE, *TRANSFERS))),
-    Contract("spread_last", spread_last, _spreads(_keeps(_without(*_BACKWARD, Kind.L), whole=True), Kind.L)),
-    Contract("spread_first", spread_first, _spreads(_keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G)),
+    Contract(
+        "spread_last",
+        spread_last,
+        _spreads(_keeps(_without(*_BACKWARD, Kind.L), whole=True), Kind.L),
+    ),
+    Contract(
+        "spread_first",
+        spread_first,
+        _spreads(_keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
+    ),
     Contract("remove_spread", remove_spread, _keeps(_without(*SHARES), holds=_without(*SHARES))),
     Contract("defer_last", defer_last, _keeps(_without(Kind.H), whole=True)),
-    Contract("remove_recompute", remove_recompute, _keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE))),
+    Contract(
+        "remove_recompute",
+        remove_recompute,
+        _keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE)),
+    ),
 )

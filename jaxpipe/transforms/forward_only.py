@@ -9,24 +9,35 @@ from ..table.action import Action, Row, parts
 from ..table.kinds import Pass, Value, kinds_where, makers
 from ..table.schedule import Schedule
 
-_KEPT = (*makers(Value.OUTPUT), *kinds_where(lambda spec: spec.together and spec.direction is Pass.FORWARD))
+_KEPT = (
+    *makers(Value.OUTPUT),
+    *kinds_where(lambda spec: spec.together and spec.direction is Pass.FORWARD),
+)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule alone, with L and E where it has any, in its order: the table of an evaluation."""
+    """The forwards of a schedule alone, with L and E where it has any, in its order: the table of
+    an evaluation.
+    """
     return schedule.with_rows([tuple(_forwards(row)) for row in schedule.rows])
 
 
 def first_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """The actions of the first `count` microbatches alone, in the table's order: microbatches do not wait for each other.
+    """The actions of the first `count` microbatches alone, in the table's order: microbatches do
+    not wait for each other.
 
     >>> from jaxpipe import schedules
-    >>> print(first_microbatches(forward_only(schedules.build("gpipe", devices=2, microbatches=3)), 1))
+    >>> print(
+    ...     first_microbatches(forward_only(schedules.build("gpipe", devices=2, microbatches=3)), 1)
+    ... )
              | 0   1
     device 0 | 0F0
     device 1 |     1F0
     """
-    rows = [tuple(cell for cell in row if all(action.microbatch < count for action in parts(cell))) for row in schedule.rows]
+    rows = [
+        tuple(cell for cell in row if all(action.microbatch < count for action in parts(cell)))
+        for row in schedule.rows
+    ]
     return replace(schedule.with_rows(rows), num_microbatches=count)
 
 

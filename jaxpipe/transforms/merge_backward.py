@@ -9,10 +9,12 @@ from ..table.typed import typed
 
 @typed()
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Merge each I with its W where the W is the device's next action (idle cells aside); the inverse of `split_backward`.
+    """Merge each I with its W where the W is the device's next action (idle cells aside); the
+    inverse of `split_backward`.
 
-    The I of an overlapped pair merges with a W right after the pair.  Merging pays only where a fused backward is faster than its
-    halves, since what the next device needs is then ready at the end of B and not already at the end of I (torch 2.13 has `_merge_bw`).
+    The I of an overlapped pair merges with a W right after the pair.  Merging pays only where a
+    fused backward is faster than its halves, since what the next device needs is then ready at the
+    end of B and not already at the end of I (torch 2.13 has `_merge_bw`).
 
     >>> import jaxpipe as jp
     >>> print(merge_backward(jp.Schedule.from_csv("0F0,0I0,0W0")).to_csv(), end="")
@@ -38,7 +40,9 @@ def _merged(row: Row) -> list[Cell]:
 
 
 def _with_weight_grad(before: Cell, weight_grad: Action) -> Cell:
-    """The cell before a W with its I replaced by B, or None where it does not hold the I of this W."""
+    """The cell before a W with its I replaced by B, or None where it does not hold the I of
+    this W.
+    """
     stage, _, microbatch = weight_grad
     full = Action(stage, Kind.B, microbatch)
     match before:

@@ -11,14 +11,17 @@ from ..table.typed import typed
 def split_backward(schedule: Schedule) -> Schedule:
     """Replace each B by its I and, right after it, its W; the inverse of `merge_backward`.
 
-    A B in an overlapped pair becomes an I in the pair and a W after the pair.  In a table with transfers the SEND stays where it is, after
-    the W: split first, then add transfers, and the SEND comes before the W.
+    A B in an overlapped pair becomes an I in the pair and a W after the pair.  In a table with
+    transfers the SEND stays where it is, after the W: split first, then add transfers, and the SEND
+    comes before the W.
 
     >>> import jaxpipe as jp
     >>> print(split_backward(jp.Schedule.from_csv("0F0,0F1,0B0,0B1")).to_csv(), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     """
-    return schedule.with_rows([[part for cell in row for part in _split(cell)] for row in schedule.cells])
+    return schedule.with_rows(
+        [[part for cell in row for part in _split(cell)] for row in schedule.cells]
+    )
 
 
 def _split(cell: Cell) -> tuple[Cell, ...]:

@@ -1,4 +1,6 @@
-"""Transform: `last` spread over all devices, as actions L that every device does at the same time."""
+"""Transform: `last` spread over all devices, as actions L that every device does at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +13,38 @@ from .place_together import place_together
 
 
 @typed()
-def spread_last(schedule: Schedule, *, costs: Costs | None = None, split: bool | None = None) -> Schedule:
-    """Put an L into every row for every microbatch, after the last stage's F and before its B, where all devices lose the least time.
+def spread_last(
+    schedule: Schedule, *, costs: Costs | None = None, split: bool | None = None
+) -> Schedule:
+    """Put an L into every row for every microbatch, after the last stage's F and before its B,
+    where all devices lose the least time.
 
-    Every row keeps its order, so no device holds more activations than before.  An L is a meeting of all devices: it begins when the last
-    of them is done with what it is doing, and those that are done sooner do what fits into the wait.  Where forwards and
-    backwards take equally long, as F, I and W do, nobody waits.  A B that takes twice as long as an F makes neighbours wait in 1F1B; with
-    its backwards split into I and W it has no such waits.  Idle cells, and an L that is in the table already, are dropped.
+    Every row keeps its order, so no device holds more activations than before.  An L is a meeting
+    of all devices: it begins when the last of them is done with what it is doing, and those that
+    are done sooner do what fits into the wait.  Where forwards and backwards take equally long, as
+    F, I and W do, nobody waits.  A B that takes twice as long as an F makes neighbours wait in
+    1F1B; with its backwards split into I and W it has no such waits.  Idle cells, and an L that is
+    in the table already, are dropped.
 
     Args:
-        schedule: a compute-only table that `check` accepts, with at least as many stages as devices.
-        costs: the costs by which L are placed (`Costs.last` is the time of an L); all 1 where it is None.
-        split: split backwards B into I and W (`split_backward`): True, False, or where devices would else wait for each other (None).
+        schedule: a compute-only table that `check` accepts, with at least as many stages as
+            devices.
+        costs: the costs by which L are placed (`Costs.last` is the time of an L); all 1 where it is
+            None.
+        split: split backwards B into I and W (`split_backward`): True, False, or where devices
+            would else wait for each other (None).
 
     Raises:
         ScheduleError: the table breaks a rule, has SEND and RECV, or fewer stages than devices.
         CostError: a sequence of costs does not have one entry per stage.
 
     >>> import jaxpipe as jp
-    >>> print(spread_last(jp.schedules.build("gpipe", devices=2, microbatches=2), split=False).to_csv(), end="")
+    >>> print(
+    ...     spread_last(
+    ...         jp.schedules.build("gpipe", devices=2, microbatches=2), split=False
+    ...     ).to_csv(),
+    ...     end="",
+    ... )
     0F0,0F1,0L0,0L1,0B0,0B1
     1F0,1L0,1F1,1L1,1B0,1B1
     """
@@ -38,10 +53,16 @@ def spread_last(schedule: Schedule, *, costs: Costs | None = None, split: bool |
 
 @typed()
 def remove_spread(schedule: Schedule) -> Schedule:
-    """The table without L, E, G and H, everything else as it is: `last` and `first` run with the F of their stages.
+    """The table without L, E, G and H, everything else as it is: `last` and `first` run with the F
+    of their stages.
 
     >>> import jaxpipe as jp
     >>> print(remove_spread(jp.Schedule.from_csv("0F0,0L0,0B0")).to_csv(), end="")
     0F0,0B0
     """
-    return schedule.with_rows([[c for c in row if not isinstance(c, Action) or c.kind not in SHARES] for row in schedule.cells])
+    return schedule.with_rows(
+        [
+            [c for c in row if not isinstance(c, Action) or c.kind not in SHARES]
+            for row in schedule.cells
+        ]
+    )

@@ -1,4 +1,6 @@
-"""The collectives of a compiled program: which, over which mesh axes, in a loop or once a step, and of what shape."""
+"""The collectives of a compiled program: which, over which mesh axes, in a loop or once a step, and
+of what shape.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all")
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_CALLED = re.compile(r"\b(?:body|condition|to_apply|calls|called_computations|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))")
+_CALLED = re.compile(
+    r"\b(?:body|condition|to_apply|calls|called_computations|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
-    """One instruction.  `axes` are the mesh axes along which its groups extend; `shapes` those of its results on one device."""
+    """One instruction.  `axes` are the mesh axes along which its groups extend; `shapes` those of
+    its results on one device.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -25,7 +39,9 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
-    """All collectives of an HLO text; `mesh` holds axis sizes in order, with devices numbered along it."""
+    """All collectives of an HLO text; `mesh` holds axis sizes in order, with devices numbered along
+    it.
+    """
     found: list[tuple[str, str]] = []
     called: dict[str, set[str]] = {}
     bodies: set[str] = set()
@@ -35,7 +51,11 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
             match = _COMPUTATION.match(line)
             computation = match[1] if match else computation
             continue
-        names = {name.strip(" %") for match in _CALLED.finditer(line) for name in (match[1] or match[2]).split(",")}
+        names = {
+            name.strip(" %")
+            for match in _CALLED.finditer(line)
+            for name in (match[1] or match[2]).split(",")
+        }
         called.setdefault(computation, set()).update(names - {""})
         if " while(" in line:
             bodies |= names
@@ -60,7 +80,9 @@ def _collective(line: str, mesh: Mapping[str, int], in_loop: bool) -> Collective
     assert match
     shapes = tuple(tuple(int(n) for n in m[1].split(",") if n) for m in _SHAPE.finditer(match[1]))
     pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
-    return Collective(match[2], _axes(_lists(pairs[1]) if pairs else _groups(line), mesh), in_loop, shapes)
+    return Collective(
+        match[2], _axes(_lists(pairs[1]) if pairs else _groups(line), mesh), in_loop, shapes
+    )
 
 
 def _groups(line: str) -> list[list[int]]:

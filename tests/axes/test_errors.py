@@ -1,4 +1,6 @@
-"""Meshes, fsdp and specs that do not fit get an error that names the fault and says what to write instead."""
+"""Meshes, fsdp and specs that do not fit get an error that names the fault and says what to write
+instead.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,27 @@ from tests.axes.model import batch, build, canonical, mesh, pipeline
 
 def raises(*parts: str) -> Any:
     """A PipelineError whose text holds all of these, in any order."""
-    return pytest.raises(jp.PipelineError, match="(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts))
+    return pytest.raises(
+        jp.PipelineError, match="(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
+    )
 
 
 def test_an_axis_along_which_all_would_do_the_same_is_refused() -> None:
     specs = {"stages": {"w": PartitionSpec(None, "tensor")}}
-    with raises("mesh axis 'data' is in no argument, so its 2 devices would all do the same work", "replicated_axes=('data',)"):
+    with raises(
+        "mesh axis 'data' is in no argument, so its 2 devices would all do the same work",
+        "replicated_axes=('data',)",
+    ):
         pipeline(build("1f1b"), specs=specs, replicated_axes=())
-    for options in ({"specs": specs, "data_axes": "data"}, {"data_axes": ("data", "tensor")}, {"replicated_axes": ("data", "tensor")}):
-        assert pipeline(build("1f1b"), **{"replicated_axes": (), **options}).mesh.axis_names == mesh().axis_names
+    for options in (
+        {"specs": specs, "data_axes": "data"},
+        {"data_axes": ("data", "tensor")},
+        {"replicated_axes": ("data", "tensor")},
+    ):
+        assert (
+            pipeline(build("1f1b"), **{"replicated_axes": (), **options}).mesh.axis_names
+            == mesh().axis_names
+        )
 
 
 def test_fsdp_is_no_data_axis() -> None:
@@ -47,19 +61,28 @@ def place(specs: Any, **options: Any) -> None:
 def test_all_faults_of_specs_are_listed() -> None:
     specs = {
         "stage": {"w": PartitionSpec(None, "tensor")},
-        "stages": {"w": PartitionSpec(None, None, "tensor"), "b": PartitionSpec("model"), "odd": PartitionSpec("tensor"), "x": None},
+        "stages": {
+            "w": PartitionSpec(None, None, "tensor"),
+            "b": PartitionSpec("model"),
+            "odd": PartitionSpec("tensor"),
+            "x": None,
+        },
         "first": {"embed": PartitionSpec("pipe")},
         "last": PartitionSpec("data"),
     }
     with pytest.raises(jp.PipelineError) as caught:
         place(specs, data_axes=("data",))
     parts = (
-        "specs has a key 'stage'; its keys are those of the parameters, ['first', 'last', 'stages']",
+        "specs has a key 'stage'; its keys are those of the parameters, ['first', 'last', "
+        "'stages']",
         f"first/embed: {PartitionSpec('pipe')} names the pipe axis 'pipe'",
-        f"last/head: {PartitionSpec('data')} names the data axis 'data'; fsdp='data' splits parameters over it",
-        f"stages/b: {PartitionSpec('model')} names an axis 'model' that the mesh does not have; its axes are {dict(mesh().shape)}",
+        f"last/head: {PartitionSpec('data')} names the data axis 'data'; fsdp='data' splits "
+        "parameters over it",
+        f"stages/b: {PartitionSpec('model')} names an axis 'model' that the mesh does not have; "
+        f"its axes are {dict(mesh().shape)}",
         "stages/odd: dim 0 of shape (3,) does not divide over 'tensor', which has 2 devices",
-        f"stages/w: {PartitionSpec(None, None, 'tensor')} has 3 entries for a parameter of shape (8, 16) (leave the stage axis out)",
+        f"stages/w: {PartitionSpec(None, None, 'tensor')} has 3 entries for a parameter of shape "
+        "(8, 16) (leave the stage axis out)",
         "stages: specs name 'x', but the parameters are ['b', 'gain', 'odd', 'v', 'w']",
     )
     faults = caught.value.faults
@@ -74,7 +97,10 @@ def test_all_faults_of_specs_are_listed() -> None:
         ("tensor", "specs must hold PartitionSpecs or None; got 'tensor'"),
         (PartitionSpec("tensor", "tensor"), "names 'tensor' more than once"),
         (PartitionSpec(("tensor", "data"), "tensor"), "names 'tensor' more than once"),
-        (PartitionSpec(PartitionSpec.UNCONSTRAINED), "an entry is a mesh axis, a tuple of them, or None"),
+        (
+            PartitionSpec(PartitionSpec.UNCONSTRAINED),
+            "an entry is a mesh axis, a tuple of them, or None",
+        ),
     ],
 )
 def test_a_spec_of_the_wrong_form(spec: Any, message: str) -> None:
@@ -86,7 +112,10 @@ def test_specs_may_be_few_or_one_for_many() -> None:
     """What no spec names is whole; a spec above several parameters holds for all of them."""
     whole = pipeline(build("1f1b"), specs={"last": {}}).place(canonical(2))
     assert whole["stages"][0]["w"].sharding.spec == PartitionSpec("pipe")
-    some = pipeline(build("1f1b"), specs={"stages": {"v": PartitionSpec("tensor")}, "last": PartitionSpec(None, "tensor")})
+    some = pipeline(
+        build("1f1b"),
+        specs={"stages": {"v": PartitionSpec("tensor")}, "last": PartitionSpec(None, "tensor")},
+    )
     placed = some.place(canonical(2))
     assert placed["stages"][0]["v"].sharding.spec == PartitionSpec("pipe", "tensor")
     assert placed["stages"][0]["w"].sharding.spec == PartitionSpec("pipe")
@@ -97,5 +126,7 @@ def test_rows_must_divide_over_the_shards_too() -> None:
     pipe = pipeline(build("1f1b", 4), data_axes=("data",))
     params = pipe.place(canonical(2))
     rows = jax.tree.map(lambda leaf: leaf[:12], batch(4))
-    with raises("has 12 rows, which do not divide into 4 microbatches x 2 data shards; use 16 rows"):
+    with raises(
+        "has 12 rows, which do not divide into 4 microbatches x 2 data shards; use 16 rows"
+    ):
         pipe.value_and_grad(params, rows)

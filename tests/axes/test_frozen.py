@@ -1,4 +1,6 @@
-"""Frozen parameters: no gradient, no accumulator, no optimizer state, any dtype; the rest is trained as plain JAX trains it."""
+"""Frozen parameters: no gradient, no accumulator, no optimizer state, any dtype; the rest is
+trained as plain JAX trains it.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,12 @@ def pipe_of(name: str, **how: Any) -> jp.Pipeline:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("1f1b", {}), ("zbv", {}), ("zb_h1", {"stage": [stage] * STAGES}), ("1f1b", {"executor": EagerExecutor()})],
+    [
+        ("1f1b", {}),
+        ("zbv", {}),
+        ("zb_h1", {"stage": [stage] * STAGES}),
+        ("1f1b", {"executor": EagerExecutor()}),
+    ],
     ids=["1f1b", "zbv", "unlike", "eager"],
 )
 def test_the_rest_is_trained_as_without_a_pipeline(name: str, how: dict[str, Any]) -> None:
@@ -81,14 +88,19 @@ def test_the_rest_is_trained_as_without_a_pipeline(name: str, how: dict[str, Any
     trained = {"stages": {k: given["stages"][k] for k in "ab"}, "last": given["last"]}
     canonical = dict(given)
     if "stage" in how:
-        canonical["stages"] = [jax.tree.map(lambda leaf, s=s: leaf[s], given["stages"]) for s in range(STAGES)]
+        canonical["stages"] = [
+            jax.tree.map(lambda leaf, s=s: leaf[s], given["stages"]) for s in range(STAGES)
+        ]
     params = pipe.place(canonical)
     loss, grads = pipe.value_and_grad(params, batch())
     wanted_loss, wanted = jax.value_and_grad(plain)(trained, batch())
     assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
     assert jax.tree.leaves(grads["first"]) == []
     if "stage" in how:
-        assert {path for path, leaf in grads["stages"][0].leaves.items() if leaf is not None} == {"a", "b"}
+        assert {path for path, leaf in grads["stages"][0].leaves.items() if leaf is not None} == {
+            "a",
+            "b",
+        }
         stages = {k: np.asarray(grads["stages"][0].leaves[k]) for k in "ab"}
     else:
         assert grads["stages"][0]["base"] is None
@@ -96,8 +108,15 @@ def test_the_rest_is_trained_as_without_a_pipeline(name: str, how: dict[str, Any
         assert found["stages"]["base"] is None
         stages = {k: np.asarray(found["stages"][k]) for k in "ab"}
     for k in "ab":
-        np.testing.assert_allclose(stages[k], wanted["stages"][k], rtol=0, atol=FLOAT64 * np.abs(wanted["stages"][k]).max())
-    np.testing.assert_allclose(grads["last"]["head"], wanted["last"]["head"], rtol=0, atol=FLOAT64 * np.abs(wanted["last"]["head"]).max())
+        np.testing.assert_allclose(
+            stages[k], wanted["stages"][k], rtol=0, atol=FLOAT64 * np.abs(wanted["stages"][k]).max()
+        )
+    np.testing.assert_allclose(
+        grads["last"]["head"],
+        wanted["last"]["head"],
+        rtol=0,
+        atol=FLOAT64 * np.abs(wanted["last"]["head"]).max(),
+    )
 
 
 def test_an_optimizer_has_no_state_for_them_and_a_checkpoint_keeps_them(tmp_path: Any) -> None:
@@ -110,9 +129,15 @@ def test_an_optimizer_has_no_state_for_them_and_a_checkpoint_keeps_them(tmp_path
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda own: pipe.loss(pipe.with_trained(params, own), batch()))(pipe.trained(params))
+        loss, grads = jax.value_and_grad(
+            lambda own: pipe.loss(pipe.with_trained(params, own), batch())
+        )(pipe.trained(params))
         updates, state = optimizer.update(grads, state)
-        return pipe.with_trained(params, optax.apply_updates(pipe.trained(params), updates)), state, loss
+        return (
+            pipe.with_trained(params, optax.apply_updates(pipe.trained(params), updates)),
+            state,
+            loss,
+        )
 
     after, state, loss = step(params, state)
     after, state, less = step(after, state)
@@ -123,27 +148,42 @@ def test_an_optimizer_has_no_state_for_them_and_a_checkpoint_keeps_them(tmp_path
     assert np.array_equal(base, weights()["stages"]["base"])
     with Checkpoints(tmp_path, pipe) as checkpoints:
         checkpoints.save(1, {"params": after, "opt_state": state})
-        _, found = checkpoints.restore({"params": params, "opt_state": pipe.init(optimizer, params)})
+        _, found = checkpoints.restore(
+            {"params": params, "opt_state": pipe.init(optimizer, params)}
+        )
     assert all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves({"params": after, "opt_state": state}), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(
+            jax.tree.leaves(found),
+            jax.tree.leaves({"params": after, "opt_state": state}),
+            strict=True,
+        )
     )
 
 
 def traced(pipe: jp.Pipeline) -> Any:
     """The code of the step."""
     found: list[Any] = []
-    pipe._lower(pipe.place(weights()), batch(), None, (), lambda job, code, entries: found.append(code))
+    pipe._lower(
+        pipe.place(weights()), batch(), None, (), lambda job, code, entries: found.append(code)
+    )
     return found[0]
 
 
 def test_w_of_frozen_weights_costs_nothing() -> None:
-    """The weight gradient has one matmul for each of a and b, and none of the weight's size; a stage all frozen has none at all."""
+    """The weight gradient has one matmul for each of a and b, and none of the weight's size; a
+    stage all frozen has none at all.
+    """
     for frozen, count in ((FROZEN, 2), ((*FROZEN, "stages"), 0)):
         pipe = pipe_of("zb_h1", frozen=frozen)
         (kind,) = traced(pipe).kinds
         matmuls = [eqn for eqn in kind.weight_grad.eqns if eqn.primitive.name == "dot_general"]
         assert len(matmuls) == count
-        assert not any(var.aval.shape == (WIDTH, WIDTH) and var.aval.dtype != jnp.int8 for var in kind.hoist.outvars)  # stays small
+        # stays small
+        assert not any(
+            var.aval.shape == (WIDTH, WIDTH) and var.aval.dtype != jnp.int8
+            for var in kind.hoist.outvars
+        )
 
 
 def test_what_is_trained_must_be_floating() -> None:
@@ -152,13 +192,17 @@ def test_what_is_trained_must_be_floating() -> None:
     with raises("frozen must be a function"):
         pipe_of("1f1b", frozen=3)
     seen: set[Any] = set()
-    pipe_of("1f1b", frozen=lambda path, leaf: seen.add((path, leaf.shape)) or leaf.dtype == jnp.int8).place(weights())
+    pipe_of(
+        "1f1b", frozen=lambda path, leaf: seen.add((path, leaf.shape)) or leaf.dtype == jnp.int8
+    ).place(weights())
     assert ("stages/base", (WIDTH, WIDTH)) in seen
     assert ("last/head", (WIDTH, 2)) in seen
 
 
 def test_nothing_that_is_trained() -> None:
-    """As where one tries what a frozen model gives: no gradient, and optimizer state without moments."""
+    """As where one tries what a frozen model gives: no gradient, and optimizer state without
+    moments.
+    """
     pipe = pipe_of("1f1b", frozen=["."])
     params = pipe.place(weights())
     loss, grads = pipe.value_and_grad(params, batch())

@@ -1,4 +1,6 @@
-"""`Pipeline.loss` under jax.grad gives the gradients of the step, scaled; what has no gradient says so."""
+"""`Pipeline.loss` under jax.grad gives the gradients of the step, scaled; what has no gradient says
+so.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,33 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
-from tests.axes.model import batch, build, canonical, first, last, like_truth, mesh, stage, truth, worst_error
+from tests.axes.model import (
+    batch,
+    build,
+    canonical,
+    first,
+    last,
+    like_truth,
+    mesh,
+    stage,
+    truth,
+    worst_error,
+)
 from tests.axes.test_errors import raises
 from tests.parity.tolerance import FLOAT64
 
 
 def build_pipe(**options: Any) -> tuple[jp.Pipeline, Any]:
-    options = {"last": lambda p, x, mb: (last(p, x, mb), {"m": jnp.sum(x)}), "has_metrics": True, **options}
-    where = {"mesh": mesh("pipe", "data", "rest"), "data_axes": ("data",), "replicated_axes": ("rest",)}
+    options = {
+        "last": lambda p, x, mb: (last(p, x, mb), {"m": jnp.sum(x)}),
+        "has_metrics": True,
+        **options,
+    }
+    where = {
+        "mesh": mesh("pipe", "data", "rest"),
+        "data_axes": ("data",),
+        "replicated_axes": ("rest",),
+    }
     pipe = jp.Pipeline(stage, schedule=build("1f1b"), first=first, **where, **options)
     return pipe, pipe.place(canonical(2))
 
@@ -58,7 +79,12 @@ def test_the_gradient_of_a_scaled_loss_and_a_penalty(how: str) -> None:
     loss, wanted = truth(2, 4)
     weights = like_truth(canonical(2))
     assert abs(found - (3 * loss + half_square(weights))) <= FLOAT64 * abs(found)
-    assert worst_error(like_truth(pipe.canonical(grads)), jax.tree.map(lambda g, w: 3 * g + w, wanted, weights)) <= FLOAT64
+    assert (
+        worst_error(
+            like_truth(pipe.canonical(grads)), jax.tree.map(lambda g, w: 3 * g + w, wanted, weights)
+        )
+        <= FLOAT64
+    )
     assert np.isfinite(metrics["m"])
     if how == "eager":  # nothing differentiated: forwards alone give the same numbers
         assert abs(pipe.loss(params, batch(4))[0] - loss) <= FLOAT64 * abs(loss)
@@ -67,7 +93,10 @@ def test_the_gradient_of_a_scaled_loss_and_a_penalty(how: str) -> None:
 def test_what_has_no_gradient_says_so() -> None:
     pipe, params = build_pipe(has_metrics=False, last=last)
     rows = batch(4)
-    for function, name in ((pipe.evaluate, "evaluate"), (lambda p, b: jnp.sum(pipe.outputs(p, b)), "outputs")):
+    for function, name in (
+        (pipe.evaluate, "evaluate"),
+        (lambda p, b: jnp.sum(pipe.outputs(p, b)), "outputs"),
+    ):
         with raises(f"Pipeline.{name} cannot be differentiated", "pipe.loss(params, batch)"):
             jax.grad(function)(params, rows)
     with raises("Pipeline.value_and_grad cannot be differentiated"):
@@ -75,7 +104,9 @@ def test_what_has_no_gradient_says_so() -> None:
     with raises("depend on what is differentiated", "batch/x"):
         jax.grad(lambda scale: pipe.loss(params, {**rows, "x": rows["x"] * scale}))(1.0)
     # A number beside the loss is fine where it is said to be one.
-    grads = jax.grad(lambda p: pipe.loss(p, rows) + pipe.evaluate(jax.lax.stop_gradient(p), rows))(params)
+    grads = jax.grad(lambda p: pipe.loss(p, rows) + pipe.evaluate(jax.lax.stop_gradient(p), rows))(
+        params
+    )
     assert worst_error(like_truth(pipe.canonical(grads)), truth(2, 4)[1]) <= FLOAT64
 
 
@@ -85,10 +116,21 @@ def test_the_loss_of_forwards_is_that_of_training() -> None:
     def noisy(params: Any, x: Any, *, ctx: Any, training: bool) -> Any:
         return stage(params, x) * (jax.random.bernoulli(ctx.rng, 0.5, x.shape) if training else 1.0)
 
-    pipe = jp.Pipeline(noisy, schedule=build("1f1b"), mesh=mesh("pipe", "a", "b"), replicated_axes=("a", "b"), first=first, last=last)
+    pipe = jp.Pipeline(
+        noisy,
+        schedule=build("1f1b"),
+        mesh=mesh("pipe", "a", "b"),
+        replicated_axes=("a", "b"),
+        first=first,
+        last=last,
+    )
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pipe.place(canonical(2)))
     key = jax.random.key(0)
     loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch(4), rng=key))(params)
-    assert all(g.dtype == p.dtype for g, p in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True))
-    assert pipe.loss(params, batch(4), rng=key) == pytest.approx(float(loss), rel=1e-5)  # float32, two programs
+    assert all(
+        g.dtype == p.dtype
+        for g, p in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
+    )
+    # float32, two programs
+    assert pipe.loss(params, batch(4), rng=key) == pytest.approx(float(loss), rel=1e-5)
     assert pipe.evaluate(params, batch(4), rng=key) != pytest.approx(float(loss), rel=1e-5)

@@ -1,4 +1,6 @@
-"""Meshes with axes of any types: what the pipeline hands out works in eager JAX, and it takes what lies on such a mesh."""
+"""Meshes with axes of any types: what the pipeline hands out works in eager JAX, and it takes what
+lies on such a mesh.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
-from tests.axes.model import SPECS, batch, build, canonical, like_truth, pipeline, truth, worst_error
+from tests.axes.model import (
+    SPECS,
+    batch,
+    build,
+    canonical,
+    like_truth,
+    pipeline,
+    truth,
+    worst_error,
+)
 from tests.parity.tolerance import FLOAT64
 
 EXPLICIT = AxisType.Explicit
@@ -32,7 +43,11 @@ def small_pipe(**options: Any) -> tuple[jp.Pipeline, Any, Any]:
         has_metrics=True,
         **options,
     )
-    return pipe, {"stages": np.full((2, 3, 3), 0.1), "last": np.ones((3, 1))}, {"x": np.ones((4, 3))}
+    return (
+        pipe,
+        {"stages": np.full((2, 3, 3), 0.1), "last": np.ones((3, 1))},
+        {"x": np.ones((4, 3))},
+    )
 
 
 def test_what_comes_from_an_explicit_mesh_works_in_eager_jax() -> None:
@@ -50,7 +65,10 @@ def test_what_comes_from_an_explicit_mesh_works_in_eager_jax() -> None:
     assert np.isfinite(loss + metrics["m"] + optax.tree.norm(grads))
     # The same compiled program: parameters from the host are moved to where placed ones lie.
     again = pipe.value_and_grad(jax.tree.map(np.asarray, params), rows)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again[1]), jax.tree.leaves(grads), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(again[1]), jax.tree.leaves(grads), strict=True)
+    )
 
 
 def test_the_eager_executor_places_results_as_the_compiled_step_does() -> None:
@@ -77,7 +95,8 @@ def wanted_of(pipe: jp.Pipeline, found: Any) -> float:
 def test_every_axis_may_be_explicit(options: dict[str, Any]) -> None:
     mesh = explicit_mesh()
     pipe = pipeline(build("1f1b"), mesh=mesh, data_axes=("data",), specs=SPECS, **options)
-    rows = jax.device_put(batch(4), NamedSharding(mesh, PartitionSpec("data")))  # a user's own arrays have explicit axes
+    # a user's own arrays have explicit axes
+    rows = jax.device_put(batch(4), NamedSharding(mesh, PartitionSpec("data")))
     weights = jax.device_put(canonical(2), NamedSharding(mesh, PartitionSpec()))
     assert wanted_of(pipe, pipe.value_and_grad(pipe.place(weights), rows)) <= FLOAT64
 

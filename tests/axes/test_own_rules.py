@@ -1,4 +1,6 @@
-"""Rules that look at one array, in every layout: refused on placed arrays, and under `per_layer` what they are on the model's own."""
+"""Rules that look at one array, in every layout: refused on placed arrays, and under `per_layer`
+what they are on the model's own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def named(pattern: str) -> Callable[[Any], Any]:
     def mask(params: Any) -> Any:
         found = re.compile(pattern)
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: found.search(jax.tree_util.keystr(path, simple=True, separator="/")) is not None, params
+            lambda path, _: (
+                found.search(jax.tree_util.keystr(path, simple=True, separator="/")) is not None
+            ),
+            params,
         )
 
     return mask
@@ -44,7 +49,9 @@ def decay(mask: Any) -> Any:
 PLAIN: dict[str, Any] = {
     "adamw": optax.adamw(0.1),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-    "every second": optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2),
+    "every second": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2
+    ),
     "if finite": optax.apply_if_finite(optax.chain(optax.zero_nans(), optax.lion(0.1)), 2),
     "noise": optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(0.1, momentum=0.9)),
     "prodigy": optax.contrib.prodigy(0.1),
@@ -66,21 +73,39 @@ RULES: dict[str, Any] = {
 @pytest.mark.parametrize("case", CASES)
 def test_init_refuses_rules_for_one_array_and_no_others(case: str) -> None:
     pipe = pipe_of(case, frozen=None)
-    params = pipe.place(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), CASES[case][1]))
+    params = pipe.place(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), CASES[case][1])
+    )
     for rule in PLAIN.values():
         pipe.init(rule, params)
     for name, rule in RULES.items():
-        with pytest.raises(jp.PipelineError, match=r"jaxpipe.per_layer\(pipe, optimizer\)[^\n]*\n  '"):
+        with pytest.raises(
+            jp.PipelineError, match=r"jaxpipe.per_layer\(pipe, optimizer\)[^\n]*\n  '"
+        ):
             pytest.fail(f"{name} passes: {pipe.init(rule, params)}")
-    pipe.init(optax.chain(optax.clip_by_global_norm(1.0), jp.per_layer(pipe, RULES["muon"])), params)
+    pipe.init(
+        optax.chain(optax.clip_by_global_norm(1.0), jp.per_layer(pipe, RULES["muon"])), params
+    )
     pipe.init(RULES["rank"], params, as_placed=True)
 
 
 def test_init_refuses_masks_by_paths_that_placed_parameters_do_not_have() -> None:
     for case, pattern, fault in (
-        ("alike", "^stages/w$", r"'stages/w' of shape \(4, 4\) lies in 'stages/0/w' of shape \(2, 4, 4\)"),
-        ("padded ends", "^last/w$", r"'last/w' of shape \(5, 4\) lies in 'last/w/array' of shape \(6, 4\)"),
-        ("a list", "^stages/1/w$", r"'stages/1/w' of shape \(4, 4\) lies in 'stages/0/w' of shape \(2, 4, 4\)"),
+        (
+            "alike",
+            "^stages/w$",
+            r"'stages/w' of shape \(4, 4\) lies in 'stages/0/w' of shape \(2, 4, 4\)",
+        ),
+        (
+            "padded ends",
+            "^last/w$",
+            r"'last/w' of shape \(5, 4\) lies in 'last/w/array' of shape \(6, 4\)",
+        ),
+        (
+            "a list",
+            "^stages/1/w$",
+            r"'stages/1/w' of shape \(4, 4\) lies in 'stages/0/w' of shape \(2, 4, 4\)",
+        ),
         ("buffers", "^stages/t/scale$", r"'stages/t/scale' of shape \(4,\) lies in 'stages/0/"),
     ):
         pipe = pipe_of(case, frozen=None)
@@ -92,7 +117,9 @@ def test_a_clip_of_one_parameter_alone_is_for_all() -> None:
     """A model with one leaf: its norm is that of all parameters."""
     schedule = jp.schedules.build("zbv", devices=1, microbatches=2)
     mesh = jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1])
-    pipe = jp.Pipeline(lambda p, x: x @ p, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x))
+    pipe = jp.Pipeline(
+        lambda p, x: x @ p, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x)
+    )
     pipe.init(PLAIN["clipped"], pipe.place({"stages": jnp.ones((2, 3, 3)), "last": {}}))
 
 
@@ -101,7 +128,11 @@ def own_tree(canonical: Any) -> Any:
     stages = canonical["stages"]
     if isinstance(stages, list):
         return canonical
-    stacks = stages if set(stages) <= {"t", "w"} and isinstance(next(iter(stages.values())), dict) else {"": stages}
+    stacks = (
+        stages
+        if set(stages) <= {"t", "w"} and isinstance(next(iter(stages.values())), dict)
+        else {"": stages}
+    )
     rows = {
         f"{name}{i}": jax.tree.map(lambda leaf, i=i: leaf[i], tree)
         for name, tree in stacks.items()
@@ -110,32 +141,55 @@ def own_tree(canonical: Any) -> Any:
     return {**canonical, "stages": rows}
 
 
-QUICK = [("alike", "some"), ("padded ends", "some"), ("a list of unlike shapes", "some"), ("buffers", "some"), ("buffers", "a kind")]
+QUICK = [
+    ("alike", "some"),
+    ("padded ends", "some"),
+    ("a list of unlike shapes", "some"),
+    ("buffers", "some"),
+    ("buffers", "a kind"),
+]
 ALL = [(case, frozen) for case in CASES for frozen in ("some", "a kind")]
 
 
-@pytest.mark.parametrize(("case", "frozen"), [*QUICK, *(slow(*each) for each in ALL if each not in QUICK)])
-def test_under_per_layer_a_rule_is_what_it_is_on_the_models_own_arrays(case: str, frozen: str) -> None:
-    """With frozen parameters, or nothing but such in a kind of layer; and `MultiSteps` around and inside."""
+@pytest.mark.parametrize(
+    ("case", "frozen"), [*QUICK, *(slow(*each) for each in ALL if each not in QUICK)]
+)
+def test_under_per_layer_a_rule_is_what_it_is_on_the_models_own_arrays(
+    case: str, frozen: str
+) -> None:
+    """With frozen parameters, or nothing but such in a kind of layer; and `MultiSteps` around and
+    inside.
+    """
     _, canonical, some = CASES[case]
-    patterns = some if frozen == "some" else ["^stages/t/"] if "layers" in CASES[case][0] else ["^stages/"]
+    patterns = (
+        some if frozen == "some" else ["^stages/t/"] if "layers" in CASES[case][0] else ["^stages/"]
+    )
     pipe = pipe_of(case, frozen=patterns)
     rng = np.random.default_rng(3)
-    draws = [jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), canonical) for _ in range(4)]
+    draws = [
+        jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), canonical) for _ in range(4)
+    ]
     still = [any(re.search(pattern, name) for pattern in patterns) for name in paths_of(canonical)]
 
     def masked(tree: Any) -> Any:
         leaves, form = jax.tree.flatten(tree)
-        return own_tree(jax.tree.unflatten(form, [np.full(leaf.shape, kept) for leaf, kept in zip(leaves, still, strict=True)]))
+        return own_tree(
+            jax.tree.unflatten(
+                form, [np.full(leaf.shape, kept) for leaf, kept in zip(leaves, still, strict=True)]
+            )
+        )
 
     kept = jax.tree.leaves(masked(canonical))
 
     def trained(tree: Any) -> Any:
         leaves, form = jax.tree.flatten(own_tree(tree))
-        return jax.tree.unflatten(form, [None if gone.all() else leaf for leaf, gone in zip(leaves, kept, strict=True)])
+        return jax.tree.unflatten(
+            form, [None if gone.all() else leaf for leaf, gone in zip(leaves, kept, strict=True)]
+        )
 
     rule = optax.chain(
-        optax.adafactor(0.1, min_dim_size_to_factor=2, multiply_by_parameter_scale=True), optax.add_decayed_weights(0.1, mask=matrices)
+        optax.adafactor(0.1, min_dim_size_to_factor=2, multiply_by_parameter_scale=True),
+        optax.add_decayed_weights(0.1, mask=matrices),
     )
     params = pipe.place(canonical)
     placed = [pipe.trained(pipe.place(draw)) for draw in draws]
@@ -145,7 +199,9 @@ def test_under_per_layer_a_rule_is_what_it_is_on_the_models_own_arrays(case: str
         updates, state = plain(trained(draw), state, wanted)
         wanted = optax.apply_updates(wanted, updates)
     for around in (True, False):
-        inside = jp.per_layer(pipe, rule if around else optax.MultiSteps(rule, 2).gradient_transformation())
+        inside = jp.per_layer(
+            pipe, rule if around else optax.MultiSteps(rule, 2).gradient_transformation()
+        )
         tx = optax.MultiSteps(inside, 2) if around else inside
         mine, state = pipe.trained(params), pipe.init(tx, params)
         update = jax.jit(tx.update)
@@ -166,12 +222,19 @@ def test_moments_of_padded_parameters_are_cut_as_these_are() -> None:
     state = pipe.init(tx, params)
     _, after = jax.jit(tx.update)(params, state, params)
     for each in (state, after):
-        assert {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(each["last"]) if leaf.ndim} == {(3, 4)}
+        assert {
+            leaf.sharding.shard_shape(leaf.shape)
+            for leaf in jax.tree.leaves(each["last"])
+            if leaf.ndim
+        } == {(3, 4)}
 
 
 def test_stages_of_a_list_are_not_told_apart_by_number() -> None:
     pipe = pipe_of("a list", frozen=None)
     params = pipe.place(CASES["a list"][1])
-    with pytest.raises(jp.PipelineError, match=r"paths without numbers:\n  'stages/1/w', which it gives as 'stages/w'"):
+    with pytest.raises(
+        jp.PipelineError,
+        match=r"paths without numbers:\n  'stages/1/w', which it gives as 'stages/w'",
+    ):
         pipe.init(jp.per_layer(pipe, decay(named("^stages/1/w$"))), params)
     pipe.init(jp.per_layer(pipe, decay(named("^stages/(./)?w$"))), params)

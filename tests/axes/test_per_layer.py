@@ -1,4 +1,6 @@
-"""Rules that look at one array: under `per_layer` they do on stacks of stages what they do in a loop over plain layers."""
+"""Rules that look at one array: under `per_layer` they do on stacks of stages what they do in a
+loop over plain layers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ WIDTH = 6
 
 def layers(count: int, *, seed: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
-    return [{"norm": 1 + rng.standard_normal(WIDTH) / 9, "w": rng.standard_normal((WIDTH, WIDTH))} for _ in range(count)]
+    return [
+        {"norm": 1 + rng.standard_normal(WIDTH) / 9, "w": rng.standard_normal((WIDTH, WIDTH))}
+        for _ in range(count)
+    ]
 
 
 def outer(*, seed: int) -> dict[str, Any]:
@@ -55,7 +60,11 @@ def pipes() -> dict[str, jp.Pipeline]:
 
     def of(devices: int, **model: Any) -> jp.Pipeline:
         schedule = jp.schedules.build("1f1b", devices=devices, microbatches=2)
-        return jp.Pipeline(schedule=schedule, mesh=jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices]), **model)
+        return jp.Pipeline(
+            schedule=schedule,
+            mesh=jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices]),
+            **model,
+        )
 
     return {
         "stage": of(4, stage=layer, last=last),
@@ -72,8 +81,12 @@ def canonical(form: str, own: list[Any], last: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_acts_on_each_layer_as_in_the_plain_run(pipes: dict[str, jp.Pipeline], rule: str) -> None:
-    """Two steps, with clipping by the global norm outside, on all three forms; equal to optax on a list of layers."""
+def test_a_rule_acts_on_each_layer_as_in_the_plain_run(
+    pipes: dict[str, jp.Pipeline], rule: str
+) -> None:
+    """Two steps, with clipping by the global norm outside, on all three forms; equal to optax on a
+    list of layers.
+    """
     given = [{"layers": layers(4, seed=s), "last": outer(seed=s)} for s in range(3)]
     plain_rule = optax.chain(optax.clip_by_global_norm(1.0), RULES[rule]())
     plain, state = given[0], plain_rule.init(given[0])
@@ -82,7 +95,10 @@ def test_a_rule_acts_on_each_layer_as_in_the_plain_run(pipes: dict[str, jp.Pipel
         plain = optax.apply_updates(plain, updates)
     for form, pipe in pipes.items():
         placed = [pipe.place(canonical(form, g["layers"], g["last"])) for g in given]
-        wrapped = optax.chain(optax.clip_by_global_norm(1.0), jp.per_layer(pipe, RULES[rule](), layer_axis=form == "layers"))
+        wrapped = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            jp.per_layer(pipe, RULES[rule](), layer_axis=form == "layers"),
+        )
         params, state = placed[0], pipe.init(wrapped, placed[0])
 
         @jax.jit
@@ -97,15 +113,20 @@ def test_a_rule_acts_on_each_layer_as_in_the_plain_run(pipes: dict[str, jp.Pipel
         found = pipe.canonical(params)
         for key, tree in wanted.items():
             for a, b in zip(jax.tree.leaves(found[key]), jax.tree.leaves(tree), strict=True):
-                # The same formula, in two programs; five Newton-Schulz steps of muon grow rounding by some tens.
-                np.testing.assert_allclose(a, b, rtol=100 * FLOAT64, atol=100 * FLOAT64, err_msg=f"{form} {key}")
+                # The same formula, in two programs; five Newton-Schulz steps of muon grow rounding
+                # by some tens.
+                np.testing.assert_allclose(
+                    a, b, rtol=100 * FLOAT64, atol=100 * FLOAT64, err_msg=f"{form} {key}"
+                )
 
 
 def test_a_rule_that_spans_parameters_stands_outside(pipes: dict[str, jp.Pipeline]) -> None:
     pipe = pipes["stage"]
     params = pipe.place(canonical("stage", layers(4, seed=0), outer(seed=0)))
     inside = jp.per_layer(pipe, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
-    with pytest.raises(jp.PipelineError, match="the update of 'stages/norm' depends on the gradient of 'stages/w'"):
+    with pytest.raises(
+        jp.PipelineError, match="the update of 'stages/norm' depends on the gradient of 'stages/w'"
+    ):
         inside.update(params, inside.init(params), params)
 
 

@@ -15,7 +15,19 @@ from jax.sharding import Mesh
 
 import jaxpipe as jp
 from jaxpipe.debug import find_nonfinite
-from tests.axes.model import ROWS, SPECS, WIDTH, batch, canonical, first, last, like_truth, pipeline, stage, worst_error
+from tests.axes.model import (
+    ROWS,
+    SPECS,
+    WIDTH,
+    batch,
+    canonical,
+    first,
+    last,
+    like_truth,
+    pipeline,
+    stage,
+    worst_error,
+)
 from tests.oracle import oracle_outputs, oracle_value_and_grad
 from tests.tiers import slow
 from tests.tolerance import longest_chain, rounding
@@ -49,9 +61,14 @@ def cast(tree: Any, dtype: Any) -> Any:
 @cache
 def truth(stages: int, dtype: str) -> tuple[Any, Any, int]:
     """(loss, gradients), outputs, of the rounded weights in float64; the roundings on the way."""
-    params, rows = (jax.tree.map(lambda a: np.asarray(a, np.float64), cast(tree, dtype)) for tree in (canonical(stages), batch(M)))
+    params, rows = (
+        jax.tree.map(lambda a: np.asarray(a, np.float64), cast(tree, dtype))
+        for tree in (canonical(stages), batch(M))
+    )
     step = jax.jit(lambda p, b: oracle_value_and_grad(p, b, **FUNCTIONS, microbatches=1))
-    chain = longest_chain(lambda p, b: oracle_value_and_grad(p, b, **FUNCTIONS, microbatches=1), params, rows)
+    chain = longest_chain(
+        lambda p, b: oracle_value_and_grad(p, b, **FUNCTIONS, microbatches=1), params, rows
+    )
     return step(params, rows), oracle_outputs(params, rows, first=first, stage=stage), chain
 
 
@@ -79,9 +96,13 @@ def test_every_call_gives_the_numbers_of_one_device(name: str, dtype: str) -> No
 def reducing(params: Any, x: Any) -> Any:
     """Sums, maxima, and a gather whose gradient is a scattered sum; one of them in a loop."""
     every = lax.all_gather(x, "data", axis=0, tiled=True)
-    scanned = lax.scan(lambda carry, _: (carry + lax.psum(x, "data"), None), jnp.zeros_like(x), length=1)[0]
+    scanned = lax.scan(
+        lambda carry, _: (carry + lax.psum(x, "data"), None), jnp.zeros_like(x), length=1
+    )[0]
     largest = lax.pmax(lax.stop_gradient(x), "data")
-    return stage(params, x) + jnp.mean(every, axis=0) + scanned + largest + lax.pmin(largest, "data")
+    return (
+        stage(params, x) + jnp.mean(every, axis=0) + scanned + largest + lax.pmin(largest, "data")
+    )
 
 
 def with_metrics(params: Any, x: Any, microbatch: Any) -> Any:
@@ -92,7 +113,15 @@ def reduced(name: str) -> tuple[jp.Pipeline, Any, Any, Any]:
     """(pipeline, parameters, loss, gradients) of stages that reduce over data in bfloat16."""
     mesh, options = grid(name)
     schedule = jp.schedules.build("1f1b", devices=mesh.shape["pipe"], microbatches=M)
-    pipe = pipeline(schedule, mesh=mesh, specs=SPECS, stage=reducing, last=with_metrics, has_metrics=True, **options)
+    pipe = pipeline(
+        schedule,
+        mesh=mesh,
+        specs=SPECS,
+        stage=reducing,
+        last=with_metrics,
+        has_metrics=True,
+        **options,
+    )
     params = pipe.place(cast(canonical(schedule.num_stages), jnp.bfloat16))
     (loss, metrics), grads = pipe.value_and_grad(params, cast(batch(M), jnp.bfloat16))
     assert metrics["rows"] == ROWS / math.prod(mesh.shape[axis] for axis in options["data_axes"])
@@ -105,10 +134,14 @@ def test_what_functions_reduce_over_one_data_shard() -> None:
     def plain(params: Any, x: Any) -> Any:
         return stage(params, x) + jnp.mean(x, axis=0) + x + 2 * lax.stop_gradient(x)
 
-    weights, rows = (cast(cast(tree, jnp.bfloat16), jnp.float64) for tree in (canonical(1), batch(M)))
+    weights, rows = (
+        cast(cast(tree, jnp.bfloat16), jnp.float64) for tree in (canonical(1), batch(M))
+    )
     functions = {**FUNCTIONS, "stage": plain}
     wanted = oracle_value_and_grad(weights, rows, **functions, microbatches=M)
-    chain = longest_chain(lambda p, b: oracle_value_and_grad(p, b, **functions, microbatches=M), weights, rows)
+    chain = longest_chain(
+        lambda p, b: oracle_value_and_grad(p, b, **functions, microbatches=M), weights, rows
+    )
     assert worst_error((loss, grads), wanted) <= rounding(chain, jnp.bfloat16)
     assert find_nonfinite(pipe, params, cast(batch(M), jnp.bfloat16)) is None
 
@@ -124,13 +157,29 @@ def test_a_vocabulary_in_bfloat16(sizes: tuple[int, int]) -> None:
     mesh = Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), ("pipe", "tensor"))
     schedule = jp.schedules.build("1f1b", devices=sizes[0], microbatches=M)
     ends = {"first": jp.VocabEmbedding(), "last": jp.VocabHead()}
-    options = {"schedule": schedule, "mesh": mesh, "replicated_axes": ("tensor",), "accumulate_dtype": None, **ends}
+    options = {
+        "schedule": schedule,
+        "mesh": mesh,
+        "replicated_axes": ("tensor",),
+        "accumulate_dtype": None,
+        **ends,
+    }
     pipe = jp.Pipeline(lambda p, x: x + jnp.tanh(x @ p), **options)
     rng = np.random.default_rng(0)
-    shapes = {"first": {"table": (12, WIDTH)}, "stages": (sizes[0], WIDTH, WIDTH), "last": {"w": (12, WIDTH)}}
-    weights = jax.tree.map(lambda shape: rng.standard_normal(shape), shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    shapes = {
+        "first": {"table": (12, WIDTH)},
+        "stages": (sizes[0], WIDTH, WIDTH),
+        "last": {"w": (12, WIDTH)},
+    }
+    weights = jax.tree.map(
+        lambda shape: rng.standard_normal(shape),
+        shapes,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
     rows = {"tokens": rng.integers(0, 12, (4 * M, 3)), "targets": rng.integers(0, 12, (4 * M, 3))}
     found = pipe.value_and_grad(pipe.place(cast(weights, jnp.bfloat16)), rows)
     wide = jp.Pipeline(lambda p, x: x + jnp.tanh(x @ p), **options)
     wanted = wide.value_and_grad(wide.place(cast(cast(weights, jnp.bfloat16), jnp.float64)), rows)
-    assert worst_error((found[0], pipe.canonical(found[1])), (wanted[0], wide.canonical(wanted[1]))) <= rounding(100, jnp.bfloat16)
+    assert worst_error(
+        (found[0], pipe.canonical(found[1])), (wanted[0], wide.canonical(wanted[1]))
+    ) <= rounding(100, jnp.bfloat16)

@@ -1,4 +1,6 @@
-"""optax on placed parameters takes the steps that it takes without a pipeline: norms, moments and decay meet every parameter once."""
+"""optax on placed parameters takes the steps that it takes without a pipeline: norms, moments and
+decay meet every parameter once.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +10,58 @@ import jax
 import optax
 import pytest
 
-from tests.axes.model import SCHEDULES, SPECS, batch, build, canonical, first, last, like_truth, pipeline, stage, worst_error
+from tests.axes.model import (
+    SCHEDULES,
+    SPECS,
+    batch,
+    build,
+    canonical,
+    first,
+    last,
+    like_truth,
+    pipeline,
+    stage,
+    worst_error,
+)
 from tests.oracle import oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
 from tests.tiers import slow
 
 M, STEPS = 4, 5
-# Each step goes on from the last one's rounding errors, and Adam divides by the root of a small number: 1e-12 a step, added up.
+# Each step goes on from the last one's rounding errors, and Adam divides by the root of a small
+# number: 1e-12 a step, added up.
 TOLERANCE = STEPS * FLOAT64
 EVERYTHING = {"data_axes": ("data",), "fsdp": "data", "shard_outer": True, "specs": SPECS}
 
 
 def decayed(params: Any) -> Any:
-    """Weight decay for matrices only, as is usual: by name, since placed leaves have one more axis."""
+    """Weight decay for matrices only, as is usual: by name, since placed leaves have one
+    more axis.
+    """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) not in ("b", "gain", "odd"), params
+        lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) not in ("b", "gain", "odd"),
+        params,
     )
 
 
-# By stages: the clip must bite in some of the steps only, so that a norm that counts a copy twice shows.
+# By stages: the clip must bite in some of the steps only, so that a norm that counts a copy twice
+# shows.
 NORM = {2: 10.0, 4: 31.0}
 
 
 def optimizer(stages: int) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(NORM[stages]), optax.adamw(0.05, weight_decay=0.1, mask=decayed))
+    return optax.chain(
+        optax.clip_by_global_norm(NORM[stages]), optax.adamw(0.05, weight_decay=0.1, mask=decayed)
+    )
 
 
 def plain_run(stages: int) -> tuple[list[float], Any, list[float]]:
     """Losses, parameters and gradient norms of the run on one device."""
-    step = jax.jit(lambda p, b: oracle_value_and_grad(p, b, first=first, stage=stage, last=last, microbatches=1))
+    step = jax.jit(
+        lambda p, b: oracle_value_and_grad(
+            p, b, first=first, stage=stage, last=last, microbatches=1
+        )
+    )
     return _run(step, jax.tree.map(jax.numpy.asarray, canonical(stages)), stages)
 
 
@@ -62,9 +87,13 @@ def _run(step: Any, params: Any, stages: int) -> tuple[list[float], Any, list[fl
 def test_adamw_with_a_global_clip_takes_the_same_steps(name: str) -> None:
     schedule = build(name, M)
     pipe = pipeline(schedule, **EVERYTHING)
-    losses, params, norms = _run(pipe.value_and_grad, pipe.place(canonical(schedule.num_stages)), schedule.num_stages)
+    losses, params, norms = _run(
+        pipe.value_and_grad, pipe.place(canonical(schedule.num_stages)), schedule.num_stages
+    )
     wanted_losses, wanted, wanted_norms = plain_run(schedule.num_stages)
-    assert min(wanted_norms) < NORM[schedule.num_stages] < max(wanted_norms), "the clip must bite in some steps only"
+    assert min(wanted_norms) < NORM[schedule.num_stages] < max(wanted_norms), (
+        "the clip must bite in some steps only"
+    )
     assert worst_error(norms, wanted_norms) <= TOLERANCE
     assert worst_error(losses, wanted_losses) <= TOLERANCE
     assert worst_error(like_truth(pipe.canonical(params)), wanted) <= TOLERANCE

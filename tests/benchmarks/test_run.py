@@ -18,7 +18,9 @@ def table_of(tmp_path, module, *arguments):
     out = tmp_path / "table.txt"
     environment = outside(JAX_PLATFORMS="cpu")  # benchmarks choose their own devices and precision
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "-o", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return out.read_text()
 
@@ -27,11 +29,23 @@ def rows_of(text, name):
     return [line.split() for line in text.splitlines() if line.split()[:1] == [name]]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler"
+)
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_emulated_devices_are_never_faster_than_their_table(tmp_path, processes):
-    arguments = ["--devices", "2", "--schedules", "1f1b:1", "zb_h1:1", "--microbatches", "4", "--processes", str(processes)]
+    arguments = [
+        "--devices",
+        "2",
+        "--schedules",
+        "1f1b:1",
+        "zb_h1:1",
+        "--microbatches",
+        "4",
+        "--processes",
+        str(processes),
+    ]
     text = table_of(tmp_path, "emulated", *arguments, "--repeats", "1", "--unit", "0.01")
     for name in ("1f1b", "zb_h1"):
         ((*_, least, _, _, _),) = rows_of(text, name)
@@ -40,7 +54,9 @@ def test_emulated_devices_are_never_faster_than_their_table(tmp_path, processes)
 
 @pytest.mark.exhaustive
 def test_step_time_compares_equal_work(tmp_path):
-    """The benchmark itself stops where a contender's loss or gradient differs from plain accumulation's."""
+    """The benchmark itself stops where a contender's loss or gradient differs from plain
+    accumulation's.
+    """
     text = table_of(tmp_path, "step_time", "--tiny", "--microbatches", "4", "--repeats", "1")
     for name in ("plain", "jaxpipe", "scan", "circular,"):
         assert rows_of(text, name), f"no line for {name}"
@@ -48,23 +64,40 @@ def test_step_time_compares_equal_work(tmp_path):
 
 @pytest.mark.exhaustive
 def test_one_device(tmp_path):
-    text = table_of(tmp_path, "gpu_single", "--size", "tiny", "--chunks", "1", "2", "--repeats", "1")
-    (predicated,) = (line for line in text.splitlines() if line.strip().startswith("1f1b, V = 1, predicated"))
+    text = table_of(
+        tmp_path, "gpu_single", "--size", "tiny", "--chunks", "1", "2", "--repeats", "1"
+    )
+    (predicated,) = (
+        line for line in text.splitlines() if line.strip().startswith("1f1b, V = 1, predicated")
+    )
     # 4 microbatches, an F and a B each; the program without predicates asks nothing.
     assert predicated.split()[-2] == "8"
     assert len(rows_of(text, "interleaved_1f1b,")) == 1
 
 
 def test_program_makespan(tmp_path):
-    text = table_of(tmp_path, "program_makespan", "--devices", "4", "--microbatches", "8", "--costs", "2,1,1")
+    text = table_of(
+        tmp_path, "program_makespan", "--devices", "4", "--microbatches", "8", "--costs", "2,1,1"
+    )
     ((*_, unit, measured, blocks),) = rows_of(text, "1f1b")
     assert (unit, measured, blocks) == ("1.000", "1.000", "4")
 
 
 @pytest.mark.slow
 def test_at_scale(tmp_path):
-    """The bubble rates of the zero-bubble paper and the formulas of DeepSeek-V3 come out of the tables."""
-    text = table_of(tmp_path, "at_scale", "--runs", "gpt3-12", "--size", "4,16", "--tables", "interleaved_1f1b:4")
+    """The bubble rates of the zero-bubble paper and the formulas of DeepSeek-V3 come out of the
+    tables.
+    """
+    text = table_of(
+        tmp_path,
+        "at_scale",
+        "--runs",
+        "gpt3-12",
+        "--size",
+        "4,16",
+        "--tables",
+        "interleaved_1f1b:4",
+    )
     published = [line.split() for line in text.splitlines() if line.split()[:1] == ["ZB"]]
     assert len(published) == 9
     assert all(abs(float(difference)) < 1e-4 for *_, difference in published)
@@ -96,7 +129,17 @@ def test_many_gpus(tmp_path):
 @pytest.mark.slow
 @needs_gpu_compiler
 def test_gpu_programs(tmp_path):
-    text = table_of(tmp_path, "gpu_programs", "--schedules", "1f1b", "--grid", "--devices", "2", "--microbatches", "8")
+    text = table_of(
+        tmp_path,
+        "gpu_programs",
+        "--schedules",
+        "1f1b",
+        "--grid",
+        "--devices",
+        "2",
+        "--microbatches",
+        "8",
+    )
     ((_, axes, remat, predicates, on_host, *_),) = rows_of(text, "1f1b")
     assert (axes, remat) == ("pipe", "-")
     assert 0 <= int(on_host) <= int(predicates)
@@ -104,15 +147,30 @@ def test_gpu_programs(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_checkout_against_itself(tmp_path):
-    text = table_of(tmp_path, "two_checkouts", str(ROOT), "--tiny", "--microbatches", "4", "--repeats", "1")
+    text = table_of(
+        tmp_path, "two_checkouts", str(ROOT), "--tiny", "--microbatches", "4", "--repeats", "1"
+    )
     for name in ("plain", "jaxpipe"):
         assert rows_of(text, name), f"no line for {name}"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler"
+)
 @pytest.mark.exhaustive
 def test_a_head_on_emulated_devices(tmp_path):
-    arguments = ["--schedules", "zb_h1", "--devices", "2", "--microbatches", "4", "--unit", "0.01", "--repeats", "1"]
+    arguments = [
+        "--schedules",
+        "zb_h1",
+        "--devices",
+        "2",
+        "--microbatches",
+        "4",
+        "--unit",
+        "0.01",
+        "--repeats",
+        "1",
+    ]
     found = rows_of(table_of(tmp_path, "emulated_head", *arguments), "zb_h1")
     assert len(found) == 3, "without a head, on the last device, spread"
     for *_, ratio, _, _ in found:

@@ -7,13 +7,17 @@ from tests.checkpoint import runs
 
 
 def uneven() -> jp.Schedule:
-    """Four stages on three devices: one holds two, and they are not neighbours; all forwards, then all backwards."""
+    """Four stages on three devices: one holds two, and they are not neighbours; all forwards, then
+    all backwards.
+    """
     homes = (0, 1, 1, 2)
     count = range(runs.MICROBATCHES)
 
     def row(device: int) -> str:
         mine = [s for s, home in enumerate(homes) if home == device]
-        cells = [f"{s}F{m}" for m in count for s in mine] + [f"{s}B{m}" for m in count for s in reversed(mine)]
+        cells = [f"{s}F{m}" for m in count for s in mine] + [
+            f"{s}B{m}" for m in count for s in reversed(mine)
+        ]
         return ",".join(cells)
 
     return jp.check(jp.Schedule.from_csv("\n".join(map(row, range(3))), name="uneven"))

@@ -38,7 +38,8 @@ def canonical(stages: int) -> dict[str, Any]:
     return {
         "first": {"bias": rng.standard_normal(WIDTH)},
         "stages": {
-            "w": rng.standard_normal((LAYERS, WIDTH, WIDTH)).reshape(stages, layers, WIDTH, WIDTH) / 3,
+            "w": rng.standard_normal((LAYERS, WIDTH, WIDTH)).reshape(stages, layers, WIDTH, WIDTH)
+            / 3,
             "b": rng.standard_normal((LAYERS, WIDTH)).reshape(stages, layers, WIDTH),
         },
         "last": {"head": rng.standard_normal((WIDTH, WIDTH))},
@@ -54,16 +55,22 @@ def batch(step: int) -> dict[str, Any]:
 
 def matrices(params: Any) -> Any:
     """True for what weight decay is for."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) in ("w", "head"), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) in ("w", "head"), params
+    )
 
 
 def optimizer() -> optax.GradientTransformation:
     """Two moments, a mask, and a clip that bites in some of the steps."""
-    return optax.chain(optax.clip_by_global_norm(3.0), optax.adamw(0.02, weight_decay=0.1, mask=matrices))
+    return optax.chain(
+        optax.clip_by_global_norm(3.0), optax.adamw(0.02, weight_decay=0.1, mask=matrices)
+    )
 
 
 def pipeline(name: str, devices: int, *, chunks: int | None = None, **options: Any) -> jp.Pipeline:
-    schedule = options.pop("schedule", None) or jp.schedules.build(name, devices=devices, microbatches=MICROBATCHES, chunks=chunks)
+    schedule = options.pop("schedule", None) or jp.schedules.build(
+        name, devices=devices, microbatches=MICROBATCHES, chunks=chunks
+    )
     mesh = options.pop("mesh", None) or Mesh(np.array(jax.devices()[:devices]), ("pipe",))
     return jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
 
@@ -79,7 +86,9 @@ def _plain_value_and_grad() -> Any:
     return jax.jit(lambda p, b: oracle_value_and_grad(p, b, **step))
 
 
-def start(pipe: jp.Pipeline | None, tx: optax.GradientTransformation, stages: int = 1) -> dict[str, Any]:
+def start(
+    pipe: jp.Pipeline | None, tx: optax.GradientTransformation, stages: int = 1
+) -> dict[str, Any]:
     """The state before the first step; without a pipeline the model is one of `stages` stages."""
     tree = canonical(stages if pipe is None else pipe.schedule.num_stages)
     params = jax.tree.map(jnp.asarray, tree) if pipe is None else pipe.place(tree)

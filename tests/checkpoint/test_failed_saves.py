@@ -1,4 +1,6 @@
-"""A save that fails (a full disk, a quota, a folder that cannot be written) is told, is no checkpoint, and is in nobody's way."""
+"""A save that fails (a full disk, a quota, a folder that cannot be written) is told, is no
+checkpoint, and is in nobody's way.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.errors import CheckpointError
 
 # Of an error, orbax leaves coroutines that are never awaited.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning"
+)
 MEBIBYTE = 2**20
 LARGE = np.random.default_rng(0).random((2, MEBIBYTE // 8))  # random, so that it cannot be packed
 
@@ -58,8 +62,13 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("must_save", [True, False])
-def test_a_save_that_fails_leaves_the_others_and_the_next_one_works(tmp_path: Path, must_save: bool) -> None:
-    told = rf"step 3 was not saved in {tmp_path} \(.*\"{tmp_path}/3\.orbax-checkpoint-tmp/.*File too large.*steps \[1, 2\] stay"
+def test_a_save_that_fails_leaves_the_others_and_the_next_one_works(
+    tmp_path: Path, must_save: bool
+) -> None:
+    told = (
+        rf"step 3 was not saved in {tmp_path} \(.*\"{tmp_path}/3\.orbax-checkpoint-tmp/.*File "
+        r"too large.*steps \[1, 2\] stay"
+    )
     with Checkpoints(tmp_path, None, must_save=must_save) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state_of(step))
@@ -67,7 +76,11 @@ def test_a_save_that_fails_leaves_the_others_and_the_next_one_works(tmp_path: Pa
         with full_disk():
             checkpoints.save(3, state_of(3, large=True))
             assert checkpoints.latest == 2  # it was never whole
-            with pytest.raises(CheckpointError, match=told) if must_save else pytest.warns(UserWarning, match=told):
+            with (
+                pytest.raises(CheckpointError, match=told)
+                if must_save
+                else pytest.warns(UserWarning, match=told)
+            ):
                 checkpoints.wait()
         assert checkpoints.steps == (1, 2)
         checkpoints.wait()  # it is told once
@@ -75,12 +88,15 @@ def test_a_save_that_fails_leaves_the_others_and_the_next_one_works(tmp_path: Pa
     with Checkpoints(tmp_path, None) as checkpoints:
         assert checkpoints.restore(state_of(0))[1]["params"]["stages"][0, 0] == 4.0
         checkpoints.save(5, state_of(5))
-    assert names(tmp_path) == ["4", "5"]  # what was half written is gone, and no more are kept than were asked for
+    # what was half written is gone, and no more are kept than were asked for
+    assert names(tmp_path) == ["4", "5"]
 
 
 @pytest.mark.parametrize("must_save", [True, False])
 def test_the_next_save_tells_of_the_one_before(tmp_path: Path, must_save: bool) -> None:
-    """Where it has to be saved, the next one has not begun, and is made by calling again; else the warning does not stop it."""
+    """Where it has to be saved, the next one has not begun, and is made by calling again; else the
+    warning does not stop it.
+    """
     checkpoints = Checkpoints(tmp_path, None, must_save=must_save)
     checkpoints.save(1, state_of(1))
     checkpoints.wait()
@@ -111,17 +127,24 @@ def test_an_error_of_the_system_without_a_file_is_told_with_the_folder(
     checkpoints.wait()
     with monkeypatch.context() as patched:
         patched.setattr(type(epath.Path(tmp_path)), "write_text", fails)
-        with pytest.raises(CheckpointError, match=rf"step 2 was not saved in {tmp_path} .*{os.strerror(number)}"):
+        with pytest.raises(
+            CheckpointError, match=rf"step 2 was not saved in {tmp_path} .*{os.strerror(number)}"
+        ):
             save_and_wait(checkpoints, 2)
     assert checkpoints.steps == (1,)
-    checkpoints.save(3, state_of(3))  # what of the failed one is still being written is in nobody's way
+    # what of the failed one is still being written is in nobody's way
+    checkpoints.save(3, state_of(3))
     checkpoints.close()
     with Checkpoints(tmp_path, None) as checkpoints:
         assert checkpoints.steps == (1, 3)
 
 
 def test_the_last_save_of_a_run_is_told_too(tmp_path: Path) -> None:
-    with full_disk(), pytest.raises(CheckpointError, match="step 1 was not saved"), Checkpoints(tmp_path, None) as checkpoints:
+    with (
+        full_disk(),
+        pytest.raises(CheckpointError, match="step 1 was not saved"),
+        Checkpoints(tmp_path, None) as checkpoints,
+    ):
         checkpoints.save(1, state_of(1, large=True))
     assert Checkpoints(tmp_path, None).latest is None
 
@@ -141,14 +164,19 @@ def test_a_folder_that_cannot_be_made_or_is_gone_is_named(tmp_path: Path) -> Non
 
 
 def test_no_save_is_left_out_silently(tmp_path: Path) -> None:
-    """Steps that do not grow, as after going on from an older checkpoint, are refused; the same step again is there already."""
+    """Steps that do not grow, as after going on from an older checkpoint, are refused; the same
+    step again is there already.
+    """
     with Checkpoints(tmp_path, None) as checkpoints:
         for step in (2, 5):
             checkpoints.save(step, state_of(step))
-        with pytest.raises(CheckpointError, match=f"step 3 cannot be saved after step 5, which {tmp_path} has"):
+        with pytest.raises(
+            CheckpointError, match=f"step 3 cannot be saved after step 5, which {tmp_path} has"
+        ):
             checkpoints.save(3, state_of(3))
         checkpoints.save(5, state_of(6))
-        assert checkpoints.restore(state_of(0))[1]["params"]["stages"][0, 0] == 5.0  # also while a save runs
+        # also while a save runs
+        assert checkpoints.restore(state_of(0))[1]["params"]["stages"][0, 0] == 5.0
         for wrong in (-1, 2.5, True, "7"):
             with pytest.raises(CheckpointError, match="a step is a whole number from 0 on"):
                 checkpoints.save(wrong, state_of(1))  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from tests.checkpoint import runs
 from tests.parity.tolerance import FLOAT64
 
 SAVED, STEPS = 3, 6
-# As in tests/axes/test_training.py: each step goes on from the last one's rounding, 1e-12 a step added up.
+# As in tests/axes/test_training.py: each step goes on from the last one's rounding, 1e-12 a step
+# added up.
 TOLERANCE = STEPS * FLOAT64
 
 
@@ -55,7 +56,10 @@ def resumed(folder: Any, pipe: jp.Pipeline | None, stages: int = 1) -> tuple[Any
 def merged(params: Any, pipe: jp.Pipeline | None) -> Any:
     """Parameters with their layers in model order."""
     tree = params if pipe is None else pipe.canonical(params)
-    return {**tree, "stages": jax.tree.map(lambda a: np.asarray(a).reshape(-1, *a.shape[2:]), tree["stages"])}
+    return {
+        **tree,
+        "stages": jax.tree.map(lambda a: np.asarray(a).reshape(-1, *a.shape[2:]), tree["stages"]),
+    }
 
 
 def test_the_same_schedule_goes_on_bit_for_bit(folder: Any) -> None:
@@ -78,16 +82,23 @@ def test_the_same_schedule_goes_on_bit_for_bit(folder: Any) -> None:
         ("plain", 0, None),
     ],
 )
-def test_another_schedule_goes_on_with_the_same_losses(folder: Any, name: str, devices: int, chunks: int | None) -> None:
+def test_another_schedule_goes_on_with_the_same_losses(
+    folder: Any, name: str, devices: int, chunks: int | None
+) -> None:
     pipe = pipe_of(name, devices, chunks)
     state, losses = resumed(folder, pipe)
     _, end, wanted = whole_run()
     assert worst_error(losses, wanted[SAVED:]) <= TOLERANCE
-    assert worst_error(merged(state["params"], pipe), merged(end["params"], pipe_of("1f1b", 4))) <= TOLERANCE
+    assert (
+        worst_error(merged(state["params"], pipe), merged(end["params"], pipe_of("1f1b", 4)))
+        <= TOLERANCE
+    )
 
 
 def test_losses_depend_on_the_optimizer_state(folder: Any) -> None:
-    """The comparison above has teeth: with parameters alone, and moments of zero, the losses differ."""
+    """The comparison above has teeth: with parameters alone, and moments of zero, the losses
+    differ.
+    """
     pipe, tx = pipe_of("1f1b", 4), runs.optimizer()
     with Checkpoints(folder, pipe, layer_axis=True) as checkpoints:
         _, state = checkpoints.restore(runs.start(pipe, tx))

@@ -1,4 +1,6 @@
-"""Checkpoints of parameters that are spread over data and tensor axes too: read on any other mesh, and never whole on a device."""
+"""Checkpoints of parameters that are spread over data and tensor axes too: read on any other mesh,
+and never whole on a device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.portable import PortableState
 from tests.axes.model import HIDDEN, SPECS, WIDTH, build, canonical, mesh, pipeline
 
-EVERYTHING: dict[str, Any] = {"data_axes": ("data",), "fsdp": "data", "shard_outer": True, "specs": SPECS}
+EVERYTHING: dict[str, Any] = {
+    "data_axes": ("data",),
+    "fsdp": "data",
+    "shard_outer": True,
+    "specs": SPECS,
+}
 
 
 def state_of(pipe: Any, *, seed: int) -> dict[str, Any]:
@@ -27,7 +34,10 @@ def state_of(pipe: Any, *, seed: int) -> dict[str, Any]:
 
 
 def test_parameters_spread_over_all_axes_are_read_on_any_mesh(tmp_path: Path) -> None:
-    wide, narrow = pipeline(build("interleaved_1f1b"), **EVERYTHING), pipeline(build("interleaved_1f1b"), mesh=mesh())
+    wide, narrow = (
+        pipeline(build("interleaved_1f1b"), **EVERYTHING),
+        pipeline(build("interleaved_1f1b"), mesh=mesh()),
+    )
     saved = state_of(wide, seed=1)
     with Checkpoints(tmp_path, wide) as checkpoints:
         checkpoints.save(1, saved)
@@ -35,16 +45,23 @@ def test_parameters_spread_over_all_axes_are_read_on_any_mesh(tmp_path: Path) ->
         like = state_of(pipe, seed=2)
         with Checkpoints(tmp_path, pipe) as checkpoints:
             _, found = checkpoints.restore(like)
-        for ours, theirs in zip(*(jax.tree.leaves((s["params"], s["opt_state"])) for s in (found, saved)), strict=True):
+        for ours, theirs in zip(
+            *(jax.tree.leaves((s["params"], s["opt_state"])) for s in (found, saved)), strict=True
+        ):
             assert np.array_equal(ours, theirs)  # numbers are moved, not computed
         # Moments lie where their parameters do, so that no step moves them.
         for tree in (found["params"], found["opt_state"].mu, found["opt_state"].nu):
-            assert jax.tree.map(lambda a: a.sharding, tree) == jax.tree.map(lambda a: a.sharding, like["params"])
+            assert jax.tree.map(lambda a: a.sharding, tree) == jax.tree.map(
+                lambda a: a.sharding, like["params"]
+            )
 
 
 def test_no_device_holds_the_whole_model_while_it_is_saved() -> None:
     """In model order too stages are spread over the pipe axis, and the other dims as they were."""
     pipe = pipeline(build("interleaved_1f1b"), **EVERYTHING)
     natural = PortableState(pipe).of(state_of(pipe, seed=1))
-    shapes = {leaf.sharding.shard_shape(leaf.shape) for leaf in (natural["params"]["stages"]["w"], natural["opt_state"].mu["stages"]["w"])}
+    shapes = {
+        leaf.sharding.shard_shape(leaf.shape)
+        for leaf in (natural["params"]["stages"]["w"], natural["opt_state"].mu["stages"]["w"])
+    }
     assert shapes == {(4 // 2, WIDTH // 2, HIDDEN // 2)}

@@ -1,4 +1,6 @@
-"""find_nonfinite names the stage, microbatch, phase and leaf where the first NaN or infinity arises, and tells what came in broken."""
+"""find_nonfinite names the stage, microbatch, phase and leaf where the first NaN or infinity
+arises, and tells what came in broken.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ def stage(params, x, *, shared, ctx):
     """sqrt has no finite gradient at 0, and log no finite value."""
     h = jnp.tanh(x["h"] @ params["w"] + shared["bias"])
     poison = jnp.where(ctx.stage == 2, params["poison"], 1.0) * jnp.ones_like(h)
-    h = h + jnp.where(x["id"][:, None] == 7, jnp.log(poison), 0.0)  # forward, stage 2, the row with id 7
-    h = h + jnp.where(x["id"][:, None] == 5, jnp.sqrt(jnp.abs(params["root"])), 0.0)  # backward only
+    # forward, stage 2, the row with id 7
+    h = h + jnp.where(x["id"][:, None] == 7, jnp.log(poison), 0.0)
+    # backward only
+    h = h + jnp.where(x["id"][:, None] == 5, jnp.sqrt(jnp.abs(params["root"])), 0.0)
     return {"h": h, "id": x["id"]}
 
 
@@ -34,17 +38,27 @@ def make(name="1f1b", data=1, **options):
     schedule = jp.schedules.build(name, devices=2, microbatches=M)
     shape, names = ((2, data), ("pipe", "data"))
     mesh = jax.make_mesh(shape, names, devices=jax.devices()[: 2 * data])
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, data_axes=("data",), **options)
+    pipe = jp.Pipeline(
+        stage, schedule=schedule, mesh=mesh, first=first, last=last, data_axes=("data",), **options
+    )
     s = schedule.num_stages
     rng = np.random.default_rng(0)
     canonical = {
         "first": {"gain": np.ones(WIDTH)},
-        "stages": {"w": rng.normal(size=(s, WIDTH, WIDTH)), "poison": np.ones((s, WIDTH)), "root": np.ones((s, WIDTH))},
+        "stages": {
+            "w": rng.normal(size=(s, WIDTH, WIDTH)),
+            "poison": np.ones((s, WIDTH)),
+            "root": np.ones((s, WIDTH)),
+        },
         "last": {"head": rng.normal(size=(WIDTH, 1))},
         "shared": {"bias": np.zeros(WIDTH)},
     }
     rows = 2 * M * data
-    batch = {"x": rng.normal(size=(rows, WIDTH)), "id": np.zeros(rows, np.int32), "y": np.zeros((rows, 1))}
+    batch = {
+        "x": rng.normal(size=(rows, WIDTH)),
+        "id": np.zeros(rows, np.int32),
+        "y": np.zeros((rows, 1)),
+    }
     return pipe, canonical, batch
 
 
@@ -59,16 +73,25 @@ def test_where_all_is_finite_nothing_is_found():
 
 
 def test_the_forward_that_makes_it_is_named():
-    """The same call, whatever the schedule: 4 stages, the poison in stage 2, the row in microbatch 3."""
+    """The same call, whatever the schedule: 4 stages, the poison in stage 2, the row in microbatch
+    3.
+    """
     pipe, canonical, batch = make("zbv")
     canonical["stages"]["poison"][2] = -1.0
     batch["id"][3 * 2 + 1] = 7
     answer = found(pipe, canonical, batch)
-    assert (answer.phase, answer.function, answer.stage, answer.microbatch, answer.shard) == (Phase.FORWARD, "stage", 2, 3, 0)
+    assert (answer.phase, answer.function, answer.stage, answer.microbatch, answer.shard) == (
+        Phase.FORWARD,
+        "stage",
+        2,
+        3,
+        0,
+    )
     assert answer.values == (f"output['h'] has {WIDTH} NaN and 0 infinite of {2 * WIDTH} values",)
     assert answer.inputs == ()
     assert str(answer) == (
-        "not finite in the forward of stage 2, microbatch 3: output['h'] has 3 NaN and 0 infinite of 6 values "
+        "not finite in the forward of stage 2, microbatch 3: output['h'] has 3 NaN and 0 "
+        "infinite of 6 values "
         "(its inputs are all finite, so it is made here)"
     )
 
@@ -80,7 +103,12 @@ def test_a_gradient_that_only_the_backward_breaks_is_named():
     batch["id"][2] = 5
     assert jnp.isfinite(pipe.evaluate(pipe.place(canonical), batch))
     answer = found(pipe, canonical, batch)
-    assert (answer.phase, answer.function, answer.stage, answer.microbatch) == (Phase.BACKWARD, "stage", 1, 0)
+    assert (answer.phase, answer.function, answer.stage, answer.microbatch) == (
+        Phase.BACKWARD,
+        "stage",
+        1,
+        0,
+    )
     assert [value.split(" has")[0] for value in answer.values] == ["gradient of parameters['root']"]
     assert answer.inputs == ()
 
@@ -90,7 +118,13 @@ def test_the_data_shard_is_named():
     pipe, canonical, batch = make(data=2)
     batch["x"][11] = np.inf
     answer = found(pipe, canonical, batch)
-    assert (answer.phase, answer.function, answer.stage, answer.microbatch, answer.shard) == (Phase.FORWARD, "first", 0, 1, 1)
+    assert (answer.phase, answer.function, answer.stage, answer.microbatch, answer.shard) == (
+        Phase.FORWARD,
+        "first",
+        0,
+        1,
+        1,
+    )
     assert answer.inputs == ("microbatch['x'] has 0 NaN and 3 infinite of 6 values",)
     assert "`first` (with stage 0), microbatch 1, data shard 1" in str(answer)
     assert "so are already its inputs" in str(answer)
@@ -100,7 +134,12 @@ def test_parameters_that_are_broken_already_are_told_apart():
     pipe, canonical, batch = make()
     canonical["last"]["head"][0] = np.nan
     answer = found(pipe, canonical, batch)
-    assert (answer.phase, answer.function, answer.stage, answer.microbatch) == (Phase.FORWARD, "last", 1, 0)
+    assert (answer.phase, answer.function, answer.stage, answer.microbatch) == (
+        Phase.FORWARD,
+        "last",
+        1,
+        0,
+    )
     assert answer.inputs == ("parameters['head'] has 1 NaN and 0 infinite of 3 values",)
 
 
@@ -113,7 +152,12 @@ def test_a_step_that_cannot_run_raises_what_the_step_raises():
 def test_stages_with_state_are_refused_by_name():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    pipe = jp.Pipeline(lambda p, x, *, state: (x * p, state), schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x))
+    pipe = jp.Pipeline(
+        lambda p, x, *, state: (x * p, state),
+        schedule=schedule,
+        mesh=mesh,
+        last=lambda p, x, mb: jnp.mean(x),
+    )
     params = pipe.place({"stages": np.ones(2), "last": {}})
     with pytest.raises(jp.PipelineError, match="none that takes `state`"):
         find_nonfinite(pipe, params, {"x": np.ones((M, 3))})

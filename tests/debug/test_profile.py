@@ -1,4 +1,6 @@
-"""`Pipeline.profile`: every action of a run has its time, in an order that the table allows, beside the plan."""
+"""`Pipeline.profile`: every action of a run has its time, in an order that the table allows, beside
+the plan.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,19 @@ P, M, WIDTH = 2, 4, 64
 
 
 def build(name, *, tensor=1, **options):
-    """With `tensor` devices that share each stage's matmuls: columns of the first, rows of the second."""
+    """With `tensor` devices that share each stage's matmuls: columns of the first, rows of the
+    second.
+    """
     schedule = jp.schedules.build(name, devices=P, microbatches=M)
     mesh = jax.make_mesh((P, tensor), ("pipe", "tensor"), devices=jax.devices()[: P * tensor])
     specs = {"stages": PartitionSpec(None, "tensor")}
     return jp.Pipeline(
-        lambda w, x: x + jnp.tanh(x @ w) @ w.T, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x**2), specs=specs, **options
+        lambda w, x: x + jnp.tanh(x @ w) @ w.T,
+        schedule=schedule,
+        mesh=mesh,
+        last=lambda p, x, mb: jnp.mean(x**2),
+        specs=specs,
+        **options,
     )
 
 
@@ -37,13 +46,17 @@ def test_every_action_has_its_time(name, tensor):
     assert starts.min() == 0
     for device in range(P):
         mine = slice(table.first[device], table.first[device + 1])
-        assert (starts[mine][1:] >= ends[mine][:-1]).all(), "a device does one thing at a time, in the order of its row"
+        assert (starts[mine][1:] >= ends[mine][:-1]).all(), (
+            "a device does one thing at a time, in the order of its row"
+        )
     # What comes from another device is there before it is used.
     made = table.producer
     assert all(starts[i] >= ends[made[i]] for i in range(table.num_actions) if made[i] >= 0)
     planned = jp.simulate(ran.schedule, ran.costs)
     compared = ran.over(planned)
-    assert sum(loss.time for loss in compared.losses) == pytest.approx(ran.makespan - planned.makespan)
+    assert sum(loss.time for loss in compared.losses) == pytest.approx(
+        ran.makespan - planned.makespan
+    )
     assert "the step took" in str(compared)
 
 
@@ -58,13 +71,19 @@ def spread_model(schedule, mesh, **options):
         **options,
     )
     words = jnp.ones((8, WIDTH)) * 0.01
-    params = {"first": {"w": words}, "stages": jnp.ones((schedule.num_stages, WIDTH, WIDTH)) * 0.01, "last": {"w": words}}
+    params = {
+        "first": {"w": words},
+        "stages": jnp.ones((schedule.num_stages, WIDTH, WIDTH)) * 0.01,
+        "last": {"w": words},
+    }
     rows = np.zeros((4 * M, 3), np.int32)
     return pipe, pipe.place(params), {"tokens": rows, "targets": rows}
 
 
 def test_what_all_devices_do_together_has_its_times_too():
-    """With data shards: E and L, and G, begin on all devices of a shard at once, after what they read and before what reads them."""
+    """With data shards: E and L, and G, begin on all devices of a shard at once, after what they
+    read and before what reads them.
+    """
     mesh = jax.make_mesh((P, 2), ("pipe", "data"), devices=jax.devices()[: 2 * P])
     schedule = jp.schedules.build("interleaved_1f1b", devices=P, microbatches=M, chunks=2)
     pipe, params, batch = spread_model(schedule, mesh, data_axes=("data",))
@@ -73,19 +92,30 @@ def test_what_all_devices_do_together_has_its_times_too():
     meetings = set(table.meetings.values())
     assert len(meetings) == 3 * M
     for meeting in meetings:
-        begin, end = {ran.starts[i] for i in meeting.members}, max(ran.ends[i] for i in meeting.members)
+        begin, end = (
+            {ran.starts[i] for i in meeting.members},
+            max(ran.ends[i] for i in meeting.members),
+        )
         assert len(begin) == 1
         assert meeting.source < 0 or begin.pop() >= ran.ends[meeting.source]
-        assert meeting.user < 0 or ran.starts[meeting.user] >= min(ran.ends[i] for i in meeting.members)
+        assert meeting.user < 0 or ran.starts[meeting.user] >= min(
+            ran.ends[i] for i in meeting.members
+        )
         assert end <= ran.makespan
     planned = jp.simulate(ran.schedule, ran.costs)
-    assert sum(loss.time for loss in ran.over(planned).losses) == pytest.approx(ran.makespan - planned.makespan)
+    assert sum(loss.time for loss in ran.over(planned).losses) == pytest.approx(
+        ran.makespan - planned.makespan
+    )
 
 
 def test_what_devices_share_begins_when_the_last_of_them_comes_to_it():
     schedule = jp.schedules.build("no_pipelining", devices=1, microbatches=1)
-    # Two devices: the first is at the forward after 1 s and waits there for the second, which is at it after 3 s and through it at 4 s.
-    begins, ends = {Kind.F: (1.0, 3.0), Kind.B: (5.0, 4.5)}, {Kind.F: (3.5, 4.0), Kind.B: (7.0, 6.0)}
+    # Two devices: the first is at the forward after 1 s and waits there for the second, which is at
+    # it after 3 s and through it at 4 s.
+    begins, ends = (
+        {Kind.F: (1.0, 3.0), Kind.B: (5.0, 4.5)},
+        {Kind.F: (3.5, 4.0), Kind.B: (7.0, 6.0)},
+    )
     events = [
         Event(now, partner, phase, 0, int(kind), 0, 0)
         for phase, times in enumerate((begins, ends))
@@ -113,21 +143,37 @@ def test_the_weight_gradient_of_a_share_has_its_time_and_an_l_is_booked_whole():
 
 @pytest.mark.parametrize("name", ["no_pipelining", "1f1b", "zb_h1"])
 def test_no_block_runs_before_its_begin_is_noted(name):
-    """Nor one of a single microbatch, whose pools have one slot: XLA knows that it needs no number of its record."""
+    """Nor one of a single microbatch, whose pools have one slot: XLA knows that it needs no number
+    of its record.
+    """
     devices = 1 if name == "no_pipelining" else P
     schedule = jp.schedules.build(name, devices=devices, microbatches=1)
     mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
-    pipe = jp.Pipeline(lambda w, x: x + jnp.tanh(x @ w), schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x**2))
+    pipe = jp.Pipeline(
+        lambda w, x: x + jnp.tanh(x @ w),
+        schedule=schedule,
+        mesh=mesh,
+        last=lambda p, x, mb: jnp.mean(x**2),
+    )
     params = pipe.place({"stages": jnp.ones((devices, WIDTH, WIDTH)), "last": {}})
     twin = with_clock(pipe, _Clock([]), [])
-    module = parse(pipe.jit(twin._step).lower(params, {"x": np.ones((4, WIDTH))}, None, ()).compile().as_text())
-    called = [(each, [i.name for i in each.instructions if "callback" in i.target]) for each in module.computations.values()]
+    module = parse(
+        pipe.jit(twin._step).lower(params, {"x": np.ones((4, WIDTH))}, None, ()).compile().as_text()
+    )
+    called = [
+        (each, [i.name for i in each.instructions if "callback" in i.target])
+        for each in module.computations.values()
+    ]
     pairs = [(each, calls) for each, calls in called if calls]
     assert len(pairs) == sum(segment.size for segment in pipe._plan.segments) >= 2
     for computation, (begin, end) in pairs:
         needed, todo = set(), [end]
         while todo:
-            found = [name for name in computation.by_name[todo.pop()].operands if name in computation.by_name and name not in needed]
+            found = [
+                name
+                for name in computation.by_name[todo.pop()].operands
+                if name in computation.by_name and name not in needed
+            ]
             needed.update(found)
             todo.extend(found)
         assert begin in needed

@@ -1,4 +1,5 @@
-"""What users get wrong, and what must go right where JAX alone would fail: each function below is one case.
+"""What users get wrong, and what must go right where JAX alone would fail: each function below is
+one case.
 
 A case returns what comes out, or raises.  It is written as a user would write it.
 """
@@ -51,7 +52,9 @@ def mesh(**axes):
 
 
 def pipeline(stage=stage, **options):
-    return jp.Pipeline(stage, **{"schedule": schedule(), "mesh": mesh(pipe=2), "last": last, **options})
+    return jp.Pipeline(
+        stage, **{"schedule": schedule(), "mesh": mesh(pipe=2), "last": last, **options}
+    )
 
 
 def ones(*shape):
@@ -76,10 +79,16 @@ class InFunctions:
         return step(pipeline(lambda p, x: jax.lax.psum(stage(p, x), "pipe")))[0]
 
     def a_collective_over_the_pipe_axis_in_last():
-        return step(pipeline(last=lambda p, x, microbatch: jax.lax.pmean(last(p, x, microbatch), "pipe")))[0]
+        return step(
+            pipeline(last=lambda p, x, microbatch: jax.lax.pmean(last(p, x, microbatch), "pipe"))
+        )[0]
 
     def a_sharding_constraint_that_names_the_pipe_axis():
-        step(pipeline(lambda p, x: jax.lax.with_sharding_constraint(stage(p, x), PartitionSpec("pipe"))))
+        step(
+            pipeline(
+                lambda p, x: jax.lax.with_sharding_constraint(stage(p, x), PartitionSpec("pipe"))
+            )
+        )
 
     def an_error_inside_a_function():
         step(pipeline(lambda p, x: stage(p, x).reshape(7, 7)))
@@ -115,7 +124,9 @@ class InFunctions:
         jax.grad(lambda params: pipe.evaluate(params, BATCH))(pipe.place(PARAMS))
 
     def counts_that_are_vectors():
-        counted = pipeline(last=lambda p, x, microbatch: (jnp.sum(x), ones(3)), loss=jp.Loss.SUM_OVER_COUNT)
+        counted = pipeline(
+            last=lambda p, x, microbatch: (jnp.sum(x), ones(3)), loss=jp.Loss.SUM_OVER_COUNT
+        )
         return step(counted)[0]
 
 
@@ -183,20 +194,27 @@ class Numbers:
     """Numbers that must come out: the plain model's"""
 
     def a_scan_over_no_layers():
-        pipe = pipeline(lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0])
+        pipe = pipeline(
+            lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0]
+        )
         return step(pipe, {"stages": {"w": ones(2, 0, 4, 4)}, "last": {}})[0]
 
     def a_stage_loss_that_is_a_constant():
         return step(pipeline(lambda p, x: (stage(p, x), 0.0), stage_loss=True))[0]
 
     def a_batch_in_which_nothing_is_counted():
-        pipe = pipeline(last=lambda p, x, microbatch: (0 * jnp.sum(x), 0.0), loss=jp.Loss.SUM_OVER_COUNT)
+        pipe = pipeline(
+            last=lambda p, x, microbatch: (0 * jnp.sum(x), 0.0), loss=jp.Loss.SUM_OVER_COUNT
+        )
         loss, grads = step(pipe)
         return loss, jnp.sum(grads["stages"][0]["w"])
 
     def sums_and_counts_beyond_float16():
         half = jnp.float16(40000)
-        pipe = pipeline(last=lambda p, x, microbatch: (half + 0 * x[0, 0].astype(jnp.float16), half), loss=jp.Loss.SUM_OVER_COUNT)
+        pipe = pipeline(
+            last=lambda p, x, microbatch: (half + 0 * x[0, 0].astype(jnp.float16), half),
+            loss=jp.Loss.SUM_OVER_COUNT,
+        )
         return step(pipe)[0]
 
     def no_promotion_of_dtypes():
@@ -213,7 +231,9 @@ class Numbers:
     def gradients_by_jax_grad_beside_a_penalty():
         pipe = pipeline()
         params = pipe.place(PARAMS)
-        loss, grads = jax.value_and_grad(lambda params: pipe.loss(params, BATCH) + 1e-3 * optax.tree.norm(params))(params)
+        loss, grads = jax.value_and_grad(
+            lambda params: pipe.loss(params, BATCH) + 1e-3 * optax.tree.norm(params)
+        )(params)
         return loss, optax.global_norm(grads)
 
     def an_evaluation_batch_of_another_size():
@@ -260,13 +280,20 @@ class Checkpoints:
         four = pipeline(layers, schedule=schedule(devices=4), mesh=mesh(pipe=4))
         with tempfile.TemporaryDirectory() as folder:
             with checkpoint.Checkpoints(folder, two) as checkpoints:
-                checkpoints.save(1, {"params": two.place({"stages": {"w": ones(2, 2, 4, 4)}, "last": {}})})
+                checkpoints.save(
+                    1, {"params": two.place({"stages": {"w": ones(2, 2, 4, 4)}, "last": {}})}
+                )
             with checkpoint.Checkpoints(folder, four) as checkpoints:
-                checkpoints.restore({"params": four.place({"stages": {"w": ones(4, 1, 4, 4)}, "last": {}})})
+                checkpoints.restore(
+                    {"params": four.place({"stages": {"w": ones(4, 1, 4, 4)}, "last": {}})}
+                )
 
     def a_folder_without_a_checkpoint():
         pipe = pipeline()
-        with tempfile.TemporaryDirectory() as folder, checkpoint.Checkpoints(folder, pipe) as checkpoints:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            checkpoint.Checkpoints(folder, pipe) as checkpoints,
+        ):
             checkpoints.restore({"params": pipe.place(PARAMS)})
 
 
@@ -279,7 +306,12 @@ class Flax:
         from jaxpipe.flax import from_nnx
 
         blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)]
-        from_nnx(blocks, num_stages=2, first=nnx.Linear(4, 4, rngs=nnx.Rngs(9)), last=lambda module, x, microbatch: 0.0)
+        from_nnx(
+            blocks,
+            num_stages=2,
+            first=nnx.Linear(4, 4, rngs=nnx.Rngs(9)),
+            last=lambda module, x, microbatch: 0.0,
+        )
 
     def a_module_of_linen_for_last():
         from flax import linen as nn
@@ -346,7 +378,11 @@ class Text:
 
     def no_microbatches_but_transfers():
         table = json.loads(schedule().to_json())
-        jp.check(jp.Schedule.from_json(json.dumps(table | {"num_microbatches": 0, "rows": [["0SEND_F0"], ["1RECV_F0"]]})))
+        jp.check(
+            jp.Schedule.from_json(
+                json.dumps(table | {"num_microbatches": 0, "rows": [["0SEND_F0"], ["1RECV_F0"]]})
+            )
+        )
 
     def a_layout_of_gigabytes():
         jp.parse_layout("t*999999" * 2000, devices=2)
@@ -368,7 +404,9 @@ class CommandLine:
         return cli("show", "gpipe", "--devices", "2", "-M", "99999999999")
 
     def an_option_that_show_does_not_take():
-        return cli("show", "1f1b", "--devices", "2", "--microbatches", "2", "--option", "forward_only=true")
+        return cli(
+            "show", "1f1b", "--devices", "2", "--microbatches", "2", "--option", "forward_only=true"
+        )
 
     def an_option_twice():
         return cli("show", "1f1b", "--devices", "2", "--microbatches", "2", "--option", "devices=3")

@@ -1,8 +1,9 @@
 """Run a page of documentation as one program:  python tests/docs/run_page.py PAGE.md
 
-Blocks of ```python run in order in one namespace; a block of ```text right behind one is what it prints.  In blocks of
-```console every line that starts with "$ " is a command, and the lines behind it are what it prints.  `...` stands for anything.
-A block behind a line `<!-- not run: why -->` is left alone.
+Blocks of ```python run in order in one namespace; a block of ```text right behind one is what it
+prints.  In blocks of ```console every line that starts with "$ " is a command, and the lines behind
+it are what it prints.  `...` stands for anything. A block behind a line `<!-- not run: why -->` is
+left alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Block:
 def blocks(page: str) -> Iterator[Block]:
     """The fenced blocks of a page, in order."""
     lines = page.splitlines()
-    at, since, runs = 0, 0, True  # since: where the block before ended, if only blank lines came behind it
+    # since: where the block before ended, if only blank lines came behind it
+    at, since, runs = 0, 0, True
     while at < len(lines):
         fence = FENCE.match(lines[at])
         if not fence:
@@ -74,15 +76,32 @@ def run_python(block: Block, page: Path, names: dict[str, object]) -> str:
 def run_console(block: Block, page: Path) -> list[str]:
     """Run each command of the block; what is not as the page says."""
     faults = []
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "160"}
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "160",
+    }
     for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, _, want = part.partition("\n")
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment, timeout=120, check=False)
-        fault = differs(want, done.stdout + done.stderr, f"{page}:{block.line}: {command}") if want.strip() else None
+        done = subprocess.run(
+            command,
+            shell=True,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=120,
+            check=False,
+        )
+        fault = (
+            differs(want, done.stdout + done.stderr, f"{page}:{block.line}: {command}")
+            if want.strip()
+            else None
+        )
         if fault:
             faults.append(fault)
         elif not want.strip() and done.returncode:
-            faults.append(f"{page}:{block.line}: {command} ended with status {done.returncode}: {done.stderr}")
+            faults.append(
+                f"{page}:{block.line}: {command} ended with status {done.returncode}: {done.stderr}"
+            )
     return faults
 
 
@@ -109,7 +128,14 @@ def main(path: str) -> int:
         elif block.language == "console" and block.runs:
             ran += 1
             faults += run_console(block, page)
-    print("\n".join([*faults, f"{page.name}: {ran} blocks ran, {checked} outputs compared, {len(faults)} differ"]))
+    print(
+        "\n".join(
+            [
+                *faults,
+                f"{page.name}: {ran} blocks ran, {checked} outputs compared, {len(faults)} differ",
+            ]
+        )
+    )
     return 1 if faults else 0
 
 

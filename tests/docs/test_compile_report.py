@@ -9,7 +9,9 @@ import pytest
 
 from jaxpipe import report
 
-SPEC = importlib.util.spec_from_file_location("make_compile_report", Path(__file__).parents[2] / "docs" / "make_compile_report.py")
+SPEC = importlib.util.spec_from_file_location(
+    "make_compile_report", Path(__file__).parents[2] / "docs" / "make_compile_report.py"
+)
 assert SPEC is not None
 assert SPEC.loader is not None
 maker = importlib.util.module_from_spec(SPEC)
@@ -24,7 +26,11 @@ def test_the_plans_are_fresh(schedule) -> None:
 
 
 def test_every_schedule_is_there_once_in_each_table() -> None:
-    names = [line.split(" | ")[0].removeprefix("| ") for line in TEXT.splitlines() if line.startswith("| ")]
+    names = [
+        line.split(" | ")[0].removeprefix("| ")
+        for line in TEXT.splitlines()
+        if line.startswith("| ")
+    ]
     for schedule in maker.catalogue():
         assert names.count(schedule.name) == 2, AGAIN
 

@@ -1,4 +1,6 @@
-"""The documentation says what the code says: every public name has an entry, and docstring examples run."""
+"""The documentation says what the code says: every public name has an entry, and docstring examples
+run.
+"""
 
 from __future__ import annotations
 
@@ -41,5 +43,7 @@ def test_docstring_examples_run(name: str) -> None:
 
 
 def test_every_file_with_an_example_is_in_one_of_the_tests() -> None:
-    assert len(files_with_examples(ROOMS)) == len(files_with_examples(WITHOUT_JAX)) + len(files_with_examples(WITH_JAX))
+    assert len(files_with_examples(ROOMS)) == len(files_with_examples(WITHOUT_JAX)) + len(
+        files_with_examples(WITH_JAX)
+    )
     assert not files_with_examples(ROOF)

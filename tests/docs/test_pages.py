@@ -1,4 +1,6 @@
-"""Every page runs as one program, as a reader would run it, and prints what it says it prints; every link leads somewhere."""
+"""Every page runs as one program, as a reader would run it, and prints what it says it prints;
+every link leads somewhere.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,23 @@ FRAGMENTS = ("torch_peer.md",)
 
 
 def runs(page: Path) -> bool:
-    return page.name not in FRAGMENTS and any(b.language in ("python", "console") and b.runs for b in blocks(page.read_text()))
+    return page.name not in FRAGMENTS and any(
+        b.language in ("python", "console") and b.runs for b in blocks(page.read_text())
+    )
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=lambda p: p.stem)
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path):
     command = [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -47,11 +59,15 @@ def test_a_wrong_output_and_a_wrong_command_are_found(tmp_path):
         page.write_text(text.format(first, second))
         command = [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert f"2 blocks ran, 1 outputs compared, {wrong} differ" in done.stdout, done.stdout + done.stderr
+        assert f"2 blocks ran, 1 outputs compared, {wrong} differ" in done.stdout, (
+            done.stdout + done.stderr
+        )
         assert done.returncode == (1 if wrong else 0)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: f"{p.parent.name}-{p.stem}")
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md"], ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     broken = [target for target, _ in LINK.findall(prose) if not (page.parent / target).exists()]
@@ -60,28 +76,42 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_reached_from_the_index():
     index = (DOCS / "README.md").read_text()
-    missing = [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name}" not in index]
+    missing = [
+        page.name
+        for page in DOCS.glob("*.md")
+        if page.name != "README.md" and f"({page.name}" not in index
+    ]
     assert not missing
 
 
 def test_every_example_is_named_in_the_index():
     index = (DOCS / "README.md").read_text()
-    missing = [path.name for path in (ROOT / "examples").glob("*.py") if f"`{path.name}`" not in index]
+    missing = [
+        path.name for path in (ROOT / "examples").glob("*.py") if f"`{path.name}`" not in index
+    ]
     assert not missing
 
 
 def test_several_hosts_names_only_flags_that_jaxlib_knows():
-    """XLA ends the process for a flag that it does not know; a made-up one shows that this would be seen."""
+    """XLA ends the process for a flag that it does not know; a made-up one shows that this would be
+    seen.
+    """
     text = (DOCS / "several_hosts.md").read_text()
     named = sorted(set(re.findall(r"--xla_\w+", text)))
     assert len(named) > 10
-    values = {"--xla_dump_to": "", "--xla_disable_hlo_passes": "", "--xla_gpu_enable_command_buffer": ""}
+    values = {
+        "--xla_dump_to": "",
+        "--xla_disable_hlo_passes": "",
+        "--xla_gpu_enable_command_buffer": "",
+    }
     values |= dict(re.findall(r"(--xla_\w+)=([\w-]+)", text))
     flags = [f"{flag}={values.get(flag, '1')}" for flag in named if flag != "--xla_dump_to"]
     for more, status in (([], 0), (["--xla_gpu_no_such_flag=1"], 1)):
         environment = ENVIRONMENT | {"XLA_FLAGS": " ".join([*flags, *more]), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-c", "import jax; jax.devices()"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=environment, check=False
+        )
         assert bool(done.returncode) == bool(status), done.stderr
         assert ("no_such_flag" in done.stderr) == bool(status)
 
@@ -89,7 +119,17 @@ def test_several_hosts_names_only_flags_that_jaxlib_knows():
 def test_the_site_builds(tmp_path):
     """Every link and anchor leads somewhere, or mkdocs refuses."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: the site is not built")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+        "--site-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "getting_started" / "index.html").exists()

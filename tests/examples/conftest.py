@@ -1,4 +1,6 @@
-"""The example's own modules (`gpt`, `train_gpt`) are importable here, as they are for a person who runs it."""
+"""The example's own modules (`gpt`, `train_gpt`) are importable here, as they are for a person who
+runs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The parts of the GPT example, each by itself: data, model, checkpoints, the comparison that --verify makes."""
+"""The parts of the GPT example, each by itself: data, model, checkpoints, the comparison that
+--verify makes.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ def model_of(stages=4, **changes):
 
 
 def batch_of(rows=4, seed=0):
-    tokens = np.random.default_rng(seed).integers(0, SIZES["vocab"], (rows, SIZES["context"] + 1), dtype=np.int32)
+    tokens = np.random.default_rng(seed).integers(
+        0, SIZES["vocab"], (rows, SIZES["context"] + 1), dtype=np.int32
+    )
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def pipeline(model, name="1f1b", devices=4, microbatches=2):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("pipe",))
-    return jp.Pipeline(model.stage, schedule=schedule, mesh=mesh, first=model.first, last=model.last)
+    return jp.Pipeline(
+        model.stage, schedule=schedule, mesh=mesh, first=model.first, last=model.last
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +68,12 @@ class TestData:
         corpus.batch(8, size=3, context=5, seed=1)
         again = corpus.batch(7, size=3, context=5, seed=1)
         assert all(np.array_equal(one[k], again[k]) for k in one)
-        assert not np.array_equal(one["tokens"], corpus.batch(8, size=3, context=5, seed=1)["tokens"])
-        assert not np.array_equal(one["tokens"], corpus.batch(7, size=3, context=5, seed=2)["tokens"])
+        assert not np.array_equal(
+            one["tokens"], corpus.batch(8, size=3, context=5, seed=1)["tokens"]
+        )
+        assert not np.array_equal(
+            one["tokens"], corpus.batch(7, size=3, context=5, seed=2)["tokens"]
+        )
 
     def test_targets_are_the_next_tokens(self, corpus):
         batch = corpus.batch(0, size=3, context=5, seed=0)
@@ -84,8 +94,13 @@ class TestModel:
     @pytest.mark.parametrize("tied", [True, slow(False)])
     def test_names_and_shapes_are_those_of_the_reference(self, tied):
         model = model_of(tied=tied)
-        ours = {name: value.shape for name, value in verify.by_path(model.init(jax.random.key(0))).items()}
-        reference = TorchGPT(num_stages=4, layers_per_stage=1, vocab=32, block=8, width=16, heads=2, tied=tied)
+        ours = {
+            name: value.shape
+            for name, value in verify.by_path(model.init(jax.random.key(0))).items()
+        }
+        reference = TorchGPT(
+            num_stages=4, layers_per_stage=1, vocab=32, block=8, width=16, heads=2, tied=tied
+        )
         assert ours == reference.shapes()
 
     @pytest.mark.parametrize("tied", [False, True])
@@ -112,10 +127,14 @@ class TestModel:
     @pytest.mark.slow
     def test_generated_text_follows_the_logits_past_the_context(self):
         model = model_of()
-        params = jax.tree.map(lambda leaf: 20 * leaf, model.init(jax.random.key(3)))  # far from uniform
+        # far from uniform
+        params = jax.tree.map(lambda leaf: 20 * leaf, model.init(jax.random.key(3)))
         prompt = np.array([1, 2, 3], np.int32)
-        # At this temperature the likeliest token is always drawn, so a plain loop over growing windows must agree.
-        drawn = model.generate(params, jnp.asarray(prompt), length=12, key=jax.random.key(0), temperature=1e-9)
+        # At this temperature the likeliest token is always drawn, so a plain loop over growing
+        # windows must agree.
+        drawn = model.generate(
+            params, jnp.asarray(prompt), length=12, key=jax.random.key(0), temperature=1e-9
+        )
         text = list(prompt)
         for _ in range(12):
             logits = model.logits(params, np.array([text[-SIZES["context"] :]], np.int32))
@@ -168,15 +187,33 @@ class TestCheckpoints:
         assert step == 3
         moments, saved = found["opt_state"][1][0], state["opt_state"][1][0]
         assert int(moments.count) == int(saved.count) == 1
-        for ours, theirs in ((found["params"], state["params"]), (moments.mu, saved.mu), (moments.nu, saved.nu)):
-            stages = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), narrow.canonical(ours)["stages"])
-            expected = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), wide.canonical(theirs)["stages"])
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(stages), jax.device_get(expected))
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours["first"]), jax.device_get(theirs["first"]))
+        for ours, theirs in (
+            (found["params"], state["params"]),
+            (moments.mu, saved.mu),
+            (moments.nu, saved.nu),
+        ):
+            stages = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), narrow.canonical(ours)["stages"]
+            )
+            expected = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), wide.canonical(theirs)["stages"]
+            )
+            jax.tree.map(
+                np.testing.assert_array_equal, jax.device_get(stages), jax.device_get(expected)
+            )
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                jax.device_get(ours["first"]),
+                jax.device_get(theirs["first"]),
+            )
         assert any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(moments.mu)))
 
     def test_a_new_run_never_takes_an_old_folder(self, tmp_path):
-        assert [RunFolder.create(tmp_path).path.name for _ in range(3)] == ["run-1", "run-2", "run-3"]
+        assert [RunFolder.create(tmp_path).path.name for _ in range(3)] == [
+            "run-1",
+            "run-2",
+            "run-3",
+        ]
 
     def test_losses_after_the_checkpoint_are_written_again(self, tmp_path):
         folder = RunFolder(tmp_path)
@@ -213,7 +250,10 @@ class TestDifference:
     @pytest.mark.parametrize("gradient", [1e-3, float("nan")])
     def test_beyond_the_tolerance_is_a_failure(self, gradient, capsys):
         args = type("Args", (), {"dtype": "float64"})()
-        good, bad = verify.Difference(0, 1e-16, 0, 1e-15, "a"), verify.Difference(0, gradient, 0, gradient, "b")
+        good, bad = (
+            verify.Difference(0, 1e-16, 0, 1e-15, "a"),
+            verify.Difference(0, gradient, 0, gradient, "b"),
+        )
         assert verify.report({"torch_ref": [good]}, args) == 0
         assert verify.report({"torch_ref": [good, bad]}, args) == 1
         assert "BEYOND" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""examples/llama.py on data 2 x pipe 2 x tensor 2, in float64, against plain JAX and against torch_ref; its files and its rows."""
+"""examples/llama.py on data 2 x pipe 2 x tensor 2, in float64, against plain JAX and against
+torch_ref; its files and its rows.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,17 @@ CASES = {
 
 
 def by_path(tree):
-    return {joined(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(tree))}
+    return {
+        joined(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(tree))
+    }
 
 
 @pytest.fixture(scope="module")
 def made():
-    """What `case` makes, kept for all tests: a pipeline, its parameters and what one compiled step gives for a batch of packed rows."""
+    """What `case` makes, kept for all tests: a pipeline, its parameters and what one compiled step
+    gives for a batch of packed rows.
+    """
     found = {}
 
     def make(name, *, tied=False):
@@ -58,7 +65,8 @@ def made():
         args = llama.parser().parse_args([*EIGHT.split(), *CASES[name].split()])
         mesh = make_mesh({"pipe": 2, "data": 2, "tensor": 2}, devices=jax.devices()[:8])
         before = PUBLISHED["tiny"]
-        vocab = 257 if tied and "spread" in name else before.vocab  # no even number: the pipeline's two devices hold 129 rows each
+        # no even number: the pipeline's two devices hold 129 rows each
+        vocab = 257 if tied and "spread" in name else before.vocab
         PUBLISHED["tiny"] = dataclasses.replace(before, tied=tied, vocab=vocab)
         try:
             model, pipe = llama.build(args, mesh)
@@ -91,10 +99,13 @@ def test_loss_and_gradients_are_those_of_plain_jax_and_of_torch(made, name, tied
     model, pipe, params, batch, loss, grads = made(name, tied=tied)
     canonical, mine = jax.device_get(pipe.canonical(params)), by_path(pipe.canonical(grads))
     assert batch["segments"].max() > 1
-    assert len(set(batch["weights"].sum(axis=1))) > 1  # what the microbatches and the replicas count differs
+    # what the microbatches and the replicas count differs
+    assert len(set(batch["weights"].sum(axis=1))) > 1
 
     given = {key: canonical[key] for key in model.shapes()}
-    plain, plain_grads = jax.jit(jax.value_and_grad(dataclasses.replace(model, tensor=None).loss), compiler_options=QUICKLY)(given, batch)
+    plain, plain_grads = jax.jit(
+        jax.value_and_grad(dataclasses.replace(model, tensor=None).loss), compiler_options=QUICKLY
+    )(given, batch)
     assert relative(loss, plain) <= FLOAT64
     theirs = by_path(plain_grads)
     assert mine.keys() == theirs.keys()
@@ -115,25 +126,43 @@ def test_loss_and_gradients_are_those_of_plain_jax_and_of_torch(made, name, tied
         tied=tied,
     )
     named = {name.replace("stages/t", "stages"): value for name, value in by_path(given).items()}
-    named = {name: value[None] if name.startswith("stages/") else value for name, value in named.items()}
-    result = torch_ref.run("0F0,0B0\n", reference, {k: v.astype(float) if k == "weights" else v for k, v in batch.items()}, weights=named)
-    grads = {name: value[0] if name.startswith("stages/") else value for name, value in result.grads.items()}
+    named = {
+        name: value[None] if name.startswith("stages/") else value for name, value in named.items()
+    }
+    result = torch_ref.run(
+        "0F0,0B0\n",
+        reference,
+        {k: v.astype(float) if k == "weights" else v for k, v in batch.items()},
+        weights=named,
+    )
+    grads = {
+        name: value[0] if name.startswith("stages/") else value
+        for name, value in result.grads.items()
+    }
     assert relative(float(loss), float(result.loss)) <= FLOAT64
-    assert relative({name.replace("stages/t", "stages"): value for name, value in mine.items()}, grads) <= FLOAT64
+    assert (
+        relative({name.replace("stages/t", "stages"): value for name, value in mine.items()}, grads)
+        <= FLOAT64
+    )
 
 
 def test_parameters_are_made_where_they_belong(made):
     model, pipe, params, *_ = made("plain")
     wanted = initial.canonical(model, jax.random.key(0))
-    found = {key: value for key, value in jax.device_get(pipe.canonical(params)).items() if key in wanted}
+    found = {
+        key: value for key, value in jax.device_get(pipe.canonical(params)).items() if key in wanted
+    }
     assert relative(found, jax.device_get(wanted)) <= FLOAT64  # the same keys, compiled apart
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):  # the optimizer knows scales, which do not decay, by their path
+    # the optimizer knows scales, which do not decay, by their path
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         assert ("scale" in name) is (leaf.ndim == (3 if "stages" in name else 1))
     for chunk in params["stages"]:
         for leaf in jax.tree.leaves(chunk):
-            parts = 2 if leaf.ndim < 4 else 4  # scales over the pipeline alone, kernels over the tensor axis too
-            assert leaf.addressable_shards[0].data.size * parts * 2 == leaf.size  # and all over the replicas (fsdp)
+            # scales over the pipeline alone, kernels over the tensor axis too
+            parts = 2 if leaf.ndim < 4 else 4
+            # and all over the replicas (fsdp)
+            assert leaf.addressable_shards[0].data.size * parts * 2 == leaf.size
     assert params["last"]["head"]["kernel"].sharding.spec[1] == "tensor"
 
 
@@ -149,24 +178,45 @@ class TestSafetensors:
         # Data only moves: the same bits.
         again = weights.load(tmp_path, pipe, model)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
-        assert jax.tree.map(lambda leaf: leaf.sharding, again) == jax.tree.map(lambda leaf: leaf.sharding, params)
+        assert jax.tree.map(lambda leaf: leaf.sharding, again) == jax.tree.map(
+            lambda leaf: leaf.sharding, params
+        )
 
-        stored = {name: value for path in tmp_path.glob("*.safetensors") for name, value in load_file(path).items()}
+        stored = {
+            name: value
+            for path in tmp_path.glob("*.safetensors")
+            for name, value in load_file(path).items()
+        }
         assert len(stored) == 4 * 9 + 3
         canonical = jax.device_get(pipe.canonical(params))
         layers = canonical["stages"]["t"]
-        np.testing.assert_array_equal(stored["model.layers.2.self_attn.k_proj.weight"], layers["attn"]["k"]["kernel"][2].T)
-        np.testing.assert_array_equal(stored["model.layers.3.mlp.down_proj.weight"], layers["mlp"]["down"]["kernel"][3].T)
-        np.testing.assert_array_equal(stored["model.layers.0.post_attention_layernorm.weight"], layers["norm2"]["scale"][0])
-        np.testing.assert_array_equal(stored["model.embed_tokens.weight"], canonical["first"]["table"])
-        np.testing.assert_array_equal(stored["lm_head.weight"], canonical["last"]["head"]["kernel"].T)
+        np.testing.assert_array_equal(
+            stored["model.layers.2.self_attn.k_proj.weight"], layers["attn"]["k"]["kernel"][2].T
+        )
+        np.testing.assert_array_equal(
+            stored["model.layers.3.mlp.down_proj.weight"], layers["mlp"]["down"]["kernel"][3].T
+        )
+        np.testing.assert_array_equal(
+            stored["model.layers.0.post_attention_layernorm.weight"], layers["norm2"]["scale"][0]
+        )
+        np.testing.assert_array_equal(
+            stored["model.embed_tokens.weight"], canonical["first"]["table"]
+        )
+        np.testing.assert_array_equal(
+            stored["lm_head.weight"], canonical["last"]["head"]["kernel"].T
+        )
         assert weights.sizes_of(tmp_path) == dataclasses.replace(model.sizes, head_size=16)
 
-        stored["model.layers.4.mlp.up_proj.weight"] = stored.pop("model.layers.3.mlp.up_proj.weight")
+        stored["model.layers.4.mlp.up_proj.weight"] = stored.pop(
+            "model.layers.3.mlp.up_proj.weight"
+        )
         stored["lm_head.weight"] = stored["lm_head.weight"].T
         for path in tmp_path.glob("*.safetensors"):
             path.unlink()
-        save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, tmp_path / "model.safetensors")
+        save_file(
+            {name: np.ascontiguousarray(value) for name, value in stored.items()},
+            tmp_path / "model.safetensors",
+        )
         with pytest.raises(SystemExit) as refused:
             weights.load(tmp_path, pipe, model)
         for fault in (
@@ -177,7 +227,9 @@ class TestSafetensors:
             assert fault in str(refused.value)
 
     @pytest.mark.slow
-    def test_a_table_with_zeros_at_its_end_is_written_without_them_and_read_back(self, made, tmp_path):
+    def test_a_table_with_zeros_at_its_end_is_written_without_them_and_read_back(
+        self, made, tmp_path
+    ):
         model, pipe, params, *_ = made("spread head", tied=True)
         weights.save(tmp_path, pipe, model, params, dtype=jnp.float64)
         stored = load_file(tmp_path / "model-00001-of-00001.safetensors")
@@ -185,22 +237,37 @@ class TestSafetensors:
         assert "lm_head.weight" not in stored
         again = weights.load(tmp_path, pipe, model)
         assert [leaf.shape for leaf in jax.tree.leaves(again["shared"])] == [(258, 64)]
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))  # data only moves: the same bits
+        # data only moves: the same bits
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(params))
 
     def test_bfloat16_files_hold_the_rounded_weights(self, made, tmp_path):
         model, pipe, params, *_ = made("plain")
         weights.save(tmp_path, pipe, model, params)
-        rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16).astype(leaf.dtype), jax.device_get(params))
-        assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model-00001-of-00001.safetensors"]
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(weights.load(tmp_path, pipe, model)), rounded)
+        rounded = jax.tree.map(
+            lambda leaf: np.asarray(leaf).astype(jnp.bfloat16).astype(leaf.dtype),
+            jax.device_get(params),
+        )
+        assert [path.name for path in tmp_path.glob("*.safetensors")] == [
+            "model-00001-of-00001.safetensors"
+        ]
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.device_get(weights.load(tmp_path, pipe, model)),
+            rounded,
+        )
 
     @pytest.mark.parametrize("name", PUBLISHED)
     def test_a_config_tells_the_sizes(self, name):
         sizes = PUBLISHED[name]
-        assert from_config(json.loads(json.dumps(to_config(sizes, "bfloat16")))) == dataclasses.replace(sizes, head_size=sizes.head)
+        assert from_config(
+            json.loads(json.dumps(to_config(sizes, "bfloat16")))
+        ) == dataclasses.replace(sizes, head_size=sizes.head)
 
     def test_a_config_of_another_model_is_refused(self):
-        config = to_config(PUBLISHED["tiny"], "bfloat16") | {"model_type": "qwen2", "rope_scaling": {"rope_type": "yarn"}}
+        config = to_config(PUBLISHED["tiny"], "bfloat16") | {
+            "model_type": "qwen2",
+            "rope_scaling": {"rope_type": "yarn"},
+        }
         with pytest.raises(SystemExit, match=r"model_type 'qwen2' .*rope_type 'yarn'"):
             from_config(config)
 
@@ -210,12 +277,19 @@ class TestPacking:
         model = Llama(PUBLISHED["tiny"], jnp.float64)
         params = initial.canonical(model, jax.random.key(1))
         documents = [[5, 9, 9, 0], [0], [7, 3, 2, 8, 1, 0], [4, 6, 1]]
-        joined_up, ends = [token for document in documents for token in document], np.cumsum([len(d) for d in documents])
-        alone = [document + [3] * (len(joined_up) - len(document)) for document in documents]  # no token sees what comes later
+        joined_up, ends = (
+            [token for document in documents for token in document],
+            np.cumsum([len(d) for d in documents]),
+        )
+        # no token sees what comes later
+        alone = [document + [3] * (len(joined_up) - len(document)) for document in documents]
         batch = packed(np.array([[*row, 11] for row in (joined_up, joined_up, *alone)]), end=0)
-        batch["segments"][1:], batch["positions"][1:] = 0, np.arange(len(joined_up))  # as if each row were one document
+        # as if each row were one document
+        batch["segments"][1:], batch["positions"][1:] = 0, np.arange(len(joined_up))
         together, mixed, *alone = jax.jit(model.logits, compiler_options=QUICKLY)(params, batch)
-        apart = np.concatenate([rows[: len(document)] for rows, document in zip(alone, documents, strict=True)])
+        apart = np.concatenate(
+            [rows[: len(document)] for rows, document in zip(alone, documents, strict=True)]
+        )
         # Masked keys weigh exactly zero, so that only the order of sums differs.
         assert relative(np.asarray(together), apart) <= FLOAT64
         assert relative(np.asarray(mixed)[: ends[0]], apart[: ends[0]]) <= FLOAT64
@@ -267,36 +341,60 @@ class TestSizes:
     )
     def test_published_models_have_the_published_number_of_parameters(self, name, count):
         model = Llama(PUBLISHED[name])
-        assert PUBLISHED[name].parameters() == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes())) == count
+        assert (
+            PUBLISHED[name].parameters()
+            == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes()))
+            == count
+        )
 
     def test_flops_are_six_a_weight_and_attention(self):
         sizes = PUBLISHED["llama3-8b"]
         flops = sizes.flops(8192)
         total = 32 * flops["t"] + flops["L"]
-        kernels = sizes.parameters() - sizes.vocab * sizes.width - 65 * sizes.width  # without the table and the scales
+        # without the table and the scales
+        kernels = sizes.parameters() - sizes.vocab * sizes.width - 65 * sizes.width
         assert total == 6 * kernels + 12 * 32 * 4096 * 8192
 
     def test_stretched_positions(self):
-        sizes = dataclasses.replace(PUBLISHED["tiny"], head_size=16, scaling=Scaling(8.0, 1.0, 4.0, 64))
+        sizes = dataclasses.replace(
+            PUBLISHED["tiny"], head_size=16, scaling=Scaling(8.0, 1.0, 4.0, 64)
+        )
         for i, found in enumerate(sizes.frequencies()):
             turns = 10_000.0 ** (-i / 8)
             wave = 2 * math.pi / turns
             smooth = (64 / wave - 1) / 3
-            wanted = turns if wave < 16 else turns / 8 if wave > 64 else (1 - smooth) * turns / 8 + smooth * turns
+            wanted = (
+                turns
+                if wave < 16
+                else turns / 8
+                if wave > 64
+                else (1 - smooth) * turns / 8 + smooth * turns
+            )
             assert found == pytest.approx(wanted, rel=1e-14)
-        assert len(set(sizes.frequencies() / dataclasses.replace(sizes, scaling=None).frequencies())) > 2  # all three cases
+        # all three cases
+        assert (
+            len(set(sizes.frequencies() / dataclasses.replace(sizes, scaling=None).frequencies()))
+            > 2
+        )
 
 
 def run(flags, *more):
     command = [sys.executable, str(SCRIPT), *flags.split(), *map(str, more)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=quick(), check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=quick(), check=False
+    )
 
 
 @pytest.mark.slow
 def test_a_run_is_resumed_by_another_schedule_and_exported(tmp_path):
-    small = "--pipe 2 --data 2 --tensor 2 --microbatches 2 --rows 8 --context 32 --warmup 2 --rate 3e-3 --dtype float32 --save-every 4"
+    small = (
+        "--pipe 2 --data 2 --tensor 2 --microbatches 2 --rows 8 --context 32 --warmup 2 "
+        "--rate 3e-3 --dtype float32 --save-every 4"
+    )
     losses = re.compile(r"loss (\S+)")
-    whole = run(f"{small} --steps 8 --peak 1e-3", "--out", tmp_path / "whole", "--export", tmp_path / "hf")
+    whole = run(
+        f"{small} --steps 8 --peak 1e-3", "--out", tmp_path / "whole", "--export", tmp_path / "hf"
+    )
     assert whole.returncode == 0, whole.stderr
     assert re.search(r"tokens/s   \S+ TFLOP/s a device   MFU \d+\.\d%", whole.stdout)
     curve = list(map(float, losses.findall(whole.stdout)))
@@ -304,18 +402,25 @@ def test_a_run_is_resumed_by_another_schedule_and_exported(tmp_path):
 
     (tmp_path / "part").mkdir()
     (tmp_path / "whole" / "4").rename(tmp_path / "part" / "4")
-    resumed = run(f"{small} --steps 8 --schedule interleaved_1f1b --chunks 2 --fsdp", "--out", tmp_path / "part")
+    resumed = run(
+        f"{small} --steps 8 --schedule interleaved_1f1b --chunks 2 --fsdp",
+        "--out",
+        tmp_path / "part",
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after step 4" in resumed.stdout
     # float32, four steps of Adam on gradients summed in another order.
     assert list(map(float, losses.findall(resumed.stdout))) == pytest.approx(curve[4:], rel=1e-4)
 
-    loaded = run(f"{small} --steps 1 --tied", "--out", tmp_path / "loaded", "--load", tmp_path / "hf")
+    loaded = run(
+        f"{small} --steps 1 --tied", "--out", tmp_path / "loaded", "--load", tmp_path / "hf"
+    )
     assert loaded.returncode != 0
     assert "unrecognized arguments: --tied" in loaded.stderr
     loaded = run(f"{small} --steps 1", "--out", tmp_path / "loaded", "--load", tmp_path / "hf")
     assert loaded.returncode == 0, loaded.stderr
-    assert float(losses.findall(loaded.stdout)[0]) < curve[0] - 0.05  # trained weights, rounded to bfloat16
+    # trained weights, rounded to bfloat16
+    assert float(losses.findall(loaded.stdout)[0]) < curve[0] - 0.05
 
 
 @pytest.mark.slow

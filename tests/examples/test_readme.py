@@ -17,7 +17,9 @@ from tests.environment import quick
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-ROW = re.compile(r"^\| (`.+`) \| (any|\d+).* \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (`.+`) \| (any|\d+).* \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|", re.MULTILINE
+)
 
 
 def test_the_grid_is_that_of_1f1b():
@@ -26,7 +28,11 @@ def test_the_grid_is_that_of_1f1b():
 
 
 def rows():
-    return [(name, *numbers) for names, *numbers in ROW.findall(README) for name in re.findall(r"`(\w+)`", names)]
+    return [
+        (name, *numbers)
+        for names, *numbers in ROW.findall(README)
+        for name in re.findall(r"`(\w+)`", names)
+    ]
 
 
 def test_every_schedule_is_named():
@@ -41,7 +47,8 @@ def test_a_row_of_the_table_is_what_simulate_finds(name, chunks, makespan, bubbl
     costs = jp.Costs(forward=share, input_grad=share, weight_grad=share, transfer=0)
     timeline = jp.simulate(schedule, costs)
     assert timeline.makespan == float(makespan)
-    assert 100 * timeline.bubble == pytest.approx(float(bubble), abs=0.05)  # the README has one decimal
+    # the README has one decimal
+    assert 100 * timeline.bubble == pytest.approx(float(bubble), abs=0.05)
     assert share * max(timeline.peak_activations) == float(peak)
     assert chunks == "any" or schedule.num_chunks == int(chunks)
 
@@ -50,10 +57,19 @@ def test_the_snippet_runs_as_it_stands(tmp_path):
     snippet = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
     pasted = tmp_path / "pasted.py"
     pasted.write_text(snippet)
-    done = subprocess.run([sys.executable, str(pasted)], capture_output=True, text=True, timeout=300, env=quick(), check=False)
+    done = subprocess.run(
+        [sys.executable, str(pasted)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=quick(),
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr  # no warnings
-    losses = [float(text) for text in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)]
+    losses = [
+        float(text) for text in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)
+    ]
     assert len(losses) == 20
     assert losses[0] == pytest.approx(math.log(100), abs=0.1)  # the first guess is uniform
     assert losses[-1] < losses[0] - 1
@@ -64,7 +80,14 @@ def test_the_walk_from_measure_to_a_profiled_step_runs_after_it(tmp_path):
     program, walk = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     pasted = tmp_path / "pasted.py"
     pasted.write_text(program.replace("range(20)", "range(1)") + walk)
-    done = subprocess.run([sys.executable, str(pasted)], capture_output=True, text=True, timeout=300, env=quick(), check=False)
+    done = subprocess.run(
+        [sys.executable, str(pasted)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=quick(),
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^plan +layout +seconds", done.stdout, re.MULTILINE)
     assert re.search(r"^the step took .* than the .* planned", done.stdout, re.MULTILINE)

@@ -12,7 +12,8 @@ from tests.environment import outside, quick
 from tests.tiers import exhaustive, slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Compiling without LLVM's optimisations halves the time where compute is little; convolutions would take longer than they save.
+# Compiling without LLVM's optimisations halves the time where compute is little; convolutions would
+# take longer than they save.
 ENVIRONMENT, QUICK = outside(), quick()
 
 
@@ -34,7 +35,14 @@ ENVIRONMENT, QUICK = outside(), quick()
 )
 def test_an_example_runs_to_its_end(name, environment, says):
     path = EXAMPLES / f"{name}.py"
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert says in done.stdout
 

@@ -1,4 +1,6 @@
-"""examples/train_gpt.py as a person runs it: a short training, a kill and a resume, --verify, and flags that do not fit."""
+"""examples/train_gpt.py as a person runs it: a short training, a kill and a resume, --verify, and
+flags that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ import pytest
 from tests.tiers import exhaustive, slow
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-TINY = "--pipe 2 --microbatches 2 --layers 2 --width 16 --heads 2 --context 16 --vocab 256 --batch 4 --warmup 4"
+TINY = (
+    "--pipe 2 --microbatches 2 --layers 2 --width 16 --heads 2 --context 16 --vocab 256 "
+    "--batch 4 --warmup 4"
+)
 STEPS, EVERY = 40, 4
 
 
@@ -24,7 +29,9 @@ def command(flags: str, *more: object) -> list[str]:
 
 
 def run(flags: str, *more: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(flags, *more), capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command(flags, *more), capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def losses_of(folder: Path) -> list[str]:
@@ -59,11 +66,15 @@ def test_the_loss_goes_down(whole):
 
 @pytest.mark.slow  # tests/checkpoint/test_interrupted.py kills a smaller one
 def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(whole, tmp_path):
-    process = subprocess.Popen(command(TINY, "--steps", 100_000, "--save-every", EVERY, "--out", tmp_path), stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command(TINY, "--steps", 100_000, "--save-every", EVERY, "--out", tmp_path),
+        stdout=subprocess.DEVNULL,
+    )
     folder = tmp_path / "run-1"
     try:
         deadline = time.monotonic() + 240
-        while not (folder / "checkpoints" / str(EVERY)).exists():  # it has this name once it is whole
+        # it has this name once it is whole
+        while not (folder / "checkpoints" / str(EVERY)).exists():
             assert process.poll() is None, "the run ended before its first checkpoint"
             assert time.monotonic() < deadline, "no checkpoint within 240 s"
             time.sleep(0.002)
@@ -90,10 +101,14 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(whole, tmp_path):
 def test_verify_finds_the_three_ways_equal(flags):
     done = run(f"{TINY} --verify --steps 4 {flags}")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"pipeline vs (.+), largest of 4 steps: .*relative (\S+)\), gradient .*relative (\S+), in", done.stdout)
+    found = re.findall(
+        r"pipeline vs (.+), largest of 4 steps: .*relative (\S+)\), gradient .*relative (\S+), in",
+        done.stdout,
+    )
     assert [name for name, *_ in found] == ["plain JAX", "torch_ref"]
-    # Adam divides by the root of v, so that entries with tiny gradients carry their rounding on: the example's own limit of 10^4
-    # machine epsilons of an array's largest entry is what four steps are held to.
+    # Adam divides by the root of v, so that entries with tiny gradients carry their rounding on:
+    # the example's own limit of 10^4 machine epsilons of an array's largest entry is what four
+    # steps are held to.
     limit = 1e4 * np.finfo("float64").eps if "float64" in flags else 1e-3
     assert all(float(value) < limit for _, *values in found for value in values)
 

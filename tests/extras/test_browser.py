@@ -1,4 +1,6 @@
-"""The page of a run over its plan in a real browser: bars, buttons, tooltips, and what a screenshot shows."""
+"""The page of a run over its plan in a real browser: bars, buttons, tooltips, and what a screenshot
+shows.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,17 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.render import to_html
 
-NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+NAMES = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+)
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no Chromium here: none of {', '.join(NAMES)} is on the PATH")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason=f"no Chromium here: none of {', '.join(NAMES)} is on the PATH"
+)
 
 WIDTH, HEIGHT = 1200, 900
 # What a reader would do, and what the page looks like then; written where `--dump-dom` shows it.
@@ -53,8 +63,20 @@ document.body.append(probe);
 
 def browse(path, *options):
     """What headless Chromium prints for a page."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"]
-    command += [f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={path.parent / 'profile'}", *options, path.as_uri()]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--force-device-scale-factor=1",
+    ]
+    command += [
+        f"--window-size={WIDTH},{HEIGHT}",
+        f"--user-data-dir={path.parent / 'profile'}",
+        *options,
+        path.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout
 
@@ -88,11 +110,18 @@ def test_bars_are_where_the_run_and_the_plan_have_them(seen):
     for boxes, timeline in ((run, ran), (plan, planned)):
         zero = boxes["0F0"][0]
         for text, (x, _, width, _) in boxes.items():
-            # A bar is a pixel shorter than its time, so that there is a gap to the next; numbers in the SVG have few digits.
+            # A bar is a pixel shorter than its time, so that there is a gap to the next; numbers in
+            # the SVG have few digits.
             assert x - zero == pytest.approx(unit * timeline.start[text], abs=0.2)
-            assert width == pytest.approx(unit * (timeline.end[text] - timeline.start[text]) - 1, abs=0.2), "the plan has the run's scale"
-    assert run["0F0"][0] == pytest.approx(plan["0F0"][0], abs=0.5), "the plan begins under the run's begin"
-    assert plan["0F0"][1] > max(y + height for _, y, _, height in run.values()), "and is drawn below it"
+            assert width == pytest.approx(
+                unit * (timeline.end[text] - timeline.start[text]) - 1, abs=0.2
+            ), "the plan has the run's scale"
+    assert run["0F0"][0] == pytest.approx(plan["0F0"][0], abs=0.5), (
+        "the plan begins under the run's begin"
+    )
+    assert plan["0F0"][1] > max(y + height for _, y, _, height in run.values()), (
+        "and is drawn below it"
+    )
 
 
 def test_hovering_tells_each_bar_and_each_gap(seen):

@@ -1,4 +1,6 @@
-"""jaxpipe runs without flax, orbax and optax, and says which extra to install where one of them is asked for."""
+"""jaxpipe runs without flax, orbax and optax, and says which extra to install where one of them is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ pipe = jp.Pipeline(
     mesh=jax.make_mesh((2,), ("pipe",)),
     last=lambda w, x, microbatch: jnp.sum(x),
 )
-loss, grads = pipe.value_and_grad(pipe.place({"stages": jnp.array([2.0, 3.0]), "last": {}}), {"x": jnp.array([[1.0], [3.0]])})
+params = pipe.place({"stages": jnp.array([2.0, 3.0]), "last": {}})
+loss, grads = pipe.value_and_grad(params, {"x": jnp.array([[1.0], [3.0]])})
 assert loss == 12, loss
 assert pipe.canonical(grads)["stages"].tolist() == [6, 4]
 assert jp.find_nonfinite is not None
@@ -29,13 +32,18 @@ import jaxpipe.distributed
 
 
 def test_a_pipeline_runs_without_flax_orbax_and_optax():
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     ("module", "missing", "extra"),
-    [("jaxpipe.flax", "flax", "jaxpipe[flax]"), ("jaxpipe.checkpoint", "orbax.checkpoint", "jaxpipe[checkpoint]")],
+    [
+        ("jaxpipe.flax", "flax", "jaxpipe[flax]"),
+        ("jaxpipe.checkpoint", "orbax.checkpoint", "jaxpipe[checkpoint]"),
+    ],
 )
 def test_what_an_extra_is_for_names_it(monkeypatch, module, missing, extra):
     for name in [n for n in sys.modules if n == module or n.startswith(f"{module}.")]:

@@ -15,7 +15,9 @@ F64 = jnp.float64
 
 
 def batch_norm(rngs: nnx.Rngs) -> nnx.BatchNorm:
-    """With statistics in float64: flax makes them float32, and JAX warns of float64 written into them, which it will refuse."""
+    """With statistics in float64: flax makes them float32, and JAX warns of float64 written into
+    them, which it will refuse.
+    """
     norm = nnx.BatchNorm(WIDTH, momentum=0.5, param_dtype=F64, rngs=rngs)
     norm.mean, norm.var = nnx.BatchStat(jnp.zeros(WIDTH, F64)), nnx.BatchStat(jnp.ones(WIDTH, F64))
     return norm
@@ -24,7 +26,15 @@ def batch_norm(rngs: nnx.Rngs) -> nnx.BatchNorm:
 class Block(nnx.Module):
     """A residual block; `scale` is a setting, in which blocks may differ."""
 
-    def __init__(self, *, rngs: nnx.Rngs, scale: float = 1.0, hidden: int = WIDTH, dropout: float = 0.0, norm: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        rngs: nnx.Rngs,
+        scale: float = 1.0,
+        hidden: int = WIDTH,
+        dropout: float = 0.0,
+        norm: bool = False,
+    ) -> None:
         self.up = nnx.Linear(WIDTH, hidden, param_dtype=F64, rngs=rngs)
         self.down = nnx.Linear(hidden, WIDTH, param_dtype=F64, rngs=rngs)
         self.scale = scale
@@ -43,7 +53,9 @@ class Net(nnx.Module):
     def __init__(self, seed: int = 0, scales: tuple[float, ...] = (1.0,), **options: Any) -> None:
         rngs = nnx.Rngs(seed)
         self.embed = nnx.Embed(VOCAB, WIDTH, param_dtype=F64, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs=rngs, scale=scales[i % len(scales)], **options) for i in range(LAYERS)])
+        self.blocks = nnx.List(
+            [Block(rngs=rngs, scale=scales[i % len(scales)], **options) for i in range(LAYERS)]
+        )
         self.out = nnx.LayerNorm(WIDTH, param_dtype=F64, rngs=rngs)
         self.head = nnx.Linear(WIDTH, VOCAB, param_dtype=F64, rngs=rngs)
 
@@ -55,7 +67,9 @@ class Net(nnx.Module):
 
 
 def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1))
+    return -jnp.mean(
+        jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)
+    )
 
 
 def rows(count: int = ROWS, seed: int = 0) -> dict[str, Any]:
@@ -73,8 +87,14 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
-        u = nn.BatchNorm(momentum=0.5, use_running_average=not train, param_dtype=F64)(x) if self.norm else x
-        u = nn.Dense(WIDTH, param_dtype=F64, name="down")(jnp.tanh(nn.Dense(self.hidden, param_dtype=F64, name="up")(u)))
+        u = (
+            nn.BatchNorm(momentum=0.5, use_running_average=not train, param_dtype=F64)(x)
+            if self.norm
+            else x
+        )
+        u = nn.Dense(WIDTH, param_dtype=F64, name="down")(
+            jnp.tanh(nn.Dense(self.hidden, param_dtype=F64, name="up")(u))
+        )
         return x + nn.Dropout(self.dropout, deterministic=not train)(self.scale * u)
 
 

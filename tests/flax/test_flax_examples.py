@@ -1,4 +1,6 @@
-"""The flax examples, and the one about checkpoints, as a person runs them: each ends in its own assertion."""
+"""The flax examples, and the one about checkpoints, as a person runs them: each ends in its own
+assertion.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     [
         pytest.param("flax_nnx", "by the nnx model itself", marks=pytest.mark.slow),
         pytest.param("flax_linen", "by the linen model itself", marks=pytest.mark.exhaustive),
-        pytest.param("checkpoint_layouts", "by 1f1b, 4 devices: differs by 0.0e+00", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "checkpoint_layouts",
+            "by 1f1b, 4 devices: differs by 0.0e+00",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_an_example_runs_to_its_end(name: str, says: str) -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=300, env=quick())
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=quick(),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert says in done.stdout

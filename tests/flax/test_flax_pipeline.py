@@ -1,4 +1,6 @@
-"""flax models in a pipeline: the numbers that the same functions give one after the other, whatever the schedule."""
+"""flax models in a pipeline: the numbers that the same functions give one after the other, whatever
+the schedule.
+"""
 
 from __future__ import annotations
 
@@ -26,54 +28,89 @@ M, ROWS = 2, 3
 
 def pipeline(model: Any, name: str) -> jp.Pipeline:
     schedule = jp.schedules.build(name, devices=2, microbatches=M)
-    return jp.Pipeline(**model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",)))
+    return jp.Pipeline(
+        **model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",))
+    )
 
 
 def one_by_one(model: Any, params: Any, batch: Any) -> tuple[Any, Any]:
-    """The mean loss of microbatches, each of which finds the state that the one before left; and the last one's."""
+    """The mean loss of microbatches, each of which finds the state that the one before left; and
+    the last one's.
+    """
     cut = jax.tree.map(lambda leaf: leaf.reshape(M, -1, *leaf.shape[1:]), batch)
     state, losses = model.state, []
     for m in range(M):
-        loss, state = through(model, params, jax.tree.map(lambda leaf, m=m: leaf[m], cut), state=state)
+        loss, state = through(
+            model, params, jax.tree.map(lambda leaf, m=m: leaf[m], cut), state=state
+        )
         losses.append(loss)
     return jnp.mean(jnp.stack(losses)), state
 
 
 def models(num_stages: int) -> dict[str, Any]:
     net = LinenNet(norm=True)
-    return {"nnx": lambda: taken_apart(Net(norm=True), num_stages), "linen": lambda: linen_apart(net, initialised(net), num_stages)}
+    return {
+        "nnx": lambda: taken_apart(Net(norm=True), num_stages),
+        "linen": lambda: linen_apart(net, initialised(net), num_stages),
+    }
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [pytest.param("nnx", "1f1b", marks=pytest.mark.slow), pytest.param("linen", "zb_h1", marks=pytest.mark.exhaustive)]
+    ("kind", "name"),
+    [
+        pytest.param("nnx", "1f1b", marks=pytest.mark.slow),
+        pytest.param("linen", "zb_h1", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_batch_statistics_are_carried_from_microbatch_to_microbatch(kind: str, name: str) -> None:
     model = models(2)[kind]()
     pipe, batch = pipeline(model, name), rows(M * ROWS)
     params, state = pipe.place(model.params), pipe.place_state(model.state)
     (loss, state), grads = pipe.value_and_grad(params, batch, state=state)
-    (wanted, wanted_state), wanted_grads = jax.jit(jax.value_and_grad(lambda p: one_by_one(model, p, batch), has_aux=True))(model.params)
+    (wanted, wanted_state), wanted_grads = jax.jit(
+        jax.value_and_grad(lambda p: one_by_one(model, p, batch), has_aux=True)
+    )(model.params)
     assert abs(loss - wanted) <= FLOAT64 * wanted
     found = pipe.canonical(grads)
-    # A bias before a batch norm has no effect on the loss: its gradient is rounding alone, so arrays are compared as one.
-    assert worst_error(*(jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (found, wanted_grads))) <= FLOAT64
+    # A bias before a batch norm has no effect on the loss: its gradient is rounding alone, so
+    # arrays are compared as one.
+    assert (
+        worst_error(
+            *(
+                jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+                for tree in (found, wanted_grads)
+            )
+        )
+        <= FLOAT64
+    )
     # linen keeps statistics in float32: one rounding of 6e-8 a microbatch.
     assert worst_error(pipe.canonical_state(state), wanted_state) <= M * 6e-8
     evaluated = pipe.evaluate(params, batch, state=state)
-    assert evaluated == pytest.approx(float(through(model, model.params, batch, state=wanted_state, training=False)[0]), rel=1e-6)
+    assert evaluated == pytest.approx(
+        float(through(model, model.params, batch, state=wanted_state, training=False)[0]), rel=1e-6
+    )
 
 
 def test_dropout_does_not_depend_on_the_schedule() -> None:
-    """Two stages and six: the same keys for the same layers, so the same losses; another step, other losses."""
+    """Two stages and six: the same keys for the same layers, so the same losses; another step,
+    other losses.
+    """
     losses = {}
     for name, num_stages in (("1f1b", 2), ("interleaved_1f1b", 6)):
         model = taken_apart(Net(dropout=0.5), num_stages)
         schedule = jp.schedules.build(name, devices=2, microbatches=M, chunks=num_stages // 2)
-        pipe = jp.Pipeline(**model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",)))
+        pipe = jp.Pipeline(
+            **model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",))
+        )
         params, batch = pipe.place(model.params), rows(M * ROWS)
-        losses[name] = [float(pipe.value_and_grad(params, batch, rng=jax.random.key(step))[0]) for step in range(2)]
+        losses[name] = [
+            float(pipe.value_and_grad(params, batch, rng=jax.random.key(step))[0])
+            for step in range(2)
+        ]
         if name == "1f1b":
-            with pytest.raises(PipelineError, match="draws random numbers, but the step got no key; pass rng="):
+            with pytest.raises(
+                PipelineError, match="draws random numbers, but the step got no key; pass rng="
+            ):
                 pipe.value_and_grad(params, batch)
     one, other = losses.values()
     assert worst_error(one, other) <= FLOAT64
@@ -88,17 +125,25 @@ def test_a_layout_of_letters_has_uneven_stages_and_blocks_of_two_kinds() -> None
     wanted, wanted_grads = nnx.jit(nnx.value_and_grad(lambda net: net.loss(batch)))(net)
     assert abs(loss - wanted) <= FLOAT64 * wanted
     other = Net(seed=1, scales=(1.0, 0.5))
-    taken_apart(other, None, layout="Etdtd|tdL").to_nnx(pipe.canonical(grads))  # written where parameters are: leaf by leaf
+    # written where parameters are: leaf by leaf
+    taken_apart(other, None, layout="Etdtd|tdL").to_nnx(pipe.canonical(grads))
     assert worst_error(nnx.state(other, nnx.Param), wanted_grads) <= FLOAT64
 
 
 def test_faults_of_a_layout_of_letters() -> None:
     net = Net(scales=(1.0, 0.5))
-    with pytest.raises(PipelineError, match=r"blocks of letter 't' are unlike: scale is 1.0 in one and 0.5 in the other"):
+    with pytest.raises(
+        PipelineError,
+        match=r"blocks of letter 't' are unlike: scale is 1.0 in one and 0.5 in the other",
+    ):
         taken_apart(net, None, layout="Ettt|tttL")
-    with pytest.raises(PipelineError, match="the layout has 4 layers between E and L, but there are 6 blocks"):
+    with pytest.raises(
+        PipelineError, match="the layout has 4 layers between E and L, but there are 6 blocks"
+    ):
         taken_apart(net, None, layout="Etd|tdL")
-    with pytest.raises(PipelineError, match=r"either num_stages=, for stages of equal size, or layout="):
+    with pytest.raises(
+        PipelineError, match=r"either num_stages=, for stages of equal size, or layout="
+    ):
         taken_apart(net, 2, layout="Etdt|dtdL")
     with pytest.raises(PipelineError, match="variables that are no parameters"):
         taken_apart(Net(norm=True), None, layout="Ett|ttttL")
@@ -107,11 +152,20 @@ def test_faults_of_a_layout_of_letters() -> None:
 def test_a_layout_of_letters_of_linen_blocks() -> None:
     net = LinenNet()
     variables = initialised(net)
-    even, uneven = linen_apart(net, variables, 2), linen_apart(net, variables, None, layout="Etttt|ttL")
+    even, uneven = (
+        linen_apart(net, variables, 2),
+        linen_apart(net, variables, None, layout="Etttt|ttL"),
+    )
     batch = rows(M * ROWS)
-    losses = [(pipe := pipeline(model, "1f1b")).evaluate(pipe.place(model.params), batch) for model in (even, uneven)]
+    losses = [
+        (pipe := pipeline(model, "1f1b")).evaluate(pipe.place(model.params), batch)
+        for model in (even, uneven)
+    ]
     assert abs(losses[0] - losses[1]) <= FLOAT64 * losses[0]
     back = uneven.to_linen(uneven.params)
     for i, found in enumerate(back):
         wanted = variables["params"][f"block_{i}"]
-        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+        )

@@ -1,4 +1,6 @@
-"""linen models taken apart for a pipeline compute what they compute whole.  No step is compiled here: see test_flax_pipeline.py."""
+"""linen models taken apart for a pipeline compute what they compute whole.  No step is compiled
+here: see test_flax_pipeline.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from flax import linen as nn
 from jaxpipe.errors import PipelineError
 from jaxpipe.flax import End, from_linen, submodule, submodules
 from tests.axes.model import worst_error
-from tests.flax.models import F64, LAYERS, ROWS, VOCAB, WIDTH, LinenBlock, LinenNet, cross_entropy, rows
+from tests.flax.models import (
+    F64,
+    LAYERS,
+    ROWS,
+    VOCAB,
+    WIDTH,
+    LinenBlock,
+    LinenNet,
+    cross_entropy,
+    rows,
+)
 from tests.flax.walk import Key, through
 from tests.tolerance import FLOAT64, relative
 
@@ -31,11 +43,25 @@ def initialised(net: LinenNet) -> Any:
 
 def taken_apart(net: LinenNet, variables: Any, num_stages: int | None, **options: Any) -> Any:
     ends = {
-        "first": End(EMBED, lambda embed, microbatch: embed(microbatch["tokens"]), submodule(variables, "embed")),
-        "last": End(HEAD, lambda head, x, microbatch: cross_entropy(head(x), microbatch), submodule(variables, "head")),
+        "first": End(
+            EMBED,
+            lambda embed, microbatch: embed(microbatch["tokens"]),
+            submodule(variables, "embed"),
+        ),
+        "last": End(
+            HEAD,
+            lambda head, x, microbatch: cross_entropy(head(x), microbatch),
+            submodule(variables, "head"),
+        ),
     }
     blocks = LinenBlock(norm=net.norm)
-    return from_linen(blocks, submodules(variables, "block_{}"), num_stages=num_stages, call=in_mode, **{**ends, **options})
+    return from_linen(
+        blocks,
+        submodules(variables, "block_{}"),
+        num_stages=num_stages,
+        call=in_mode,
+        **{**ends, **options},
+    )
 
 
 def test_numbered_blocks_give_the_model_s_loss_gradients_and_statistics() -> None:
@@ -44,24 +70,35 @@ def test_numbered_blocks_give_the_model_s_loss_gradients_and_statistics() -> Non
     model = taken_apart(net, variables, 3)
     assert model.params["stages"]["up"]["kernel"].shape == (3, 2, WIDTH, WIDTH)
     assert model.state["batch_stats"]["BatchNorm_0"]["mean"].shape == (3, 2, WIDTH)
-    (loss, state), grads = jax.value_and_grad(lambda p: through(model, p, rows()), has_aux=True)(model.params)
+    (loss, state), grads = jax.value_and_grad(lambda p: through(model, p, rows()), has_aux=True)(
+        model.params
+    )
 
     @jax.jit
     def whole(params: Any) -> Any:
         return net.apply({**variables, "params": params}, rows(), mutable=["batch_stats"])
 
     (wanted, after), wanted_grads = jax.value_and_grad(whole, has_aux=True)(variables["params"])
-    after = jax.tree.map(lambda a: a.astype(jnp.float32), after)  # the type that they had; flax widens them under float64
+    # the type that they had; flax widens them under float64
+    after = jax.tree.map(lambda a: a.astype(jnp.float32), after)
     assert abs(loss - wanted) <= FLOAT64 * wanted
     blocks = model.to_linen(grads, state)
     for i, block in enumerate(blocks):
         assert worst_error(block["params"], wanted_grads[f"block_{i}"]) <= FLOAT64
         assert worst_error(block["batch_stats"], after["batch_stats"][f"block_{i}"]) <= FLOAT32_ULP
-    assert worst_error((grads["first"], grads["last"]), (wanted_grads["embed"], wanted_grads["head"])) <= FLOAT64
+    assert (
+        worst_error((grads["first"], grads["last"]), (wanted_grads["embed"], wanted_grads["head"]))
+        <= FLOAT64
+    )
     # Evaluation reads the statistics and leaves them: numbers that are handed through.
     found, left = through(model, model.params, rows(), state=state, training=False)
-    assert found == pytest.approx(float(net.apply({**variables, **after}, rows(), train=False)), rel=1e-6)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(state), strict=True))
+    assert found == pytest.approx(
+        float(net.apply({**variables, **after}, rows(), train=False)), rel=1e-6
+    )
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(state), strict=True)
+    )
 
 
 class Scanned(nn.Module):
@@ -88,7 +125,10 @@ def test_blocks_stacked_by_scan_are_blocks() -> None:
     assert np.max(np.abs(found - wanted)) <= FLOAT64 * np.max(np.abs(wanted))
     back = model.to_linen(model.params)
     assert jax.tree.structure(back) == jax.tree.structure(dict(stacked))
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(stacked), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(stacked), strict=True)
+    )
 
 
 def test_a_pattern_of_unlike_blocks_that_stages_repeat() -> None:
@@ -102,13 +142,18 @@ def test_a_pattern_of_unlike_blocks_that_stages_repeat() -> None:
     found, _ = through(model, model.params, x)
     assert np.max(np.abs(found - y)) <= FLOAT64 * np.max(np.abs(y))
     back = model.to_linen(model.params)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(variables), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(variables), strict=True)
+    )
 
 
 @pytest.mark.exhaustive
 def test_dropout_draws_from_the_step_s_key() -> None:
     block, x = LinenBlock(dropout=0.5), jnp.ones((ROWS, WIDTH))
-    variables = [block.init({"params": jax.random.key(i), "dropout": jax.random.key(0)}, x) for i in range(4)]
+    variables = [
+        block.init({"params": jax.random.key(i), "dropout": jax.random.key(0)}, x) for i in range(4)
+    ]
     losses = {}
     for num_stages in (1, 2):
         model = from_linen(block, variables, num_stages=num_stages, call=in_mode)
@@ -117,7 +162,9 @@ def test_dropout_draws_from_the_step_s_key() -> None:
     assert relative(losses[1, 0], losses[2, 0]) <= FLOAT64
     assert not np.allclose(losses[1, 0], losses[1, 1])
     through(model, model.params, x, training=False)
-    with pytest.raises(PipelineError, match=r"a block draws random numbers, but the step got no key; pass rng="):
+    with pytest.raises(
+        PipelineError, match=r"a block draws random numbers, but the step got no key; pass rng="
+    ):
         through(model, model.params, x)
 
 
@@ -126,8 +173,12 @@ def test_a_tied_embedding_is_shared() -> None:
     net = LinenNet()
     variables = initialised(net)
     first = End(None, lambda _, microbatch, *, shared: shared(microbatch["tokens"]))
-    last = End(None, lambda _, x, microbatch, *, shared: cross_entropy(shared.attend(x), microbatch))
-    model = taken_apart(net, variables, 2, first=first, last=last, shared=(EMBED, submodule(variables, "embed")))
+    last = End(
+        None, lambda _, x, microbatch, *, shared: cross_entropy(shared.attend(x), microbatch)
+    )
+    model = taken_apart(
+        net, variables, 2, first=first, last=last, shared=(EMBED, submodule(variables, "embed"))
+    )
     x = EMBED.apply(submodule(variables, "embed"), rows()["tokens"])
     for own in submodules(variables, "block_{}"):
         x = LinenBlock().apply(own, x)
@@ -140,19 +191,34 @@ def test_faults_are_told() -> None:
     variables = jax.eval_shape(net.init, jax.random.key(0), rows())
     with pytest.raises(PipelineError, match=r"6 blocks do not divide into 4 stages"):
         taken_apart(net, variables, 4)
-    with pytest.raises(PipelineError, match=r"no submodule is called 'layer_0'; the names are \['block_0', .*'embed', 'head'\]"):
+    with pytest.raises(
+        PipelineError,
+        match=r"no submodule is called 'layer_0'; the names are \['block_0', .*'embed', 'head'\]",
+    ):
         submodules(variables, "layer_{}")
     own = submodules(variables, "block_{}")
-    with pytest.raises(PipelineError, match=r"blocks 0 and 1 are unlike: scale is 1.0 in one and 2.0 in the other"):
+    with pytest.raises(
+        PipelineError, match=r"blocks 0 and 1 are unlike: scale is 1.0 in one and 2.0 in the other"
+    ):
         from_linen([LinenBlock(), LinenBlock(scale=2.0)], own[:2], num_stages=2)
     with pytest.raises(PipelineError, match=r"there are 1 blocks but variables of 6"):
         from_linen([LinenBlock()], own, num_stages=2)
-    with pytest.raises(PipelineError, match=r"variables with a leading axis of blocks are of one module"):
+    with pytest.raises(
+        PipelineError, match=r"variables with a leading axis of blocks are of one module"
+    ):
         from_linen([LinenBlock()] * 6, own[0], num_stages=2)
-    with pytest.raises(PipelineError, match=r"stacked variables must all have a leading axis of blocks"):
+    with pytest.raises(
+        PipelineError, match=r"stacked variables must all have a leading axis of blocks"
+    ):
         from_linen(nn.Dense(3), nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2))), num_stages=1)
     norm = nn.BatchNorm(use_running_average=False)
-    first = End(norm, lambda norm, microbatch: norm(microbatch["tokens"] * 1.0), norm.init(jax.random.key(0), jnp.ones((1, 5))))
+    first = End(
+        norm,
+        lambda norm, microbatch: norm(microbatch["tokens"] * 1.0),
+        norm.init(jax.random.key(0), jnp.ones((1, 5))),
+    )
     model = taken_apart(net, variables, 2, first=first)
-    with pytest.raises(PipelineError, match=r"`first` changes its variables; only blocks may keep state"):
+    with pytest.raises(
+        PipelineError, match=r"`first` changes its variables; only blocks may keep state"
+    ):
         model.first(model.params["first"], rows(), ctx=None)

@@ -32,11 +32,19 @@ def nnx_blocks() -> list[Any]:
 
 def linen_model(**how: Any) -> Any:
     variables = [Block().init(jax.random.key(i), jnp.ones((1, WIDTH))) for i in range(4)]
-    return from_linen(Block(), variables, num_stages=2, last=End(None, lambda _, x, microbatch: jnp.mean(x**2)), **how)
+    return from_linen(
+        Block(),
+        variables,
+        num_stages=2,
+        last=End(None, lambda _, x, microbatch: jnp.mean(x**2)),
+        **how,
+    )
 
 
 def nnx_model(**how: Any) -> Any:
-    return from_nnx(nnx_blocks(), num_stages=2, last=End(None, lambda _, x, microbatch: jnp.mean(x**2)), **how)
+    return from_nnx(
+        nnx_blocks(), num_stages=2, last=End(None, lambda _, x, microbatch: jnp.mean(x**2)), **how
+    )
 
 
 @pytest.mark.parametrize("model", [linen_model, nnx_model])
@@ -49,14 +57,26 @@ def test_metadata_becomes_specs(model: Any) -> None:
         jax.tree_util.keystr(path): leaf.sharding.spec
         for path, leaf in jax.tree_util.tree_leaves_with_path(pipe.place(made.params)["stages"])
     }
-    assert {spec for name, spec in kernels.items() if "kernel" in name} == {PartitionSpec("pipe", None, None, "tensor")}
+    assert {spec for name, spec in kernels.items() if "kernel" in name} == {
+        PartitionSpec("pipe", None, None, "tensor")
+    }
     assert {spec for name, spec in kernels.items() if "bias" in name} == {PartitionSpec("pipe")}
-    whole = jp.Pipeline(**{**made.functions, "specs": None}, schedule=schedule, mesh=mesh, replicated_axes=("tensor",))
+    whole = jp.Pipeline(
+        **{**made.functions, "specs": None},
+        schedule=schedule,
+        mesh=mesh,
+        replicated_axes=("tensor",),
+    )
     rows = {"x": jnp.ones((4, WIDTH))}
     # A matmul whose columns two devices share: the same sums, in float32.
-    split, plain = pipe.evaluate(pipe.place(made.params), rows), whole.evaluate(whole.place(made.params), rows)
+    split, plain = (
+        pipe.evaluate(pipe.place(made.params), rows),
+        whole.evaluate(whole.place(made.params), rows),
+    )
     assert float(split) == pytest.approx(float(plain), rel=1e-5)
-    unknown = jp.Pipeline(**model().functions, schedule=schedule, mesh=mesh, replicated_axes=("tensor",))
+    unknown = jp.Pipeline(
+        **model().functions, schedule=schedule, mesh=mesh, replicated_axes=("tensor",)
+    )
     with pytest.raises(jp.PipelineError, match="names an axis 'mlp' that the mesh does not have"):
         unknown.place(made.params)
 
@@ -65,11 +85,21 @@ def test_a_filter_of_nnx_says_what_is_frozen() -> None:
     """LoRA: the weights are frozen, in any dtype, and the updates of low rank trained."""
     blocks = [nnx.LoRALinear(WIDTH, WIDTH, lora_rank=2, rngs=nnx.Rngs(i)) for i in range(4)]
     end = End(None, lambda _, x, microbatch: jnp.mean(x**2))
-    model = from_nnx(blocks, num_stages=2, last=end, frozen=lambda path, variable: not isinstance(variable, nnx.LoRAParam))
+    model = from_nnx(
+        blocks,
+        num_stages=2,
+        last=end,
+        frozen=lambda path, variable: not isinstance(variable, nnx.LoRAParam),
+    )
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    pipe = jp.Pipeline(**model.functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=2), mesh=mesh)
+    pipe = jp.Pipeline(
+        **model.functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=2), mesh=mesh
+    )
     params = pipe.place(model.params)
     _, grads = jax.eval_shape(pipe.value_and_grad, params, {"x": jnp.ones((4, WIDTH))})
-    names = {jax.tree_util.keystr(path[2:], simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(grads["stages"])}
+    names = {
+        jax.tree_util.keystr(path[2:], simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(grads["stages"])
+    }
     assert {name.split("/")[-1] for name in names} == {"lora_a", "lora_b"}
     assert grads["stages"][0]["kernel"] is None

@@ -1,4 +1,6 @@
-"""nnx models taken apart for a pipeline compute what they compute whole.  No step is compiled here: see test_pipeline.py."""
+"""nnx models taken apart for a pipeline compute what they compute whole.  No step is compiled here:
+see test_pipeline.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ import jaxpipe as jp
 from jaxpipe.errors import PipelineError
 from jaxpipe.flax import End, from_nnx
 from tests.axes.model import worst_error
-from tests.flax.models import LAYERS, ROWS, VOCAB, WIDTH, Block, Net, batch_norm, cross_entropy, rows
+from tests.flax.models import (
+    LAYERS,
+    ROWS,
+    VOCAB,
+    WIDTH,
+    Block,
+    Net,
+    batch_norm,
+    cross_entropy,
+    rows,
+)
 from tests.flax.walk import Key, through
 from tests.parity.engines import mesh_of
 from tests.tolerance import FLOAT64, relative
@@ -39,9 +51,14 @@ def gradient_of(net: Net) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("num_stages", "scales"),
-    [(2, (1.0, 0.5, 2.0)), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, (1.0,)), (6, (1.0,))])],
+    [
+        (2, (1.0, 0.5, 2.0)),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in [(1, (1.0,)), (6, (1.0,))]),
+    ],
 )
-def test_a_list_of_blocks_gives_the_model_s_loss_and_gradients(num_stages: int, scales: tuple[float, ...]) -> None:
+def test_a_list_of_blocks_gives_the_model_s_loss_and_gradients(
+    num_stages: int, scales: tuple[float, ...]
+) -> None:
     """Also where blocks differ in a pattern that each stage repeats."""
     net = Net(scales=scales)
     model = taken_apart(net, num_stages)
@@ -49,7 +66,8 @@ def test_a_list_of_blocks_gives_the_model_s_loss_and_gradients(num_stages: int, 
     wanted, wanted_grads = gradient_of(net)
     assert abs(loss - wanted) <= FLOAT64 * wanted
     other = Net(seed=1, scales=scales)
-    taken_apart(other, num_stages).to_nnx(grads)  # gradients written where parameters are: the inverse, leaf by leaf
+    # gradients written where parameters are: the inverse, leaf by leaf
+    taken_apart(other, num_stages).to_nnx(grads)
     found = nnx.state(other, nnx.Param)
     assert worst_error(found, wanted_grads) <= FLOAT64
 
@@ -62,15 +80,27 @@ def test_leaves_of_stages_are_stage_then_block() -> None:
     assert model.state == {}
     assert set(model.functions) == {"stage", "first", "last"}
     # So `per_layer` acts on each block, also where it is not told.
-    pipe = jp.Pipeline(**model.functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=2), mesh=mesh_of(2), remat="full")
-    state = jax.eval_shape(jp.per_layer(pipe, optax.adam(0.1)).init, jax.eval_shape(pipe.place, model.params))
+    pipe = jp.Pipeline(
+        **model.functions,
+        schedule=jp.schedules.build("1f1b", devices=2, microbatches=2),
+        mesh=mesh_of(2),
+        remat="full",
+    )
+    state = jax.eval_shape(
+        jp.per_layer(pipe, optax.adam(0.1)).init, jax.eval_shape(pipe.place, model.params)
+    )
     assert jax.tree.leaves(state["stages"])[0].shape == (2, 3)  # Adam's counts
 
 
 def test_to_nnx_writes_parameters_back() -> None:
     net, other = Net(), Net(seed=5)
     taken_apart(other, 3).to_nnx(taken_apart(net, 3).params)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(net)), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(
+            jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(net)), strict=True
+        )
+    )
 
 
 @nnx.vmap(in_axes=0, out_axes=0)
@@ -105,7 +135,8 @@ def test_dropout_draws_a_key_for_each_layer_and_microbatch_however_layers_are_st
             losses[num_stages, key] = float(through(model, model.params, rows(), key=Key(key))[0])
     assert relative(losses[1, 0], losses[3, 0]) <= FLOAT64
     assert losses[1, 0] != losses[1, 1]
-    # No two layers drop the same: with equal weights, and an input of ones, every layer's own mask shows.
+    # No two layers drop the same: with equal weights, and an input of ones, every layer's own mask
+    # shows.
     blocks = [Block(rngs=nnx.Rngs(0), dropout=0.5) for _ in range(3)]
     for block in blocks:
         block.up.kernel[...], block.up.bias[...] = jnp.zeros((WIDTH, WIDTH)), jnp.ones(WIDTH)
@@ -116,7 +147,9 @@ def test_dropout_draws_a_key_for_each_layer_and_microbatch_however_layers_are_st
         masks.append(through(model, model.params, jnp.zeros((8, WIDTH)), key=Key(3))[0])
     steps = [b - a for a, b in zip([0, *masks[:-1]], masks, strict=True)]
     assert all(not np.array_equal(steps[i], steps[j]) for i in range(3) for j in range(i))
-    assert all(set(np.unique(np.round(step, 6))) <= {0.0, round(2 * np.tanh(1), 6)} for step in steps)
+    assert all(
+        set(np.unique(np.round(step, 6))) <= {0.0, round(2 * np.tanh(1), 6)} for step in steps
+    )
 
 
 def test_evaluation_drops_nothing_and_needs_no_key() -> None:
@@ -141,7 +174,10 @@ def test_batch_statistics_are_state() -> None:
     found, after = through(model, model.params, rows(), state=state, training=False)
     net.eval()
     assert relative(found, net.loss(rows())) <= FLOAT64
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True)
+    )
 
 
 def test_parameters_that_are_not_trained_are_state() -> None:
@@ -163,12 +199,21 @@ def test_a_tied_embedding_is_shared() -> None:
     x = net.embed(rows()["tokens"])
     for block in net.blocks:
         x = block(x)
-    assert relative(through(model, model.params, rows())[0], cross_entropy(net.embed.attend(x), rows())) <= FLOAT64
+    assert (
+        relative(
+            through(model, model.params, rows())[0], cross_entropy(net.embed.attend(x), rows())
+        )
+        <= FLOAT64
+    )
 
 
 def test_call_may_take_the_microbatch() -> None:
     net = Net()
-    model = taken_apart(net, 2, call=lambda block, x, *, microbatch: block(x) * (microbatch["tokens"] > 2)[..., None])
+    model = taken_apart(
+        net,
+        2,
+        call=lambda block, x, *, microbatch: block(x) * (microbatch["tokens"] > 2)[..., None],
+    )
     x = net.embed(rows()["tokens"])
     for block in net.blocks:
         x = block(x) * (rows()["tokens"] > 2)[..., None]
@@ -182,50 +227,81 @@ def test_shapes_alone_are_enough() -> None:
     model = taken_apart(net, 2)
     leaves = jax.tree.leaves((model.params, model.state))
     assert {type(leaf) for leaf in leaves} == {jax.ShapeDtypeStruct}
-    assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, taken_apart(Net(norm=True), 2).params)
+    assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(
+        jnp.shape, taken_apart(Net(norm=True), 2).params
+    )
 
 
 class TestErrors:
     def test_blocks_that_do_not_divide(self) -> None:
         with pytest.raises(
-            PipelineError, match=r"6 blocks do not divide into 4 stages of equal size; num_stages may be one of \[1, 2, 3, 6\]"
+            PipelineError,
+            match=r"6 blocks do not divide into 4 stages of equal size; num_stages may be one of "
+            r"\[1, 2, 3, 6\]",
         ):
             taken_apart(Net(), 4)
         with pytest.raises(PipelineError, match="there are no blocks"):
             from_nnx([], num_stages=1)
 
     def test_unlike_settings_name_both_blocks(self) -> None:
-        with pytest.raises(PipelineError, match=r"blocks 0 and 3 are unlike: scale is 1.0 in one and 0.5 in the other"):
-            from_nnx([Block(rngs=nnx.Rngs(i), scale=0.5 if i == 3 else 1.0) for i in range(6)], num_stages=2)
+        with pytest.raises(
+            PipelineError,
+            match=r"blocks 0 and 3 are unlike: scale is 1.0 in one and 0.5 in the other",
+        ):
+            from_nnx(
+                [Block(rngs=nnx.Rngs(i), scale=0.5 if i == 3 else 1.0) for i in range(6)],
+                num_stages=2,
+            )
 
     def test_unlike_shapes_name_both_blocks(self) -> None:
         blocks = [Block(rngs=nnx.Rngs(i), hidden=8 if i == 2 else WIDTH) for i in range(4)]
-        with pytest.raises(PipelineError, match=r"blocks 0 and 2 are unlike: down.in_features is 4 in one and 8 in the other"):
+        with pytest.raises(
+            PipelineError,
+            match=r"blocks 0 and 2 are unlike: down.in_features is 4 in one and 8 in the other",
+        ):
             from_nnx(blocks, num_stages=2)
 
     def test_a_variable_in_two_parts(self) -> None:
         net = Net()
-        with pytest.raises(PipelineError, match=r"first and last hold the same variable, embedding and embedding; .* shared="):
-            taken_apart(net, 2, last=End(net.embed, lambda e, x, mb: cross_entropy(e.attend(x), mb)))
+        with pytest.raises(
+            PipelineError,
+            match=r"first and last hold the same variable, embedding and embedding; .* shared=",
+        ):
+            taken_apart(
+                net, 2, last=End(net.embed, lambda e, x, mb: cross_entropy(e.attend(x), mb))
+            )
         with pytest.raises(PipelineError, match=r"block 0 and block 1 hold the same variable"):
             from_nnx([net.blocks[0]] * 2, num_stages=2)
 
     def test_state_outside_of_blocks(self) -> None:
         norm = batch_norm(nnx.Rngs(0))
-        model = taken_apart(Net(), 2, first=End((Net().embed, norm), lambda m, mb: m[1](m[0](mb["tokens"]))))
-        with pytest.raises(PipelineError, match=r"`first` changes its variables \['1/mean', '1/var'\]; only blocks may keep state"):
+        model = taken_apart(
+            Net(), 2, first=End((Net().embed, norm), lambda m, mb: m[1](m[0](mb["tokens"])))
+        )
+        with pytest.raises(
+            PipelineError,
+            match=r"`first` changes its variables \['1/mean', '1/var'\]; only blocks may keep "
+            r"state",
+        ):
             through(model, model.params, rows())
         through(model, model.params, rows(), training=False)
 
     def test_dropout_without_a_key(self) -> None:
         model = taken_apart(Net(dropout=0.5), 2)
-        with pytest.raises(PipelineError, match=r"a block draws random numbers, but the step got no key; pass rng="):
+        with pytest.raises(
+            PipelineError, match=r"a block draws random numbers, but the step got no key; pass rng="
+        ):
             through(model, model.params, rows())
 
     def test_what_is_no_module(self) -> None:
-        with pytest.raises(PipelineError, match=r"blocks must be nnx modules, but block 1 is function"):
+        with pytest.raises(
+            PipelineError, match=r"blocks must be nnx modules, but block 1 is function"
+        ):
             from_nnx([Net().blocks[0], lambda x: x], num_stages=2)
 
     def test_a_stack_of_unequal_lengths(self) -> None:
-        with pytest.raises(PipelineError, match=r"must all have a leading axis of blocks, of one length.*make it with nnx.vmap"):
+        with pytest.raises(
+            PipelineError,
+            match=r"must all have a leading axis of blocks, of one length.*make it with nnx.vmap",
+        ):
             from_nnx(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), num_stages=1)

@@ -1,4 +1,6 @@
-"""What flax blocks sow is a loss of their stage, or an error: it is never dropped without a word."""
+"""What flax blocks sow is a loss of their stage, or an error: it is never dropped without
+a word.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,11 @@ def pipeline(model: Any) -> tuple[jp.Pipeline, Any]:
 def blocks_of(model: Any) -> list[Any]:
     """Parameters of each block in order."""
     own = model.params["stages"]
-    rows = own["t"] if "t" in own else jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own)
+    rows = (
+        own["t"]
+        if "t" in own
+        else jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own)
+    )
     return [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(BLOCKS)]
 
 
@@ -139,16 +145,28 @@ def test_a_sown_value_is_a_loss_where_the_user_says_so(make: Any, cut: Any) -> N
 @pytest.mark.parametrize("make", [nnx_model, linen_model])
 def test_it_is_refused_where_nobody_takes_it(make: Any, cut: Any) -> None:
     pipe, params = pipeline(make(**cut))
-    text = r"a block (makes|writes) variables in a call, .*router/balance/0, .*stage_loss=True, call="
+    text = (
+        r"a block (makes|writes) variables in a call, .*router/balance/0, .*stage_loss=True, call="
+    )
     for call in (pipe.value_and_grad, pipe.evaluate):
         with pytest.raises(PipelineError, match=text):
             call(params, {"x": X})
 
 
 def test_statistics_go_on_beside_what_is_sown() -> None:
-    model = from_nnx([Expert(i, norm=True) for i in range(BLOCKS)], num_stages=2, last=LAST, call=balanced, stage_loss=True)
+    model = from_nnx(
+        [Expert(i, norm=True) for i in range(BLOCKS)],
+        num_stages=2,
+        last=LAST,
+        call=balanced,
+        stage_loss=True,
+    )
     pipe, params = pipeline(model)
-    shapes = jax.eval_shape(lambda p, s: pipe.value_and_grad(p, {"x": X}, state=s), params, pipe.place_state(model.state))
+    shapes = jax.eval_shape(
+        lambda p, s: pipe.value_and_grad(p, {"x": X}, state=s),
+        params,
+        pipe.place_state(model.state),
+    )
     assert jax.tree.structure(shapes[0][1]) == jax.tree.structure(pipe.place_state(model.state))
 
 
@@ -156,7 +174,10 @@ def test_what_was_sown_before_is_refused() -> None:
     blocks = [Expert(i) for i in range(BLOCKS)]
     for block in blocks:
         block(X[:1])
-    for model in (from_nnx(blocks, num_stages=2, last=LAST), linen_model(num_stages=2, collections=("losses",), call=balanced)):
+    for model in (
+        from_nnx(blocks, num_stages=2, last=LAST),
+        linen_model(num_stages=2, collections=("losses",), call=balanced),
+    ):
         pipe, params = pipeline(model)
         with pytest.raises(PipelineError, match=r"router/balance/2.*(sown before|init\(\) sowed)"):
             pipe.value_and_grad(params, {"x": X}, state=pipe.place_state(model.state))
@@ -166,19 +187,31 @@ def test_what_was_sown_before_is_refused() -> None:
 def test_ends_that_sow_are_refused(kind: str) -> None:
     if kind == "nnx":
         last = End(Router(nnx.Rngs(0)), lambda router, x, microbatch: jnp.mean(router(x)))
-        model = from_nnx([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(2)], num_stages=2, last=last)
+        model = from_nnx(
+            [nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(2)], num_stages=2, last=last
+        )
     else:
         head = LinenRouter()
         own = {"params": head.init(jax.random.key(0), X[:1])["params"]}
         last = End(head, lambda router, x, microbatch: jnp.mean(router(x)), own)
         dense = nn.Dense(WIDTH)
-        model = from_linen(dense, [dense.init(jax.random.key(i), X[:1]) for i in range(2)], num_stages=2, last=last, rngs=())
+        model = from_linen(
+            dense,
+            [dense.init(jax.random.key(i), X[:1]) for i in range(2)],
+            num_stages=2,
+            last=last,
+            rngs=(),
+        )
     pipe, params = pipeline(model)
     with pytest.raises(PipelineError, match=r"`last` .*variables .*balance/0"):
         pipe.value_and_grad(params, {"x": X})
 
 
 def test_a_loss_must_be_returned() -> None:
-    pipe, params = pipeline(nnx_model(num_stages=2, call=lambda block, x: balanced(block, x)[0], stage_loss=True))
-    with pytest.raises(PipelineError, match=r"a block must return \(x, loss\), since stage_loss=True"):
+    pipe, params = pipeline(
+        nnx_model(num_stages=2, call=lambda block, x: balanced(block, x)[0], stage_loss=True)
+    )
+    with pytest.raises(
+        PipelineError, match=r"a block must return \(x, loss\), since stage_loss=True"
+    ):
         pipe.value_and_grad(params, {"x": X})

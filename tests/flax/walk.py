@@ -1,4 +1,6 @@
-"""A whole pass through an adapted model's functions, one after the other, as a pipeline calls them."""
+"""A whole pass through an adapted model's functions, one after the other, as a pipeline
+calls them.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,41 @@ class Context(NamedTuple):
     microbatch_rng: Any
 
 
-def through(model: Any, params: Any, batch: Any, *, key: Key | None = None, state: Any = None, training: bool = True) -> tuple[Any, Any]:
+def through(
+    model: Any,
+    params: Any,
+    batch: Any,
+    *,
+    key: Key | None = None,
+    state: Any = None,
+    training: bool = True,
+) -> tuple[Any, Any]:
     """(loss, or x where the model has no ends, and the blocks' new state) of one microbatch."""
     rng = None if key is None else jax.random.key(key.seed)
     state = model.state if state is None else state
     return jax.jit(lambda *a: _through(model, *a, training))(params, batch, rng, state)
 
 
-def _through(model: Any, params: Any, batch: Any, rng: Any, state: Any, training: bool) -> tuple[Any, Any]:
+def _through(
+    model: Any, params: Any, batch: Any, rng: Any, state: Any, training: bool
+) -> tuple[Any, Any]:
     num_stages = jax.tree.leaves(params["stages"])[0].shape[0]
 
     def call(function: Any, stage: int, *arguments: Any, **more: Any) -> Any:
         own = None if rng is None else jax.random.fold_in(rng, stage)
         ctx = Context(stage, 0, own, rng)
-        have = {"ctx": ctx, "microbatch": batch, "shared": params.get("shared"), "training": training, **more}
-        named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        have = {
+            "ctx": ctx,
+            "microbatch": batch,
+            "shared": params.get("shared"),
+            "training": training,
+            **more,
+        }
+        named = [
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        ]
         return function(*arguments, **{name: have[name] for name in named})
 
     x = batch if model.first is None else call(model.first, 0, params["first"], batch)

@@ -1,6 +1,8 @@
-"""Random models, tables, meshes, settings and calls against plain JAX: `MODELS=500 SEED=0 python -m tests.fuzz`.
+"""Random models, tables, meshes, settings and calls against plain JAX: `MODELS=500 SEED=0 python -m
+tests.fuzz`.
 
-Every case runs in a worker, so that an abort or a hang is a finding and not the end.  SHRINK=1 makes what is found small.
+Every case runs in a worker, so that an abort or a hang is a finding and not the end.  SHRINK=1
+makes what is found small.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def smaller(case: Case) -> Iterator[Case]:
         if field.name != "seed" and field.default is not MISSING and value != field.default:
             yield replace(case, **{field.name: field.default})
         if field.name in ("calls", "frozen", "first_ops", "last_ops", "passes") and len(value) > 1:
-            yield from (replace(case, **{field.name: value[:i] + value[i + 1 :]}) for i in range(len(value)))
+            yield from (
+                replace(case, **{field.name: value[:i] + value[i + 1 :]}) for i in range(len(value))
+            )
     for i, ops in enumerate(case.ops):
         for j in range(len(ops)):
             yield replace(case, ops=(*case.ops[:i], ops[:j] + ops[j + 1 :], *case.ops[i + 1 :]))
@@ -74,10 +78,14 @@ def main() -> int:
     """1 where anything was wrong."""
     count, seed = int(os.environ.get("MODELS", "100")), int(os.environ.get("SEED", "0"))
     workers = int(os.environ.get("WORKERS", "1"))
-    print(f"MODELS={count} SEED={seed} WORKERS={workers}, at most {SECONDS:.0f} s a model", flush=True)
+    print(
+        f"MODELS={count} SEED={seed} WORKERS={workers}, at most {SECONDS:.0f} s a model", flush=True
+    )
     found: Counter[str] = Counter()
     seen: Counter[str] = Counter()
-    for done in run_all(work, [draw(seed + i) for i in range(count)], workers=workers, seconds=SECONDS):
+    for done in run_all(
+        work, [draw(seed + i) for i in range(count)], workers=workers, seconds=SECONDS
+    ):
         kind, text = outcome(done)
         found[kind] += 1
         if found.total() % 25 == 0:
@@ -87,7 +95,11 @@ def main() -> int:
         seen[sort_of(kind, text)] += 1
         if seen[sort_of(kind, text)] > (1 if kind == "refused" else 5):
             continue
-        case = shrunk(done.case, sort_of(kind, text)) if os.environ.get("SHRINK") and kind != "refused" else done.case
+        case = (
+            shrunk(done.case, sort_of(kind, text))
+            if os.environ.get("SHRINK") and kind != "refused"
+            else done.case
+        )
         print(f"{kind} ({done.seconds:.0f} s): {case}\n    {text}", flush=True)
     print(f"{count} models from seed {seed}: {dict(found)}")
     for what, times in seen.most_common():

@@ -1,4 +1,6 @@
-"""A case: everything that is chosen about a model, a table, a mesh, settings and calls; it is drawn from a number and prints as text."""
+"""A case: everything that is chosen about a model, a table, a mesh, settings and calls; it is drawn
+from a number and prints as text.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,25 @@ REMATS = (
     "save_only_these_names",
     "offload_dot_with_no_batch_dims",
 )
-ONE_MORE = ("grad", "evaluate", "fewer", "losses", "outputs", "train", "checkpoint", "jit", "lowered", "report", "nonfinite", "place")
+ONE_MORE = (
+    "grad",
+    "evaluate",
+    "fewer",
+    "losses",
+    "outputs",
+    "train",
+    "checkpoint",
+    "jit",
+    "lowered",
+    "report",
+    "nonfinite",
+    "place",
+)
 
-BY_ITSELF = ("cond", "fourier", "switch")  # what XLA:CPU cannot do beside axes that are left to the partitioner
-TRACED = ("checkpoint", "jit", "lowered", "nonfinite", "report", "train")  # what the eager executor cannot do
+# what XLA:CPU cannot do beside axes that are left to the partitioner
+BY_ITSELF = ("cond", "fourier", "switch")
+# what the eager executor cannot do
+TRACED = ("checkpoint", "jit", "lowered", "nonfinite", "report", "train")
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,8 @@ class Case:
 
     seed: int = 0  # of weights and rows
     form: str = "alike"  # or "list", "layers"
-    ops: tuple[tuple[str, ...], ...] = (("dense",),)  # alike: of all stages; list: of each; layers: of each letter
+    # alike: of all stages; list: of each; layers: of each letter
+    ops: tuple[tuple[str, ...], ...] = (("dense",),)
     widths: tuple[int, ...] = ()  # list: what each stage takes
     layout: str = ""
     carrier: str = "array"  # what goes from stage to stage; or "dict", "tuple"
@@ -73,7 +91,11 @@ class Case:
     calls: tuple[str, ...] = ("step",)
 
     def __str__(self) -> str:
-        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default or f.default is MISSING]
+        given = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default or f.default is MISSING
+        ]
         return f"Case({', '.join(given)})"
 
     @property
@@ -93,12 +115,16 @@ class Case:
 
 
 @cache
-def schedule_of(table: str, devices: int, microbatches: int, chunks: int | None, passes: tuple[str, ...]) -> jp.Schedule:
+def schedule_of(
+    table: str, devices: int, microbatches: int, chunks: int | None, passes: tuple[str, ...]
+) -> jp.Schedule:
     """The table, after its transforms."""
     if table.isdigit():
         schedule = random_schedule(random.Random(int(table)), recompute=int(table) % 2 == 0)
     else:
-        schedule = jp.schedules.build(table, devices=devices, microbatches=microbatches, chunks=chunks)
+        schedule = jp.schedules.build(
+            table, devices=devices, microbatches=microbatches, chunks=chunks
+        )
     for name in passes:
         schedule = getattr(jp, name)(schedule)
     return schedule
@@ -114,36 +140,63 @@ def draw(seed: int) -> Case:
     def chance(p: float) -> bool:
         return bool(rng.random() < p)
 
-    last, first = one("mse", "mse", "xent", "none", *SPREAD), one("none", "linear", "embed", *SPREAD)
+    last, first = (
+        one("mse", "mse", "xent", "none", *SPREAD),
+        one("none", "linear", "embed", *SPREAD),
+    )
     table = _draw_table(rng, spreads={"first": first in SPREAD, "last": last in SPREAD})
     schedule = schedule_of(**table)
     stages, copies = schedule.num_stages, schedule.placement.is_bidirectional
     mesh, axes = _draw_mesh(rng, schedule.num_devices)
 
-    def some(known: tuple[str, ...], most: int, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:
-        found = [str(n) for n in rng.choice([n for n in known if n not in without], size=rng.integers(0, most + 1))]
+    def some(
+        known: tuple[str, ...], most: int, *, without: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
+        found = [
+            str(n)
+            for n in rng.choice(
+                [n for n in known if n not in without], size=rng.integers(0, most + 1)
+            )
+        ]
         return tuple(n for i, n in enumerate(found) if n != "normalised" or n not in found[:i])
 
-    # XLA:CPU cannot run an FFT whose rows the partitioner has moved, without a pipeline neither.  And every permute waits for all
-    # devices, so that what the partitioner permutes in a branch waits for ever for those that took another one.
+    # XLA:CPU cannot run an FFT whose rows the partitioner has moved, without a pipeline neither.
+    # And every permute waits for all devices, so that what the partitioner permutes in a branch
+    # waits for ever for those that took another one.
     alone = axes["tensor"] < 2 and axes["other"] < 2
     known = tuple(name for name in OPS if alone or name not in BY_ITSELF)
     form = one("alike", "alike", "list", "layers")
     stateless = ("normalised",) if copies or form == "layers" else ()
-    tied = chance(0.6) and ((first in SPREAD and last in SPREAD) or (first, last) == ("embed", "xent"))
+    tied = chance(0.6) and (
+        (first in SPREAD and last in SPREAD) or (first, last) == ("embed", "xent")
+    )
     without = (*stateless, *(("shared", "shared_scale") if tied and first in SPREAD else ()))
-    changing = form == "list" and axes["tensor"] == 0 and chance(0.7)  # from stage to stage another width
+    # from stage to stage another width
+    changing = form == "list" and axes["tensor"] == 0 and chance(0.7)
     widths = tuple(int(n) for n in rng.integers(2, 7, size=stages)) if changing else ()
     width = one(2, 4, 4, 6)
-    widths = (*widths[:-1], width) if tied and widths else widths  # the head has the width of the embedding
+    # the head has the width of the embedding
+    widths = (*widths[:-1], width) if tied and widths else widths
     without = (*without, "shared") if changing else without
     count = {"alike": 1, "list": stages, "layers": int(rng.integers(1, 4))}[form]
-    ops = tuple(some(known, 3 if form != "layers" else 2, without=without) or ("dense",) for _ in range(count))
-    carrier = "array" if "vocab" in (first, last) else one("array", "array", "tuple", "dict" if first != "none" else "tuple")
+    ops = tuple(
+        some(known, 3 if form != "layers" else 2, without=without) or ("dense",)
+        for _ in range(count)
+    )
+    carrier = (
+        "array"
+        if "vocab" in (first, last)
+        else one("array", "array", "tuple", "dict" if first != "none" else "tuple")
+    )
     eager = chance(0.1)
-    calls = (*(("step",) if last != "none" and not schedule.forward_only else ()), *some(ONE_MORE, 2))
+    calls = (
+        *(("step",) if last != "none" and not schedule.forward_only else ()),
+        *some(ONE_MORE, 2),
+    )
     if schedule.forward_only or last == "none":
-        allowed = {"outputs", "place"} | ({"evaluate", "fewer", "losses"} if last != "none" else set())
+        allowed = {"outputs", "place"} | (
+            {"evaluate", "fewer", "losses"} if last != "none" else set()
+        )
         calls = tuple(call for call in calls if call in allowed) or ("outputs",)
     if eager:
         calls = tuple(call for call in calls if call not in TRACED) or ("place",)
@@ -163,8 +216,12 @@ def draw(seed: int) -> Case:
         width=width,
         first=first,
         last=last,
-        first_ops=some(OUTER, 1, without=(*BY_ITSELF, "shared", "shared_scale")) if first in ("linear", "embed") else (),
-        last_ops=some(OUTER, 1, without=(*BY_ITSELF, "shared", "shared_scale")) if last in ("mse", "xent") else (),
+        first_ops=some(OUTER, 1, without=(*BY_ITSELF, "shared", "shared_scale"))
+        if first in ("linear", "embed")
+        else (),
+        last_ops=some(OUTER, 1, without=(*BY_ITSELF, "shared", "shared_scale"))
+        if last in ("mse", "xent")
+        else (),
         vocab=one(4, 5, 6, 7),
         tied=tied,
         loss=one("MEAN", "MEAN", "SUM_OVER_COUNT"),
@@ -172,7 +229,11 @@ def draw(seed: int) -> Case:
         stage_loss=chance(0.25),
         odd=chance(0.2),
         mixed=chance(0.2),
-        frozen=tuple(str(n) for n in rng.choice(["w", "s", "bias", "head", "table"], size=rng.integers(1, 3))) if chance(0.2) else (),
+        frozen=tuple(
+            str(n) for n in rng.choice(["w", "s", "bias", "head", "table"], size=rng.integers(1, 3))
+        )
+        if chance(0.2)
+        else (),
         **table,
         rows=one(1, 2, 3),
         mesh=mesh,
@@ -214,7 +275,12 @@ def _draw_table(rng: np.random.Generator, *, spreads: dict[str, bool]) -> dict[s
         if schedule.num_stages > 8:
             continue
         whole = [] if spreads["first"] or spreads["last"] else ["merge_backward"]
-        passes = [str(n) for n in rng.choice(["split_backward", *whole, "add_recompute"], size=rng.integers(0, 2))]
+        passes = [
+            str(n)
+            for n in rng.choice(
+                ["split_backward", *whole, "add_recompute"], size=rng.integers(0, 2)
+            )
+        ]
         for end in ("first", "last"):
             passes += [f"spread_{end}"] if spreads[end] and rng.random() < 0.4 else []
         passes += ["defer_last"] if "spread_last" in passes and rng.random() < 0.5 else []
@@ -225,9 +291,17 @@ def _draw_table(rng: np.random.Generator, *, spreads: dict[str, bool]) -> dict[s
         return {**found, "passes": tuple(passes)}
 
 
-def _draw_mesh(rng: np.random.Generator, devices: int) -> tuple[tuple[tuple[str, int], ...], dict[str, int]]:
-    """Axes in any order, of at most 8 devices; sizes of those that may be there, 0 for those that are not."""
-    sizes = {"data": int(rng.choice([0, 0, 1, 2])), "tensor": int(rng.choice([0, 0, 0, 0, 1, 2])), "other": int(rng.choice([0] * 9 + [2]))}
+def _draw_mesh(
+    rng: np.random.Generator, devices: int
+) -> tuple[tuple[tuple[str, int], ...], dict[str, int]]:
+    """Axes in any order, of at most 8 devices; sizes of those that may be there, 0 for those that
+    are not.
+    """
+    sizes = {
+        "data": int(rng.choice([0, 0, 1, 2])),
+        "tensor": int(rng.choice([0, 0, 0, 0, 1, 2])),
+        "other": int(rng.choice([0] * 9 + [2])),
+    }
     while devices * np.prod([max(size, 1) for size in sizes.values()]) > 8:
         sizes[max(sizes, key=lambda name: sizes[name])] = 0
     axes = [("pipe", devices), *((name, size) for name, size in sizes.items() if size)]
@@ -236,10 +310,15 @@ def _draw_mesh(rng: np.random.Generator, devices: int) -> tuple[tuple[tuple[str,
 
 def _draw_layout(rng: np.random.Generator, stages: int, letters: int) -> str:
     """Each letter at least once, on any of the stages, some of them empty."""
-    layers = [*LETTERS[:letters], *(LETTERS[i] for i in rng.integers(letters, size=rng.integers(0, stages + 3)))]
+    layers = [
+        *LETTERS[:letters],
+        *(LETTERS[i] for i in rng.integers(letters, size=rng.integers(0, stages + 3))),
+    ]
     if rng.random() < 0.5:
         rng.shuffle(layers)
     else:
         layers.sort()
     bars = sorted(rng.integers(0, len(layers) + 1, size=stages - 1))
-    return "|".join("".join(layers[a:b]) for a, b in zip([0, *bars], [*bars, len(layers)], strict=True))
+    return "|".join(
+        "".join(layers[a:b]) for a, b in zip([0, *bars], [*bars, len(layers)], strict=True)
+    )

@@ -1,4 +1,6 @@
-"""A case's functions, parameters and rows, and what plain JAX makes of them: no table, no mesh, a loop over microbatches."""
+"""A case's functions, parameters and rows, and what plain JAX makes of them: no table, no mesh, a
+loop over microbatches.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FEATURES, OUT, TOKENS = 3, 2, 2  # of a row of the batch, of its target, and tok
 NARROW = {"s": np.float32, "bias": jnp.bfloat16}
 
 
-def _taking(wants: Sequence[str], positional: Sequence[str], call: Callable[..., Any]) -> Callable[..., Any]:
+def _taking(
+    wants: Sequence[str], positional: Sequence[str], call: Callable[..., Any]
+) -> Callable[..., Any]:
     """The function with a signature that asks for these keywords."""
     kinds = inspect.Parameter
     given = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in positional]
@@ -31,7 +35,9 @@ def _taking(wants: Sequence[str], positional: Sequence[str], call: Callable[...,
     def function(*args: Any, **keywords: Any) -> Any:
         return call(*args, SimpleNamespace(**keywords))
 
-    function.__signature__ = inspect.Signature([*given, *(kinds(name, kinds.KEYWORD_ONLY) for name in sorted(set(wants)))])
+    function.__signature__ = inspect.Signature(
+        [*given, *(kinds(name, kinds.KEYWORD_ONLY) for name in sorted(set(wants)))]
+    )
     return function
 
 
@@ -81,7 +87,9 @@ class Model:
 
     def inner(self, x: Any) -> Any:
         """The array that stages change."""
-        return {"array": lambda: x, "dict": lambda: x["h"], "tuple": lambda: x[0]}[self.case.carrier]()
+        return {"array": lambda: x, "dict": lambda: x["h"], "tuple": lambda: x[0]}[
+            self.case.carrier
+        ]()
 
     def _outer(self, x: Any, h: Any) -> Any:
         """What travels, with a new array."""
@@ -100,7 +108,11 @@ class Model:
         h = self.inner(x)
         if self.case.carrier == "dict":
             return h + 0.1 * x["sum"] + x["n"][0]
-        return jnp.where(x[1].reshape(-1, *(1,) * (h.ndim - 1)), h, -h) if self.case.carrier == "tuple" else h
+        return (
+            jnp.where(x[1].reshape(-1, *(1,) * (h.ndim - 1)), h, -h)
+            if self.case.carrier == "tuple"
+            else h
+        )
 
     def first(self, *, plain: bool) -> Callable[..., Any] | None:
         """`first`; `plain`: written for one device, where the pipeline's is spread."""
@@ -117,14 +129,27 @@ class Model:
             else:
                 table, tokens = (k.shared if c.tied else params)["table"], microbatch["tokens"]
                 if spread:
-                    ctx = k.ctx._replace(sizes={"table": k.ctx.sizes.get("table")}) if not c.tied else k.ctx
-                    h = jp.VocabEmbedding()({} if c.tied else {"table": table}, microbatch, ctx=ctx, shared=k.shared if c.tied else ())
+                    ctx = (
+                        k.ctx._replace(sizes={"table": k.ctx.sizes.get("table")})
+                        if not c.tied
+                        else k.ctx
+                    )
+                    h = jp.VocabEmbedding()(
+                        {} if c.tied else {"table": table},
+                        microbatch,
+                        ctx=ctx,
+                        shared=k.shared if c.tied else (),
+                    )
                 else:
                     h = table[tokens]
                 h = h * 1.5 + params["at"] if c.first == "spread" else h
             return self._wrap(self._chain(c.first_ops, params, h, k)[0])
 
-        wants = [*_wants(c.first_ops), *(["shared"] if c.tied else []), *(["ctx"] if spread else [])]
+        wants = [
+            *_wants(c.first_ops),
+            *(["shared"] if c.tied else []),
+            *(["ctx"] if spread else []),
+        ]
         function = _taking(wants, ("params", "microbatch"), call)
         return jp.spread(function, dims={"table": 0, "at": None}) if spread else function
 
@@ -141,7 +166,14 @@ class Model:
             h = self._chain(c.last_ops, params, self._leaving(x), k)[0]
             mask = microbatch["mask"]
             if c.last == "mse":
-                values = jnp.mean((h @ params["head"] - microbatch["y"].reshape(len(mask), *(1,) * (h.ndim - 2), OUT)) ** 2, -1)
+                values = jnp.mean(
+                    (
+                        h @ params["head"]
+                        - microbatch["y"].reshape(len(mask), *(1,) * (h.ndim - 2), OUT)
+                    )
+                    ** 2,
+                    -1,
+                )
             else:
                 table, targets = (k.shared if c.tied else params)["table"], microbatch["targets"]
                 h = h * params["norm"] if c.last == "spread" else h
@@ -155,7 +187,11 @@ class Model:
                     return self._vocab_loss(logits, microbatch)
                 values = _cross_entropy(logits, targets)
             mask = jnp.broadcast_to(mask.reshape(-1, *(1,) * (values.ndim - 1)), values.shape)
-            loss = (jnp.sum(values * mask), jnp.sum(mask)) if c.loss == "SUM_OVER_COUNT" else jnp.mean(values)
+            loss = (
+                (jnp.sum(values * mask), jnp.sum(mask))
+                if c.loss == "SUM_OVER_COUNT"
+                else jnp.mean(values)
+            )
             return (loss, {"h": jnp.mean(h, axis=0), "n": jnp.sum(mask)}) if c.metrics else loss
 
         wants = [*_wants(c.last_ops), *(["shared"] if c.tied else []), *(["ctx"] if spread else [])]
@@ -186,10 +222,20 @@ class Model:
         """The model as `Pipeline` is given it."""
         c, first, last = self.case, self.first(plain=False), self.last(plain=False)
         if c.form != "layers":
-            return {"stage": self.stages if c.form == "list" else self.stages[0], "first": first, "last": last}
+            return {
+                "stage": self.stages if c.form == "list" else self.stages[0],
+                "first": first,
+                "last": last,
+            }
         ends = {"E": first, "L": last}
-        layers = {**dict(zip(LETTERS, self.stages, strict=False)), **{k: v for k, v in ends.items() if v is not None}}
-        return {"layers": layers, "layout": ("E" if first else "") + c.layout + ("L" if last else "")}
+        layers = {
+            **dict(zip(LETTERS, self.stages, strict=False)),
+            **{k: v for k, v in ends.items() if v is not None},
+        }
+        return {
+            "layers": layers,
+            "layout": ("E" if first else "") + c.layout + ("L" if last else ""),
+        }
 
     # Numbers
 
@@ -201,14 +247,21 @@ class Model:
         if name == "q":
             return self._rng.integers(-64, 64, size=shape, dtype=np.int8)
         dtype = NARROW.get(name, np.float64) if self.case.mixed else np.float64
-        return (self._rng.standard_normal(shape) / np.sqrt(max(shape[-1:], default=1) or 1) + (not shape)).astype(dtype)
+        return (
+            self._rng.standard_normal(shape) / np.sqrt(max(shape[-1:], default=1) or 1)
+            + (not shape)
+        ).astype(dtype)
 
-    def _params_of(self, ops: Sequence[str], width: int, stack: tuple[int, ...] = ()) -> dict[str, Any]:
+    def _params_of(
+        self, ops: Sequence[str], width: int, stack: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for i, name in enumerate(ops):
             shapes = OPS[name].shapes(width)
             if shapes:
-                found[f"{name}{i}"] = {key: self._array(key, (*stack, *shape)) for key, shape in shapes.items()}
+                found[f"{name}{i}"] = {
+                    key: self._array(key, (*stack, *shape)) for key, shape in shapes.items()
+                }
         return found | ({"nothing": None, "empty": {}, "pair": ((), [])} if self.case.odd else {})
 
     @cached_property
@@ -224,24 +277,42 @@ class Model:
         params: dict[str, Any] = {}
         if c.first != "none":
             params["first"] = self._params_of(c.first_ops, entry)
-            params["first"] |= {"w": self._array("w", (FEATURES, entry))} if c.first == "linear" else {}
-            params["first"] |= {} if c.first == "linear" or c.tied else {"table": self._array("table", (c.vocab, entry))}
+            params["first"] |= (
+                {"w": self._array("w", (FEATURES, entry))} if c.first == "linear" else {}
+            )
+            params["first"] |= (
+                {}
+                if c.first == "linear" or c.tied
+                else {"table": self._array("table", (c.vocab, entry))}
+            )
             params["first"] |= {"at": self._array("at", (entry,))} if c.first == "spread" else {}
         if c.form == "alike":
             params["stages"] = self._params_of(c.ops[0], c.width, (self.schedule.num_stages,))
         elif c.form == "list":
             params["stages"] = [
-                self._params_of(ops, out) | ({"cut": self._array("w", (wide, out))} if c.widths else {})
+                self._params_of(ops, out)
+                | ({"cut": self._array("w", (wide, out))} if c.widths else {})
                 for ops, wide, out in zip(c.ops, self.widths, self.widths[1:], strict=False)
             ]
         else:
             letters = zip(LETTERS, c.ops, strict=False)
-            params["stages"] = {letter: self._params_of(ops, c.width, (c.layout.count(letter),)) for letter, ops in letters}
+            params["stages"] = {
+                letter: self._params_of(ops, c.width, (c.layout.count(letter),))
+                for letter, ops in letters
+            }
         if c.last != "none":
             params["last"] = self._params_of(c.last_ops, leaving)
-            params["last"] |= {"head": self._array("head", (leaving, OUT))} if c.last == "mse" else {}
-            params["last"] |= {} if c.last == "mse" or c.tied else {"table": self._array("table", (c.vocab, leaving))}
-            params["last"] |= {"norm": self._array("norm", (leaving,))} if c.last == "spread" else {}
+            params["last"] |= (
+                {"head": self._array("head", (leaving, OUT))} if c.last == "mse" else {}
+            )
+            params["last"] |= (
+                {}
+                if c.last == "mse" or c.tied
+                else {"table": self._array("table", (c.vocab, leaving))}
+            )
+            params["last"] |= (
+                {"norm": self._array("norm", (leaving,))} if c.last == "spread" else {}
+            )
         shared = {"table": self._array("table", (c.vocab, entry))} if c.tied else {}
         shared |= {"w": self._array("w", (c.width, c.width))} if "shared" in c.every_op else {}
         shared |= {"s": self._array("s", ())} if "shared_scale" in c.every_op else {}
@@ -293,7 +364,10 @@ class Model:
         if c.form == "list":
             return list(tree)
         if c.form == "alike":
-            return [jax.tree.map(lambda leaf, s=s: leaf[s], tree) for s in range(self.schedule.num_stages)]
+            return [
+                jax.tree.map(lambda leaf, s=s: leaf[s], tree)
+                for s in range(self.schedule.num_stages)
+            ]
         seen = dict.fromkeys(LETTERS, 0)
         found = []
         for letter in c.layout.replace("|", ""):
@@ -305,32 +379,50 @@ class Model:
         """The function of each stage (layer), and the stage on which it stands."""
         c = self.case
         if c.form != "layers":
-            return [(self.stages[s if c.form == "list" else 0], s) for s in range(self.schedule.num_stages)]
+            return [
+                (self.stages[s if c.form == "list" else 0], s)
+                for s in range(self.schedule.num_stages)
+            ]
         known = dict(zip(LETTERS, self.stages, strict=False))
-        return [(known[letter], s) for s, letters in enumerate(c.layout.split("|")) for letter in letters]
+        return [
+            (known[letter], s)
+            for s, letters in enumerate(c.layout.split("|"))
+            for letter in letters
+        ]
 
     def contexts(self, key: Any, microbatch: Any) -> tuple[list[Any], Any, Any]:
         """What the stages (layers), first and last are told as `ctx`."""
         stages = self.schedule.num_stages
 
         def told(stage: int) -> Any:
-            return jp.Context(stage, microbatch, jax.random.fold_in(jax.random.fold_in(key, stage), microbatch))
+            return jp.Context(
+                stage, microbatch, jax.random.fold_in(jax.random.fold_in(key, stage), microbatch)
+            )
 
         found = [told(s) for _, s in self.functions()]
         if self.case.form == "layers":
             common = jax.random.fold_in(key, microbatch)
-            found = [ctx._replace(layer=n, rng=jax.random.fold_in(common, n)) for n, ctx in enumerate(found)]
+            found = [
+                ctx._replace(layer=n, rng=jax.random.fold_in(common, n))
+                for n, ctx in enumerate(found)
+            ]
         return found, told(0), told(stages - 1)
 
-    def one(self, params: Any, states: Any, rows: Any, microbatch: Any, key: Any, *, training: bool) -> dict[str, Any]:
-        """What one microbatch gives: loss (a sum where there are counts), count, metrics, outputs, and the stages' new states."""
+    def one(
+        self, params: Any, states: Any, rows: Any, microbatch: Any, key: Any, *, training: bool
+    ) -> dict[str, Any]:
+        """What one microbatch gives: loss (a sum where there are counts), count, metrics, outputs,
+        and the stages' new states.
+        """
         contexts, before, after = self.contexts(key, microbatch)
         first, last = self.first(plain=True), self.last(plain=True)
         told = partial(_told, shared=params.get("shared", ()), training=training, microbatch=rows)
         x = rows["x"] if first is None else first(params["first"], rows, **told(first, before))
         new, total = [], 0.0
         owns = self.unstacked(params["stages"])
-        for (function, _), own, ctx, state in zip(self.functions(), owns, contexts, states, strict=True):
+        for (function, _), own, ctx, state in zip(
+            self.functions(), owns, contexts, states, strict=True
+        ):
             x = function(own, x, **told(function, ctx, state=state))
             takes_state = "state" in inspect.signature(function).parameters
             if self.case.stage_loss or takes_state:
@@ -350,8 +442,12 @@ class Model:
         return found | {"loss": loss + total}
 
 
-def _told(function: Callable[..., Any], ctx: Any, *, state: Any = None, **more: Any) -> dict[str, Any]:
+def _told(
+    function: Callable[..., Any], ctx: Any, *, state: Any = None, **more: Any
+) -> dict[str, Any]:
     """The keywords that a function takes."""
     known = {"ctx": ctx, "state": state, **more}
-    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    names = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
     return {name: known[name] for name in names}

@@ -1,4 +1,6 @@
-"""Small pieces of stages, one for each thing that a stage may do: primitives, keywords, kinds of parameters."""
+"""Small pieces of stages, one for each thing that a stage may do: primitives, keywords, kinds of
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ KEEP = 0.7
 
 @dataclass(frozen=True)
 class Op:
-    """`call(params, h, keywords) -> h`, with the shapes of its parameters by name; integers ("q") are frozen."""
+    """`call(params, h, keywords) -> h`, with the shapes of its parameters by name; integers ("q")
+    are frozen.
+    """
 
     call: Callable[[Any, Any, Any], Any]
     shapes: Callable[[int], dict[str, tuple[int, ...]]] = lambda _: {}
@@ -36,7 +40,11 @@ def _layer(h: Any, w: Any) -> Any:
 
 
 def _dropout(_: Any, h: Any, k: Any) -> Any:
-    return jnp.where(jax.random.bernoulli(k.ctx.rng, KEEP, h.shape), h / KEEP, 0.0) if k.training else h
+    return (
+        jnp.where(jax.random.bernoulli(k.ctx.rng, KEEP, h.shape), h / KEEP, 0.0)
+        if k.training
+        else h
+    )
 
 
 def _rows(leaf: Any, h: Any) -> Any:
@@ -64,7 +72,11 @@ def _named(p: Any, h: Any, _: Any) -> Any:
 
 def _power(p: Any, h: Any, _: Any) -> Any:
     """A loop of unknown length, which has no gradient."""
-    v = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ p["w"])), (0, jnp.ones(h.shape[-1])))[1]
+    v = lax.while_loop(
+        lambda c: c[0] < 3,
+        lambda c: (c[0] + 1, jnp.tanh(c[1] @ p["w"])),
+        (0, jnp.ones(h.shape[-1])),
+    )[1]
     return h + lax.stop_gradient(v) * p["s"]
 
 
@@ -82,28 +94,51 @@ def _normalised(_: Any, h: Any, k: Any) -> tuple[Any, Any]:
     own = jnp.mean(h.reshape(-1, h.shape[-1]), axis=0)
     if not k.training:
         return h - k.state["mean"], k.state
-    return h - own, {"mean": 0.9 * k.state["mean"] + 0.1 * lax.stop_gradient(own), "seen": k.state["seen"] + 1}
+    return h - own, {
+        "mean": 0.9 * k.state["mean"] + 0.1 * lax.stop_gradient(own),
+        "seen": k.state["seen"] + 1,
+    }
 
 
 OPS: dict[str, Op] = {
-    "dense": Op(lambda p, h, k: h + jnp.tanh(h @ p["w"] + p["bias"]), lambda w: {"w": (w, w), "bias": (w,)}),
+    "dense": Op(
+        lambda p, h, k: h + jnp.tanh(h @ p["w"] + p["bias"]), lambda w: {"w": (w, w), "bias": (w,)}
+    ),
     "scale": Op(lambda p, h, k: h * p["s"] + p["bias"], lambda w: {"s": (), "bias": (w,)}),
     "twice": Op(lambda p, h, k: jnp.tanh(h @ p["w"]) @ p["w"].T, _matrix),
-    "unused": Op(lambda p, h, k: jnp.sin(h) * p["s"], lambda w: {"s": (), "w": (w, w), "bias": (0,)}),
+    "unused": Op(
+        lambda p, h, k: jnp.sin(h) * p["s"], lambda w: {"s": (), "w": (w, w), "bias": (0,)}
+    ),
     "looped": Op(_looped, lambda w: {"w": (3, w, w)}),
     "scaled_loop": Op(_scaled_loop, lambda w: {"w": (2, w, w), "s": ()}),
     "cond": Op(lambda p, h, k: lax.cond(jnp.sum(h) > 0, lambda h: h @ p["w"], jnp.sin, h), _matrix),
     "switch": Op(
-        lambda p, h, k: lax.switch(k.ctx.microbatch % 3, [jnp.sin, lambda h: h * p["s"], lambda h: h], h), _scalar, wants=("ctx",)
+        lambda p, h, k: lax.switch(
+            k.ctx.microbatch % 3, [jnp.sin, lambda h: h * p["s"], lambda h: h], h
+        ),
+        _scalar,
+        wants=("ctx",),
     ),
-    "quantised": Op(lambda p, h, k: h + jnp.tanh(h @ (p["q"].astype(float) * p["s"] / 64)), lambda w: {"q": (w, w), "s": ()}),
+    "quantised": Op(
+        lambda p, h, k: h + jnp.tanh(h @ (p["q"].astype(float) * p["s"] / 64)),
+        lambda w: {"q": (w, w), "s": ()},
+    ),
     "shared": Op(lambda p, h, k: _layer(h, k.shared["w"]), wants=("shared",)),
-    "shared_scale": Op(lambda p, h, k: _layer(h, p["w"]) * k.shared["s"], _matrix, wants=("shared",)),
+    "shared_scale": Op(
+        lambda p, h, k: _layer(h, p["w"]) * k.shared["s"], _matrix, wants=("shared",)
+    ),
     "dropout": Op(_dropout, wants=("ctx", "training")),
-    "number": Op(lambda p, h, k: h * (1 + 0.1 * k.ctx.stage) + 0.01 * k.ctx.microbatch, wants=("ctx",)),
-    "microbatch": Op(lambda p, h, k: h + p["s"] * _rows(k.microbatch["z"], h), _scalar, wants=("microbatch",)),
+    "number": Op(
+        lambda p, h, k: h * (1 + 0.1 * k.ctx.stage) + 0.01 * k.ctx.microbatch, wants=("ctx",)
+    ),
+    "microbatch": Op(
+        lambda p, h, k: h + p["s"] * _rows(k.microbatch["z"], h), _scalar, wants=("microbatch",)
+    ),
     "training": Op(lambda p, h, k: h * 1.5 if k.training else h, wants=("training",)),
-    "norm": Op(lambda p, h, k: h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 0.1) * p["bias"], lambda w: {"bias": (w,)}),
+    "norm": Op(
+        lambda p, h, k: h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 0.1) * p["bias"],
+        lambda w: {"bias": (w,)},
+    ),
     "relu": Op(lambda p, h, k: h + jax.nn.relu(h @ p["w"]), _matrix),
     "straight": Op(lambda p, h, k: h + 0.5 * _straight(h)),
     "named": Op(_named, _matrix),
@@ -118,8 +153,12 @@ OPS: dict[str, Op] = {
     "picked": Op(lambda p, h, k: h + p["w"][jnp.argmax(h, axis=-1)], _matrix),
     "mapped": Op(lambda p, h, k: lax.map(lambda row: _layer(row, p["w"]), h), _matrix),
     "complex": Op(lambda p, h, k: jnp.real(jnp.exp(1j * h) * p["bias"]), lambda w: {"bias": (w,)}),
-    "fourier": Op(lambda p, h, k: 0.5 * jnp.real(jnp.fft.ifft(jnp.fft.fft(h) * p["bias"])), lambda w: {"bias": (w,)}),
+    "fourier": Op(
+        lambda p, h, k: 0.5 * jnp.real(jnp.fft.ifft(jnp.fft.fft(h) * p["bias"])),
+        lambda w: {"bias": (w,)},
+    ),
     "attend": Op(_attend, _matrix),
     "normalised": Op(_normalised, wants=("state", "training")),
 }
-OUTER = tuple(name for name, op in OPS.items() if not {"state", "microbatch"} & set(op.wants))  # what `first` and `last` may do
+# what `first` and `last` may do
+OUTER = tuple(name for name, op in OPS.items() if not {"state", "microbatch"} & set(op.wants))

@@ -1,4 +1,6 @@
-"""A few drawn models in each tier; `MODELS=500 SEED=0 pytest -m exhaustive tests/fuzz`, or `python -m tests.fuzz`, runs many."""
+"""A few drawn models in each tier; `MODELS=500 SEED=0 pytest -m exhaustive tests/fuzz`, or `python
+-m tests.fuzz`, runs many.
+"""
 
 import numpy as np
 import pytest
@@ -52,7 +54,11 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(slow(draw(seed)) for seed in range(20))], ids=lambda case: f"seed {case.seed}")
+@pytest.mark.parametrize(
+    "case",
+    [*QUICK, *(slow(draw(seed)) for seed in range(20))],
+    ids=lambda case: f"seed {case.seed}",
+)
 def test_a_model(case):
     kind, text = run(case)
     assert kind == "ok" or (kind == "refused" and case not in QUICK), f"{kind}: {case}\n{text}"

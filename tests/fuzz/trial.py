@@ -20,12 +20,14 @@ from jaxpipe.eager import EagerExecutor
 from .case import Case
 from .model import Model
 
-# Programs of float64 that XLA compiles apart lie 1e-12 of an array's largest entry from each other (tests/tolerance.py).  A drawn
-# model may multiply that by a thousand: its weights are random, and no sum of it is long.  A wrong result is off by far more.
+# Programs of float64 that XLA compiles apart lie 1e-12 of an array's largest entry from each other
+# (tests/tolerance.py).  A drawn model may multiply that by a thousand: its weights are random, and
+# no sum of it is long.  A wrong result is off by far more.
 TOLERANCE = 1e-9
 # A gradient that is a difference of terms a thousand times as large is compared with those.
 CANCELLED = 1e-3
-# Parameters of fewer bits: their gradients are rounded once for each microbatch, stage and shard, 2^-24 and 2^-8 of the largest each.
+# Parameters of fewer bits: their gradients are rounded once for each microbatch, stage and shard,
+# 2^-24 and 2^-8 of the largest each.
 NARROW = {"float32": 1e-5, "bfloat16": 0.05}
 RATE = 0.01
 
@@ -35,14 +37,20 @@ class Wrong(AssertionError):
 
 
 def same(what: str, found: Any, wanted: Any, like: Any = None) -> None:
-    """Wrong where trees differ in structure, shapes or numbers; `like`: what has the dtypes that tell how close they must be."""
+    """Wrong where trees differ in structure, shapes or numbers; `like`: what has the dtypes that
+    tell how close they must be.
+    """
     found_leaves = dict(jax.tree_util.tree_leaves_with_path(jax.device_get(found)))
     wanted_leaves = dict(jax.tree_util.tree_leaves_with_path(jax.device_get(wanted)))
     if set(found_leaves) != set(wanted_leaves):
         odd = [jax.tree_util.keystr(path) for path in set(found_leaves) ^ set(wanted_leaves)]
         raise Wrong(f"{what}: leaves {sorted(odd)[:4]} are on one side alone")
     like_leaves = wanted_leaves if like is None else dict(jax.tree_util.tree_leaves_with_path(like))
-    sizes = [float(np.max(np.abs(leaf), initial=0.0)) for leaf in wanted_leaves.values() if leaf.dtype != bool]
+    sizes = [
+        float(np.max(np.abs(leaf), initial=0.0))
+        for leaf in wanted_leaves.values()
+        if leaf.dtype != bool
+    ]
     floor = CANCELLED * max(sizes, default=0.0)
     for path, right in wanted_leaves.items():
         left = np.asarray(found_leaves[path])
@@ -51,11 +59,16 @@ def same(what: str, found: Any, wanted: Any, like: Any = None) -> None:
         if left.shape != right.shape:
             raise Wrong(f"{name}: shape {left.shape} instead of {right.shape}")
         tolerance = NARROW.get(like_leaves[path].dtype.name, TOLERANCE)
-        left, right = (a.astype(np.complex128 if np.iscomplexobj(a) else np.float64) for a in (left, right))
+        left, right = (
+            a.astype(np.complex128 if np.iscomplexobj(a) else np.float64) for a in (left, right)
+        )
         size = max(float(np.max(np.abs(right), initial=0.0)), floor)
         error = float(np.max(np.abs(left - right), initial=0.0))
         if not error <= tolerance * size:
-            raise Wrong(f"{name}: off by {error:.3g}, of {size:.3g}; {left.ravel()[:3]} instead of {right.ravel()[:3]}")
+            raise Wrong(
+                f"{name}: off by {error:.3g}, of {size:.3g}; {left.ravel()[:3]} instead of "
+                f"{right.ravel()[:3]}"
+            )
 
 
 class Trial:
@@ -64,7 +77,9 @@ class Trial:
     def __init__(self, case: Case) -> None:
         self.case, self.model = case, Model(case)
         self.schedule = self.model.schedule
-        self.key = jax.random.PRNGKey(case.seed) if case.seed % 4 == 0 else jax.random.key(case.seed)
+        self.key = (
+            jax.random.PRNGKey(case.seed) if case.seed % 4 == 0 else jax.random.key(case.seed)
+        )
         self.batch = self.model.rows(case.rows * case.microbatches * case.data)
         self.pipe = self.pipeline()
         self.placed = self.pipe.place(self.model.canonical)
@@ -95,7 +110,9 @@ class Trial:
             frozen=self._frozen,
             accumulate_dtype=None if c.accumulate is None else jnp.dtype(c.accumulate),
             offload=c.offload,
-            costs=jp.Costs(forward=1e-3, input_grad=2e-3, weight_grad=1e-3, unit="seconds, made up") if c.costs else None,
+            costs=jp.Costs(forward=1e-3, input_grad=2e-3, weight_grad=1e-3, unit="seconds, made up")
+            if c.costs
+            else None,
             executor=EagerExecutor() if c.eager else None,
         )
 
@@ -108,27 +125,44 @@ class Trial:
             stacked = path[0].key == "stages" and c.form != "list"
             shape = leaf.shape[1:] if stacked else leaf.shape
             name = path[-1].key
-            if len(shape) < 2 or shape[dim] % size or (name == "table" and (dim == -2 or c.spreads)):
+            if (
+                len(shape) < 2
+                or shape[dim] % size
+                or (name == "table" and (dim == -2 or c.spreads))
+            ):
                 return PartitionSpec()
-            return PartitionSpec(*("tensor" if d == len(shape) + dim else None for d in range(len(shape))))
+            return PartitionSpec(
+                *("tensor" if d == len(shape) + dim else None for d in range(len(shape)))
+            )
 
         found: dict[str, Any] = jax.tree_util.tree_map_with_path(spec, self.model.canonical)
         return found
 
     @property
     def _frozen(self) -> Any:
-        there = {jax.tree_util.keystr(path[-1:], simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(self.model.canonical)}
+        there = {
+            jax.tree_util.keystr(path[-1:], simple=True)
+            for path, _ in jax.tree_util.tree_leaves_with_path(self.model.canonical)
+        }
         names = there & {*self.case.frozen, "q"}
         if not names:
             return None
-        return (lambda path, _: path.split("/")[-1] in names) if self.case.seed % 2 else [rf"(^|/){name}$" for name in sorted(names)]
+        return (
+            (lambda path, _: path.split("/")[-1] in names)
+            if self.case.seed % 2
+            else [rf"(^|/){name}$" for name in sorted(names)]
+        )
 
     def _trained(self, tree: Any) -> Any:
         """A canonical tree with None for what is frozen."""
         names = {*self.case.frozen, "q"}
 
         def kept(path: Any, leaf: Any) -> Any:
-            return None if jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1] in names else leaf
+            return (
+                None
+                if jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1] in names
+                else leaf
+            )
 
         return jax.tree_util.tree_map_with_path(kept, tree)
 
@@ -136,22 +170,30 @@ class Trial:
 
     def _micro(self, training: bool) -> Callable[..., Any]:
         model = self.model
-        states = [{}] * len(model.functions()) if model.state is None else model.unstacked(model.state)
+        states = (
+            [{}] * len(model.functions()) if model.state is None else model.unstacked(model.state)
+        )
 
         def loss(wide: Any, params: Any, rows: Any, m: Any, key: Any) -> Any:
-            joined = jax.tree.map(lambda w, p: p if w is None else w, wide, params, is_leaf=lambda leaf: leaf is None)
+            joined = jax.tree.map(
+                lambda w, p: p if w is None else w, wide, params, is_leaf=lambda leaf: leaf is None
+            )
             found = model.one(joined, states, rows, m, key, training=training)
             return jnp.asarray(found.get("loss", 0.0), float), found
 
         return loss
 
-    def right(self, batch: Any, count: int, *, training: bool, grads: bool = False) -> dict[str, Any]:
+    def right(
+        self, batch: Any, count: int, *, training: bool, grads: bool = False
+    ) -> dict[str, Any]:
         """Everything that a step or an evaluation of `count` microbatches should give."""
         c, params, data = self.case, self.model.canonical, self.case.data
         # Parameters of few bits are what they are, but their gradients are summed in float64.
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), self._trained(params))
         loss = self._micro(training)
-        step = jax.jit(jax.value_and_grad(loss, has_aux=True) if grads else lambda *a: (loss(*a), None))
+        step = jax.jit(
+            jax.value_and_grad(loss, has_aux=True) if grads else lambda *a: (loss(*a), None)
+        )
         total = len(batch["y"])
         size = total // (count * data)
         every = []
@@ -162,7 +204,9 @@ class Trial:
                 rows = jax.tree.map(lambda leaf, at=at: leaf[at : at + size], batch)
                 every.append(step(wide, params, rows, m, key))
         founds = [found for (_, found), _ in every]
-        result: dict[str, Any] = {"outputs": jax.tree.map(_joined, *(found["outputs"] for found in founds))}
+        result: dict[str, Any] = {
+            "outputs": jax.tree.map(_joined, *(found["outputs"] for found in founds))
+        }
         result["states"] = [found["states"] for found in founds]
         if c.last == "none":
             return result
@@ -174,9 +218,14 @@ class Trial:
         result["loss"] = losses.sum() * weight
         result["losses"] = losses.sum(axis=0) / (1 if c.loss == "SUM_OVER_COUNT" else data)
         if c.metrics:
-            result["metrics"] = jax.tree.map(lambda *leaves: sum(leaves) / (count * data), *(found["metrics"] for found in founds))
+            result["metrics"] = jax.tree.map(
+                lambda *leaves: sum(leaves) / (count * data),
+                *(found["metrics"] for found in founds),
+            )
         if grads:
-            result["grads"] = jax.tree.map(lambda *leaves: sum(leaves) * weight, *(g for _, g in every))
+            result["grads"] = jax.tree.map(
+                lambda *leaves: sum(leaves) * weight, *(g for _, g in every)
+            )
         return result
 
     def right_state(self, founds: list[Any]) -> Any:
@@ -193,13 +242,16 @@ class Trial:
             means = []
             for shard in range(c.data):
                 mean = start = begin[stage]["mean"]
-                for m in order[stage]:  # every microbatch was given the same state by the plain model
+                # every microbatch was given the same state by the plain model
+                for m in order[stage]:
                     mean = 0.9 * (mean - start) + founds[shard * count + m][stage]["mean"]
                 means.append(mean)
             return {"mean": sum(means) / c.data, "seen": jnp.int32(count)}
 
         found = [final(s) for s in range(self.schedule.num_stages)]
-        return found if c.form == "list" else jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+        return (
+            found if c.form == "list" else jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+        )
 
     # Calls
 
@@ -221,14 +273,24 @@ class Trial:
     def _check_answer(self, what: str, found: Any, right: dict[str, Any], *, state: bool) -> None:
         parts = [("loss", right["loss"])]
         parts += [("metrics", right["metrics"])] if self.case.metrics else []
-        parts += [("state", self.right_state(right["states"]))] if state and self.model.state is not None else []
+        parts += (
+            [("state", self.right_state(right["states"]))]
+            if state and self.model.state is not None
+            else []
+        )
         for (name, wanted), got in zip(parts, (found,) if len(parts) == 1 else found, strict=True):
-            same(f"{what}: {name}", self.pipe.canonical_state(got) if name == "state" else got, wanted)
+            same(
+                f"{what}: {name}",
+                self.pipe.canonical_state(got) if name == "state" else got,
+                wanted,
+            )
 
     def _check_grads(self, what: str, grads: Any, *, times: float = 1.0) -> None:
         found = self.pipe.canonical(grads)
         wanted = jax.tree.map(lambda leaf: leaf * times, self._step_right["grads"])
-        same(f"{what}: grads", {key: found[key] for key in wanted}, wanted, like=self.model.canonical)
+        same(
+            f"{what}: grads", {key: found[key] for key in wanted}, wanted, like=self.model.canonical
+        )
 
     def _call_step(self) -> None:
         answer, grads = self.pipe.value_and_grad(self.placed, self.batch, **self._more)
@@ -236,14 +298,20 @@ class Trial:
         self._check_grads("step", grads)
 
     def _call_jit(self) -> None:
-        step = self.pipe.jit(lambda params, batch: self.pipe.value_and_grad(params, batch, **self._more))
+        step = self.pipe.jit(
+            lambda params, batch: self.pipe.value_and_grad(params, batch, **self._more)
+        )
         answer, grads = step(self.placed, self.batch)
         self._check_answer("jit", answer, self._step_right, state=True)
         self._check_grads("jit", grads)
 
     def _call_lowered(self) -> None:
-        shapes = self.pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self.model.canonical))
-        assert jax.tree.map(lambda a: a.sharding, shapes) == jax.tree.map(lambda a: a.sharding, self.placed)
+        shapes = self.pipe.place(
+            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self.model.canonical)
+        )
+        assert jax.tree.map(lambda a: a.sharding, shapes) == jax.tree.map(
+            lambda a: a.sharding, self.placed
+        )
         compiled = self.pipe.lower(shapes, self.batch, **self._more).compile()
         answer, grads = compiled(self.placed, self.batch, **self._more)
         self._check_answer("lowered", answer, self._step_right, state=True)
@@ -253,7 +321,9 @@ class Trial:
         has_aux = self.case.metrics or self.model.state is not None
 
         def loss(own: Any) -> Any:
-            found = self.pipe.loss(self.pipe.with_trained(self.placed, own), self.batch, **self._more)
+            found = self.pipe.loss(
+                self.pipe.with_trained(self.placed, own), self.batch, **self._more
+            )
             return (found[0] * 3.0, found[1]) if has_aux else found * 3.0
 
         answer, grads = jax.value_and_grad(loss, has_aux=has_aux)(self.pipe.trained(self.placed))
@@ -262,11 +332,17 @@ class Trial:
 
     def _call_evaluate(self) -> None:
         answer = self.pipe.evaluate(self.placed, self.batch, **self._more)
-        self._check_answer("evaluate", answer, self.right(self.batch, self.case.microbatches, training=False), state=False)
+        self._check_answer(
+            "evaluate",
+            answer,
+            self.right(self.batch, self.case.microbatches, training=False),
+            state=False,
+        )
 
     def _call_fewer(self) -> None:
         c = self.case
-        each = 1 + c.seed % (c.rows * c.microbatches + 2)  # rows of a data shard: fewer than a step's, or a few more
+        # rows of a data shard: fewer than a step's, or a few more
+        each = 1 + c.seed % (c.rows * c.microbatches + 2)
         batch = self.model.rows(each * c.data)
         count = max(n for n in range(1, c.microbatches + 1) if each % n == 0)
         answer = self.pipe.evaluate(self.placed, batch, **self._more)
@@ -274,12 +350,20 @@ class Trial:
 
     def _call_losses(self) -> None:
         found = self.pipe.losses(self.placed, self.batch, **self._more)
-        same("losses", found, self.right(self.batch, self.case.microbatches, training=False)["losses"])
+        same(
+            "losses",
+            found,
+            self.right(self.batch, self.case.microbatches, training=False)["losses"],
+        )
 
     def _call_outputs(self) -> None:
         found = self.pipe.outputs(self.placed, self.batch, **self._more)
         found = found if self.model.state is None else found[0]
-        same("outputs", found, self.right(self.batch, self.case.microbatches, training=False)["outputs"])
+        same(
+            "outputs",
+            found,
+            self.right(self.batch, self.case.microbatches, training=False)["outputs"],
+        )
 
     def _call_place(self) -> None:
         back = jax.device_get(self.pipe.canonical(self.placed, spread=self.case.seed % 2 == 0))
@@ -297,9 +381,11 @@ class Trial:
             raise Wrong(f"nonfinite: {found}")
 
     def _optimizer(self) -> Any:
-        return [optax.sgd(RATE, momentum=0.9), optax.adam(RATE), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(RATE))][
-            self.case.seed % 3
-        ]
+        return [
+            optax.sgd(RATE, momentum=0.9),
+            optax.adam(RATE),
+            optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(RATE)),
+        ][self.case.seed % 3]
 
     def _trained_once(self) -> tuple[Any, Any]:
         """Placed parameters and optimizer state after a step."""
@@ -316,18 +402,23 @@ class Trial:
         return step(self.placed, opt_state)
 
     def _plain_update(self) -> tuple[Any, Any]:
-        """Updates and state of the optimizer in the model without a pipeline, for gradients of the same dtypes."""
+        """Updates and state of the optimizer in the model without a pipeline, for gradients of the
+        same dtypes.
+        """
         optimizer, plain = self._optimizer(), self._trained(self.model.canonical)
         least = self.case.accumulate
         grads = jax.tree.map(
-            lambda g, p: g.astype(p.dtype if least is None else jnp.promote_types(p.dtype, least)), self._step_right["grads"], plain
+            lambda g, p: g.astype(p.dtype if least is None else jnp.promote_types(p.dtype, least)),
+            self._step_right["grads"],
+            plain,
         )
         return jax.jit(optimizer.update)(grads, optimizer.init(plain), plain)
 
     def _call_train(self) -> None:
         params, opt_state = self._trained_once()
         forms = [
-            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (opt_state, self.pipe.init(self._optimizer(), params))
+            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+            for tree in (opt_state, self.pipe.init(self._optimizer(), params))
         ]
         if forms[0] != forms[1]:
             raise Wrong(f"train: state of {forms[1]} becomes {forms[0]}")
@@ -376,7 +467,9 @@ def run(case: Case) -> tuple[str, str]:
         return "wrong", str(error)
     except Exception as error:
         where = [
-            f"{f.filename.split('/')[-1]}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__) if "jaxpipe" in f.filename
+            f"{f.filename.split('/')[-1]}:{f.lineno} {f.name}"
+            for f in traceback.extract_tb(error.__traceback__)
+            if "jaxpipe" in f.filename
         ]
         return "raw", f"{type(error).__name__}: {str(error)[:600]}\n  at {'; '.join(where[-3:])}"
     return "ok", ""

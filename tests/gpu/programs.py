@@ -1,4 +1,6 @@
-"""GPU programs compiled on a machine without a GPU, and what their text says about copies, loops and transfers."""
+"""GPU programs compiled on a machine without a GPU, and what their text says about copies, loops
+and transfers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def gpu_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """A mesh of H100s that are only described."""
     count = math.prod(shape)
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=f"h100x{count}", target_config=TARGET.read_text(), topology=f"1x1x{count}"
+        platform="cuda",
+        topology_name=f"h100x{count}",
+        target_config=TARGET.read_text(),
+        topology=f"1x1x{count}",
     )
     return topologies.make_mesh(topology, shape, names)
 
@@ -44,14 +49,21 @@ def gpu_fault() -> str | None:
 def needs_gpu_compiler(test: Any) -> Any:
     """Marks a test that compiles GPU programs: it is skipped where that is not possible."""
     fault = gpu_fault()
-    why = f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version"
+    why = (
+        f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
+        "jax-cuda13-pjrt of jaxlib's version"
+    )
     return pytest.mark.gpu_compile(pytest.mark.skipif(fault is not None, reason=why)(test))
 
 
 def lower_for_gpu(function: Any, *shapes: Any) -> Any:
-    """A function of (trees of) whole arrays lowered for described H100s; `.compile()` gives the GPU program."""
+    """A function of (trees of) whole arrays lowered for described H100s; `.compile()` gives the GPU
+    program.
+    """
     everywhere = NamedSharding(gpu_mesh((2,), ("device",)), PartitionSpec())
-    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
+    placed = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes
+    )
     return jax.jit(function).lower(*placed)
 
 
@@ -69,10 +81,19 @@ def first(params: dict[str, Any], microbatch: dict[str, Any]) -> Any:
 
 def last(params: dict[str, Any], x: Any, microbatch: dict[str, Any]) -> Any:
     logits = (x @ params["head"].astype(x.dtype)).astype(jnp.float32)
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), microbatch["tokens"][..., None], axis=-1))
+    return -jnp.mean(
+        jnp.take_along_axis(jax.nn.log_softmax(logits), microbatch["tokens"][..., None], axis=-1)
+    )
 
 
-def shapes(num_stages: int, *, width: int = WIDTH, hidden: int = HIDDEN, layers: int = LAYERS, vocab: int = VOCAB) -> dict[str, Any]:
+def shapes(
+    num_stages: int,
+    *,
+    width: int = WIDTH,
+    hidden: int = HIDDEN,
+    layers: int = LAYERS,
+    vocab: int = VOCAB,
+) -> dict[str, Any]:
     f32 = jnp.float32
     stages = {
         "w1": jax.ShapeDtypeStruct((num_stages, layers, width, hidden), f32),
@@ -92,28 +113,44 @@ def compile_step(schedule: jp.Schedule, **options: Any) -> Any:
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
     params = pipe.place(shapes(schedule.num_stages))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(
+            (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
+        )
+    }
     return pipe.lower(params, batch).compile()
 
 
 def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
-    """The compiled GPU step of a model of the same layers, as many on each stage as the layout says."""
+    """The compiled GPU step of a model of the same layers, as many on each stage as the layout
+    says.
+    """
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
 
     def layer(params: dict[str, Any], x: Any) -> Any:
         return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
 
-    pipe = jp.Pipeline(layers={"E": first, "t": layer, "L": last}, layout=layout, schedule=schedule, mesh=mesh)
+    pipe = jp.Pipeline(
+        layers={"E": first, "t": layer, "L": last}, layout=layout, schedule=schedule, mesh=mesh
+    )
     count = jp.parse_layout(layout, devices=schedule.num_devices).layers.count("t")
     canonical = shapes(1, layers=count)
-    canonical["stages"] = {"t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])}
+    canonical["stages"] = {
+        "t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
+    }
     everywhere = NamedSharding(mesh, PartitionSpec())
-    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(
+            (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
+        )
+    }
     return pipe.lower(pipe.place(canonical), batch).compile()
 
 
 def compile_two_kinds(schedule: jp.Schedule, layout: str, *, tensor: int = 1) -> tuple[Any, int]:
-    """The compiled GPU step of narrow and wide layers, which share a buffer, and the numbers of it that a device has."""
+    """The compiled GPU step of narrow and wide layers, which share a buffer, and the numbers of it
+    that a device has.
+    """
     mesh = gpu_mesh((schedule.num_devices, tensor), ("pipe", "tensor"))
     columns, rows = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
     specs = {"stages": {"n": {"w": columns}, "w": {"w1": columns, "b": rows, "w2": rows}}}
@@ -125,12 +162,25 @@ def compile_two_kinds(schedule: jp.Schedule, layout: str, *, tensor: int = 1) ->
         return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
 
     layers = {"E": first, "n": narrow, "w": wide, "L": last}
-    pipe = jp.Pipeline(layers=layers, layout=layout, schedule=schedule, mesh=mesh, specs=specs if tensor > 1 else None)
+    pipe = jp.Pipeline(
+        layers=layers,
+        layout=layout,
+        schedule=schedule,
+        mesh=mesh,
+        specs=specs if tensor > 1 else None,
+    )
     canonical = shapes(1, layers=layout.count("w"))
     own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
-    canonical["stages"] = {"w": own, "n": {"w": jax.ShapeDtypeStruct((layout.count("n"), WIDTH, WIDTH), jnp.float32)}}
+    canonical["stages"] = {
+        "w": own,
+        "n": {"w": jax.ShapeDtypeStruct((layout.count("n"), WIDTH, WIDTH), jnp.float32)},
+    }
     everywhere = NamedSharding(mesh, PartitionSpec())
-    batch = {"tokens": jax.ShapeDtypeStruct((schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere)}
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(
+            (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
+        )
+    }
     params = pipe.place(canonical)
     (buffer,) = jax.tree.leaves(params["stages"])
     return pipe.lower(params, batch).compile(), math.prod(buffer.sharding.shard_shape(buffer.shape))
@@ -157,7 +207,9 @@ def operations(text: str) -> list[Op]:
     for line in text.splitlines():
         if line and not line[0].isspace():
             match = _COMPUTATION.match(line)
-            computation = ("ENTRY " if line.startswith("ENTRY") else "") + match[1] if match else computation
+            computation = (
+                ("ENTRY " if line.startswith("ENTRY") else "") + match[1] if match else computation
+            )
             continue
         match = _OP.match(line)
         if match:
@@ -167,7 +219,14 @@ def operations(text: str) -> list[Op]:
 
 
 def large_copies(text: str, buffers: Sequence[tuple[int, ...]]) -> list[Op]:
-    """Copies, outside the entry's set-up, of values that have as many elements as one of these shapes."""
+    """Copies, outside the entry's set-up, of values that have as many elements as one of these
+    shapes.
+    """
     wanted = set(map(math.prod, buffers))
     copies = [op for op in operations(text) if op.opcode in ("copy", "copy-start")]
-    return [op for op in copies if math.prod(op.shape) in wanted and "broadcast" not in op.line.split(" copy", 1)[1].split(")")[0]]
+    return [
+        op
+        for op in copies
+        if math.prod(op.shape) in wanted
+        and "broadcast" not in op.line.split(" copy", 1)[1].split(")")[0]
+    ]

@@ -18,12 +18,19 @@ RING = [(i, (i + 1) % 4) for i in range(4)]
 
 
 def collectives_of(function: Any, *, sharded: int, whole: int = 0) -> list[Collective]:
-    """Of a function of matrices split by row over four devices, then of whole ones, as each device sees them."""
+    """Of a function of matrices split by row over four devices, then of whole ones, as each device
+    sees them.
+    """
     mesh = gpu_mesh((4,), ("d",))
     specs = (PartitionSpec("d"),) * sharded + (PartitionSpec(),) * whole
-    run = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("d"), check_vma=False)
+    run = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("d"), check_vma=False
+    )
     sizes = [(4 * SIDE, SIDE)] * sharded + [(SIDE, SIDE)] * whole
-    shapes = [jax.ShapeDtypeStruct(n, jnp.float32, sharding=NamedSharding(mesh, s)) for n, s in zip(sizes, specs, strict=True)]
+    shapes = [
+        jax.ShapeDtypeStruct(n, jnp.float32, sharding=NamedSharding(mesh, s))
+        for n, s in zip(sizes, specs, strict=True)
+    ]
     return compile_and_read(jax.jit(run).lower(*shapes)).collectives
 
 
@@ -111,9 +118,15 @@ ENTRY %main (a: f32[4096,1024], b: f32[16,16]) -> f32[4096,1024] {
 def test_starts_and_dones_are_paired_by_name() -> None:
     first, second = find_collectives(parse(PAIR))
     assert (first.kind, first.beside) == ("all-to-all", Beside.ELEMENTWISE)
-    assert (second.kind, second.beside) == ("collective-permute", Beside.NOTHING), "a synchronous call hides nothing"
-    (unhidden, _) = find_collectives(parse(PAIR.replace("4096,1024]{1,0} fusion", "4095,1024]{1,0} fusion")))
+    assert (second.kind, second.beside) == ("collective-permute", Beside.NOTHING), (
+        "a synchronous call hides nothing"
+    )
+    (unhidden, _) = find_collectives(
+        parse(PAIR.replace("4096,1024]{1,0} fusion", "4095,1024]{1,0} fusion"))
+    )
     assert unhidden.beside is Beside.NOTHING, "a fusion of little"
     matmul = 'custom-call(%a), custom_call_target="__cublas$gemm"'
-    (gemm, _) = find_collectives(parse(PAIR.replace("fusion(%a), kind=kLoop, calls=%elementwise", matmul)))
+    (gemm, _) = find_collectives(
+        parse(PAIR.replace("fusion(%a), kind=kLoop, calls=%elementwise", matmul))
+    )
     assert gemm.beside is Beside.MATMUL

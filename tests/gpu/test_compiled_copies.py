@@ -1,4 +1,6 @@
-"""The reader of large copies finds those of small programs with known answers, and takes nothing else for one."""
+"""The reader of large copies finds those of small programs with known answers, and takes nothing
+else for one.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ def moves_of(function: Any, *shapes: Any) -> list[LargeMove]:
 
 
 def in_loops(moves: list[LargeMove]) -> list[tuple[Move, tuple[int, ...], int, bool]]:
-    return [(m.move, m.array.dims, m.place.trips, m.place.guarded) for m in moves if m.place.in_loop]
+    return [
+        (m.move, m.array.dims, m.place.trips, m.place.guarded) for m in moves if m.place.in_loop
+    ]
 
 
 def transposing(x: Any) -> Any:
-    """A matrix that is turned around in every trip; the barrier keeps the transpose apart from the sine that reads it."""
+    """A matrix that is turned around in every trip; the barrier keeps the transpose apart from the
+    sine that reads it.
+    """
     return lax.fori_loop(0, TRIPS, lambda i, x: jnp.sin(lax.optimization_barrier(x.T)), x)
 
 
@@ -36,7 +42,8 @@ def test_a_transpose_in_a_loop_is_counted_every_trip() -> None:
     assert move.move in (Move.TRANSPOSE, Move.COPY)
     assert (move.array.dims, move.place.trips, move.place.guarded) == ((SIDE, SIDE), TRIPS, False)
     assert move.nbytes_a_step == TRIPS * 4 * 2**20
-    # XLA made the transpose itself, and so gave it no name: that of the sine which reads it is taken.
+    # XLA made the transpose itself, and so gave it no name: that of the sine which reads it is
+    # taken.
     assert move.origin.endswith("while/body/closed_call/sin")
     assert move.source.startswith("test_compiled_copies.py:")
 
@@ -46,7 +53,9 @@ def test_rows_written_in_place_are_no_copies() -> None:
     """A pool that a loop carries, and writes a row of in each trip."""
 
     def write(pool: Any, row: Any) -> Any:
-        return lax.fori_loop(0, TRIPS, lambda i, pool: lax.dynamic_update_index_in_dim(pool, row * i, i, 0), pool)
+        return lax.fori_loop(
+            0, TRIPS, lambda i, pool: lax.dynamic_update_index_in_dim(pool, row * i, i, 0), pool
+        )
 
     assert in_loops(moves_of(write, MATRIX, ROW)) == []
 
@@ -72,17 +81,25 @@ def test_a_conditional_copies_the_pool_that_it_hands_on_and_a_loop_of_one_trip_d
     def step(tick: Any) -> Any:
         def trip(pool: Any, flag: Any) -> Any:
             def write(pool: Any) -> Any:
-                return lax.dynamic_update_index_in_dim(pool, jnp.sin(pool[flag[1]] @ pool[flag[2]]), flag[3], 0)
+                return lax.dynamic_update_index_in_dim(
+                    pool, jnp.sin(pool[flag[1]] @ pool[flag[2]]), flag[3], 0
+                )
 
             return tick(flag[0] > 0, write, pool), None
 
         return lambda pool, flags: lax.scan(trip, pool, flags)[0]
 
     def once(p: Any, write: Any, pool: Any) -> Any:
-        return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), write(c[1])), (p, pool))[1]
+        return lax.while_loop(
+            lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), write(c[1])), (p, pool)
+        )[1]
 
     flags = jax.ShapeDtypeStruct((TRIPS, 4), jnp.int32)
-    conditional = in_loops(moves_of(step(lambda p, write, pool: lax.cond(p, write, lambda pool: pool, pool)), POOL, flags))
+    conditional = in_loops(
+        moves_of(
+            step(lambda p, write, pool: lax.cond(p, write, lambda pool: pool, pool)), POOL, flags
+        )
+    )
     assert (Move.COPY, POOL.shape) in [found[:2] for found in conditional]
     assert POOL.shape not in [dims for _, dims, *_ in in_loops(moves_of(step(once), POOL, flags))]
 
@@ -157,7 +174,8 @@ def test_roots_of_fusions_are_told_apart() -> None:
     assert len(large_moves(parse(FUSIONS), least=2**20 - 1024)) == len(found) + 1
 
 
-# A loop that carries a pool of 8 rows and an accumulator, around a loop that stacks; scores of a block are as large as the pool.
+# A loop that carries a pool of 8 rows and an accumulator, around a loop that stacks; scores of a
+# block are as large as the pool.
 CARRIED = """HloModule carried, is_scheduled=true
 
 %row (p: bf16[8,512,512], q: bf16[512,4096], i: s32[]) -> bf16[4096,512] {
@@ -229,7 +247,9 @@ ENTRY %main (start: (s32[], bf16[8,512,512], f32[8,512,512])) -> (s32[], bf16[8,
 
 
 def test_what_is_carried_is_told_by_where_it_comes_from_and_goes_to() -> None:
-    """Not by its size: a block's scores have as many elements as the pool, of which the same fusion reads a row."""
+    """Not by its size: a block's scores have as many elements as the pool, of which the same fusion
+    reads a row.
+    """
     found = {m.instruction.name: (m.move, m.is_carried) for m in large_moves(parse(CARRIED))}
     assert found == {
         "own": (Move.TRANSPOSE, False),

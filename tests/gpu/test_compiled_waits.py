@@ -10,14 +10,25 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpipe.compiled import GpuProgram, always, compile_and_read, count_waits, flat, most_waits, never, parse
+from jaxpipe.compiled import (
+    GpuProgram,
+    always,
+    compile_and_read,
+    count_waits,
+    flat,
+    most_waits,
+    never,
+    parse,
+)
 from jaxpipe.compiled.thunks import graph_nodes
 from jaxpipe.compiled.waits import Predicate, find_predicates
 from tests.gpu import programs
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 GRAPHS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+    ),
     "xla_gpu_graph_min_graph_size": 1,
 }
 TICKS, LAYERS = 5, 3
@@ -36,7 +47,9 @@ def layers(x: Any, w: Any) -> Any:
 
 
 def when(flag: Any, body: Any, x: Any) -> Any:
-    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), body(c[1])), (flag > 0, x))[1]
+    return lax.while_loop(
+        lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), body(c[1])), (flag > 0, x)
+    )[1]
 
 
 def ticks(tick: Any) -> Any:
@@ -75,7 +88,9 @@ def test_a_nested_predicate_is_asked_where_the_outer_one_is_taken() -> None:
     assert (outer.asked, [each.asked for each in outer.nested]) == (TICKS, [1])
     assert count_waits(predicates, never) == TICKS
     assert count_waits(predicates, always) == 4 * TICKS
-    assert count_waits(predicates, lambda p, asked: 3 if p is outer else asked) == (TICKS + 3) + 2 * 3
+    assert (
+        count_waits(predicates, lambda p, asked: 3 if p is outer else asked) == (TICKS + 3) + 2 * 3
+    )
 
 
 @needs_gpu_compiler
@@ -118,9 +133,14 @@ condition:
         006: kConditional [source | sink]
     007: kWhile [source | sink]"""
     loops, conditionals = {2: "while.a", 4: "while.c", 7: "while.e"}, {3: "cond.b", 6: "cond.d"}
-    entry = 'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{}"\n    thunk_id: {}\n  }}\n  thunk_kind: "k{}"\n}}\n'
+    entry = (
+        'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{}"\n'
+        '    thunk_id: {}\n  }}\n  thunk_kind: "k{}"\n}}\n'
+    )
     metadata = "".join(entry.format(name, number, "While") for number, name in loops.items())
-    metadata += "".join(entry.format(name, number, "Conditional") for number, name in conditionals.items())
+    metadata += "".join(
+        entry.format(name, number, "Conditional") for number, name in conditionals.items()
+    )
     assert graph_nodes(sequence, metadata) == {"while.a", "cond.b", "cond.d"}
 
 
@@ -169,7 +189,9 @@ def test_no_more_predicates_of_a_kind_are_taken_than_a_device_has_actions_of_it(
     named = GATES
     for number, scope in ((1, "F chunk 0"), (4, "W.0 with B.1")):
         line = next(line for line in GATES.splitlines() if line.startswith(f"  %w{number} = "))
-        named = named.replace(line, f'{line}, metadata={{op_name="jit(step)/ticks/while/body/{scope}/while"}}')
+        named = named.replace(
+            line, f'{line}, metadata={{op_name="jit(step)/ticks/while/body/{scope}/while"}}'
+        )
     predicates = find_predicates(parse(named), ())
     assert [each.kind for each in predicates] == ["F", None, None, "W", None]
     assert most_waits(predicates, actions=9, by_kind={"F": 0, "W": 0}) == 5 + 2
@@ -184,14 +206,23 @@ def test_what_is_only_lowered_is_refused() -> None:
 
 def test_predicates_print_what_they_are() -> None:
     found: tuple[Predicate, ...] = find_predicates(parse(GATES), ("w5",))
-    assert [str(each) for each in found][3:] == ["loop w4 asked 1", "loop w5 asked 1 (graph) (sends)"]
+    assert [str(each) for each in found][3:] == [
+        "loop w4 asked 1",
+        "loop w5 asked 1 (graph) (sends)",
+    ]
 
 
 @needs_gpu_compiler
-def test_without_versions_no_loop_becomes_a_graph_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_versions_no_loop_becomes_a_graph_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Why the described GPU has them."""
     bare = tmp_path / "h100.txtpb"
-    bare.write_text("\n".join(line for line in programs.TARGET.read_text().splitlines() if "_version:" not in line))
+    bare.write_text(
+        "\n".join(
+            line for line in programs.TARGET.read_text().splitlines() if "_version:" not in line
+        )
+    )
     monkeypatch.setattr(programs, "TARGET", bare)
     monkeypatch.setattr(programs, "gpu_mesh", programs.gpu_mesh.__wrapped__)
     (outer,) = read(one, GRAPHS).predicates

@@ -1,4 +1,6 @@
-"""In the GPU program no slot, accumulator or parameter is copied in the loop: what a CPU run cannot show."""
+"""In the GPU program no slot, accumulator or parameter is copied in the loop: what a CPU run cannot
+show.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ pytestmark = [
     pytest.mark.gpu_compile,
     pytest.mark.skipif(
         FAULT is not None,
-        reason=f"GPU programs cannot be compiled here ({FAULT}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version",
+        reason=f"GPU programs cannot be compiled here ({FAULT}); install jax-cuda13-plugin and "
+        "jax-cuda13-pjrt of jaxlib's version",
     ),
 ]
 
@@ -49,37 +52,58 @@ def buffers(schedule: jp.Schedule) -> list[tuple[int, ...]]:
 
 def shapes_of(text: str) -> list[tuple[int, ...]]:
     """Every shape in a piece of HLO text."""
-    return [tuple(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", text)]
+    return [
+        tuple(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", text)
+    ]
 
 
 QUICK = ("1f1b", "interleaved_1f1b_overlap", "zb_h1")
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in jp.schedules.names() if n != "no_pipelining"])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else slow(n) for n in jp.schedules.names() if n != "no_pipelining"]
+)
 def test_no_buffer_is_copied(name: str) -> None:
     schedule = build(name)
     text = compile_step(schedule).as_text()
     assert not large_copies(text, buffers(schedule))
-    # A conditional holds an exchange: it returns what arrives, and never a pool, which XLA would copy.
-    results = [shape for op in operations(text) if op.opcode == "conditional" for shape in shapes_of(op.line.split(" conditional(")[0])]
+    # A conditional holds an exchange: it returns what arrives, and never a pool, which XLA would
+    # copy.
+    results = [
+        shape
+        for op in operations(text)
+        if op.opcode == "conditional"
+        for shape in shapes_of(op.line.split(" conditional(")[0])
+    ]
     assert not set(results) & set(buffers(schedule))
     assert "collective-permute-start(" in text
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zb_h1")])
 def test_no_buffer_is_copied_where_stages_have_different_layers(name: str) -> None:
-    """Pools and accumulators that kinds of stages share: those with a third layer hold its arrays apart."""
+    """Pools and accumulators that kinds of stages share: those with a third layer hold its arrays
+    apart.
+    """
     schedule = build(name)
     text = compile_layered_step(schedule, "Ettt|tt|ttt|ttL").as_text()
     assert not large_copies(text, buffers(schedule))
-    # A conditional holds an exchange: it returns what arrives, and never a pool, which XLA would copy.
-    results = [shape for op in operations(text) if op.opcode == "conditional" for shape in shapes_of(op.line.split(" conditional(")[0])]
+    # A conditional holds an exchange: it returns what arrives, and never a pool, which XLA would
+    # copy.
+    results = [
+        shape
+        for op in operations(text)
+        if op.opcode == "conditional"
+        for shape in shapes_of(op.line.split(" conditional(")[0])
+    ]
     assert not set(results) & set(buffers(schedule))
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("1f1b", 1), slow("zb_h1", 1), slow("1f1b", 2)])
-def test_a_buffer_of_two_kinds_of_layer_is_read_and_added_to_in_place(name: str, tensor: int) -> None:
-    """Two narrow layers, or two wide ones: neither the buffer nor a stack in it is copied, and its accumulator is added to in place.
+def test_a_buffer_of_two_kinds_of_layer_is_read_and_added_to_in_place(
+    name: str, tensor: int
+) -> None:
+    """Two narrow layers, or two wide ones: neither the buffer nor a stack in it is copied, and its
+    accumulator is added to in place.
 
     With a tensor axis the same holds of a device's part, and no parameter is gathered.
     """
@@ -88,28 +112,56 @@ def test_a_buffer_of_two_kinds_of_layer_is_read_and_added_to_in_place(name: str,
     stacks = [(2, WIDTH, HIDDEN // tensor), (3, WIDTH, WIDTH // tensor)]
     copies = ("copy", "copy-start", "slice", "dynamic-slice")
     moved = [op for op in operations(text) if op.opcode in copies and "/while/" in op.line]
-    assert [op.line[:200] for op in moved if math.prod(op.shape) in {size, *map(math.prod, stacks)}] == []
-    rewritten = [op for op in operations(text) if op.opcode == "dynamic-update-slice" and math.prod(op.shape) == size]
+    assert [
+        op.line[:200] for op in moved if math.prod(op.shape) in {size, *map(math.prod, stacks)}
+    ] == []
+    rewritten = [
+        op
+        for op in operations(text)
+        if op.opcode == "dynamic-update-slice" and math.prod(op.shape) == size
+    ]
     assert rewritten
-    exchanged = [op for op in operations(text) if op.opcode.startswith(("all-gather", "all-to-all"))]
-    assert [op.line[:200] for op in exchanged if math.prod(op.shape) in {WIDTH * WIDTH, WIDTH * HIDDEN}] == []
+    exchanged = [
+        op for op in operations(text) if op.opcode.startswith(("all-gather", "all-to-all"))
+    ]
+    assert [
+        op.line[:200] for op in exchanged if math.prod(op.shape) in {WIDTH * WIDTH, WIDTH * HIDDEN}
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zbv"), slow("interleaved_1f1b")])
 def test_pools_of_inputs_are_written_in_place(name: str) -> None:
-    """What arrives goes into a slot, also where that depends on what the slot had: nothing else makes an array of the pool's shape."""
+    """What arrives goes into a slot, also where that depends on what the slot had: nothing else
+    makes an array of the pool's shape.
+    """
     text = compile_step(build(name), remat="full").as_text()
     # A pool keeps an input by row of the microbatch: see `jaxprs.entry`.
-    made = [op for op in operations(text) if op.shape[0:1] > (1,) and op.shape[1:] in ((ROWS, TIME, WIDTH), (ROWS, TIME * WIDTH))]
-    outside = [op for op in made if "fused" not in op.computation and op.opcode not in ("get-tuple-element", "parameter", "bitcast")]
+    made = [
+        op
+        for op in operations(text)
+        if op.shape[0:1] > (1,) and op.shape[1:] in ((ROWS, TIME, WIDTH), (ROWS, TIME * WIDTH))
+    ]
+    outside = [
+        op
+        for op in made
+        if "fused" not in op.computation
+        and op.opcode not in ("get-tuple-element", "parameter", "bitcast")
+    ]
     assert any("dynamic_update_slice" in op.name for op in outside)
-    # A scan's stack inside a block may have the pool's shape: it is taken from memory as it is, and filled row by row.
+    # A scan's stack inside a block may have the pool's shape: it is taken from memory as it is, and
+    # filled row by row.
     others = [op for op in outside if "AllocateBuffer" not in op.line]
-    assert [op.name for op in others if "dynamic_update_slice" not in op.name and "broadcast" not in op.name] == []
+    assert [
+        op.name
+        for op in others
+        if "dynamic_update_slice" not in op.name and "broadcast" not in op.name
+    ] == []
 
 
 def test_a_conditional_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check above has teeth: with `lax.cond` for the predicate it finds copies of pools and accumulators."""
+    """The check above has teeth: with `lax.cond` for the predicate it finds copies of pools and
+    accumulators.
+    """
 
     def conditional(predicate, body, carry):
         return jax.numpy.zeros((), bool), jax.lax.cond(predicate, body, lambda s: s, carry)
@@ -120,9 +172,13 @@ def test_a_conditional_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unordered_blocks_would_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the flag that orders blocks XLA may run a writer of a pool before its reader, on a copy."""
+    """Without the flag that orders blocks XLA may run a writer of a pool before its reader, on a
+    copy.
+    """
     original = block.while_once
-    monkeypatch.setattr(block, "while_once", lambda *a: (jax.numpy.zeros((), bool), original(*a)[1]))
+    monkeypatch.setattr(
+        block, "while_once", lambda *a: (jax.numpy.zeros((), bool), original(*a)[1])
+    )
     schedule = build("1f1b")
     copied = large_copies(compile_step(schedule).as_text(), buffers(schedule))
     if not copied:

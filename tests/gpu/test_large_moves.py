@@ -1,5 +1,7 @@
-"""In the GPU program nothing as large as a pool, an accumulator or a stack of layers is made anew in the loop: not copied, not
-transposed, not filled, alone or as the root of a fusion; whatever is kept for the backward, and over every other axis of the mesh."""
+"""In the GPU program nothing as large as a pool, an accumulator or a stack of layers is made anew
+in the loop: not copied, not transposed, not filled, alone or as the root of a fusion; whatever is
+kept for the backward, and over every other axis of the mesh.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ pytestmark = [
     pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
 ]
 CATALOGUE = [name for name in jp.schedules.names() if name != "no_pipelining"]
-ACTIVATION = 2 * SHAPE.rows * SHAPE.time * SHAPE.width  # bytes of what stages hand on: once a block it may be copied
+# bytes of what stages hand on: once a block it may be copied
+ACTIVATION = 2 * SHAPE.rows * SHAPE.time * SHAPE.width
 
 
 def found(case: Case) -> list[LargeMove]:
-    """Whole arrays that the loop carries or reads (`LargeMove.is_carried`), larger than what stages hand on, that it makes anew."""
+    """Whole arrays that the loop carries or reads (`LargeMove.is_carried`), larger than what stages
+    hand on, that it makes anew.
+    """
     moves = compile_and_read(case.lower()).large_moves
     anew = (each for each in moves if each.place.in_loop and each.move is not Move.SLICE)
     return [each for each in anew if each.is_carried and each.nbytes > ACTIVATION]
@@ -40,7 +45,9 @@ def grid() -> list[object]:
     The rest is run by hand; `tests/gpu/test_in_place.py` has the catalogue.
     """
     later = {("1f1b", axes, Remat.NOTHING) for axes in (Axes.FSDP, Axes.TENSOR)}
-    later |= {("zb_h1", Axes.PIPE, remat) for remat in (Remat.NOTHING, Remat.LAYER)} | {("zb_h1", Axes.TENSOR, Remat.LAYER)}
+    later |= {("zb_h1", Axes.PIPE, remat) for remat in (Remat.NOTHING, Remat.LAYER)} | {
+        ("zb_h1", Axes.TENSOR, Remat.LAYER)
+    }
     every = [(name, axes, remat) for name in CATALOGUE for axes in Axes for remat in Remat]
     return [slow(*each) if each in later else exhaustive(*each) for each in every]
 
@@ -51,7 +58,9 @@ def test_nothing_large_is_made_anew(name: str, axes: Axes, remat: Remat) -> None
 
 
 @pytest.mark.slow
-def test_pools_in_the_shape_of_their_values_would_be_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_in_the_shape_of_their_values_would_be_transposed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The check has teeth: without `jaxprs.entry` attention's layouts reach the pools."""
     monkeypatch.setattr(Entry, "kept", property(lambda entry: entry.shape))
     monkeypatch.setattr(Entry, "by_row", property(lambda entry: len(entry.shape) > 1))

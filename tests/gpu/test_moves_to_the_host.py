@@ -1,4 +1,6 @@
-"""In the program for GPUs, residuals that wait on the host leave and come back while blocks run, and take no room on the device."""
+"""In the program for GPUs, residuals that wait on the host leave and come back while blocks run,
+and take no room on the device.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.program.pools import UNDER_WAY
-from tests.gpu.programs import compile_step, first, gpu_mesh, large_copies, last, needs_gpu_compiler, stage
+from tests.gpu.programs import (
+    compile_step,
+    first,
+    gpu_mesh,
+    large_copies,
+    last,
+    needs_gpu_compiler,
+    stage,
+)
 
 MOVE = re.compile(r"%(dynamic-(?:update-)?slice)-(start|done)[\w.]* = .*")
 
@@ -33,7 +43,11 @@ def beside(text):
 def slots_of(schedule, **options):
     """What the program for GPUs has."""
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
-    return jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)._plan.program().slots
+    return (
+        jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
+        ._plan.program()
+        .slots
+    )
 
 
 @needs_gpu_compiler
@@ -42,14 +56,17 @@ def test_copies_run_beside_blocks_and_the_device_has_fewer_slots():
     schedule = jp.schedules.build("1f1b", devices=8, microbatches=16)
     plain, away = compile_step(schedule), compile_step(schedule, offload="residuals")
     text, before, after = away.as_text(), plain.memory_analysis(), away.memory_analysis()
-    # In every piece of code: two ticks a trip, of which each fetches beside its backward and stores beside its forward.
+    # In every piece of code: two ticks a trip, of which each fetches beside its backward and stores
+    # beside its forward.
     moves = beside(text)
     assert len(moves) >= 4
     assert set(moves) == {("dynamic-slice", True), ("dynamic-update-slice", True)}
-    slot = 2 * 2 * 40 * (352 + 352 + 96) * 2  # layers, rows, time; GELU's two arrays and the normal input, bfloat16
+    # layers, rows, time; GELU's two arrays and the normal input, bfloat16
+    slot = 2 * 2 * 40 * (352 + 352 + 96) * 2
     here, there = slots_of(schedule), slots_of(schedule, offload="residuals")
     assert before.host_temp_size_in_bytes == 0
-    assert after.host_temp_size_in_bytes == (there.host + 1) * slot  # one slot is for what nobody needs
+    # one slot is for what nobody needs
+    assert after.host_temp_size_in_bytes == (there.host + 1) * slot
     fewer = here.residual_weight - there.residual_weight - UNDER_WAY
     assert fewer >= 4
     assert 0.9 * fewer * slot < before.temp_size_in_bytes - after.temp_size_in_bytes

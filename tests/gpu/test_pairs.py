@@ -1,4 +1,6 @@
-"""An overlapped pair is one loop over layers: the collectives of either half run beside matmuls of the other."""
+"""An overlapped pair is one loop over layers: the collectives of either half run beside matmuls of
+the other.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,18 @@ def split(params: dict[str, Any], x: Any) -> Any:
 
     def layer(x: Any, p: dict[str, Any]) -> tuple[Any, None]:
         for _ in range(2):
-            x = x + jax.lax.with_sharding_constraint(jnp.tanh(x @ p["up"]) @ p["down"], PartitionSpec(None, None))
+            x = x + jax.lax.with_sharding_constraint(
+                jnp.tanh(x @ p["up"]) @ p["down"], PartitionSpec(None, None)
+            )
         return x, None
 
     return jax.lax.scan(layer, x, params)[0]
 
 
 def scattered(params: dict[str, Any], x: Any) -> Any:
-    """The same, and between the layers x is split by rows over the tensor axis (sequence parallelism)."""
+    """The same, and between the layers x is split by rows over the tensor axis (sequence
+    parallelism).
+    """
     place = jax.lax.with_sharding_constraint
 
     def layer(x: Any, p: dict[str, Any]) -> tuple[Any, None]:
@@ -61,12 +67,28 @@ def program(name: str, stage: Any, **axes: Any) -> GpuProgram:
     schedule = jp.schedules.build(name, devices=2, microbatches=MICROBATCHES)
     second = "expert" if "data_axes" in axes else "tensor"
     mesh = gpu_mesh((2, 2), ("pipe", second))
-    shapes = {"to": (WIDTH, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "from": (WIDTH, WIDTH)}
-    stages = {k: jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, *dims), jnp.bfloat16) for k, dims in shapes.items()}
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(jnp.square(x.astype(jnp.float32))), **axes)
+    shapes = {
+        "to": (WIDTH, WIDTH),
+        "up": (WIDTH, HIDDEN),
+        "down": (HIDDEN, WIDTH),
+        "from": (WIDTH, WIDTH),
+    }
+    stages = {
+        k: jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, *dims), jnp.bfloat16)
+        for k, dims in shapes.items()
+    }
+    pipe = jp.Pipeline(
+        stage,
+        schedule=schedule,
+        mesh=mesh,
+        last=lambda p, x, mb: jnp.mean(jnp.square(x.astype(jnp.float32))),
+        **axes,
+    )
     shards = 2 if "data_axes" in axes else 1
     spec = PartitionSpec("expert") if shards == 2 else PartitionSpec()
-    rows = jax.ShapeDtypeStruct((MICROBATCHES * ROWS * shards, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    rows = jax.ShapeDtypeStruct(
+        (MICROBATCHES * ROWS * shards, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+    )
     return compile_and_read(pipe.lower(pipe.place({"stages": stages, "last": {}}), {"x": rows}))
 
 
@@ -98,11 +120,21 @@ def test_all_to_alls_of_experts_run_beside_matmuls(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stage", "least"),
-    [slow("1f1b_overlap", split, 3), exhaustive("dualpipev", split, 3), slow("1f1b_overlap", scattered, 8)],
+    [
+        slow("1f1b_overlap", split, 3),
+        exhaustive("dualpipev", split, 3),
+        slow("1f1b_overlap", scattered, 8),
+    ],
 )
-def test_collectives_of_the_tensor_axis_run_beside_matmuls(name: str, stage: Any, least: int) -> None:
-    """Each by itself: one that is made one with another, of the other half, has nothing left to run beside."""
-    specs = {"stages": {"up": PartitionSpec(None, None, "tensor"), "down": PartitionSpec(None, "tensor")}}
+def test_collectives_of_the_tensor_axis_run_beside_matmuls(
+    name: str, stage: Any, least: int
+) -> None:
+    """Each by itself: one that is made one with another, of the other half, has nothing left to run
+    beside.
+    """
+    specs = {
+        "stages": {"up": PartitionSpec(None, None, "tensor"), "down": PartitionSpec(None, "tensor")}
+    }
     found = program(name, stage, specs=specs)
     collectives = of_pairs(found, "all-reduce", "reduce-scatter", "all-gather")
     assert len(collectives) >= least
@@ -110,7 +142,9 @@ def test_collectives_of_the_tensor_axis_run_beside_matmuls(name: str, stage: Any
 
 
 def test_a_forward_alone_covers_nothing() -> None:
-    """The measure can fail: in a loop of a forward alone each all-to-all waits for the matmul before it, and the next for it."""
+    """The measure can fail: in a loop of a forward alone each all-to-all waits for the matmul
+    before it, and the next for it.
+    """
     found = program("1f1b", routed, data_axes=("expert",))
     loops: dict[str, list[Collective]] = {}
     for each in found.collectives:

@@ -17,19 +17,40 @@ LAYERS = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     ("shape", "names", "options"),
-    [((2,), ("pipe",), {}), ((2, 2), ("pipe", "data"), {"data_axes": ("data",)}), ((2, 2), ("stages", "tensor"), {"axis": "stages"})],
+    [
+        ((2,), ("pipe",), {}),
+        ((2, 2), ("pipe", "data"), {"data_axes": ("data",)}),
+        ((2, 2), ("stages", "tensor"), {"axis": "stages"}),
+    ],
 )
-def test_a_plan_is_of_the_program_that_runs(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]) -> None:
-    """For stages so short that what predicates take decides: those of blocks that communicate are the host's."""
+def test_a_plan_is_of_the_program_that_runs(
+    shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """For stages so short that what predicates take decides: those of blocks that communicate are
+    the host's.
+    """
     mesh = gpu_mesh(shape, names)
-    cost, loss = jp.LayerCost(forward=2e-4, input_grad=2e-4, weight_grad=2e-4), jp.LayerCost(forward=1e-4, input_grad=1e-4, weight_grad=0)
-    given: dict[str, Any] = {"devices": 2, "microbatches": 4, "schedules": ("zbv",), "chunks": (2,), "remat": (None,)}
+    cost, loss = (
+        jp.LayerCost(forward=2e-4, input_grad=2e-4, weight_grad=2e-4),
+        jp.LayerCost(forward=1e-4, input_grad=1e-4, weight_grad=0),
+    )
+    given: dict[str, Any] = {
+        "devices": 2,
+        "microbatches": 4,
+        "schedules": ("zbv",),
+        "chunks": (2,),
+        "remat": (None,),
+    }
     # A hop as long as where nothing is known of it, so that seconds compare too.
-    (plan,) = jp.plan("ttttL", {"t": cost, "L": loss}, transfer=GUESSED.hop, mesh=mesh, **given, **options)
+    (plan,) = jp.plan(
+        "ttttL", {"t": cost, "L": loss}, transfer=GUESSED.hop, mesh=mesh, **given, **options
+    )
     tensor = "tensor" in names
     pipe = plan.pipeline(LAYERS, mesh=mesh, **({"replicated_axes": ("tensor",)} if tensor else {}))
     took = pipe._step_time()
     assert took is not None
     assert plan.seconds == took.seconds
     alone = plan.pipeline(LAYERS, mesh=gpu_mesh((2,), ("pipe",)), axis="pipe", data_axes=())
-    assert (pipe._plan == alone._plan) == (not tensor), "where blocks communicate, another program is chosen"
+    assert (pipe._plan == alone._plan) == (not tensor), (
+        "where blocks communicate, another program is chosen"
+    )

@@ -11,7 +11,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.compiled import compile_and_read
-from tests.gpu.programs import ROWS, TIME, VOCAB, WIDTH, first, gpu_fault, gpu_mesh, last, shapes, stage
+from tests.gpu.programs import (
+    ROWS,
+    TIME,
+    VOCAB,
+    WIDTH,
+    first,
+    gpu_fault,
+    gpu_mesh,
+    last,
+    shapes,
+    stage,
+)
 from tests.tiers import exhaustive, slow
 
 FAULT = gpu_fault()
@@ -21,17 +32,23 @@ pytestmark = [
 ]
 
 
-def report(name: str, microbatches: int = 8, remat: str | None = None, devices: int = 4) -> dict[str, object]:
+def report(
+    name: str, microbatches: int = 8, remat: str | None = None, devices: int = 4
+) -> dict[str, object]:
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     mesh = gpu_mesh((devices,), ("pipe",))
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, remat=remat)
-    rows = jax.ShapeDtypeStruct((microbatches * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    rows = jax.ShapeDtypeStruct(
+        (microbatches * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
+    )
     return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
 
 
 @pytest.mark.parametrize("defers", [False, slow(True)])
 def test_a_spread_head_waits_for_nobody_in_the_steady_state(defers: bool) -> None:
-    """Its collectives are under no predicate: a host would wait for each, since no CUDA graph holds a collective."""
+    """Its collectives are under no predicate: a host would wait for each, since no CUDA graph holds
+    a collective.
+    """
 
     def head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
         return jp.VocabHead()(params, x, {"targets": microbatch["tokens"]}, ctx=ctx)
@@ -41,11 +58,23 @@ def test_a_spread_head_waits_for_nobody_in_the_steady_state(defers: bool) -> Non
     mesh = gpu_mesh((4,), ("pipe",))
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=jp.spread(head))
     canonical = {**shapes(4), "last": {"head": jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32)}}
-    rows = jax.ShapeDtypeStruct((8 * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    program = compile_and_read(pipe.lower(pipe.place(canonical), {"tokens": rows}), pipe.compiler_options)
-    sums = [each for each in program.collectives if each.kind == "all-reduce" and each.place.trips > 1]
-    shares = [s for s in pipe._plan.segments if s.repeats > 1 and any(use.block.is_share for t in s.templates for use in t.blocks)]
-    assert {each.place.trips for each in sums} == {s.repeats for s in shares} != set(), "once a trip"
+    rows = jax.ShapeDtypeStruct(
+        (8 * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
+    )
+    program = compile_and_read(
+        pipe.lower(pipe.place(canonical), {"tokens": rows}), pipe.compiler_options
+    )
+    sums = [
+        each for each in program.collectives if each.kind == "all-reduce" and each.place.trips > 1
+    ]
+    shares = [
+        s
+        for s in pipe._plan.segments
+        if s.repeats > 1 and any(use.block.is_share for t in s.templates for use in t.blocks)
+    ]
+    assert {each.place.trips for each in sums} == {s.repeats for s in shares} != set(), (
+        "once a trip"
+    )
     assert not any(each.place.guarded for each in sums)
     assert not [each for each in program.predicates if not each.in_graph]
 
@@ -73,10 +102,13 @@ def test_the_ramps_of_dualpipev_do_not_wait_for_the_host() -> None:
     assert report("dualpipev", microbatches=12, devices=6)["host_waits"] == 0
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv"), exhaustive("v_half")])
+@pytest.mark.parametrize(
+    "name", ["interleaved_1f1b", slow("zb_h1"), slow("zbv"), exhaustive("v_half")]
+)
 def test_what_has_slack_runs_beside_compute(name: str) -> None:
     """From trip to trip of the steady state too, and no transfer is chosen."""
-    # ZB-V comes to its steady state late: with 16 microbatches its longest loop is still of the ramps.
+    # ZB-V comes to its steady state late: with 16 microbatches its longest loop is still of the
+    # ramps.
     found = report(name, microbatches=32 if name == "zbv" else 16)
     late, with_slack = found["late_transfers"]
     assert late > 0.9 * with_slack

@@ -1,4 +1,6 @@
-"""Pipe x tensor meshes of described GPUs: the memory of a device is what the plan predicts, and grows with the schedule's slots."""
+"""Pipe x tensor meshes of described GPUs: the memory of a device is what the plan predicts, and
+grows with the schedule's slots.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,23 @@ pytestmark = [
     pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
 ]
 
-# A layer's input is large against the other arrays of a block, so that what the slots hold is most of the temporary memory.
-SHAPE = Shape(width=512, heads=4, kv_heads=2, head_dim=16, hidden=64, vocab=128, layers=8, rows=8, time=128)
-GPIPE = Case(SHAPE, pipe=2, tensor=2, schedule="gpipe", chunks=1, microbatches=16, remat=True, sequence=True)
+# A layer's input is large against the other arrays of a block, so that what the slots hold is most
+# of the temporary memory.
+SHAPE = Shape(
+    width=512, heads=4, kv_heads=2, head_dim=16, hidden=64, vocab=128, layers=8, rows=8, time=128
+)
+GPIPE = Case(
+    SHAPE, pipe=2, tensor=2, schedule="gpipe", chunks=1, microbatches=16, remat=True, sequence=True
+)
 
 
 def check(found: Memory) -> None:
-    # Arguments are the parameters and the batch, outputs the gradients and the loss, but for what XLA aligns: some bytes an array.
+    # Arguments are the parameters and the batch, outputs the gradients and the loss, but for what
+    # XLA aligns: some bytes an array.
     assert 0 <= found.arguments - found.predicted["parameters"] - found.predicted["batch"] < 2**14
     assert 0 <= found.outputs - found.predicted["gradients"] < 2**14
-    # What is predicted leaves out how XLA packs temporary arrays of a block beside those of the loop.
+    # What is predicted leaves out how XLA packs temporary arrays of a block beside those of the
+    # loop.
     assert abs(found.ratio - 1) <= 0.05
 
 
@@ -42,11 +51,22 @@ def test_programs_differ_by_what_their_slots_hold() -> None:
     assert gpipe.predicted["pools"] > 4 * one.predicted["pools"]
     # The work space of a block is the same, but for a permute's buffers.
     activation = 2 * SHAPE.rows * SHAPE.time * SHAPE.width
-    assert abs((gpipe.temp - one.temp) - (gpipe.predicted["pools"] - one.predicted["pools"])) <= 2 * activation
+    assert (
+        abs((gpipe.temp - one.temp) - (gpipe.predicted["pools"] - one.predicted["pools"]))
+        <= 2 * activation
+    )
 
 
 @pytest.mark.exhaustive
 def test_an_uneven_layout_of_real_size_is_predicted_too() -> None:
-    """61 layers on the 32 stages of 16 devices, the last without any.  In a tiny model XLA packs unlike stages up to 8 % tighter."""
+    """61 layers on the 32 stages of 16 devices, the last without any.  In a tiny model XLA packs
+    unlike stages up to 8 % tighter.
+    """
     size = replace(GPIPE, shape=Shape(layers=61), pipe=16, tensor=8, microbatches=32)
-    check(Memory.of(replace(size, schedule="interleaved_1f1b", chunks=2, layout="Et|" + "tt|" * 30 + "L").report()))
+    check(
+        Memory.of(
+            replace(
+                size, schedule="interleaved_1f1b", chunks=2, layout="Et|" + "tt|" * 30 + "L"
+            ).report()
+        )
+    )

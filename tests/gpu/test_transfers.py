@@ -1,4 +1,6 @@
-"""In the GPU program transfers are asynchronous, carry what the table moves, and run beside compute where there is slack."""
+"""In the GPU program transfers are asynchronous, carry what the table moves, and run beside compute
+where there is slack.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = [
 
 
 def overlapped_transfers(text: str) -> int:
-    """How many transfers have a loop (a block of a stage) between their start and their done, in program order."""
+    """How many transfers have a loop (a block of a stage) between their start and their done, in
+    program order.
+    """
     found = 0
     open_starts: dict[str, bool] = {}
     for line in text.splitlines():
@@ -41,7 +45,9 @@ def overlapped_transfers(text: str) -> int:
 def pairs_of(text: str) -> list[list[tuple[int, int]]]:
     """The source-target pairs of every transfer."""
     found = []
-    for match in re.finditer(r"collective-permute-start\(.*?source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
+    for match in re.finditer(
+        r"collective-permute-start\(.*?source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text
+    ):
         found.append([(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])])
     return found
 
@@ -50,24 +56,37 @@ def pairs_of(text: str) -> list[list[tuple[int, int]]]:
 def test_slack_is_used(name: str) -> None:
     """That between ticks, and that of a W which shares its tick with an F."""
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
-    late = sum(transit.is_late for segment in plan_of(schedule).segments for transit in segment.transits)
+    late = sum(
+        transit.is_late for segment in plan_of(schedule).segments for transit in segment.transits
+    )
     assert late > 0
     assert overlapped_transfers(compile_step(schedule).as_text()) >= late
 
 
 @pytest.mark.slow
 def test_slack_is_used_beside_blocks_that_communicate() -> None:
-    """Both transfers of ZB-H1's steady state: one is under way beside W, one beside I, whose collectives are of the tensor axis."""
-    program = compile_and_read(Case("zb_h1", devices=4, microbatches=16, axes=Axes.TENSOR, remat=Remat.LAYER).lower())
+    """Both transfers of ZB-H1's steady state: one is under way beside W, one beside I, whose
+    collectives are of the tensor axis.
+    """
+    program = compile_and_read(
+        Case("zb_h1", devices=4, microbatches=16, axes=Axes.TENSOR, remat=Remat.LAYER).lower()
+    )
     assert [each.overlapped for each in steady(program.collectives)] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zbv")])
 def test_transfers_are_those_of_the_plan_and_hold_no_cycle(name: str) -> None:
-    """Each by itself: in ZB-V's, activations of one half go the way of the other's cotangents, and are awaited later."""
+    """Each by itself: in ZB-V's, activations of one half go the way of the other's cotangents, and
+    are awaited later.
+    """
     schedule = jp.schedules.build(name, devices=4, microbatches=8)
     plan = plan_of(schedule)
-    planned = [sorted(p.pairs) for s in plan.segments for position in s.templates for p in position.permutes]
+    planned = [
+        sorted(p.pairs)
+        for s in plan.segments
+        for position in s.templates
+        for p in position.permutes
+    ]
     # Once more after the last trip, but that of the last segment, which nobody reads.
     planned += [sorted(t.permute.pairs) for s in plan.segments[:-1] for t in s.in_flight]
     compiled = [sorted(pairs) for pairs in pairs_of(compile_step(schedule).as_text())]
@@ -77,7 +96,9 @@ def test_transfers_are_those_of_the_plan_and_hold_no_cycle(name: str) -> None:
 
 
 def test_steady_state_moves_what_the_table_moves() -> None:
-    """Each trip of 1F1B's steady state has just the table's transfers: two a neighbouring pair, one up and one down."""
+    """Each trip of 1F1B's steady state has just the table's transfers: two a neighbouring pair, one
+    up and one down.
+    """
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
     steady = max(plan_of(schedule).segments, key=lambda s: s.repeats)
     moved = sum(len(p.pairs) for position in steady.templates for p in position.permutes)

@@ -1,4 +1,6 @@
-"""What users may write and what they get: losses, metrics, shared parameters, randomness, trees of activations, data shards."""
+"""What users may write and what they get: losses, metrics, shared parameters, randomness, trees of
+activations, data shards.
+"""
 
 import jax
 import jax.extend.core
@@ -50,14 +52,29 @@ def outcome(pipe, canonical, batch, **how):
     """A training step as an `Outcome`, with every part of the model that has parameters."""
     loss, grads = pipe.value_and_grad(pipe.place(canonical), batch, **how)
     loss = loss[0] if isinstance(loss, tuple) else loss
-    return Outcome(float(loss), {k: v for k, v in to_flat(pipe.canonical(grads)).items() if k in to_flat(canonical)})
+    return Outcome(
+        float(loss),
+        {k: v for k, v in to_flat(pipe.canonical(grads)).items() if k in to_flat(canonical)},
+    )
 
 
-def wanted(canonical, batch, microbatches, *, first=lambda p, mb: mb["x"], stage=plain_stage, last=plain_last):
+def wanted(
+    canonical,
+    batch,
+    microbatches,
+    *,
+    first=lambda p, mb: mb["x"],
+    stage=plain_stage,
+    last=plain_last,
+):
     """The oracle's `Outcome`."""
     full = {"first": {}, **canonical}
-    loss, grads = oracle_value_and_grad(full, batch, first=first, stage=stage, last=last, microbatches=microbatches)
-    return Outcome(float(loss), {k: v for k, v in to_flat(grads).items() if k in to_flat(canonical)})
+    loss, grads = oracle_value_and_grad(
+        full, batch, first=first, stage=stage, last=last, microbatches=microbatches
+    )
+    return Outcome(
+        float(loss), {k: v for k, v in to_flat(grads).items() if k in to_flat(canonical)}
+    )
 
 
 # Losses
@@ -73,9 +90,12 @@ def test_evaluation_is_the_training_loss_on_every_device_and_leaves_no_trace():
     evaluated = pipe.evaluate(params, batch)
     after, _ = pipe.value_and_grad(params, batch)
     assert abs(float(evaluated) - float(before)) <= FLOAT64 * float(before)
-    # One compiled program run twice; and every device gets one sum of the same numbers, of which all but one are zero.
+    # One compiled program run twice; and every device gets one sum of the same numbers, of which
+    # all but one are zero.
     assert float(before) == float(after)
-    assert {float(np.asarray(shard.data)) for shard in evaluated.addressable_shards} == {float(evaluated)}
+    assert {float(np.asarray(shard.data)) for shard in evaluated.addressable_shards} == {
+        float(evaluated)
+    }
     assert len(evaluated.addressable_shards) == 2
 
 
@@ -110,11 +130,16 @@ def test_sum_over_count_divides_once_over_the_whole_batch(data):
     mesh = mesh_of(2, data=data)
     pipe = pipeline(schedule, model, loss=jp.Loss.SUM_OVER_COUNT, mesh=mesh, data_axes=("data",))
     found = outcome(pipe, to_tree(weights), batch)
-    in_torch = torch_ref.run(build("1f1b", microbatches=3 * data).to_csv(), model.reference, batch, weights=weights)
+    in_torch = torch_ref.run(
+        build("1f1b", microbatches=3 * data).to_csv(), model.reference, batch, weights=weights
+    )
     counts = batch["weights"].reshape(3 * data, -1).sum(1)
     assert len(set(counts)) > 1, "equal counts would make this the mean over microbatches"
     assert worst_error(found, Outcome(in_torch.loss, in_torch.grads)) <= FLOAT64
-    assert abs(float(pipe.evaluate(pipe.place(to_tree(weights)), batch)) - in_torch.loss) <= FLOAT64 * in_torch.loss
+    assert (
+        abs(float(pipe.evaluate(pipe.place(to_tree(weights)), batch)) - in_torch.loss)
+        <= FLOAT64 * in_torch.loss
+    )
 
 
 def test_a_padded_last_microbatch_is_right_by_weights():
@@ -123,7 +148,9 @@ def test_a_padded_last_microbatch_is_right_by_weights():
     padded = {k: np.concatenate([v, np.zeros_like(v[:1])]) for k, v in short.items()}
     pipe = pipeline(build("1f1b"), model, loss=jp.Loss.SUM_OVER_COUNT)
     found = outcome(pipe, to_tree(weights), padded)
-    in_torch = torch_ref.run(build("1f1b").to_csv(), model.reference, short, weights=weights, rows=[2, 2, 1])
+    in_torch = torch_ref.run(
+        build("1f1b").to_csv(), model.reference, short, weights=weights, rows=[2, 2, 1]
+    )
     assert worst_error(found, Outcome(in_torch.loss, in_torch.grads)) <= FLOAT64
 
 
@@ -131,11 +158,22 @@ def test_a_padded_last_microbatch_is_right_by_weights():
 def test_metrics_are_averaged_over_microbatches_and_data_shards(data):
     def last(params, x, microbatch):
         error = x @ params["w"] - microbatch["y"]
-        return jnp.mean(error**2), {"worst": jnp.max(jnp.abs(error)), "wide": jnp.mean(error, axis=0), "right": jnp.sum(error < 0)}
+        return jnp.mean(error**2), {
+            "worst": jnp.max(jnp.abs(error)),
+            "wide": jnp.mean(error, axis=0),
+            "right": jnp.sum(error < 0),
+        }
 
     canonical, batch, count = stacked(2), rows_of(3 * data), 3 * data
     mesh = mesh_of(2, data=data)
-    pipe = jp.Pipeline(plain_stage, schedule=build("1f1b"), mesh=mesh, last=last, has_metrics=True, data_axes=("data",))
+    pipe = jp.Pipeline(
+        plain_stage,
+        schedule=build("1f1b"),
+        mesh=mesh,
+        last=last,
+        has_metrics=True,
+        data_axes=("data",),
+    )
     params = pipe.place(canonical)
     (loss, metrics), _ = pipe.value_and_grad(params, batch)
     evaluated_loss, evaluated = pipe.evaluate(params, batch)
@@ -143,7 +181,11 @@ def test_metrics_are_averaged_over_microbatches_and_data_shards(data):
     for s in range(2):
         x = np.tanh(x @ canonical["stages"]["w"][s])
     error = (x @ canonical["last"]["w"] - batch["y"]).reshape(count, ROWS, 2)
-    right = {"worst": np.abs(error).max((1, 2)).mean(), "wide": error.mean((0, 1)), "right": (error < 0).sum((1, 2)).mean()}
+    right = {
+        "worst": np.abs(error).max((1, 2)).mean(),
+        "wide": error.mean((0, 1)),
+        "right": (error < 0).sum((1, 2)).mean(),
+    }
     for found in (metrics, evaluated):
         assert found.keys() == right.keys()
         for key, value in right.items():
@@ -169,7 +211,9 @@ def test_shared_parameters_get_the_sum_over_first_stages_and_last():
     batch = rows_of(3)
     right = wanted(canonical, batch, 3, first=first, stage=stage, last=last)
     for name in ("interleaved_1f1b", "interleaved_zb"):
-        pipe = jp.Pipeline(stage, schedule=build(name, chunks=2), mesh=mesh_of(2), first=first, last=last)
+        pipe = jp.Pipeline(
+            stage, schedule=build(name, chunks=2), mesh=mesh_of(2), first=first, last=last
+        )
         assert worst_error(outcome(pipe, canonical, batch), right) <= FLOAT64
 
 
@@ -189,7 +233,9 @@ def test_parameters_that_nothing_uses_get_zero_gradients():
     canonical = stacked(2)
     full = {key: {**canonical.get(key, {}), **idle[key]} for key in idle}
     batch = rows_of(3)
-    pipe = jp.Pipeline(stage, schedule=build("zb_h1"), mesh=mesh_of(2), first=first, last=plain_last)
+    pipe = jp.Pipeline(
+        stage, schedule=build("zb_h1"), mesh=mesh_of(2), first=first, last=plain_last
+    )
     found = outcome(pipe, full, batch)
     for key in idle:
         assert not found.grads[f"{key}/idle"].any()
@@ -199,7 +245,11 @@ def test_parameters_that_nothing_uses_get_zero_gradients():
 def test_half_precision_parameters_accumulate_in_float32_unless_told_otherwise():
     model = twin("mlp", 2)
     weights, batch = case_data(model, 3, ROWS, dtype=jnp.bfloat16)
-    for option, dtype in ((jnp.float32, jnp.float32), (None, jnp.bfloat16), (jnp.float64, jnp.float64)):
+    for option, dtype in (
+        (jnp.float32, jnp.float32),
+        (None, jnp.bfloat16),
+        (jnp.float64, jnp.float64),
+    ):
         pipe = pipeline(build("1f1b"), model, accumulate_dtype=option)
         _, grads = pipe.value_and_grad(pipe.place(to_tree(weights)), batch)
         assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(dtype)}
@@ -223,7 +273,9 @@ def dropout_stage(params, x, *, ctx):
 
 
 def dropout_outcome(canonical, batch, microbatches, key):
-    """The same model in a plain loop: a key for each stage and microbatch, and nothing else, decides."""
+    """The same model in a plain loop: a key for each stage and microbatch, and nothing else,
+    decides.
+    """
 
     def loss_of(params):
         total = 0.0
@@ -248,14 +300,18 @@ def test_randomness_depends_on_stage_and_microbatch_and_not_on_the_schedule(name
     assert worst_error(found, dropout_outcome(canonical, batch, 3, key)) <= FLOAT64
     other = outcome(pipe, canonical, batch, rng=jax.random.key(8))
     assert other.loss != found.loss
-    assert float(pipe.evaluate(pipe.place(canonical), batch, rng=key)) == pytest.approx(found.loss, rel=FLOAT64)
+    assert float(pipe.evaluate(pipe.place(canonical), batch, rng=key)) == pytest.approx(
+        found.loss, rel=FLOAT64
+    )
 
 
 def test_randomness_is_the_same_with_chunks_and_in_a_vee():
     canonical, batch, key = stacked(4), rows_of(4), jax.random.key(7)
     right = dropout_outcome(canonical, batch, 4, key)
     for name in ("interleaved_1f1b", "zbv"):
-        pipe = jp.Pipeline(dropout_stage, schedule=build(name, microbatches=4), mesh=mesh_of(2), last=plain_last)
+        pipe = jp.Pipeline(
+            dropout_stage, schedule=build(name, microbatches=4), mesh=mesh_of(2), last=plain_last
+        )
         assert worst_error(outcome(pipe, canonical, batch, rng=key), right) <= FLOAT64
 
 
@@ -265,10 +321,19 @@ def test_data_shards_draw_different_random_numbers():
 
     batch = {"x": np.ones((8, WIDTH)), "side": np.repeat([1.0, -1.0], 4)}
     pipe = jp.Pipeline(
-        plain_stage, schedule=build("1f1b", microbatches=2), mesh=mesh_of(2, data=2), last=last, has_metrics=True, data_axes=("data",)
+        plain_stage,
+        schedule=build("1f1b", microbatches=2),
+        mesh=mesh_of(2, data=2),
+        last=last,
+        has_metrics=True,
+        data_axes=("data",),
     )
-    (_, difference), _ = pipe.value_and_grad(pipe.place({**stacked(2), "last": {}}), batch, rng=jax.random.key(0))
-    assert abs(float(difference)) > 1e-3, "both shards drew the same numbers: their rows would share one dropout mask"
+    (_, difference), _ = pipe.value_and_grad(
+        pipe.place({**stacked(2), "last": {}}), batch, rng=jax.random.key(0)
+    )
+    assert abs(float(difference)) > 1e-3, (
+        "both shards drew the same numbers: their rows would share one dropout mask"
+    )
 
 
 def test_a_stage_and_its_ends_may_take_the_microbatch_and_the_context():
@@ -276,7 +341,10 @@ def test_a_stage_and_its_ends_may_take_the_microbatch_and_the_context():
         return microbatch["x"] + ctx.microbatch
 
     def stage(params, x, *, microbatch, ctx):
-        return jnp.tanh(x @ params["w"]) * microbatch["mask"][:, None] + 0.01 * ctx.stage * microbatch["count"][:, None]
+        return (
+            jnp.tanh(x @ params["w"]) * microbatch["mask"][:, None]
+            + 0.01 * ctx.stage * microbatch["count"][:, None]
+        )
 
     def last(params, x, microbatch, *, ctx):
         return (1 + ctx.microbatch) * plain_last(params, x, microbatch)
@@ -298,7 +366,9 @@ def test_a_stage_and_its_ends_may_take_the_microbatch_and_the_context():
     loss, grads = jax.value_and_grad(loss_of)(canonical)
     right = Outcome(float(loss), to_flat(grads))
     for name in ("interleaved_1f1b", "interleaved_zb"):
-        pipe = jp.Pipeline(stage, schedule=build(name, chunks=2), mesh=mesh_of(2), first=first, last=last)
+        pipe = jp.Pipeline(
+            stage, schedule=build(name, chunks=2), mesh=mesh_of(2), first=first, last=last
+        )
         assert worst_error(outcome(pipe, canonical, batch), right) <= FLOAT64
 
 
@@ -309,14 +379,30 @@ def test_a_stage_and_its_ends_may_take_the_microbatch_and_the_context():
 def test_activations_may_be_trees_with_integers_masks_and_keys(name):
     def first(params, microbatch):
         ids = microbatch["ids"]
-        return {"h": (microbatch["x"], microbatch["x"][:, :1]), "ids": ids, "even": ids % 2 == 0, "key": jax.random.key(3), "aux": 0.0}
+        return {
+            "h": (microbatch["x"], microbatch["x"][:, :1]),
+            "ids": ids,
+            "even": ids % 2 == 0,
+            "key": jax.random.key(3),
+            "aux": 0.0,
+        }
 
     def stage(params, x):
         wide, thin = x["h"]
         key, mine = jax.random.split(x["key"])
-        wide = jnp.tanh(wide @ params["w"]) + thin * x["ids"][:, None] + 0.1 * jax.random.normal(mine, wide.shape)
+        wide = (
+            jnp.tanh(wide @ params["w"])
+            + thin * x["ids"][:, None]
+            + 0.1 * jax.random.normal(mine, wide.shape)
+        )
         thin = jnp.where(x["even"][:, None], thin * 0.5, wide[:, :1])
-        return {"h": (wide, thin), "ids": (x["ids"] + 1) % 3, "even": ~x["even"], "key": key, "aux": x["aux"] + jnp.mean(wide**2)}
+        return {
+            "h": (wide, thin),
+            "ids": (x["ids"] + 1) % 3,
+            "even": ~x["even"],
+            "key": key,
+            "aux": x["aux"] + jnp.mean(wide**2),
+        }
 
     def last(params, x, microbatch):
         return plain_last(params, x["h"][0], microbatch) + jnp.mean(x["h"][1]) + 0.1 * x["aux"]
@@ -332,24 +418,33 @@ def test_a_stage_may_do_nothing_or_hold_constants():
     table = jnp.asarray(draw((WIDTH, WIDTH))[0])
 
     def stage(params, x):
-        # A matrix that the function closes over, and a loop over time with one more constant inside.
+        # A matrix that the function closes over, and a loop over time with one more constant
+        # inside.
         mixed, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ table), None), x, None, length=2)
         return x + mixed * params["w"][0]
 
     canonical, batch = stacked(2), rows_of(3)
     pipe = jp.Pipeline(stage, schedule=build("zb_h1"), mesh=mesh_of(2), last=plain_last)
-    assert worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=stage)) <= FLOAT64
+    assert (
+        worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=stage))
+        <= FLOAT64
+    )
 
     def nothing(params, x):
         return x
 
     pipe = jp.Pipeline(nothing, schedule=build("zb_h1"), mesh=mesh_of(2), last=plain_last)
-    assert worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=nothing)) <= FLOAT64
+    assert (
+        worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=nothing))
+        <= FLOAT64
+    )
 
 
 def test_stages_without_parameters():
     canonical, batch = {"stages": {}, "last": stacked(2)["last"]}, rows_of(3)
-    pipe = jp.Pipeline(lambda params, x: jnp.tanh(x), schedule=build("zb_h1"), mesh=mesh_of(2), last=plain_last)
+    pipe = jp.Pipeline(
+        lambda params, x: jnp.tanh(x), schedule=build("zb_h1"), mesh=mesh_of(2), last=plain_last
+    )
     loss, grads = pipe.value_and_grad(pipe.place(canonical), batch)
     x = np.tanh(np.tanh(batch["x"]))
     error = x @ canonical["last"]["w"] - batch["y"]
@@ -371,7 +466,10 @@ def test_rules_of_their_own_for_the_gradient_are_obeyed():
     canonical, batch = stacked(2), rows_of(3)
     for name in ("1f1b", "zb_h1"):
         pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
-        assert worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=stage)) <= FLOAT64
+        assert (
+            worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=stage))
+            <= FLOAT64
+        )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
@@ -398,12 +496,17 @@ def test_stages_may_be_unlike_by_a_switch_on_the_stage(name):
     canonical, batch = stacked(2), rows_of(3)
 
     def loss_of(params):
-        x = kinds[1]({"w": params["stages"]["w"][1]}, kinds[0]({"w": params["stages"]["w"][0]}, batch["x"]))
+        x = kinds[1](
+            {"w": params["stages"]["w"][1]}, kinds[0]({"w": params["stages"]["w"][0]}, batch["x"])
+        )
         return plain_last(params["last"], x, batch)
 
     loss, grads = jax.value_and_grad(loss_of)(canonical)
     pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
-    assert worst_error(outcome(pipe, canonical, batch), Outcome(float(loss), to_flat(grads))) <= FLOAT64
+    assert (
+        worst_error(outcome(pipe, canonical, batch), Outcome(float(loss), to_flat(grads)))
+        <= FLOAT64
+    )
 
 
 # Meshes
@@ -412,7 +515,13 @@ def test_stages_may_be_unlike_by_a_switch_on_the_stage(name):
 def test_two_data_axes():
     canonical, batch = stacked(2), rows_of(12)
     mesh = mesh_of(2, data=2, replica=2)
-    pipe = jp.Pipeline(plain_stage, schedule=build("1f1b"), mesh=mesh, last=plain_last, data_axes=("data", "replica"))
+    pipe = jp.Pipeline(
+        plain_stage,
+        schedule=build("1f1b"),
+        mesh=mesh,
+        last=plain_last,
+        data_axes=("data", "replica"),
+    )
     assert worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 12)) <= FLOAT64
 
 
@@ -421,24 +530,36 @@ def test_axes_that_are_not_named_are_left_to_the_partitioner():
 
     canonical, batch = stacked(2), rows_of(3)
     mesh = mesh_of(2, model=3)
-    pipe = jp.Pipeline(plain_stage, schedule=build("zb_h1"), mesh=mesh, last=plain_last, replicated_axes=("model",))
+    pipe = jp.Pipeline(
+        plain_stage, schedule=build("zb_h1"), mesh=mesh, last=plain_last, replicated_axes=("model",)
+    )
     params = pipe.place(canonical)
     split = NamedSharding(mesh, PartitionSpec("pipe", None, "model"))
     params["stages"] = jax.tree.map(lambda leaf: jax.device_put(leaf, split), params["stages"])
     loss, grads = pipe.value_and_grad(params, batch)
-    found = Outcome(float(loss), {k: v for k, v in to_flat(pipe.canonical(grads)).items() if k in to_flat(canonical)})
+    found = Outcome(
+        float(loss),
+        {k: v for k, v in to_flat(pipe.canonical(grads)).items() if k in to_flat(canonical)},
+    )
     assert worst_error(found, wanted(canonical, batch, 3)) <= FLOAT64
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_where_a_transfer_blocks_it_is_issued_after_all_blocks_of_its_tick(name):
-    """On a CPU device F's output must not be awaited between F and I of one tick: neighbours would do theirs one after the other."""
-    pipe = jp.Pipeline(plain_stage, schedule=build(name, microbatches=4), mesh=mesh_of(2), last=plain_last)
+    """On a CPU device F's output must not be awaited between F and I of one tick: neighbours would
+    do theirs one after the other.
+    """
+    pipe = jp.Pipeline(
+        plain_stage, schedule=build(name, microbatches=4), mesh=mesh_of(2), last=plain_last
+    )
     makers = senders(jax.make_jaxpr(pipe.value_and_grad)(pipe.place(stacked(2)), rows_of(4)).jaxpr)
     assert makers
-    # Under a predicate of its own, which asks after all blocks, a permute sends what the loop was given.
+    # Under a predicate of its own, which asks after all blocks, a permute sends what the loop was
+    # given.
     for maker in makers:
-        assert maker in ("jit", "pjit", "select_n", "given to while", "given to cond"), f"something is sent as soon as {maker} has made it"
+        assert maker in ("jit", "pjit", "select_n", "given to while", "given to cond"), (
+            f"something is sent as soon as {maker} has made it"
+        )
 
 
 def senders(jaxpr, inside=None):

@@ -1,4 +1,6 @@
-"""H: the gradient of the parameters of a spread `last` by each device alone, some time after its L, in every executor."""
+"""H: the gradient of the parameters of a spread `last` by each device alone, some time after its L,
+in every executor.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import Loss, PipelineError, Schedule
 from jaxpipe.eager import EagerExecutor
-from tests.lowering.test_spread_last import HEADS, LIMIT, ROWS, TOKENS, WIDTH, canonical, rows, stage, truth, worst
+from tests.lowering.test_spread_last import (
+    HEADS,
+    LIMIT,
+    ROWS,
+    TOKENS,
+    WIDTH,
+    canonical,
+    rows,
+    stage,
+    truth,
+    worst,
+)
 from tests.parity.engines import mesh_of
 from tests.tiers import slow
 
@@ -21,30 +34,52 @@ def late(table: Schedule) -> Schedule:
     """Every H at the end of its row, in the order of its L."""
     found = []
     for device, row in enumerate(table.rows):
-        after = [jp.Action(device, jp.Kind.H, cell.microbatch) for cell in row if isinstance(cell, jp.Action) and cell.kind is jp.Kind.L]
+        after = [
+            jp.Action(device, jp.Kind.H, cell.microbatch)
+            for cell in row
+            if isinstance(cell, jp.Action) and cell.kind is jp.Kind.L
+        ]
         found.append([*row, *after])
     return jp.check(table.with_rows(found))
 
 
 def deferred(name: str, devices: int, microbatches: int, most: int) -> Schedule:
-    """A table with whole backwards and H: `most` left to do by a device, all of them where it is 0."""
+    """A table with whole backwards and H: `most` left to do by a device, all of them where it
+    is 0.
+    """
     chunks = jp.schedules.describe(name).chunks.natural
-    table = jp.spread_last(jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks), split=False)
+    table = jp.spread_last(
+        jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks),
+        split=False,
+    )
     made = jp.defer_last(table, max_deferred=most) if most else late(table)
     assert made.encoded.defers_last
     return made
 
 
-def agrees(table: Schedule, *, tied: bool = False, data: int = 1, head: str = "all", vocabulary: int = 11, **options: Any) -> Any:
+def agrees(
+    table: Schedule,
+    *,
+    tied: bool = False,
+    data: int = 1,
+    head: str = "all",
+    vocabulary: int = 11,
+    **options: Any,
+) -> Any:
     """A step, an evaluation and outputs against plain JAX."""
     devices, microbatches = table.num_devices, table.num_microbatches
     count = ROWS * microbatches * data
     mesh = mesh_of(devices, data=data) if data > 1 else mesh_of(devices)
     pipe = jp.Pipeline(stage, schedule=table, mesh=mesh, last=HEADS[head], **options)
-    params, batch = pipe.place(canonical(table.num_stages, vocabulary, tied=tied)), rows(count, vocabulary, HEADS[head].ignore)
+    params, batch = (
+        pipe.place(canonical(table.num_stages, vocabulary, tied=tied)),
+        rows(count, vocabulary, HEADS[head].ignore),
+    )
     loss, grads = pipe.value_and_grad(params, batch)
     sums = options.get("loss") is Loss.SUM_OVER_COUNT
-    wanted_loss, wanted = truth(HEADS[head], table.num_stages, vocabulary, microbatches, count, tied=tied, sums=sums)
+    wanted_loss, wanted = truth(
+        HEADS[head], table.num_stages, vocabulary, microbatches, count, tied=tied, sums=sums
+    )
     found = pipe.canonical(grads)
     assert abs(float(loss) - float(wanted_loss)) <= LIMIT
     assert worst({key: found[key] for key in wanted}, wanted) <= LIMIT
@@ -70,7 +105,14 @@ def test_a_step_agrees_with_plain_jax(name, devices, most, tied):
 
 @pytest.mark.slow
 def test_a_sum_over_tokens_with_data_shards_and_fsdp():
-    agrees(deferred("1f1b", 2, 4, 1), vocabulary=12, data=2, data_axes=("data",), fsdp="data", loss=Loss.SUM_OVER_COUNT)
+    agrees(
+        deferred("1f1b", 2, 4, 1),
+        vocabulary=12,
+        data=2,
+        data_axes=("data",),
+        fsdp="data",
+        loss=Loss.SUM_OVER_COUNT,
+    )
 
 
 @pytest.mark.parametrize("most", [1, 0])
@@ -92,14 +134,18 @@ def a_step(table: Schedule, last: Any, own: Any) -> Any:
 def test_a_function_of_ones_own_with_collectives_and_a_parameter_that_is_whole():
     def last(params, x, microbatch, *, ctx):
         part = x * params["scale"] @ params["w"]
-        whole = jax.lax.all_gather(part, ctx.axis, axis=part.ndim - 1, tiled=True)[..., : ctx.sizes["w"]]
+        whole = jax.lax.all_gather(part, ctx.axis, axis=part.ndim - 1, tiled=True)[
+            ..., : ctx.sizes["w"]
+        ]
         return jax.lax.psum(jnp.sum(part**2), ctx.axis) + jnp.sum(jnp.sin(whole))
 
     rng = np.random.default_rng(0)
     own = {"w": rng.standard_normal((WIDTH, 5)), "scale": rng.standard_normal(WIDTH)}
     spread = jp.spread(last, dims={"w": 1, "scale": None})
     table = deferred("gpipe", 2, 3, 0)
-    (loss, found), (wanted_loss, wanted) = (a_step(each, spread, own) for each in (table, jp.remove_spread(table)))
+    (loss, found), (wanted_loss, wanted) = (
+        a_step(each, spread, own) for each in (table, jp.remove_spread(table))
+    )
     assert abs(loss - wanted_loss) <= LIMIT * abs(wanted_loss)
     assert worst(found, wanted) <= LIMIT
 
@@ -109,12 +155,17 @@ def test_a_gradient_that_needs_the_others_cannot_wait():
         return jnp.sum(x) + jnp.sum(params["a"] @ jax.lax.psum(params["b"], ctx.axis))
 
     own = {"a": np.ones((2, 3, 3)), "b": np.ones((2, 3, 3))}
-    with pytest.raises(PipelineError, match=r"communication over the pipe axis 'pipe'.*without H: jaxpipe.spread_last"):
+    with pytest.raises(
+        PipelineError,
+        match=r"communication over the pipe axis 'pipe'.*without H: jaxpipe.spread_last",
+    ):
         a_step(deferred("gpipe", 2, 3, 0), jp.spread(last), own)
 
 
 def test_what_waits_is_the_gradient_of_the_logits_and_the_hidden_state():
-    """Not the logits and not the parameters: the smallest from which one matmul makes the gradient."""
+    """Not the logits and not the parameters: the smallest from which one matmul makes
+    the gradient.
+    """
     table = late(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=3)))
     pipe = jp.Pipeline(stage, schedule=table, mesh=mesh_of(2), last=jp.VocabHead())
     params = pipe.place(canonical(2, 10))

@@ -1,4 +1,6 @@
-"""How pools keep values, which values are made anew where they are read, and what is kept of gathered ones."""
+"""How pools keep values, which values are made anew where they are read, and what is kept of
+gathered ones.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpipe.jaxprs import Entry, InSlots, Part, Slot, Total, into_scans, run_both_in_slots, run_in_slots
+from jaxpipe.jaxprs import (
+    Entry,
+    InSlots,
+    Part,
+    Slot,
+    Total,
+    into_scans,
+    run_both_in_slots,
+    run_in_slots,
+)
 from jaxpipe.stage.trace import trace_stage
 
 SHAPES = [
@@ -32,7 +43,9 @@ def test_a_value_comes_back_out_of_its_slot(shape, parts):
     assert jnp.all(pool[0] == -1)
     for row in range(shape[0] if len(shape) > 1 else 0):
         pool = Slot(pool, jnp.int32(0), entry).store_row(jnp.int32(row), value[row] + 1)
-        np.testing.assert_array_equal(Slot(pool, jnp.int32(0), entry).load_row(jnp.int32(row)), value[row] + 1)
+        np.testing.assert_array_equal(
+            Slot(pool, jnp.int32(0), entry).load_row(jnp.int32(row)), value[row] + 1
+        )
 
 
 def test_a_device_s_part_of_an_entry_is_one_piece():
@@ -74,7 +87,8 @@ def test_a_gathered_value_is_kept_as_what_it_is_gathered_from():
         return jax.lax.with_sharding_constraint(split, whole) @ w
 
     code = trace_stage(stage, jnp.ones((4, 4)), jnp.ones((2, 4)), {})
-    # tanh's output is what its own derivative needs; the gathered copy, which W reads, is not kept beside it.
+    # tanh's output is what its own derivative needs; the gathered copy, which W reads, is not kept
+    # beside it.
     assert len((*code.residual_input, *code.residual_weight)) == 1
 
 
@@ -89,35 +103,54 @@ def test_rows_of_a_table_s_gradient_are_added_where_they_belong():
     def add(total):
         return run_in_slots(jaxpr.jaxpr, [table, rows, dy], writes={0: Total(total)})[0]
 
-    scattered = [eqn for eqn in jax.make_jaxpr(add)(total).eqns if eqn.primitive.name == "scatter-add"]
-    adds = [eqn for eqn in jax.make_jaxpr(add)(total).eqns if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == (10, 3)]
+    scattered = [
+        eqn for eqn in jax.make_jaxpr(add)(total).eqns if eqn.primitive.name == "scatter-add"
+    ]
+    adds = [
+        eqn
+        for eqn in jax.make_jaxpr(add)(total).eqns
+        if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == (10, 3)
+    ]
     assert len(scattered) == 1
     assert adds == []
 
 
 def test_two_scans_run_as_one_loop_and_give_what_each_gives():
-    """One runs backwards and adds its rows to an accumulator; what it reads row by row lies in the pool that the other writes."""
+    """One runs backwards and adds its rows to an accumulator; what it reads row by row lies in the
+    pool that the other writes.
+    """
 
     def ahead(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w)
 
     def back(kept, w, dy):
-        return jax.lax.scan(lambda dy, each: (dy @ each[1].T, jnp.outer(each[0], dy)), dy, (kept, w), reverse=True)
+        return jax.lax.scan(
+            lambda dy, each: (dy @ each[1].T, jnp.outer(each[0], dy)), dy, (kept, w), reverse=True
+        )
 
     keys = jax.random.split(jax.random.key(0), 4)
-    x, dy, w, kept = (jax.random.normal(k, shape) for k, shape in zip(keys, [(4,), (4,), (3, 4, 4), (3, 4)], strict=True))
+    x, dy, w, kept = (
+        jax.random.normal(k, shape)
+        for k, shape in zip(keys, [(4,), (4,), (3, 4, 4), (3, 4)], strict=True)
+    )
     entry, slot = Entry((3, 4)), jnp.int32
     forward, backward = jax.make_jaxpr(ahead)(x, w), jax.make_jaxpr(back)(kept, w, dy)
 
     def both(pool):
-        one = InSlots(backward.jaxpr, [None, w, dy], {0: Slot(pool, slot(0), entry)}, {1: Total(jnp.ones((3, 4, 4)))})
+        one = InSlots(
+            backward.jaxpr,
+            [None, w, dy],
+            {0: Slot(pool, slot(0), entry)},
+            {1: Total(jnp.ones((3, 4, 4)))},
+        )
         other = InSlots(forward.jaxpr, [x, w], {}, {1: Slot(pool, slot(1), entry)})
         return run_both_in_slots(one, other)
 
     pool = Slot(jnp.zeros((2, *entry.kept)), slot(0), entry).store(kept)
     (dx, total), (y, new) = both(pool)
     for found, wanted in zip((y, Slot(new, slot(1), entry).load()), ahead(x, w), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-14)  # the same operations on the same numbers, maybe fused otherwise
+        # the same operations on the same numbers, maybe fused otherwise
+        np.testing.assert_allclose(found, wanted, rtol=1e-14)
     for found, wanted in zip((dx, total - 1), back(kept, w, dy), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-14, atol=1e-15)
     np.testing.assert_array_equal(Slot(new, slot(0), entry).load(), kept)

@@ -26,7 +26,9 @@ def schedule(name="1f1b", **changes):
 
 
 def pipe_of(stage=stage, **options):
-    return jp.Pipeline(stage, **{"schedule": schedule(), "mesh": mesh_of(P), "last": last, **options})
+    return jp.Pipeline(
+        stage, **{"schedule": schedule(), "mesh": mesh_of(P), "last": last, **options}
+    )
 
 
 def params_of(stages=P):
@@ -38,12 +40,19 @@ def batch_of(rows=M * 2):
 
 
 def step(pipe, params=None, batch=None, **how):
-    return pipe.value_and_grad(pipe.place(params_of()) if params is None else params, batch_of() if batch is None else batch, **how)
+    return pipe.value_and_grad(
+        pipe.place(params_of()) if params is None else params,
+        batch_of() if batch is None else batch,
+        **how,
+    )
 
 
 def raises(*parts):
     """A PipelineError whose text holds all of these, in any order."""
-    return pytest.raises(jp.PipelineError, match="".join(f"(?=.*{re.escape(part)})" for part in parts).join(["(?s)", ""]))
+    return pytest.raises(
+        jp.PipelineError,
+        match="".join(f"(?=.*{re.escape(part)})" for part in parts).join(["(?s)", ""]),
+    )
 
 
 # The mesh
@@ -55,12 +64,18 @@ def test_wrong_mesh_axis():
 
 
 def test_wrong_number_of_devices():
-    with raises("'1f1b' is for 2 devices but mesh axis 'pipe' has 4", "devices=4", "a mesh with 2 along 'pipe'"):
+    with raises(
+        "'1f1b' is for 2 devices but mesh axis 'pipe' has 4",
+        "devices=4",
+        "a mesh with 2 along 'pipe'",
+    ):
         pipe_of(mesh=mesh_of(4))
 
 
 def test_every_fault_of_the_mesh_is_listed():
-    with raises("mesh axis 'pipe' has 4", "no data axis 'date'", "'pipe' is the pipe axis") as caught:
+    with raises(
+        "mesh axis 'pipe' has 4", "no data axis 'date'", "'pipe' is the pipe axis"
+    ) as caught:
         pipe_of(mesh=mesh_of(4), data_axes=("date", "pipe"))
     assert len(caught.value.faults) == 3
     assert isinstance(caught.value, ValueError)
@@ -81,7 +96,9 @@ def test_a_name_instead_of_a_schedule():
 
 def test_a_broken_table_is_refused_with_its_grid():
     broken = jp.Schedule.from_csv("0F0,0B0\n1B0,1F0\n")
-    with pytest.raises(jp.ScheduleError, match=r"(?s)1B0 comes before 1F0.*swap them.*device 1") as caught:
+    with pytest.raises(
+        jp.ScheduleError, match=r"(?s)1B0 comes before 1F0.*swap them.*device 1"
+    ) as caught:
         pipe_of(schedule=broken)
     assert caught.value.violations
 
@@ -90,7 +107,9 @@ def test_a_broken_table_is_refused_with_its_grid():
 
 
 def test_batch_that_does_not_divide():
-    with raises("batch['x'] has 7 rows", "batch['y'] has 7 rows", "3 microbatches", "use 6 rows") as caught:
+    with raises(
+        "batch['x'] has 7 rows", "batch['y'] has 7 rows", "3 microbatches", "use 6 rows"
+    ) as caught:
         step(pipe_of(), batch=batch_of(7))
     assert len(caught.value.faults) == 2
 
@@ -124,7 +143,9 @@ def test_without_first_the_batch_needs_x():
 def test_parameters_placed_for_another_schedule():
     four = pipe_of(schedule=schedule(devices=4), mesh=mesh_of(4)).place(params_of(4))
     with raises(
-        "placed for stages by device {0: 0; 1: 1; 2: 2; 3: 3}", "this schedule has stages by device {0: 0; 1: 1}", "bring them over"
+        "placed for stages by device {0: 0; 1: 1; 2: 2; 3: 3}",
+        "this schedule has stages by device {0: 0; 1: 1}",
+        "bring them over",
     ):
         step(pipe_of(), four)
     chunks = pipe_of(schedule=schedule("interleaved_1f1b", chunks=2)).place(params_of(4))
@@ -139,7 +160,11 @@ def test_parameters_that_were_not_placed():
 
 def test_missing_unknown_and_misshapen_parameters_are_all_listed():
     pipe = pipe_of(first=lambda params, microbatch: microbatch["x"])
-    wrong = {"stage": {}, "stages": {"w": np.ones((3, 2)), "n": np.arange(2)}, "shared": {"k": np.float64(1.0)}}
+    wrong = {
+        "stage": {},
+        "stages": {"w": np.ones((3, 2)), "n": np.arange(2)},
+        "shared": {"k": np.float64(1.0)},
+    }
     with raises(
         "unknown keys ['stage']",
         "the keys are first, stages, last and shared",
@@ -156,7 +181,9 @@ def test_missing_unknown_and_misshapen_parameters_are_all_listed():
 def test_a_parameter_that_is_trained_is_floating():
     stages = {"w": np.ones((2, 3)), "n": np.arange(2)}
     with raises("n' is int64", "put other arrays in the batch, or name", "frozen="):
-        pipe_of(first=lambda params, microbatch: microbatch["x"]).place({"stages": stages, "first": {}, "last": {}})
+        pipe_of(first=lambda params, microbatch: microbatch["x"]).place(
+            {"stages": stages, "first": {}, "last": {}}
+        )
 
 
 def test_missing_stages_and_no_dict_at_all():
@@ -204,7 +231,9 @@ def test_a_loss_named_by_a_string():
 
 
 def test_stage_output_that_does_not_fit():
-    with raises("takes x as float64[2, 4] but returns float64[2, 1]", "return the same shape and dtype"):
+    with raises(
+        "takes x as float64[2, 4] but returns float64[2, 1]", "return the same shape and dtype"
+    ):
         step(pipe_of(lambda params, x: x[:, :1]))
     with raises("takes x as float64[2, 4] but returns float32[2, 4]", "cast in `first`"):
         step(pipe_of(lambda params, x: x.astype(jnp.float32)))
@@ -215,7 +244,10 @@ def test_stage_output_that_does_not_fit():
 def test_every_leaf_that_does_not_fit_is_named():
     first = lambda params, microbatch: {"a": microbatch["x"], "b": microbatch["y"]}  # noqa: E731
     pipe = pipe_of(lambda params, x: {"a": x["a"][:, :1], "b": x["b"] > 0}, first=first)
-    with raises("['a'] as float64[2, 4] but returns float64[2, 1]", "['b'] as float64[2, 4] but returns bool[2, 4]"):
+    with raises(
+        "['a'] as float64[2, 4] but returns float64[2, 1]",
+        "['b'] as float64[2, 4] but returns bool[2, 4]",
+    ):
         step(pipe, pipe.place({**params_of(), "first": {}}))
 
 

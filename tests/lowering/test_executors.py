@@ -1,4 +1,6 @@
-"""Two executors of one program: the SPMD program and the eager interpreter give the same numbers as each other and as plain JAX."""
+"""Two executors of one program: the SPMD program and the eager interpreter give the same numbers as
+each other and as plain JAX.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,9 @@ def first(params, microbatch, *, shared):
 
 
 def stage(params, x, *, shared, ctx):
-    return x + jnp.tanh(x @ params["w"]) * (1 + 0.01 * ctx.stage + 0.02 * ctx.microbatch) + shared["b"]
+    return (
+        x + jnp.tanh(x @ params["w"]) * (1 + 0.01 * ctx.stage + 0.02 * ctx.microbatch) + shared["b"]
+    )
 
 
 def last(params, x, microbatch, *, shared):
@@ -29,7 +33,14 @@ def last(params, x, microbatch, *, shared):
 def pipelines(name, *, devices=4, microbatches=8, mesh=None, data_axes=()):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     mesh = mesh or jax.make_mesh((devices,), ("pipe",))
-    common = {"schedule": schedule, "mesh": mesh, "first": first, "last": last, "loss": jp.Loss.SUM_OVER_COUNT, "data_axes": data_axes}
+    common = {
+        "schedule": schedule,
+        "mesh": mesh,
+        "first": first,
+        "last": last,
+        "loss": jp.Loss.SUM_OVER_COUNT,
+        "data_axes": data_axes,
+    }
     return [jp.Pipeline(stage, **common, executor=executor) for executor in (None, EagerExecutor())]
 
 
@@ -52,8 +63,9 @@ def case(schedule, shards=1):
 
 def close(found, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        # Sums of the same few hundred float64 products in another order: see tests/parity/tolerance.py.  In NumPy: the two
-        # executors' arrays live on other devices, which JAX's own arithmetic may refuse to mix.
+        # Sums of the same few hundred float64 products in another order: see
+        # tests/parity/tolerance.py.  In NumPy: the two executors' arrays live on other devices,
+        # which JAX's own arithmetic may refuse to mix.
         one, other = np.asarray(a), np.asarray(b)
         assert np.max(np.abs(one - other)) <= FLOAT64 * (1 + np.max(np.abs(other)))
 
@@ -62,7 +74,9 @@ def close(found, expected):
 QUICK = ("1f1b", "interleaved_1f1b", "zbv", "no_pipelining")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in jp.schedules.names()])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else slow(name) for name in jp.schedules.names()]
+)
 def test_the_interpreter_gives_the_numbers_of_the_compiled_program(name):
     devices = 1 if name == "no_pipelining" else 4
     compiled, eager = pipelines(name, devices=devices, microbatches=8)
@@ -89,12 +103,21 @@ def test_state_outputs_and_unlike_layers():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=4)
     mesh = jax.make_mesh((2,), ("pipe",))
     common = {"schedule": schedule, "mesh": mesh, "last": lambda p, x, mb: jnp.mean(x**2)}
-    compiled, eager = (jp.Pipeline([layer, layer], **common, executor=executor) for executor in (None, EagerExecutor()))
+    compiled, eager = (
+        jp.Pipeline([layer, layer], **common, executor=executor)
+        for executor in (None, EagerExecutor())
+    )
     key = jax.random.key(1)
     stages = [{"w": jax.random.normal(key, (WIDTH, WIDTH))} for _ in range(2)]
-    placed, state = compiled.place({"stages": stages, "last": {}}), compiled.place_state([jnp.zeros(()), jnp.ones(())])
+    placed, state = (
+        compiled.place({"stages": stages, "last": {}}),
+        compiled.place_state([jnp.zeros(()), jnp.ones(())]),
+    )
     batch = {"x": jax.random.normal(key, (8, WIDTH))}
-    close(eager.value_and_grad(placed, batch, state=state), compiled.value_and_grad(placed, batch, state=state))
+    close(
+        eager.value_and_grad(placed, batch, state=state),
+        compiled.value_and_grad(placed, batch, state=state),
+    )
     close(eager.outputs(placed, batch, state=state), compiled.outputs(placed, batch, state=state))
 
 
@@ -104,5 +127,7 @@ def test_the_eager_executor_says_that_it_cannot_be_traced(call):
     canonical, batch = case(pipe.schedule)
     params = pipe.place(canonical)
     calls = {"jit": pipe.jit(pipe.value_and_grad), "jax.jit": jax.jit(pipe.evaluate)}
-    with pytest.raises(jp.PipelineError, match=r"cannot be traced: call the step outside of jax\.jit"):
+    with pytest.raises(
+        jp.PipelineError, match=r"cannot be traced: call the step outside of jax\.jit"
+    ):
         (calls[call] if call in calls else getattr(pipe, call))(params, batch)

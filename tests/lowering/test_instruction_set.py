@@ -1,4 +1,6 @@
-"""`make test-numeric ISA=...` compiles for that instruction set, here and in the programs that tests start."""
+"""`make test-numeric ISA=...` compiles for that instruction set, here and in the programs that
+tests start.
+"""
 
 import os
 import re
@@ -12,7 +14,9 @@ from tests.environment import COUNT_FLAG, outside
 ASKED = re.search(r"--xla_cpu_max_isa=(\S+)", os.environ.get("XLA_FLAGS", ""))
 
 
-@pytest.mark.skipif(ASKED is None or ASKED[1] not in ("SSE4_2", "AVX"), reason="neither SSE4_2 nor AVX is asked for")
+@pytest.mark.skipif(
+    ASKED is None or ASKED[1] not in ("SSE4_2", "AVX"), reason="neither SSE4_2 nor AVX is asked for"
+)
 def test_products_and_sums_are_not_fused():
     """(1 + e)^2 = 1 + 2 e + e^2: rounding the product loses e^2, a fused multiply-add keeps it."""
     e = 2.0**-30

@@ -43,7 +43,12 @@ BATCH = {"x": shapes(ROWS * M, WIDTH)}
 @pytest.fixture(scope="module")
 def pipe():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
-    return jp.Pipeline(layers=LAYERS, layout="Etttt|ttL", schedule=schedule, mesh=jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]))
+    return jp.Pipeline(
+        layers=LAYERS,
+        layout="Etttt|ttL",
+        schedule=schedule,
+        mesh=jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]),
+    )
 
 
 def test_measured_costs_are_seconds_of_each_stage(pipe):
@@ -51,8 +56,11 @@ def test_measured_costs_are_seconds_of_each_stage(pipe):
     costs = jp.measure(pipe, pipe.place(PARAMS), BATCH, repeats=3)
     assert costs.unit.startswith("seconds, measured on")
     times = costs.for_stages(2)
-    assert all(t > 0 for t in (*times.forward, *times.input_grad, *times.weight_grad, *times.backward))
-    # The residuals of a layer are its hidden values alone; the stage's own input comes with them, and those of its inner layers.
+    assert all(
+        t > 0 for t in (*times.forward, *times.input_grad, *times.weight_grad, *times.backward)
+    )
+    # The residuals of a layer are its hidden values alone; the stage's own input comes with them,
+    # and those of its inner layers.
     hidden = ROWS * 4 * WIDTH * 4
     assert times.activation[0] >= 4 * hidden + ROWS * WIDTH * 4
     assert times.checkpoint == (ROWS * WIDTH * 4,) * 2
@@ -69,7 +77,9 @@ def test_estimates_count_flops_and_say_so(pipe):
     times = costs.for_stages(2)
     matmul = 2 * ROWS * WIDTH * 4 * WIDTH / 1e9
     # tanh and sums come on top of two matmuls a layer: (4 + 2) / (4 * 64) of them and less.
-    assert times.forward[0] == pytest.approx(4 * 2 * matmul + 2 * ROWS * WIDTH * WIDTH / 1e9, rel=0.05)
+    assert times.forward[0] == pytest.approx(
+        4 * 2 * matmul + 2 * ROWS * WIDTH * WIDTH / 1e9, rel=0.05
+    )
     assert times.weight_grad[0] == pytest.approx(4 * 2 * matmul, rel=0.05)
     assert costs.transfer == 1 + ROWS * WIDTH * 4 / 1e6
 
@@ -82,7 +92,9 @@ def test_layers_are_measured_apart_and_planned():
     assert costs["t"].parameters == costs["t"].gradients == 2 * 4 * WIDTH * WIDTH * 4
     assert costs["t"].boundary == ROWS * WIDTH * 4
     assert costs["t"].residuals >= ROWS * 4 * WIDTH * 4
-    plans = jp.plan("Et*6,L", costs, devices=2, microbatches=M, chunks=(1,), schedules=("1f1b",), remat=(None,))
+    plans = jp.plan(
+        "Et*6,L", costs, devices=2, microbatches=M, chunks=(1,), schedules=("1f1b",), remat=(None,)
+    )
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     built = plans.best.pipeline(LAYERS, mesh=mesh)
     # What the plan says of parameters and pools, against the compiled program's own account.
@@ -108,29 +120,52 @@ def test_layers_are_measured_apart_and_planned():
 
 
 def test_shared_parameters_are_planned_with_the_last_layer():
-    """Every device has a tied table, its gradient and Adam's moments; what is frozen has neither."""
+    """Every device has a tied table, its gradient and Adam's moments; what is frozen
+    has neither.
+    """
     tied = {
         "E": lambda w, microbatch, *, shared: shared["table"][microbatch["tokens"]],
         "t": lambda w, x: jnp.tanh(x @ w["w"]),
         "L": lambda w, x, microbatch, *, shared: jnp.mean((x @ shared["table"].T) ** 2),
     }
     table, width = 4 * 512 * 16, 4 * 16 * 16
-    params = {"first": {}, "stages": {"t": {"w": shapes(2, 16, 16)}}, "last": {}, "shared": {"table": shapes(512, 16)}}
+    params = {
+        "first": {},
+        "stages": {"t": {"w": shapes(2, 16, 16)}},
+        "last": {},
+        "shared": {"table": shapes(512, 16)},
+    }
     rows = {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)}
     peak = jp.Peak(flops=1e12, bandwidth=1e30)
     costs = jp.measure_layers(tied, params, rows, peak=peak)
     assert (costs["E"].parameters, costs["L"].parameters, costs["L"].gradients) == (0, table, table)
-    given = {"devices": 2, "microbatches": 2, "chunks": (1,), "schedules": ("1f1b",), "remat": (None,)}
+    given = {
+        "devices": 2,
+        "microbatches": 2,
+        "chunks": (1,),
+        "schedules": ("1f1b",),
+        "remat": (None,),
+    }
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     assert jp.plan("EttL", costs, **given).best.parts.outer == 4 * table
-    traced = jp.plan("EttL", costs, **given, traced=jp.traced_memory(tied, params, rows, mesh=mesh)).best
+    traced = jp.plan(
+        "EttL", costs, **given, traced=jp.traced_memory(tied, params, rows, mesh=mesh)
+    ).best
     assert max(traced.memory) == traced.traced["total"] + 2 * (table + 2 * width), "'Ett|L'"
-    frozen = jp.measure_layers(tied, params, rows, peak=peak, frozen=lambda path, leaf: path.startswith("stages"))
-    assert (frozen["t"].parameters, frozen["t"].gradients, frozen["L"].gradients) == (width, 0, table)
+    frozen = jp.measure_layers(
+        tied, params, rows, peak=peak, frozen=lambda path, leaf: path.startswith("stages")
+    )
+    assert (frozen["t"].parameters, frozen["t"].gradients, frozen["L"].gradients) == (
+        width,
+        0,
+        table,
+    )
 
 
 def test_devices_that_share_a_layer_have_a_part_of_it():
-    """Megatron's two matmuls (Shoeybi et al. 2019, section 3): each of two devices has half of the hidden values, and x whole."""
+    """Megatron's two matmuls (Shoeybi et al. 2019, section 3): each of two devices has half of the
+    hidden values, and x whole.
+    """
     mesh = jax.make_mesh((1, 2), ("pipe", "tensor"), devices=jax.devices()[:2])
     columns, rows = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
     specs = {"stages": {"t": {"up": columns, "down": rows}}, "last": columns}
@@ -143,7 +178,11 @@ def test_devices_that_share_a_layer_have_a_part_of_it():
     ):
         for name in names:
             assert getattr(shared[letter], name) == getattr(alone[letter], name) / 2, (letter, name)
-    for letter, names in (("t", ("boundary",)), ("E", ("parameters", "boundary")), ("L", ("batch",))):
+    for letter, names in (
+        ("t", ("boundary",)),
+        ("E", ("parameters", "boundary")),
+        ("L", ("batch",)),
+    ):
         for name in names:
             assert getattr(shared[letter], name) == getattr(alone[letter], name), (letter, name)
 
@@ -158,18 +197,36 @@ def test_devices_that_share_a_layer_have_a_part_of_it():
     whole = forward_flops(jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]))
     part = forward_flops(mesh, specs=specs)
     assert whole >= matmuls
-    # What is not a matmul (tanh and sums of one layer, and its counter), and the sum of what both devices have of the output.
+    # What is not a matmul (tanh and sums of one layer, and its counter), and the sum of what both
+    # devices have of the output.
     assert part <= matmuls / 2 + (whole - matmuls) + ROWS * WIDTH
 
 
 def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
-    """Its program, the simulated makespan of that, and the bytes of its pools, on two pipe x two tensor devices."""
-    names, columns, rows = ("pipe", "tensor"), PartitionSpec(None, "tensor"), PartitionSpec("tensor")
+    """Its program, the simulated makespan of that, and the bytes of its pools, on two pipe x two
+    tensor devices.
+    """
+    names, columns, rows = (
+        ("pipe", "tensor"),
+        PartitionSpec(None, "tensor"),
+        PartitionSpec("tensor"),
+    )
     specs = {"stages": {"t": {"up": columns, "down": rows}}, "last": columns}
-    one, mesh = (jax.make_mesh((count, 2), names, devices=jax.devices()[: 2 * count]) for count in (1, 2))
+    one, mesh = (
+        jax.make_mesh((count, 2), names, devices=jax.devices()[: 2 * count]) for count in (1, 2)
+    )
     given = {"peak": jp.Peak(flops=1e12, bandwidth=1e30), "mesh": one, "specs": specs}
     costs = jp.measure_layers(LAYERS, PARAMS, {"x": shapes(ROWS, WIDTH)}, **given)
-    (plan,) = jp.plan("Et*6,L", costs, devices=2, microbatches=M, chunks=(1,), schedules=("zb_h1",), remat=(None,), mesh=mesh)
+    (plan,) = jp.plan(
+        "Et*6,L",
+        costs,
+        devices=2,
+        microbatches=M,
+        chunks=(1,),
+        schedules=("zb_h1",),
+        remat=(None,),
+        mesh=mesh,
+    )
     pipe = plan.pipeline(LAYERS, mesh=mesh, specs=specs)
     assert plan.seconds == step_seconds(Target.of(pipe.mesh, ("pipe",)), pipe._plan, pipe.costs)
     slots, held = pipe._plan.program().slots, plan.parts
@@ -180,7 +237,11 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
 
 
 def test_costs_as_json_that_make_no_sense():
-    for text, message in (("[", "not costs as JSON"), ("[1]", "one object"), ('{"speed": 1}', "there are no costs 'speed'")):
+    for text, message in (
+        ("[", "not costs as JSON"),
+        ("[1]", "one object"),
+        ('{"speed": 1}', "there are no costs 'speed'"),
+    ):
         with pytest.raises(jp.CostError, match=message):
             jp.Costs.from_json(text)
 
@@ -188,12 +249,24 @@ def test_costs_as_json_that_make_no_sense():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: jp.measure(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}), "pipe must be a jaxpipe.Pipeline"),
+        (
+            lambda: jp.measure(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}),
+            "pipe must be a jaxpipe.Pipeline",
+        ),
         (lambda: jp.measure(None, {}, {}, repeats="a", peak=3), "peak must be a jaxpipe.Peak"),
-        (lambda: jp.measure_layers([layer], PARAMS, BATCH), "layers must be a mapping from letters to functions"),
+        (
+            lambda: jp.measure_layers([layer], PARAMS, BATCH),
+            "layers must be a mapping from letters to functions",
+        ),
         (lambda: jp.measure_layers(LAYERS, None, BATCH), "params must be a mapping with 'stages'"),
-        (lambda: jp.measure_layers(LAYERS, {"stages": {}}, BATCH), "nothing for the layers E, t, L"),
-        (lambda: jp.traced_memory(LAYERS, 3, BATCH, mesh=None), "params must be a mapping with 'stages'"),
+        (
+            lambda: jp.measure_layers(LAYERS, {"stages": {}}, BATCH),
+            "nothing for the layers E, t, L",
+        ),
+        (
+            lambda: jp.traced_memory(LAYERS, 3, BATCH, mesh=None),
+            "params must be a mapping with 'stages'",
+        ),
     ],
 )
 def test_arguments_of_another_kind_are_named(call, message):
@@ -207,15 +280,21 @@ def test_no_rounds_are_refused(pipe):
 
 
 def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
-    """Estimated by floating point operations alone: a device's share of the logits and its two gradients, and no forward has them."""
+    """Estimated by floating point operations alone: a device's share of the logits and its two
+    gradients, and no forward has them.
+    """
     vocabulary, length, rows = 96, 8, 2
 
     def costs(devices, first, last):
         schedule = jp.schedules.build("1f1b", devices=devices, microbatches=M)
         mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
-        pipe = jp.Pipeline(lambda w, x: x + jnp.tanh(x @ w), schedule=schedule, mesh=mesh, first=first, last=last)
+        pipe = jp.Pipeline(
+            lambda w, x: x + jnp.tanh(x @ w), schedule=schedule, mesh=mesh, first=first, last=last
+        )
         table = {"w": shapes(vocabulary, WIDTH)}
-        params = pipe.place({"first": table, "stages": shapes(devices, WIDTH, WIDTH), "last": table})
+        params = pipe.place(
+            {"first": table, "stages": shapes(devices, WIDTH, WIDTH), "last": table}
+        )
         tokens = jax.ShapeDtypeStruct((rows * M, length), jnp.int32)
         peak = jp.Peak(flops=1.0, bandwidth=1e12)
         return jp.measure(pipe, params, {"tokens": tokens, "targets": tokens}, peak=peak)
@@ -224,7 +303,11 @@ def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
     for devices in (1, 2, 4):
         found = costs(devices, jp.VocabEmbedding(), jp.VocabHead())
         # Besides the three matmuls: some ten operations a logit.
-        assert 3 * matmul / devices <= found.last <= (3 * matmul + 40 * rows * length * vocabulary) / devices
+        assert (
+            3 * matmul / devices
+            <= found.last
+            <= (3 * matmul + 40 * rows * length * vocabulary) / devices
+        )
         assert found.forward == found.recompute
         assert 0 < found.first < matmul / devices
         assert 0 < found.first_grad < matmul / devices

@@ -1,4 +1,6 @@
-"""The memory of a lowered step is the schedule's: read from the compiled program, not from a model of it."""
+"""The memory of a lowered step is the schedule's: read from the compiled program, not from a model
+of it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,9 @@ ACTIVATION = ROWS * WIDTH * 4
 
 
 def stage(params, x):
-    """Three tanh layers: the backward needs the output of each, three activations, besides the stage's input."""
+    """Three tanh layers: the backward needs the output of each, three activations, besides the
+    stage's input.
+    """
     for layer in range(LAYERS):
         x = jnp.tanh(x @ params["w"][layer])
     return x
@@ -35,7 +39,9 @@ def compiled(name, microbatches, *, devices=4, **options):
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
     shape = jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, WIDTH, WIDTH), jnp.float32)
     rows = jax.ShapeDtypeStruct((ROWS * microbatches, WIDTH), jnp.float32)
-    return pipe.compile_report(pipe.place({"stages": {"w": shape}, "last": {}}), {"x": rows, "y": rows})
+    return pipe.compile_report(
+        pipe.place({"stages": {"w": shape}, "last": {}}), {"x": rows, "y": rows}
+    )
 
 
 def program_of(schedule, liveness=None):
@@ -44,7 +50,9 @@ def program_of(schedule, liveness=None):
 
 
 def pool_bytes(slots):
-    """What the pools of this model take: an input, three residuals and a cotangent a slot, each one activation."""
+    """What the pools of this model take: an input, three residuals and a cotangent a slot, each one
+    activation.
+    """
     return ACTIVATION * (slots.x + LAYERS * slots.residual_weight + slots.cotangent)
 
 
@@ -53,17 +61,29 @@ def test_1f1b_holds_far_less_than_gpipe():
     assert one["slots"].residual_weight == 4
     assert gpipe["slots"].residual_weight == 16
     assert one["temp_bytes"] < gpipe["temp_bytes"] / 3
-    # The whole difference is the slots; beside it only the tables may differ (a byte a column, a tick), and what is under way: 1F1B sends
-    # both ways at once and from trip to trip, GPipe first one way, then the other.
+    # The whole difference is the slots; beside it only the tables may differ (a byte a column, a
+    # tick), and what is under way: 1F1B sends both ways at once and from trip to trip, GPipe first
+    # one way, then the other.
     rest = 64 * (gpipe["ticks"] + one["ticks"]) + 2 * ACTIVATION
-    assert abs(gpipe["temp_bytes"] - one["temp_bytes"] - (pool_bytes(gpipe["slots"]) - pool_bytes(one["slots"]))) <= rest
+    assert (
+        abs(
+            gpipe["temp_bytes"]
+            - one["temp_bytes"]
+            - (pool_bytes(gpipe["slots"]) - pool_bytes(one["slots"]))
+        )
+        <= rest
+    )
 
 
 def test_1f1b_needs_no_more_for_more_microbatches():
     few, many = compiled("1f1b", 8), compiled("1f1b", 64)
     assert few["slots"] == many["slots"]
     # A tick's row of the table has at most 64 entries of a byte; the loss of each microbatch has 4.
-    assert 0 <= many["temp_bytes"] - few["temp_bytes"] <= 64 * (many["ticks"] - few["ticks"]) + 4 * (64 - 8)
+    assert (
+        0
+        <= many["temp_bytes"] - few["temp_bytes"]
+        <= 64 * (many["ticks"] - few["ticks"]) + 4 * (64 - 8)
+    )
     assert many["temp_bytes"] - few["temp_bytes"] < ACTIVATION
 
 
@@ -87,9 +107,13 @@ def test_slots_are_the_simulated_peak(name, devices, microbatches):
         pytest.skip(f"{name} is not defined for {devices} devices and {microbatches} microbatches")
     slots = program_of(schedule).slots
     pairs = any(isinstance(cell, jp.Overlap) for row in schedule.rows for cell in row)
-    for found, release in ((slots.residual_weight, jp.Release.WEIGHT_GRAD), (slots.residual_input, jp.Release.INPUT_GRAD)):
+    for found, release in (
+        (slots.residual_weight, jp.Release.WEIGHT_GRAD),
+        (slots.residual_input, jp.Release.INPUT_GRAD),
+    ):
         peak = max(jp.simulate(schedule, jp.Costs(release=release)).peak_activations)
-        # The simulator lets both halves of a pair run at once; the program runs the backward first, and may reuse its slot.
+        # The simulator lets both halves of a pair run at once; the program runs the backward first,
+        # and may reuse its slot.
         assert found == peak or (pairs and found == peak - 1)
 
 
@@ -97,12 +121,16 @@ def test_slots_are_the_simulated_peak(name, devices, microbatches):
 def test_the_plan_that_is_chosen_never_holds_more_than_the_table(name):
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
     plan = Plan.of(schedule)
-    assert plan.program(Liveness()).slots.residual_weight <= max(jp.simulate(schedule).peak_activations)
+    assert plan.program(Liveness()).slots.residual_weight <= max(
+        jp.simulate(schedule).peak_activations
+    )
 
 
 def test_slots_follow_what_the_stage_reads():
     schedule = jp.schedules.build("zb_h2", devices=4, microbatches=12)
-    late = program_of(schedule, Liveness(x=LastUse.WEIGHT_GRAD, cotangent=LastUse.WEIGHT_GRAD)).slots
+    late = program_of(
+        schedule, Liveness(x=LastUse.WEIGHT_GRAD, cotangent=LastUse.WEIGHT_GRAD)
+    ).slots
     early = program_of(schedule, Liveness(x=LastUse.FORWARD, cotangent=LastUse.INPUT_GRAD)).slots
     assert early.x < late.x
     assert early.cotangent < late.cotangent
@@ -124,19 +152,26 @@ def test_the_report_has_the_slots_that_were_compiled():
 
 
 def test_parameters_drawn_under_jit_are_drawn_where_they_lie():
-    """With one stage a device no device draws a whole stack: what the program needs is a few times a device's own part."""
+    """With one stage a device no device draws a whole stack: what the program needs is a few times
+    a device's own part.
+    """
     schedule = jp.schedules.build("1f1b", devices=8, microbatches=8)
     pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(8), last=last)
     shape = (8, 256, 256)
-    init = jax.jit(lambda key: pipe.place({"stages": jax.random.normal(key, shape, jnp.float32), "last": {}}))
+    init = jax.jit(
+        lambda key: pipe.place({"stages": jax.random.normal(key, shape, jnp.float32), "last": {}})
+    )
     memory = init.lower(jax.random.key(0)).compile().memory_analysis()
     own = 4 * int(np.prod(shape)) // 8
     assert memory.output_size_in_bytes == pytest.approx(own, rel=0.01)
-    assert memory.temp_size_in_bytes <= 4 * own  # bits and what becomes of them; drawn whole they would be 16 times a part
+    # bits and what becomes of them; drawn whole they would be 16 times a part
+    assert memory.temp_size_in_bytes <= 4 * own
 
 
 def test_the_gradient_of_last_is_an_array_before_it_is_added_up():
-    """A head's logits and its gradient lie beside each other: the accumulator is in use, so that it is no room for either."""
+    """A head's logits and its gradient lie beside each other: the accumulator is in use, so that it
+    is no room for either.
+    """
     vocab = 2048
 
     def head(params, x, microbatch):
@@ -144,8 +179,14 @@ def test_the_gradient_of_last_is_an_array_before_it_is_added_up():
 
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), last=head)
-    shapes = {"stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32), "last": jax.ShapeDtypeStruct((WIDTH, vocab), jnp.float32)}
-    rows = {"x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32), "y": jax.ShapeDtypeStruct((2 * ROWS, 1), jnp.float32)}
+    shapes = {
+        "stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32),
+        "last": jax.ShapeDtypeStruct((WIDTH, vocab), jnp.float32),
+    }
+    rows = {
+        "x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32),
+        "y": jax.ShapeDtypeStruct((2 * ROWS, 1), jnp.float32),
+    }
     assert pipe.predict_memory(pipe.place(shapes), rows)["work"] >= 4 * vocab * (ROWS + WIDTH)
 
 
@@ -155,16 +196,29 @@ def lookup(params, microbatch, *, shared):
 
 def logits_loss(params, x, microbatch, *, shared):
     logits = x @ (params or shared)["table"].T
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, microbatch["tokens"][:, None], axis=-1))
+    return jnp.mean(
+        jax.nn.logsumexp(logits, axis=-1)
+        - jnp.take_along_axis(logits, microbatch["tokens"][:, None], axis=-1)
+    )
 
 
 @pytest.mark.parametrize("where", ["first", "last", "shared"])
 def test_what_a_large_table_needs_is_predicted(where):
-    """On CPU devices the sum of gradients over devices is an array beside the accumulator; many logits find no room in either."""
+    """On CPU devices the sum of gradients over devices is an array beside the accumulator; many
+    logits find no room in either.
+    """
     table = {"table": jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)}
-    params = {"first": {}, "stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32), "last": {}, "shared": {}, where: table}
+    params = {
+        "first": {},
+        "stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32),
+        "last": {},
+        "shared": {},
+        where: table,
+    }
     ends = {"first": lookup} if where != "last" else {}
-    ends["last"] = logits_loss if where != "first" else lambda params, x, microbatch, *, shared: jnp.mean(x**2)
+    ends["last"] = (
+        logits_loss if where != "first" else lambda params, x, microbatch, *, shared: jnp.mean(x**2)
+    )
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), **ends)
     rows = {"tokens": jax.ShapeDtypeStruct((2 * ROWS,), jnp.int32)}

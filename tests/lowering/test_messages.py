@@ -1,4 +1,6 @@
-"""What goes wrong around a step is named before anything is compiled; an error inside a function says which one and with what."""
+"""What goes wrong around a step is named before anything is compiled; an error inside a function
+says which one and with what.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,24 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from tests.lowering.test_errors import WIDTH, M, P, batch_of, last, params_of, pipe_of, raises, stage
+from tests.lowering.test_errors import (
+    WIDTH,
+    M,
+    P,
+    batch_of,
+    last,
+    params_of,
+    pipe_of,
+    raises,
+    stage,
+)
 from tests.parity.engines import mesh_of
 
 # XLA:CPU has no code for conversions of half precisions where the instruction set has none.
-needs_half = pytest.mark.skipif("--xla_cpu_max_isa=SSE4_2" in os.environ["XLA_FLAGS"], reason="no float16 on the CPU with SSE4_2")
+needs_half = pytest.mark.skipif(
+    "--xla_cpu_max_isa=SSE4_2" in os.environ["XLA_FLAGS"],
+    reason="no float16 on the CPU with SSE4_2",
+)
 
 
 def trace(pipe: jp.Pipeline, batch: Any = None, **how: Any) -> Any:
@@ -49,7 +64,9 @@ def test_a_collective_in_last_or_over_a_replicated_axis() -> None:
 
 def test_a_sharding_constraint_on_an_axis_that_is_manual() -> None:
     with raises("`stage` constrains the sharding", "names others only", "PartitionSpec"):
-        trace(pipe_of(lambda p, x: lax.with_sharding_constraint(stage(p, x), PartitionSpec("pipe"))))
+        trace(
+            pipe_of(lambda p, x: lax.with_sharding_constraint(stage(p, x), PartitionSpec("pipe")))
+        )
 
 
 def test_an_error_of_a_function_says_which_it_was_and_what_it_was_given() -> None:
@@ -68,8 +85,11 @@ def test_an_error_of_a_function_says_which_it_was_and_what_it_was_given() -> Non
 
 
 def test_functions_of_another_signature() -> None:
-    trace(pipe_of(lambda p, x, ctx: stage(p, x) + 0 * ctx.stage))  # by position or by keyword: it is told by its name
-    with raises("`stage` is called as stage(params, x)", "its parameters are (p, x, mask)", "'mask'"):
+    # by position or by keyword: it is told by its name
+    trace(pipe_of(lambda p, x, ctx: stage(p, x) + 0 * ctx.stage))
+    with raises(
+        "`stage` is called as stage(params, x)", "its parameters are (p, x, mask)", "'mask'"
+    ):
         pipe_of(lambda p, x, mask: stage(p, x))
     with raises("`last` is called as last(params, x, microbatch)"):
         pipe_of(last=lambda p, x: 0.0)
@@ -86,7 +106,8 @@ def test_what_is_no_array() -> None:
     with pytest.raises(jp.PipelineError) as caught:
         trace(pipe_of(), {**batch_of(), "x": [[1.0, 2.0]] * 600})
     assert caught.value.faults == (
-        "1200 leaves of the batch are plain numbers, batch['x'][0][0] the first of them: lists are trees to JAX; make arrays of them, "
+        "1200 leaves of the batch are plain numbers, batch['x'][0][0] the first of them: lists "
+        "are trees to JAX; make arrays of them, "
         "jax.numpy.asarray([...]), with a leading axis of rows",
     )
 
@@ -115,11 +136,15 @@ def test_counts_that_are_no_numbers() -> None:
 
 @needs_half
 def test_a_batch_in_which_nothing_is_counted_has_loss_0_and_gradients_0() -> None:
-    """And sums and counts of half a precision are added in a whole one: 3 microbatches of 40000 are beyond float16."""
+    """And sums and counts of half a precision are added in a whole one: 3 microbatches of 40000 are
+    beyond float16.
+    """
 
     def counted(params: Any, x: Any, microbatch: Any) -> Any:
         mask = microbatch["mask"]
-        return jnp.sum(mask * jnp.square(x)).astype(jnp.float16), 40000 * mask[0, 0].astype(jnp.float16)
+        return jnp.sum(mask * jnp.square(x)).astype(jnp.float16), 40000 * mask[0, 0].astype(
+            jnp.float16
+        )
 
     pipe = pipe_of(last=counted, loss=jp.Loss.SUM_OVER_COUNT)
     params = pipe.place(params_of())
@@ -134,7 +159,9 @@ def test_a_batch_in_which_nothing_is_counted_has_loss_0_and_gradients_0() -> Non
 
 @needs_half
 def test_constant_losses_small_floats_and_jaxs_strict_modes() -> None:
-    """A stage loss that is a number, parameters of 8 bits, no promotion by JAX, and its internal checks."""
+    """A stage loss that is a number, parameters of 8 bits, no promotion by JAX, and its internal
+    checks.
+    """
     small = jax.tree.map(lambda a: jnp.asarray(a / 8, jnp.float8_e4m3fn), params_of())
 
     def dense(params: Any, x: Any) -> Any:
@@ -146,16 +173,22 @@ def test_constant_losses_small_floats_and_jaxs_strict_modes() -> None:
     x = np.ones(WIDTH)
     for _ in range(P):
         x = np.tanh(x @ np.full((WIDTH, WIDTH), 1 / 8))
-    assert float(loss) == pytest.approx(np.mean((x - 1) ** 2), rel=1e-6)  # the loss is in float64, what 8 bits hold is exact
+    # the loss is in float64, what 8 bits hold is exact
+    assert float(loss) == pytest.approx(np.mean((x - 1) ** 2), rel=1e-6)
     assert jax.tree.leaves(grads)[0].dtype == jnp.float32
 
 
 def test_choices_that_are_none() -> None:
-    with raises("accumulate_dtype must be a floating dtype, or None for the parameters' own; got 'float31'"):
+    with raises(
+        "accumulate_dtype must be a floating dtype, or None for the parameters' own; got 'float31'"
+    ):
         pipe_of(accumulate_dtype="float31")
     with raises("accumulate_dtype must be a floating dtype", "got 'int32'"):
         pipe_of(accumulate_dtype="int32")
-    with raises("frozen: '[' is no regular expression (unterminated character set at position 0)", "re.escape"):
+    with raises(
+        "frozen: '[' is no regular expression (unterminated character set at position 0)",
+        "re.escape",
+    ):
         pipe_of(frozen=["w", "["])
     with raises("params['stages'] is a numpy array of strings; give jax or numpy arrays"):
         pipe_of().place({"stages": np.array(["a", "b"]), "last": {}})
@@ -174,5 +207,8 @@ def test_ends_of_flax_models() -> None:
     from jaxpipe.flax import from_nnx
 
     blocks = [nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(2)]
-    with raises("first= is a Linear; write first=End(module, lambda module, microbatch: ...)", "last= is a function; write last=End(None,"):
+    with raises(
+        "first= is a Linear; write first=End(module, lambda module, microbatch: ...)",
+        "last= is a function; write last=End(None,",
+    ):
         from_nnx(blocks, num_stages=2, first=blocks[0], last=lambda m, x, mb: 0.0)

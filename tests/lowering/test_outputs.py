@@ -19,7 +19,11 @@ def stage(params, x):
 
 
 def first(params, microbatch):
-    return {"h": microbatch["x"] * params["scale"], "large": microbatch["x"][:, 0] > 0, "id": microbatch["id"]}
+    return {
+        "h": microbatch["x"] * params["scale"],
+        "large": microbatch["x"][:, 0] > 0,
+        "id": microbatch["id"],
+    }
 
 
 @pytest.mark.parametrize(("name", "data"), [("1f1b", 1), ("zbv", 2), ("dualpipe", 1)])
@@ -28,14 +32,24 @@ def test_outputs_are_those_of_the_model_row_by_row(name, data):
     rng = np.random.default_rng(0)
     rows = M * ROWS * data
     batch = {"x": rng.standard_normal((rows, WIDTH)), "id": np.arange(rows)}
-    canonical = {"first": {"scale": np.ones(WIDTH)}, "stages": {"w": rng.standard_normal((schedule.num_stages, WIDTH, WIDTH))}}
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2, data=data), first=first, data_axes=("data",) if data > 1 else ())
+    canonical = {
+        "first": {"scale": np.ones(WIDTH)},
+        "stages": {"w": rng.standard_normal((schedule.num_stages, WIDTH, WIDTH))},
+    }
+    pipe = jp.Pipeline(
+        stage,
+        schedule=schedule,
+        mesh=mesh_of(2, data=data),
+        first=first,
+        data_axes=("data",) if data > 1 else (),
+    )
     found = pipe.outputs(pipe.place(canonical), batch)
     wanted = first(canonical["first"], batch)
     for s in range(schedule.num_stages):
         wanted = stage({"w": canonical["stages"]["w"][s]}, wanted)
     assert found["id"].tolist() == batch["id"].tolist()
-    # A row at the threshold could come out either way where programs round otherwise; there is none.
+    # A row at the threshold could come out either way where programs round otherwise; there is
+    # none.
     assert np.min(np.abs(np.max(wanted["h"], axis=-1) - LARGE)) > 1e-6
     assert found["large"].tolist() == np.asarray(wanted["large"]).tolist()
     assert np.max(np.abs(jax.device_get(found["h"]) - wanted["h"])) <= FLOAT64

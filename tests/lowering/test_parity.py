@@ -1,4 +1,6 @@
-"""Losses and gradients of the lowered program against plain JAX, on one tiny MLP and every table that has a name."""
+"""Losses and gradients of the lowered program against plain JAX, on one tiny MLP and every table
+that has a name.
+"""
 
 from functools import lru_cache
 from itertools import permutations
@@ -11,7 +13,17 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.table.action import parts
 from tests.models import to_flat, twin
-from tests.parity.engines import Outcome, case_data, jaxpipe_step, mesh_of, oracle_step, pipeline, torch_step, truth, worst_error
+from tests.parity.engines import (
+    Outcome,
+    case_data,
+    jaxpipe_step,
+    mesh_of,
+    oracle_step,
+    pipeline,
+    torch_step,
+    truth,
+    worst_error,
+)
 from tests.parity.tolerance import FLOAT64, bound
 from tests.tiers import slow
 from tests.tolerance import relative
@@ -21,13 +33,17 @@ ROWS = 2
 
 @lru_cache
 def mlp_of(stages):
-    """One twin for each S, so that `truth` computes the oracle's answer once and not once a schedule."""
+    """One twin for each S, so that `truth` computes the oracle's answer once and not once a
+    schedule.
+    """
     return twin("mlp", stages)
 
 
 def step_of(schedule, dtype=np.float64):
     model = mlp_of(schedule.num_stages)
-    return jaxpipe_step(pipeline(schedule, model), *case_data(model, schedule.num_microbatches, ROWS, dtype=dtype))
+    return jaxpipe_step(
+        pipeline(schedule, model), *case_data(model, schedule.num_microbatches, ROWS, dtype=dtype)
+    )
 
 
 def error_and_bound(schedule, dtype):
@@ -42,7 +58,9 @@ def error_and_bound(schedule, dtype):
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_gpipe_and_1f1b_equal_the_oracle(name, devices, microbatches, dtype):
-    error, limit = error_and_bound(jp.schedules.build(name, devices=devices, microbatches=microbatches), dtype)
+    error, limit = error_and_bound(
+        jp.schedules.build(name, devices=devices, microbatches=microbatches), dtype
+    )
     assert error <= limit
 
 
@@ -81,21 +99,46 @@ def added(numbers):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_gradients_are_added_in_the_order_of_backwards(name):
-    """A microbatch's gradient is its x, exactly: every factor is a power of two.  So only additions round, and their order shows."""
+    """A microbatch's gradient is its x, exactly: every factor is a power of two.  So only additions
+    round, and their order shows.
+    """
     schedule = jp.schedules.build(name, devices=2, microbatches=4)
     xs = np.random.default_rng(527).standard_normal(4).astype(np.float32)
-    pipe = jp.Pipeline(lambda w, x: w * x, schedule=schedule, mesh=mesh_of(2), last=lambda _, x, microbatch: jnp.sum(x))
-    _, grads = pipe.value_and_grad(pipe.place({"stages": np.ones((2, 1), np.float32), "last": {}}), {"x": xs})
+    pipe = jp.Pipeline(
+        lambda w, x: w * x,
+        schedule=schedule,
+        mesh=mesh_of(2),
+        last=lambda _, x, microbatch: jnp.sum(x),
+    )
+    _, grads = pipe.value_and_grad(
+        pipe.place({"stages": np.ones((2, 1), np.float32), "last": {}}), {"x": xs}
+    )
     for s, found in enumerate(pipe.canonical(grads)["stages"]):
         order = [
-            a.microbatch for row in schedule.rows for cell in row for a in parts(cell) if a.stage == s and a.kind in (jp.Kind.B, jp.Kind.W)
+            a.microbatch
+            for row in schedule.rows
+            for cell in row
+            for a in parts(cell)
+            if a.stage == s and a.kind in (jp.Kind.B, jp.Kind.W)
         ]
-        alike = [other for other in permutations(order) if added(xs[list(other)]) == added(xs[order])]
-        assert len(alike) == 2, "this order, and the same with its first two swapped, must be the only ones with this sum"
+        alike = [
+            other for other in permutations(order) if added(xs[list(other)]) == added(xs[order])
+        ]
+        assert len(alike) == 2, (
+            "this order, and the same with its first two swapped, must be the only ones with "
+            "this sum"
+        )
         assert float(found[0]) == added(xs[order]) / 4
 
 
-MODELS = [("conv", {}), ("gpt", {}), ("gpt", {"tied": False}), ("moe", {}), ("rnn", {}), ("mlp_nnx", {})]
+MODELS = [
+    ("conv", {}),
+    ("gpt", {}),
+    ("gpt", {"tied": False}),
+    ("moe", {}),
+    ("rnn", {}),
+    ("mlp_nnx", {}),
+]
 
 
 def check_model(schedule, name, flags):
@@ -106,9 +149,12 @@ def check_model(schedule, name, flags):
     assert worst_error(found, torch_step(schedule, model, weights, batch)) <= FLOAT64
 
 
-@pytest.mark.parametrize(("name", "flags"), [model if model[0] == "rnn" else slow(*model) for model in MODELS])
+@pytest.mark.parametrize(
+    ("name", "flags"), [model if model[0] == "rnn" else slow(*model) for model in MODELS]
+)
 def test_every_model_equals_the_oracle_and_torch(name, flags):
-    # Split backwards of convolutions, of scans over layers and over time, and of a dict that travels between stages.
+    # Split backwards of convolutions, of scans over layers and over time, and of a dict that
+    # travels between stages.
     check_model(jp.schedules.build("zb_h1", devices=2, microbatches=3), name, flags)
 
 
@@ -135,12 +181,17 @@ def test_canonical_undoes_place_bit_for_bit(name):
     weights = model.weights()
     placed = pipe.place(model.canonical())
     back = to_flat(pipe.canonical(placed))
-    assert all(np.array_equal(back[k], weights[k]) for k in weights)  # numbers are moved, not computed
+    # numbers are moved, not computed
+    assert all(np.array_equal(back[k], weights[k]) for k in weights)
     # Each device holds its own stages and no others: 1/P of the parameters, not all of them.
     for leaf in jax.tree.leaves(placed["stages"]):
         assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
-    shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model.canonical()))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), placed)
+    shapes = pipe.place(
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model.canonical())
+    )
+    assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), shapes) == jax.tree.map(
+        lambda a: (a.shape, a.dtype, a.sharding), placed
+    )
 
 
 def test_gradients_are_laid_out_like_the_parameters():
@@ -164,7 +215,10 @@ def test_a_step_twice_gives_the_same_bits_and_inside_jit_the_same_numbers():
     inside = jax.jit(lambda p, b: pipe.value_and_grad(p, b))(params, batch)
     # Nothing was donated: the parameters are still there to be compared and used.
     # One compiled program run twice: the same bits.
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(again), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(again), strict=True)
+    )
     # Inside another jit it is part of a program that is compiled apart.
     assert relative(inside, outside) <= FLOAT64
 
@@ -184,7 +238,8 @@ def test_the_data_axis_gives_the_mean_over_all_rows(name):
     model = mlp_of(schedule.num_stages)
     weights, batch = case_data(model, 2 * 3, ROWS)
     pipe = pipeline(schedule, model, mesh=mesh_of(4, data=2), data_axes=("data",))
-    # Each of the two shards cuts its own rows into 3 microbatches: in row order, 6 microbatches in all.
+    # Each of the two shards cuts its own rows into 3 microbatches: in row order, 6 microbatches in
+    # all.
     assert worst_error(jaxpipe_step(pipe, weights, batch), truth(model, 2 * 3, ROWS)) <= FLOAT64
 
 
@@ -192,7 +247,9 @@ def test_pipe_lower_compiles_from_shapes_alone_and_runs():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=3)
     model = mlp_of(2)
     pipe = pipeline(schedule, model)
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (model.canonical(), model.batch(6)))
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (model.canonical(), model.batch(6))
+    )
     compiled = pipe.lower(pipe.place(shapes[0]), shapes[1]).compile()
     loss, grads = compiled(pipe.place(model.canonical()), jax.tree.map(jnp.asarray, model.batch(6)))
     flat = to_flat(pipe.canonical(grads))

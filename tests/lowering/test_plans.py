@@ -1,4 +1,6 @@
-"""Every way to lay a table out in ticks gives the same numbers, also those that would not be chosen."""
+"""Every way to lay a table out in ticks gives the same numbers, also those that would not be
+chosen.
+"""
 
 import random
 from functools import lru_cache
@@ -53,14 +55,24 @@ def test_named_tables_give_the_same_numbers_in_every_layout(name, how):
     agrees(schedule, how)
 
 
-@pytest.mark.parametrize("name", ["zb_h1", slow("zbv"), slow("interleaved_1f1b"), slow("dualpipev")])
+@pytest.mark.parametrize(
+    "name", ["zb_h1", slow("zbv"), slow("interleaved_1f1b"), slow("dualpipev")]
+)
 def test_what_is_in_flight_between_trips_gives_the_same_numbers(name):
     """The plans of GPUs, on other devices."""
     schedule = jp.schedules.build(name, devices=4, microbatches=12)
     plan = Plan.of(schedule)
-    assert any(segment.in_flight for segment in plan.segments) or name == "dualpipev", "DualPipe's steady state has no slack"
-    ends = [(t.written.block, s.templates[t.written.tick].blocks) for s in plan.segments for t in s.transits]
-    assert any(block < len(blocks) for block, blocks in ends) or name not in ("zb_h1", "zbv"), "written before a block that needs it"
+    assert any(segment.in_flight for segment in plan.segments) or name == "dualpipev", (
+        "DualPipe's steady state has no slack"
+    )
+    ends = [
+        (t.written.block, s.templates[t.written.tick].blocks)
+        for s in plan.segments
+        for t in s.transits
+    ]
+    assert any(block < len(blocks) for block, blocks in ends) or name not in ("zb_h1", "zbv"), (
+        "written before a block that needs it"
+    )
     follows(schedule, plan)
 
 

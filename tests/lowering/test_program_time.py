@@ -1,4 +1,6 @@
-"""The makespan of a lowered program simulated: by hand, against a second simulator, and for the catalogue."""
+"""The makespan of a lowered program simulated: by hand, against a second simulator, and for the
+catalogue.
+"""
 
 import random
 
@@ -14,7 +16,17 @@ from jaxpipe.program.segments import Segment, room_of
 from jaxpipe.program.templates import Part, Payload, Permute, TickTemplate
 from tests.passes import simulated
 
-SPLIT_OR_OVERLAPPED = ["1f1b_overlap", "interleaved_1f1b_overlap", "zb_1p", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "interleaved_zb"]
+SPLIT_OR_OVERLAPPED = [
+    "1f1b_overlap",
+    "interleaved_1f1b_overlap",
+    "zb_1p",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+    "v_half",
+    "v_min",
+    "interleaved_zb",
+]
 KEEP_THEIR_MAKESPAN = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *SPLIT_OR_OVERLAPPED]
 
 
@@ -55,7 +67,9 @@ def test_a_late_transfer_is_awaited_late():
 
 def test_each_permute_of_a_device_lasts():
     costs = np.array([[1.0, 1, 1]])
-    two = TickTemplate((), (Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),))))
+    two = TickTemplate(
+        (), (Permute(Payload.ACTIVATION, ((0, 1),)), Permute(Payload.COTANGENT, ((1, 0),)))
+    )
     assert program_makespan(costs, once(two), Overheads(predicate=0.0, hop=0.25)) == 1.5
     assert program_makespan(costs, once(tick((0, 1))), Overheads(predicate=0.0, hop=0.25)) == 1.25
     assert program_makespan(costs, once(tick()), Overheads(predicate=0.0, hop=0.25)) == 1
@@ -74,28 +88,45 @@ def test_a_second_simulator_agrees_on_random_programs(seed):
         templates = tuple(_random_position(rng, devices, room_of(period, j)) for j in range(period))
         segments.append(Segment(start, repeats, templates))
         start = segments[-1].stop
-    # Whole costs are exact in floating point; half of the programs have equal trips, which are the ones that get skipped.
-    costs = np.array([[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in range(start)], float)
+    # Whole costs are exact in floating point; half of the programs have equal trips, which are the
+    # ones that get skipped.
+    costs = np.array(
+        [[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in range(start)], float
+    )
     if seed % 2:
         for s in segments:
-            costs[s.start : s.stop] = np.tile(costs[s.start : s.start + s.period], (s.repeats, 1, 1))
+            costs[s.start : s.stop] = np.tile(
+                costs[s.start : s.start + s.period], (s.repeats, 1, 1)
+            )
     transfer = rng.choice([0.0, 0.25])
-    assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=transfer)) == simulated(costs, segments, transfer)
+    assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=transfer)) == simulated(
+        costs, segments, transfer
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_cycles_of_different_trips_are_simulated_once(seed):
-    """A steady state that comes back after several trips, as an interleaved one does: between ramps, over in the middle of a cycle."""
+    """A steady state that comes back after several trips, as an interleaved one does: between
+    ramps, over in the middle of a cycle.
+    """
     rng = random.Random(seed)
     devices, period, length, repeats = 3, rng.randint(1, 2), rng.randint(2, 9), 90
     templates = tuple(_random_position(rng, devices, room_of(period, j)) for j in range(period))
-    cycle = [[[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in templates] for _ in range(length)]
+    cycle = [
+        [[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in templates]
+        for _ in range(length)
+    ]
     trips = [cycle[trip % length] for trip in range(repeats)]
     for trip in (0, 1, 2, 70 + rng.randint(0, 15)):
         trips[trip] = [[[5] * devices for _ in Part] for _ in templates]
-    costs, segments = np.array(trips, float).reshape(-1, len(Part), devices), [Segment(0, repeats, templates)]
+    costs, segments = (
+        np.array(trips, float).reshape(-1, len(Part), devices),
+        [Segment(0, repeats, templates)],
+    )
     assert _Cycle.of(np.array([0, 1, 2] * 30)).length == 3
-    assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=0.25)) == simulated(costs, segments, 0.25)
+    assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=0.25)) == simulated(
+        costs, segments, 0.25
+    )
 
 
 def _random_position(rng, devices, room):
@@ -118,7 +149,9 @@ def test_a_second_simulator_agrees_on_the_catalogue(name):
     schedule = jp.schedules.build(name, devices=4, microbatches=6)
     plan = plan_of(schedule)
     costs = cost_parts(plan.ticks, jp.Costs(forward=3, input_grad=4, weight_grad=2, backward=5))
-    assert program_makespan(costs, plan.segments) == simulated(costs, plan.segments, 0.0, plan.ticks.forward_first)
+    assert program_makespan(costs, plan.segments) == simulated(
+        costs, plan.segments, 0.0, plan.ticks.forward_first
+    )
 
 
 @pytest.mark.parametrize("name", jp.schedules.names())
@@ -128,7 +161,9 @@ def test_bounds(name):
     plan = plan_of(schedule)
     work = cost_matrix(plan.ticks).sum(axis=0)
     assert max(work) <= plan.makespan
-    assert work.tolist() == [3 * schedule.num_stages / 4 * 8] * 4, "the work of the program is the table's"
+    assert work.tolist() == [3 * schedule.num_stages / 4 * 8] * 4, (
+        "the work of the program is the table's"
+    )
 
 
 def ratio(plan: Plan) -> float:

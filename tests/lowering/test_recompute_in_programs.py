@@ -18,7 +18,14 @@ NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe")
 def some(schedule):
     """R for the odd microbatches only: others keep their residuals."""
     whole = jp.add_recompute(schedule)
-    rows = [[c for c in row if not (isinstance(c, jp.Action) and c.kind is jp.Kind.R and c.microbatch % 2 == 0)] for row in whole.rows]
+    rows = [
+        [
+            c
+            for c in row
+            if not (isinstance(c, jp.Action) and c.kind is jp.Kind.R and c.microbatch % 2 == 0)
+        ]
+        for row in whole.rows
+    ]
     return jp.check(whole.with_rows([tuple(row) for row in rows]))
 
 
@@ -28,22 +35,37 @@ def test_numbers(name, which):
     schedule = which(jp.schedules.build(name, devices=2, microbatches=4))
     model = twin("mlp", schedule.num_stages, width=2, features_in=2, features_out=1)
     verify(plan_of(schedule).program())
-    assert worst_error(jaxpipe_step(pipeline(schedule, model), *case_data(model, 4, 1)), truth(model, 4, 1)) <= FLOAT64
+    assert (
+        worst_error(
+            jaxpipe_step(pipeline(schedule, model), *case_data(model, 4, 1)), truth(model, 4, 1)
+        )
+        <= FLOAT64
+    )
 
 
 def test_the_interpreter_recomputes_too():
     schedule = some(jp.schedules.build("zb_h1", devices=2, microbatches=4))
     mesh = jax.make_mesh((2,), ("pipe",))
     common = {"schedule": schedule, "mesh": mesh, "last": lambda p, x, mb: jnp.mean(x**2)}
-    compiled, eager = (jp.Pipeline(lambda p, x: jnp.tanh(x @ p), **common, executor=e) for e in (None, EagerExecutor()))
+    compiled, eager = (
+        jp.Pipeline(lambda p, x: jnp.tanh(x @ p), **common, executor=e)
+        for e in (None, EagerExecutor())
+    )
     key = jax.random.key(0)
-    placed, batch = compiled.place({"stages": jax.random.normal(key, (2, 3, 3)), "last": {}}), {"x": jax.random.normal(key, (8, 3))}
-    for one, other in zip(*(jax.tree.leaves(p.value_and_grad(placed, batch)) for p in (compiled, eager)), strict=True):
+    placed, batch = (
+        compiled.place({"stages": jax.random.normal(key, (2, 3, 3)), "last": {}}),
+        {"x": jax.random.normal(key, (8, 3))},
+    )
+    for one, other in zip(
+        *(jax.tree.leaves(p.value_and_grad(placed, batch)) for p in (compiled, eager)), strict=True
+    ):
         assert jnp.max(jnp.abs(one - other)) <= FLOAT64
 
 
 def test_fewer_residuals_are_kept():
-    """GPipe holds every microbatch's residuals at once; with R right before each backward, those of one."""
+    """GPipe holds every microbatch's residuals at once; with R right before each backward, those of
+    one.
+    """
     plain = jp.schedules.build("gpipe", devices=4, microbatches=8)
     assert plan_of(plain).program().slots.residual_weight == 8
     slots = plan_of(jp.add_recompute(plain)).program().slots
@@ -54,11 +76,21 @@ def test_fewer_residuals_are_kept():
 def test_a_program_has_the_room_that_its_table_was_made_for():
     plain = jp.schedules.build("1f1b", devices=4, microbatches=8)
     for room in (1, 2, 3):
-        assert plan_of(jp.add_recompute(plain, max_activations=room)).program().slots.residual_weight == room
+        assert (
+            plan_of(jp.add_recompute(plain, max_activations=room)).program().slots.residual_weight
+            == room
+        )
 
 
 def test_the_work_of_the_forward_is_done_twice():
     """And no more: F keeps nothing and R sends nothing."""
-    program = plan_of(jp.add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=4))).program()
-    blocks = {str(use.block) for segment in program.segments for template in segment.templates for use in template.blocks}
+    program = plan_of(
+        jp.add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=4))
+    ).program()
+    blocks = {
+        str(use.block)
+        for segment in program.segments
+        for template in segment.templates
+        for use in template.blocks
+    }
     assert blocks == {"F.0-", "R.0", "B.0"}

@@ -1,4 +1,6 @@
-"""`Pipeline.compile_report` says what the table and the program are: every number against one that is counted otherwise."""
+"""`Pipeline.compile_report` says what the table and the program are: every number against one that
+is counted otherwise.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,10 @@ def last(params, x, microbatch):
 def report(name, microbatches=8, *, stage=stage, devices=P, dtype=jnp.float32, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
-    params = {"stages": {"w": jax.ShapeDtypeStruct((schedule.num_stages, WIDTH, WIDTH), dtype)}, "last": {}}
+    params = {
+        "stages": {"w": jax.ShapeDtypeStruct((schedule.num_stages, WIDTH, WIDTH), dtype)},
+        "last": {},
+    }
     rows = jax.ShapeDtypeStruct((ROWS * microbatches, WIDTH), jnp.float32)
     return schedule, pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})
 
@@ -33,8 +38,16 @@ def test_it_has_every_key_that_its_docstring_names():
     from jaxpipe import report as module
 
     _, found = report("1f1b", devices=2, microbatches=2)
-    lines = [line for line in module.__doc__.splitlines() if line.startswith("    ") and not line.startswith("     ")]
-    named = {key for line in lines for key in re.split(r"\s{2,}", line.strip(), maxsplit=1)[0].split(", ")}
+    lines = [
+        line
+        for line in module.__doc__.splitlines()
+        if line.startswith("    ") and not line.startswith("     ")
+    ]
+    named = {
+        key
+        for line in lines
+        for key in re.split(r"\s{2,}", line.strip(), maxsplit=1)[0].split(", ")
+    }
     assert set(found) == named
 
 
@@ -61,7 +74,8 @@ def test_counts_and_makespans(name):
 
 def test_memory_of_1f1b_by_pool():
     _, found = report("1f1b")
-    # tanh's derivative is made of its result, the only residual; dw is dz times x, so I alone reads it.  I and W are one B: no stash.
+    # tanh's derivative is made of its result, the only residual; dw is dz times x, so I alone reads
+    # it.  I and W are one B: no stash.
     assert found["slot_bytes"] == {
         "x": ACTIVATION,
         "residual_input": ACTIVATION,
@@ -95,14 +109,20 @@ def test_traffic_of_1f1b_is_the_tables():
 
 
 def test_what_depends_on_parameters_alone_is_hoisted():
-    _, found = report("interleaved_1f1b", stage=lambda p, x: jnp.tanh(x @ p["w"].astype(jnp.float64).astype(x.dtype)), dtype=jnp.bfloat16)
+    _, found = report(
+        "interleaved_1f1b",
+        stage=lambda p, x: jnp.tanh(x @ p["w"].astype(jnp.float64).astype(x.dtype)),
+        dtype=jnp.bfloat16,
+    )
     # One cast matrix for each of the two chunks, which forward and backward share.
     assert found["hoisted_bytes"] == 2 * WIDTH * WIDTH * 4
 
 
 def branching(params, x):
     """The derivative of a conditional is one equation that gives dx and dw."""
-    return jax.lax.cond(jnp.sum(x) > 0, lambda: jnp.tanh(x @ params["w"]), lambda: jnp.sin(x @ params["w"]))
+    return jax.lax.cond(
+        jnp.sum(x) > 0, lambda: jnp.tanh(x @ params["w"]), lambda: jnp.sin(x @ params["w"])
+    )
 
 
 def test_what_cannot_be_cut_is_said():
@@ -123,13 +143,23 @@ def test_nor_inside_a_scan():
 def test_parameter_bytes_are_what_a_device_holds():
     schedule = jp.schedules.build("1f1b", devices=P, microbatches=4)
     pipes = [
-        jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(P), first=lambda p, mb: mb["x"] @ p["w"], last=last, shard_outer=split)
+        jp.Pipeline(
+            stage,
+            schedule=schedule,
+            mesh=mesh_of(P),
+            first=lambda p, mb: mb["x"] @ p["w"],
+            last=last,
+            shard_outer=split,
+        )
         for split in (False, True)
     ]
     params = {"stages": {"w": jax.ShapeDtypeStruct((P, WIDTH, WIDTH), jnp.float32)}, "last": {}}
     params["first"] = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
     rows = jax.ShapeDtypeStruct((ROWS * 4, WIDTH), jnp.float32)
-    whole, split = (pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"] for pipe in pipes)
+    whole, split = (
+        pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"]
+        for pipe in pipes
+    )
     one = WIDTH * WIDTH * 4
     assert whole == {"first": one, "stages": one, "last": 0}
     assert split == {"first": one // P, "stages": one, "last": 0}
@@ -137,4 +167,6 @@ def test_parameter_bytes_are_what_a_device_holds():
 
 def test_the_name_is_the_step_s_own_where_another_schedule_is_equal():
     """zb_1p and zb_h1 are one table at this size, and share a plan."""
-    assert [report(name, devices=2, microbatches=2)[1]["schedule"] for name in ("zb_1p", "zb_h1")] == ["zb_1p", "zb_h1"]
+    assert [
+        report(name, devices=2, microbatches=2)[1]["schedule"] for name in ("zb_1p", "zb_h1")
+    ] == ["zb_1p", "zb_h1"]

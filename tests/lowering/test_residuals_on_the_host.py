@@ -25,24 +25,42 @@ def last(params, x, microbatch):
 
 
 def run(schedule, function=stage, **options):
-    pipe = jp.Pipeline(function, schedule=schedule, mesh=jax.make_mesh((schedule.num_devices,), ("pipe",)), last=last, **options)
+    pipe = jp.Pipeline(
+        function,
+        schedule=schedule,
+        mesh=jax.make_mesh((schedule.num_devices,), ("pipe",)),
+        last=last,
+        **options,
+    )
     rng = np.random.default_rng(0)
-    params = pipe.place({"stages": rng.standard_normal((schedule.num_stages, 2, 4, 4)) / 3, "last": {}})
-    batch = {"x": rng.standard_normal((2 * schedule.num_microbatches, 4)), "y": np.zeros((2 * schedule.num_microbatches, 4))}
+    params = pipe.place(
+        {"stages": rng.standard_normal((schedule.num_stages, 2, 4, 4)) / 3, "last": {}}
+    )
+    batch = {
+        "x": rng.standard_normal((2 * schedule.num_microbatches, 4)),
+        "y": np.zeros((2 * schedule.num_microbatches, 4)),
+    }
     return pipe, params, batch
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "chunks"), [("gpipe", 2, 1), slow("interleaved_1f1b", 4, 2), slow("1f1b", 8, 1), slow("dualpipev", 4, 2)]
+    ("name", "devices", "chunks"),
+    [("gpipe", 2, 1), slow("interleaved_1f1b", 4, 2), slow("1f1b", 8, 1), slow("dualpipev", 4, 2)],
 )
 def test_numbers_are_equal_and_both_memories_are_reported(name, devices, chunks):
     schedule = jp.schedules.build(name, devices=devices, microbatches=12, chunks=chunks)
     plain, params, batch = run(schedule)
     away, *_ = run(schedule, offload="residuals")
-    (loss, grads), (expected, expected_grads) = away.value_and_grad(params, batch), plain.value_and_grad(params, batch)
-    # Moved, not computed with: float64, a few units in the last place for another order of the same sums.
+    (loss, grads), (expected, expected_grads) = (
+        away.value_and_grad(params, batch),
+        plain.value_and_grad(params, batch),
+    )
+    # Moved, not computed with: float64, a few units in the last place for another order of the same
+    # sums.
     np.testing.assert_allclose(loss, expected, rtol=1e-14)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-16), grads, expected_grads)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-16), grads, expected_grads
+    )
     report, before = (pipe.compile_report(params, batch) for pipe in (away, plain))
     slots = report["slots"]
     assert slots.host > 0
@@ -50,7 +68,10 @@ def test_numbers_are_equal_and_both_memories_are_reported(name, devices, chunks)
     entry = report["slot_bytes"]["residual_input"] + report["slot_bytes"]["residual_weight"]
     assert report["pool_bytes"]["host"] == slots.host * entry
     assert report["predicted"]["host"] == (slots.host + 1) * entry
-    saved = {pool: getattr(before["slots"], pool) - getattr(slots, pool) for pool in ("residual_input", "residual_weight")}
+    saved = {
+        pool: getattr(before["slots"], pool) - getattr(slots, pool)
+        for pool in ("residual_input", "residual_weight")
+    }
     saved_bytes = sum(count * report["slot_bytes"][pool] for pool, count in saved.items())
     assert before["predicted"]["total"] - report["predicted"]["total"] == saved_bytes - 2 * entry
 
@@ -58,10 +79,15 @@ def test_numbers_are_equal_and_both_memories_are_reported(name, devices, chunks)
 @pytest.mark.parametrize("inside", [False, True], ids=["of the pipeline", "of a layer"])
 @pytest.mark.parametrize("policy", ["names", slow("dots")])
 def test_policies_that_offload_are_followed(policy, inside):
-    """By `remat=`, or by `jax.checkpoint` in the stage itself: numbers as without, and what the forward keeps waits on the host."""
+    """By `remat=`, or by `jax.checkpoint` in the stage itself: numbers as without, and what the
+    forward keeps waits on the host.
+    """
     policies = {
         "names": jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["h"],
+            offload_src="device",
+            offload_dst="pinned_host",
         ),
         "dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
     }
@@ -75,14 +101,22 @@ def test_policies_that_offload_are_followed(policy, inside):
 
     schedule = jp.schedules.build("gpipe", devices=2, microbatches=8)
     if inside:
-        pipe, params, batch = run(schedule, stage_of(jax.checkpoint(layer, policy=policies[policy])))
+        pipe, params, batch = run(
+            schedule, stage_of(jax.checkpoint(layer, policy=policies[policy]))
+        )
     else:
         pipe, params, batch = run(schedule, stage_of(layer), remat=policies[policy])
     plain, *_ = run(schedule, stage_of(layer))
-    (loss, grads), (expected, expected_grads) = pipe.value_and_grad(params, batch), plain.value_and_grad(params, batch)
-    # Float64; what is computed again is computed by other code, a few units in the last place apart.
+    (loss, grads), (expected, expected_grads) = (
+        pipe.value_and_grad(params, batch),
+        plain.value_and_grad(params, batch),
+    )
+    # Float64; what is computed again is computed by other code, a few units in the last place
+    # apart.
     np.testing.assert_allclose(loss, expected, rtol=1e-14)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), grads, expected_grads)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), grads, expected_grads
+    )
     assert pipe.compile_report(params, batch)["slots"].host == 8
 
 
@@ -97,5 +131,7 @@ def test_the_eager_executor_moves_them_too():
 
 def test_a_wrong_choice_is_refused():
     schedule = jp.schedules.build("gpipe", devices=2, microbatches=2)
-    with pytest.raises(jp.PipelineError, match="offload must be \"residuals\" or None; got 'weights'"):
+    with pytest.raises(
+        jp.PipelineError, match="offload must be \"residuals\" or None; got 'weights'"
+    ):
         run(schedule, offload="weights")

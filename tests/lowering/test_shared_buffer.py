@@ -1,4 +1,6 @@
-"""One pool entry for unlike kinds: shapes are kept or raveled by the room on one device, and what a kind splits stays split."""
+"""One pool entry for unlike kinds: shapes are kept or raveled by the room on one device, and what a
+kind splits stays split.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def split(*dims: int, dim: int) -> Entry:
 
 
 def test_what_is_split_keeps_its_shape_where_raveled_it_would_be_whole() -> None:
-    """A stage of one layer and one of two: three eighths of a layer on each device, not two whole."""
+    """A stage of one layer and one of two: three eighths of a layer on each device, not
+    two whole.
+    """
     kinds = [shapes((1, 64, 16)), shapes((2, 1, 64, 16))]
     buffer = SharedBuffer.of(kinds, [[split(1, 64, 16, dim=1)], [split(2, 1, 64, 16, dim=2)]])
     assert sorted(aval.shape for aval in buffer.avals) == [(1, 64, 16), (2, 1, 64, 16)]
@@ -43,7 +47,10 @@ def test_a_kind_that_does_not_split_takes_it_split() -> None:
 
 def test_a_leaf_that_one_kind_ravels_is_whole() -> None:
     """Its numbers begin at 0, of which a part of another kind would know nothing."""
-    kinds, entries = [shapes((64,)), shapes((4, 15))], [[split(64, dim=0)], [Entry((4, 15), pinned=True)]]
+    kinds, entries = (
+        [shapes((64,)), shapes((4, 15))],
+        [[split(64, dim=0)], [Entry((4, 15), pinned=True)]],
+    )
     buffer = SharedBuffer.of(kinds, entries)
     assert [aval.shape for aval in buffer.avals] == [(64,)]
     assert buffer.entries == (Entry((64,), pinned=True),)

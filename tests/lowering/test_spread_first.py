@@ -1,4 +1,6 @@
-"""`first` spread over the pipe axis: the losses and gradients of plain JAX, whatever the schedule, in every executor."""
+"""`first` spread over the pipe axis: the losses and gradients of plain JAX, whatever the schedule,
+in every executor.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,16 @@ def plain_head(params, x, microbatch, shared=None):
 
 def canonical(stages: int, vocabulary: int, *, tied: bool) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    one, other = {"w": rng.standard_normal((vocabulary, WIDTH))}, {"w": rng.standard_normal((vocabulary, WIDTH))}
+    one, other = (
+        {"w": rng.standard_normal((vocabulary, WIDTH))},
+        {"w": rng.standard_normal((vocabulary, WIDTH))},
+    )
     layers = rng.standard_normal((stages, WIDTH, WIDTH)) / 2
-    return {"first": {}, "stages": layers, "last": {}, "shared": one} if tied else {"first": one, "stages": layers, "last": other}
+    return (
+        {"first": {}, "stages": layers, "last": {}, "shared": one}
+        if tied
+        else {"first": one, "stages": layers, "last": other}
+    )
 
 
 def rows(count: int, vocabulary: int) -> dict[str, Any]:
@@ -69,16 +78,38 @@ def truth(stages: int, vocabulary: int, count: int, *, tied: bool) -> Any:
 def worst(found: Any, wanted: Any) -> float:
     """The largest error of any leaf, relative to the leaf's largest entry."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b)))) for a, b in pairs)
+    return max(
+        float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b))))
+        for a, b in pairs
+    )
 
 
-def agrees(name: str, devices: int, *, tied: bool, microbatches: int = 4, vocabulary: int = 11, last: Any = None, **options: Any):
+def agrees(
+    name: str,
+    devices: int,
+    *,
+    tied: bool,
+    microbatches: int = 4,
+    vocabulary: int = 11,
+    last: Any = None,
+    **options: Any,
+):
     """A step and an evaluation against plain JAX; the placed parameters and the gradients."""
     if name == "dualpipe":
         microbatches = max(microbatches, 2 * devices)
-    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=jp.schedules.describe(name).chunks.natural)
+    schedule = jp.schedules.build(
+        name,
+        devices=devices,
+        microbatches=microbatches,
+        chunks=jp.schedules.describe(name).chunks.natural,
+    )
     stages, count = schedule.num_stages, ROWS * microbatches
-    options = {"mesh": mesh_of(devices), "first": jp.VocabEmbedding(), "last": last or jp.VocabHead(), **options}
+    options = {
+        "mesh": mesh_of(devices),
+        "first": jp.VocabEmbedding(),
+        "last": last or jp.VocabHead(),
+        **options,
+    }
     pipe = jp.Pipeline(stage, schedule=schedule, **options)
     params, batch = pipe.place(canonical(stages, vocabulary, tied=tied)), rows(count, vocabulary)
     loss, grads = pipe.value_and_grad(params, batch)
@@ -93,7 +124,12 @@ def agrees(name: str, devices: int, *, tied: bool, microbatches: int = 4, vocabu
 def _defined(name: str, devices: int) -> bool:
     try:
         chunks = jp.schedules.describe(name).chunks.natural
-        jp.schedules.build(name, devices=devices, microbatches=2 * devices if name == "dualpipe" else 4, chunks=chunks)
+        jp.schedules.build(
+            name,
+            devices=devices,
+            microbatches=2 * devices if name == "dualpipe" else 4,
+            chunks=chunks,
+        )
     except jp.ScheduleError:
         return False
     return True
@@ -101,19 +137,33 @@ def _defined(name: str, devices: int) -> bool:
 
 QUICK = [("1f1b", 2, False), ("zbv", 2, True)]
 LARGER = [("dualpipe", 4, True), ("interleaved_1f1b", 2, False), ("zb_h1", 8, True)]
-ALL = [(name, devices, tied) for name in jp.schedules.names() for devices in (1, 2, 4, 8) for tied in (False, True)]
+ALL = [
+    (name, devices, tied)
+    for name in jp.schedules.names()
+    for devices in (1, 2, 4, 8)
+    for tied in (False, True)
+]
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "tied"),
-    [*QUICK, *(slow(*c) for c in LARGER), *(exhaustive(*c) for c in ALL if c not in (*QUICK, *LARGER) and _defined(*c[:2]))],
+    [
+        *QUICK,
+        *(slow(*c) for c in LARGER),
+        *(exhaustive(*c) for c in ALL if c not in (*QUICK, *LARGER) and _defined(*c[:2])),
+    ],
 )
 def test_a_step_agrees_with_plain_jax(name, devices, tied):
     _, params, grads = agrees(name, devices, tied=tied)
     if devices > 1:
         key = "shared" if tied else "first"
-        shares = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves((params[key], grads[key]))]
-        assert shares == [(-(-11 // devices), WIDTH)] * 2, "1/P of the vocabulary on each device, gradients too"
+        shares = [
+            leaf.sharding.shard_shape(leaf.shape)
+            for leaf in jax.tree.leaves((params[key], grads[key]))
+        ]
+        assert shares == [(-(-11 // devices), WIDTH)] * 2, (
+            "1/P of the vocabulary on each device, gradients too"
+        )
 
 
 def test_a_device_may_hold_nothing_but_padding():
@@ -122,11 +172,18 @@ def test_a_device_may_hold_nothing_but_padding():
     for tree in (params, grads):
         for key in ("first", "last"):
             (leaf,) = jax.tree.leaves(tree[key])
-            assert [np.any(np.asarray(shard.data)) for shard in leaf.addressable_shards] == [True, True, True, False]
+            assert [np.any(np.asarray(shard.data)) for shard in leaf.addressable_shards] == [
+                True,
+                True,
+                True,
+                False,
+            ]
 
 
 def test_bursts_of_meetings_are_loops_within_a_trip():
-    """In an interleaved table all devices meet for P microbatches in turn, then for long not: no predicate asks in the steady state."""
+    """In an interleaved table all devices meet for P microbatches in turn, then for long not: no
+    predicate asks in the steady state.
+    """
     pipe, _, _ = agrees("interleaved_1f1b", 2, tied=False, microbatches=12)
     plan = plan_of(pipe.schedule)
     steady = max(plan.segments, key=lambda segment: segment.repeats * segment.period)
@@ -136,8 +193,17 @@ def test_bursts_of_meetings_are_loops_within_a_trip():
 
 def test_first_alone_is_spread_too():
     pipe, _, _ = agrees("gpipe", 2, tied=False, last=plain_head)
-    assert {a.kind for _, _, a in pipe.schedule.actions()} == {jp.Kind.F, jp.Kind.B, jp.Kind.E, jp.Kind.G}
-    assert pipe.outputs(pipe.place(canonical(2, 11, tied=False)), rows(8, 11)).shape == (8, TOKENS, WIDTH)
+    assert {a.kind for _, _, a in pipe.schedule.actions()} == {
+        jp.Kind.F,
+        jp.Kind.B,
+        jp.Kind.E,
+        jp.Kind.G,
+    }
+    assert pipe.outputs(pipe.place(canonical(2, 11, tied=False)), rows(8, 11)).shape == (
+        8,
+        TOKENS,
+        WIDTH,
+    )
 
 
 def test_the_eager_executor_runs_the_same_program():
@@ -147,14 +213,28 @@ def test_the_eager_executor_runs_the_same_program():
 @pytest.mark.slow
 def test_data_shards_fsdp_and_recomputation():
     mesh = mesh_of(2, data=2)
-    agrees("1f1b", 2, tied=True, vocabulary=12, mesh=mesh, data_axes=("data",), fsdp="data", remat="full")
+    agrees(
+        "1f1b",
+        2,
+        tied=True,
+        vocabulary=12,
+        mesh=mesh,
+        data_axes=("data",),
+        fsdp="data",
+        remat="full",
+    )
 
 
 def test_a_function_of_ones_own_needs_what_its_forward_makes_again():
-    """A norm after the lookup, of which the gradient needs the sum; a scale and a position table that every device holds whole."""
+    """A norm after the lookup, of which the gradient needs the sum; a scale and a position table
+    that every device holds whole.
+    """
 
     def first(params, microbatch, *, ctx):
-        x = jp.VocabEmbedding()(params["w"], microbatch, ctx=ctx._replace(sizes=ctx.sizes["w"])) + params["at"]
+        x = (
+            jp.VocabEmbedding()(params["w"], microbatch, ctx=ctx._replace(sizes=ctx.sizes["w"]))
+            + params["at"]
+        )
         return x / jnp.sqrt(1 + jnp.sum(x**2, -1, keepdims=True)) * params["scale"]
 
     def plain(params, microbatch):
@@ -162,11 +242,17 @@ def test_a_function_of_ones_own_needs_what_its_forward_makes_again():
         return x / jnp.sqrt(1 + jnp.sum(x**2, -1, keepdims=True)) * params["scale"]
 
     schedule, rng = jp.schedules.build("zb_h1", devices=2, microbatches=3), np.random.default_rng(0)
-    own = {"w": rng.standard_normal((5, WIDTH)), "scale": rng.standard_normal(WIDTH), "at": rng.standard_normal((TOKENS, WIDTH))}
+    own = {
+        "w": rng.standard_normal((5, WIDTH)),
+        "scale": rng.standard_normal(WIDTH),
+        "at": rng.standard_normal((TOKENS, WIDTH)),
+    }
     whole = {**canonical(2, 5, tied=False), "first": own}
     steps = []
     for function in (jp.spread(first, dims={"w": 0, "scale": None, "at": None}), plain):
-        pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2), first=function, last=plain_head)
+        pipe = jp.Pipeline(
+            stage, schedule=schedule, mesh=mesh_of(2), first=function, last=plain_head
+        )
         loss, grads = pipe.value_and_grad(pipe.place(whole), rows(6, 5))
         steps.append((float(loss), pipe.canonical(grads)))
     assert abs(steps[0][0] - steps[1][0]) <= LIMIT * abs(steps[1][0])
@@ -176,15 +262,26 @@ def test_a_function_of_ones_own_needs_what_its_forward_makes_again():
 @pytest.mark.slow
 def test_a_checkpoint_of_a_tied_table_fits_another_number_of_devices():
     def pipe_on(devices):
-        schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices)
-        return jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), first=jp.VocabEmbedding(), last=jp.VocabHead())
+        schedule = jp.schedules.build(
+            "interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices
+        )
+        return jp.Pipeline(
+            stage,
+            schedule=schedule,
+            mesh=mesh_of(devices),
+            first=jp.VocabEmbedding(),
+            last=jp.VocabHead(),
+        )
 
     whole = canonical(4, 10, tied=True)
     states = {devices: {"params": pipe_on(devices).place(whole)} for devices in (4, 2)}
     stored = PortableState(pipe_on(4)).of(states[4])
     assert stored["params"]["shared"]["w"].shape == (10, WIDTH)
     back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True)
+    )
 
 
 def test_a_table_that_a_stage_reads_too_is_not_cut_and_the_embedding_says_so():
@@ -192,14 +289,21 @@ def test_a_table_that_a_stage_reads_too_is_not_cut_and_the_embedding_says_so():
         return x + shared["w"][0]
 
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
-    pipe = jp.Pipeline(reads, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=plain_head)
-    with pytest.raises(PipelineError, match='a table under "shared" is cut where every function that takes `shared` is spread'):
+    pipe = jp.Pipeline(
+        reads, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=plain_head
+    )
+    with pytest.raises(
+        PipelineError,
+        match='a table under "shared" is cut where every function that takes `shared` is spread',
+    ):
         pipe.value_and_grad(pipe.place(canonical(2, 4, tied=True)), rows(4, 4))
 
 
 def test_a_token_that_is_no_word_gives_no_number():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=jp.VocabHead())
+    pipe = jp.Pipeline(
+        stage, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=jp.VocabHead()
+    )
     params, batch = pipe.place(canonical(2, 3, tied=True)), rows(4, 3)
     assert np.isfinite(pipe.evaluate(params, batch))
     for wrong in (3, -1):
@@ -207,10 +311,14 @@ def test_a_token_that_is_no_word_gives_no_number():
         assert np.isnan(pipe.evaluate(params, batch))
 
 
-@pytest.mark.parametrize("name", ["1f1b", *(slow(name) for name in jp.schedules.names() if name != "1f1b")])
+@pytest.mark.parametrize(
+    "name", ["1f1b", *(slow(name) for name in jp.schedules.names() if name != "1f1b")]
+)
 def test_what_waits_for_meetings_takes_few_slots(name):
     """Against the same table without meetings, so that a split of its backwards does not count."""
-    plain = jp.schedules.build(name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural)
+    plain = jp.schedules.build(
+        name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural
+    )
     costs = jp.Costs(last=0.2, first=0, first_grad=0)
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
     mine, bare = (plan_of(table).program().slots for table in (spread, jp.remove_spread(spread)))
@@ -235,7 +343,9 @@ def test_what_waits_for_meetings_takes_few_slots(name):
 )
 def test_a_wrong_share_is_found(kind, fields, rule):
     """Rules of programs, each broken alone."""
-    program = plan_of(jp.spread_first(jp.schedules.build("gpipe", devices=2, microbatches=2))).program()
+    program = plan_of(
+        jp.spread_first(jp.schedules.build("gpipe", devices=2, microbatches=2))
+    ).program()
     assert faults(program) == ()
     (share,) = program.ticks.shares
     tick = int(np.argmax(share.kind[:, 0] == jp.Kind[kind]))

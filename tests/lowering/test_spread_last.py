@@ -1,4 +1,6 @@
-"""`last` spread over the pipe axis: the losses and gradients of plain JAX, whatever the schedule, in every executor."""
+"""`last` spread over the pipe axis: the losses and gradients of plain JAX, whatever the schedule,
+in every executor.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ from tests.tiers import exhaustive, slow
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
 LIMIT = 1e-12
-HEADS = {"plain": jp.VocabHead(), "all": jp.VocabHead(label_smoothing=0.1, z_loss=0.02), "other mark": jp.VocabHead(ignore=0)}
+HEADS = {
+    "plain": jp.VocabHead(),
+    "all": jp.VocabHead(label_smoothing=0.1, z_loss=0.02),
+    "other mark": jp.VocabHead(ignore=0),
+}
 
 
 def stage(params, x):
@@ -35,11 +41,15 @@ def stage(params, x):
 
 
 def head_of(head: jp.VocabHead, logits, microbatch):
-    """The sum of the losses of tokens and their count, from whole logits: the formulas of the docstring."""
+    """The sum of the losses of tokens and their count, from whole logits: the formulas of the
+    docstring.
+    """
     targets = microbatch["targets"]
     counted = targets != head.ignore
     log_sum = jax.nn.logsumexp(logits, axis=-1)
-    nll = log_sum - jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], -1)[..., 0]
+    nll = (
+        log_sum - jnp.take_along_axis(logits, jnp.where(counted, targets, 0)[..., None], -1)[..., 0]
+    )
     even = log_sum - logits.mean(-1)
     loss = (1 - head.label_smoothing) * nll + head.label_smoothing * even + head.z_loss * log_sum**2
     weights = counted * microbatch.get("weights", 1.0)
@@ -49,7 +59,11 @@ def head_of(head: jp.VocabHead, logits, microbatch):
 def canonical(stages: int, vocabulary: int, *, tied: bool = False) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     table = {"w": rng.standard_normal((vocabulary, WIDTH))}
-    found = {"first": {}, "stages": rng.standard_normal((stages, WIDTH, WIDTH)) / 2, "last": {} if tied else table}
+    found = {
+        "first": {},
+        "stages": rng.standard_normal((stages, WIDTH, WIDTH)) / 2,
+        "last": {} if tied else table,
+    }
     return found | ({"shared": table} if tied else {})
 
 
@@ -59,18 +73,34 @@ def rows(count: int, vocabulary: int, ignore: int = -100) -> dict[str, Any]:
     targets[rng.random(targets.shape) < 0.3] = ignore
     targets[:, 0] = 1 + np.arange(count) % (vocabulary - 1)  # some token counts in every row
     weights = rng.random((count, TOKENS)) + 0.5
-    return {"x": rng.standard_normal((count, TOKENS, WIDTH)), "targets": targets, "weights": weights}
+    return {
+        "x": rng.standard_normal((count, TOKENS, WIDTH)),
+        "targets": targets,
+        "weights": weights,
+    }
 
 
 @lru_cache(maxsize=32)
-def truth(head: jp.VocabHead, stages: int, vocabulary: int, microbatches: int, count: int, *, tied: bool, sums: bool) -> Any:
+def truth(
+    head: jp.VocabHead,
+    stages: int,
+    vocabulary: int,
+    microbatches: int,
+    count: int,
+    *,
+    tied: bool,
+    sums: bool,
+) -> Any:
     """No pipeline: the loss and its gradients."""
 
     def loss(params):
         total, tokens, means = 0.0, 0.0, 0.0
         for m in range(microbatches):
             size = count // microbatches
-            microbatch = {k: v[m * size : (m + 1) * size] for k, v in rows(count, vocabulary, head.ignore).items()}
+            microbatch = {
+                k: v[m * size : (m + 1) * size]
+                for k, v in rows(count, vocabulary, head.ignore).items()
+            }
             x = microbatch["x"]
             for s in range(stages):
                 x = stage(params["stages"][s], x)
@@ -85,10 +115,22 @@ def truth(head: jp.VocabHead, stages: int, vocabulary: int, microbatches: int, c
 def worst(found: Any, wanted: Any) -> float:
     """The largest error of any leaf, relative to the leaf's largest entry."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b)))) for a, b in pairs)
+    return max(
+        float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b))))
+        for a, b in pairs
+    )
 
 
-def agrees(name: str, devices: int, *, vocabulary: int = 11, microbatches: int = 4, head: str = "all", tied: bool = False, **options: Any):
+def agrees(
+    name: str,
+    devices: int,
+    *,
+    vocabulary: int = 11,
+    microbatches: int = 4,
+    head: str = "all",
+    tied: bool = False,
+    **options: Any,
+):
     """A step and an evaluation against plain JAX; the pipeline and its placed parameters."""
     data = options.pop("data", 1)
     if name == "dualpipe":
@@ -98,10 +140,15 @@ def agrees(name: str, devices: int, *, vocabulary: int = 11, microbatches: int =
     count, stages = ROWS * microbatches * data, schedule.num_stages
     options.setdefault("mesh", mesh_of(devices, data=data) if data > 1 else mesh_of(devices))
     pipe = jp.Pipeline(stage, schedule=schedule, last=HEADS[head], **options)
-    params, batch = pipe.place(canonical(stages, vocabulary, tied=tied)), rows(count, vocabulary, HEADS[head].ignore)
+    params, batch = (
+        pipe.place(canonical(stages, vocabulary, tied=tied)),
+        rows(count, vocabulary, HEADS[head].ignore),
+    )
     loss, grads = pipe.value_and_grad(params, batch)
     sums = options.get("loss") is Loss.SUM_OVER_COUNT
-    wanted_loss, wanted = truth(HEADS[head], stages, vocabulary, microbatches, count, tied=tied, sums=sums)
+    wanted_loss, wanted = truth(
+        HEADS[head], stages, vocabulary, microbatches, count, tied=tied, sums=sums
+    )
     found = pipe.canonical(grads)
     assert abs(float(loss) - float(wanted_loss)) <= LIMIT
     assert worst({key: found[key] for key in wanted}, wanted) <= LIMIT
@@ -112,13 +159,21 @@ def agrees(name: str, devices: int, *, vocabulary: int = 11, microbatches: int =
 QUICK = [("1f1b", 2, "all"), ("zbv", 2, "other mark")]
 ALL = [(name, devices, "all") for name in jp.schedules.names() for devices in (1, 2, 4, 8)]
 # Every schedule once, the numbers of devices in turn.
-LARGER = [("gpipe", 2, "plain"), *((name, (2, 4, 8, 4)[i % 4], "all") for i, name in enumerate(jp.schedules.names()))]
+LARGER = [
+    ("gpipe", 2, "plain"),
+    *((name, (2, 4, 8, 4)[i % 4], "all") for i, name in enumerate(jp.schedules.names())),
+]
 
 
 def _defined(name: str, devices: int) -> bool:
     try:
         chunks = jp.schedules.describe(name).chunks.natural
-        jp.schedules.build(name, devices=devices, microbatches=2 * devices if name == "dualpipe" else 4, chunks=chunks)
+        jp.schedules.build(
+            name,
+            devices=devices,
+            microbatches=2 * devices if name == "dualpipe" else 4,
+            chunks=chunks,
+        )
     except jp.ScheduleError:
         return False
     return True
@@ -135,18 +190,27 @@ def _defined(name: str, devices: int) -> bool:
 def test_a_step_agrees_with_plain_jax(name, devices, head):
     _, params, grads = agrees(name, devices, head=head)
     if devices > 1:
-        shares = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves((params["last"], grads["last"]))]
-        assert shares == [(-(-11 // devices), WIDTH)] * 2, "1/P of the vocabulary on each device, gradients too"
+        shares = [
+            leaf.sharding.shard_shape(leaf.shape)
+            for leaf in jax.tree.leaves((params["last"], grads["last"]))
+        ]
+        assert shares == [(-(-11 // devices), WIDTH)] * 2, (
+            "1/P of the vocabulary on each device, gradients too"
+        )
 
 
-@pytest.mark.parametrize(("name", "devices"), [("1f1b", 2), slow("zbv", 2), slow("dualpipe", 4), slow("zb_h1", 8)])
+@pytest.mark.parametrize(
+    ("name", "devices"), [("1f1b", 2), slow("zbv", 2), slow("dualpipe", 4), slow("zb_h1", 8)]
+)
 def test_tied_embeddings_are_cut_and_their_gradients_are_of_both_uses(name, devices):
     _, params, _ = agrees(name, devices, tied=True)
     assert jax.tree.leaves(params["shared"])[0].sharding.spec[0] == "pipe"
 
 
 def test_the_mean_over_all_tokens_with_data_shards_and_fsdp():
-    pipe, params, grads = agrees("1f1b", 2, vocabulary=12, data=2, data_axes=("data",), fsdp="data", loss=Loss.SUM_OVER_COUNT)
+    pipe, params, grads = agrees(
+        "1f1b", 2, vocabulary=12, data=2, data_axes=("data",), fsdp="data", loss=Loss.SUM_OVER_COUNT
+    )
     (leaf,) = jax.tree.leaves(params["last"])
     assert tuple(leaf.sharding.spec) == ("pipe", "data")
     assert jax.tree.map(jnp.shape, pipe.canonical(grads)["last"]) == {"w": (12, WIDTH)}
@@ -154,8 +218,15 @@ def test_the_mean_over_all_tokens_with_data_shards_and_fsdp():
 
 @pytest.mark.slow
 def test_a_tensor_axis_splits_what_is_not_cut():
-    mesh = jax.make_mesh((2, 2), ("pipe", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    _, params, _ = agrees("zb_h1", 2, mesh=mesh, specs={"last": {"w": PartitionSpec(None, "tensor")}})
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("pipe", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices()[:4],
+    )
+    _, params, _ = agrees(
+        "zb_h1", 2, mesh=mesh, specs={"last": {"w": PartitionSpec(None, "tensor")}}
+    )
     assert tuple(jax.tree.leaves(params["last"])[0].sharding.spec) == ("pipe", "tensor")
 
 
@@ -171,7 +242,12 @@ def test_what_is_placed_comes_back_and_shapes_are_placed_too():
     placed = pipe.place(whole)
     assert jax.tree.leaves(placed["last"])[0].shape == (12, WIDTH)
     back = pipe.canonical(placed)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves({**back, "shared": {}}), jax.tree.leaves(whole), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(
+            jax.tree.leaves({**back, "shared": {}}), jax.tree.leaves(whole), strict=True
+        )
+    )
     shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), whole))
     assert jax.tree.map(lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding), shapes, placed)
     assert pipe.outputs(placed, rows(8, 10)).shape == (8, TOKENS, WIDTH)
@@ -179,7 +255,9 @@ def test_what_is_placed_comes_back_and_shapes_are_placed_too():
 
 def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
     def pipe_on(devices):
-        schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices)
+        schedule = jp.schedules.build(
+            "interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices
+        )
         return jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=jp.VocabHead())
 
     whole = canonical(4, 10)
@@ -188,24 +266,38 @@ def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
         params = pipe_on(devices).place(whole)
         states[devices] = {"params": params, "moments": jax.tree.map(lambda a: 2 * a, params)}
     stored = PortableState(pipe_on(4)).of(states[4])
-    assert stored["params"]["last"]["w"].shape == stored["moments"]["last"]["w"].shape == (10, WIDTH)
+    assert (
+        stored["params"]["last"]["w"].shape == stored["moments"]["last"]["w"].shape == (10, WIDTH)
+    )
     # As from a file: the devices are others.
     back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
     assert jax.tree.structure(back) == jax.tree.structure(states[2])
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True))
-    again = PortableState(pipe_on(4)).placed(jax.tree.map(np.asarray, PortableState(pipe_on(2)).of(states[2])), states[4])
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(states[4]), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True)
+    )
+    again = PortableState(pipe_on(4)).placed(
+        jax.tree.map(np.asarray, PortableState(pipe_on(2)).of(states[2])), states[4]
+    )
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(states[4]), strict=True)
+    )
     pipe, params = pipe_on(4), states[4]["params"]
     spread = pipe.canonical(params, spread=True)
     assert np.array_equal(spread["last"]["w"], whole["last"]["w"])
 
 
 def test_a_function_of_ones_own_and_any_collective():
-    """A matrix cut along its columns, a scale that every device holds whole, a sum over devices and one of a gathered array."""
+    """A matrix cut along its columns, a scale that every device holds whole, a sum over devices and
+    one of a gathered array.
+    """
 
     def last(params, x, microbatch, *, ctx):
         part = x * params["scale"] @ params["w"]
-        whole = jax.lax.all_gather(part, ctx.axis, axis=part.ndim - 1, tiled=True)[..., : ctx.sizes["w"]]
+        whole = jax.lax.all_gather(part, ctx.axis, axis=part.ndim - 1, tiled=True)[
+            ..., : ctx.sizes["w"]
+        ]
         return jax.lax.psum(jnp.sum(part**2), ctx.axis) + jnp.sum(jnp.sin(whole))
 
     def plain(params, x, microbatch):
@@ -230,40 +322,70 @@ SCHEDULE = jp.schedules.build("1f1b", devices=2, microbatches=2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": jp.spread_last(SCHEDULE), "last": lambda p, x, mb: 0.0}, "`last` is not spread"),
+        (
+            {"schedule": jp.spread_last(SCHEDULE), "last": lambda p, x, mb: 0.0},
+            "`last` is not spread",
+        ),
         ({"schedule": jp.Schedule.from_csv("0F0,0B0\n\n")}, "1 stages on 2 devices"),
         ({"schedule": jp.spread_first(SCHEDULE)}, "`first` is not spread"),
         (
-            {"first": jp.spread(lambda p, mb, shared: 0, shared=1), "last": jp.spread(lambda p, x, mb, shared: 0)},
+            {
+                "first": jp.spread(lambda p, mb, shared: 0, shared=1),
+                "last": jp.spread(lambda p, x, mb, shared: 0),
+            },
             r"shared=1\) and `last` shared=0",
         ),
     ],
 )
 def test_what_cannot_be_spread_is_refused(options, message):
     with pytest.raises(PipelineError, match=message):
-        jp.Pipeline(stage, **{"schedule": SCHEDULE, "mesh": mesh_of(2), "last": jp.VocabHead(), **options})
+        jp.Pipeline(
+            stage, **{"schedule": SCHEDULE, "mesh": mesh_of(2), "last": jp.VocabHead(), **options}
+        )
 
 
 def test_every_parameter_that_cannot_be_cut_is_listed():
-    pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.spread(lambda p, x, mb: 0.0, dims={"a": 2, "b": "x"}))
-    whole = {"stages": np.zeros((2, 3, 3)), "last": {"a": np.zeros((3, 3)), "b": np.zeros(3), "c": np.zeros(())}}
+    pipe = jp.Pipeline(
+        stage,
+        schedule=SCHEDULE,
+        mesh=mesh_of(2),
+        last=jp.spread(lambda p, x, mb: 0.0, dims={"a": 2, "b": "x"}),
+    )
+    whole = {
+        "stages": np.zeros((2, 3, 3)),
+        "last": {"a": np.zeros((3, 3)), "b": np.zeros(3), "c": np.zeros(())},
+    }
     with pytest.raises(PipelineError) as caught:
         pipe.place(whole)
-    assert all(text in str(caught.value) for text in ("last['a'] of shape (3, 3) has no dim 2", "'x' for last", "last['c'] of shape ()"))
+    assert all(
+        text in str(caught.value)
+        for text in (
+            "last['a'] of shape (3, 3) has no dim 2",
+            "'x' for last",
+            "last['c'] of shape ()",
+        )
+    )
 
 
 def test_a_head_says_what_it_lacks():
     with pytest.raises(PipelineError, match=r"(?s)label_smoothing=2.*z_loss=-1"):
         jp.VocabHead(label_smoothing=2, z_loss=-1)
     pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead())
-    for own, text in (({"w": np.zeros((4, 3)), "b": np.zeros(4)}, "got 2 of shapes"), ({}, "got 0 of shapes")):
+    for own, text in (
+        ({"w": np.zeros((4, 3)), "b": np.zeros(4)}, "got 2 of shapes"),
+        ({}, "got 0 of shapes"),
+    ):
         with pytest.raises(PipelineError, match=text):
-            pipe.value_and_grad(pipe.place({"stages": np.zeros((2, WIDTH, WIDTH)), "last": own}), rows(4, 3))
+            pipe.value_and_grad(
+                pipe.place({"stages": np.zeros((2, WIDTH, WIDTH)), "last": own}), rows(4, 3)
+            )
 
 
 @pytest.mark.parametrize("loss", [Loss.MEAN, slow(Loss.SUM_OVER_COUNT)])
 def test_the_accuracy_beside_the_loss(loss):
-    pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead(), has_metrics=True, loss=loss)
+    pipe = jp.Pipeline(
+        stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead(), has_metrics=True, loss=loss
+    )
     whole, batch = canonical(2, 3), rows(8, 3)
     _, metrics = pipe.evaluate(pipe.place(whole), batch)
     x = batch["x"]
@@ -271,7 +393,8 @@ def test_the_accuracy_beside_the_loss(loss):
         x = np.tanh(x @ whole["stages"][s])
     hits = np.argmax(x @ whole["last"]["w"].T, -1) == batch["targets"]
     counted = batch["weights"] * (batch["targets"] != -100)
-    shares = [np.sum((hits * counted)[m : m + 4]) / np.sum(counted[m : m + 4]) for m in (0, 4)]  # of two microbatches
+    # of two microbatches
+    shares = [np.sum((hits * counted)[m : m + 4]) / np.sum(counted[m : m + 4]) for m in (0, 4)]
     assert abs(float(metrics["accuracy"]) - np.mean(shares)) <= LIMIT
     assert 0 < np.mean(shares) < 1
 
@@ -299,15 +422,22 @@ def test_a_target_that_is_no_word_gives_no_number():
 )
 def test_a_wrong_share_is_found(fields, rule):
     """Rules of programs, each broken alone."""
-    program = plan_of(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))).program()
+    program = plan_of(
+        jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))
+    ).program()
     assert faults(program) == ()
     tick = int(np.argmax(program.ticks.shares[0].kind[:, 0] >= 0))
     assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}
 
 
 def test_code_for_shares_is_where_they_are():
-    program = plan_of(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))).program()
-    bare = [replace(s, templates=tuple(_without_shares(template) for template in s.templates)) for s in program.segments]
+    program = plan_of(
+        jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))
+    ).program()
+    bare = [
+        replace(s, templates=tuple(_without_shares(template) for template in s.templates))
+        for s in program.segments
+    ]
     assert Rule.CODE in {fault.rule for fault in faults(replace(program, segments=tuple(bare)))}
 
 
@@ -319,12 +449,19 @@ def test_between_meetings_ticks_share_their_code_and_meetings_have_no_predicate(
     assert steady.repeats >= 28, "a trip a microbatch"
     assert steady.num_meeting_predicates == 0
     assert len(steady.emitted) == 2, "L, and one code for the ticks between"
-    assert steady.sharing(1).tolist() == [t for t in range(steady.start, steady.stop) if (t - steady.start) % steady.period]
+    assert steady.sharing(1).tolist() == [
+        t for t in range(steady.start, steady.stop) if (t - steady.start) % steady.period
+    ]
 
 
-@pytest.mark.parametrize(("name", "devices", "most"), [("1f1b", 4, 0), slow("zb_h1", 4, 0), slow("1f1b", 8, 13), slow("zb_h1", 8, 6)])
+@pytest.mark.parametrize(
+    ("name", "devices", "most"),
+    [("1f1b", 4, 0), slow("zb_h1", 4, 0), slow("1f1b", 8, 13), slow("zb_h1", 8, 6)],
+)
 def test_meetings_in_ramps_have_no_predicate_where_few_pieces_of_code_do(name, devices, most):
-    """L, E and G of a step: of its 3 M meetings `most` ticks and kinds are left that share code, whatever M is."""
+    """L, E and G of a step: of its 3 M meetings `most` ticks and kinds are left that share code,
+    whatever M is.
+    """
     for microbatches in (4 * devices, 8 * devices):
         schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
         costs = jp.Costs(last=0.2, first=0, first_grad=0)
@@ -336,28 +473,50 @@ def test_meetings_in_ramps_have_no_predicate_where_few_pieces_of_code_do(name, d
 
 
 def test_ticks_that_share_code_have_one_template_and_await_nothing():
-    program = plan_of(jp.spread_last(jp.schedules.build("1f1b", devices=4, microbatches=8))).program()
+    program = plan_of(
+        jp.spread_last(jp.schedules.build("1f1b", devices=4, microbatches=8))
+    ).program()
     at, steady = next((i, s) for i, s in enumerate(program.segments) if s.loops)
     templates = list(steady.templates)
     use, *others = templates[-1].blocks
     templates[-1] = replace(templates[-1], blocks=(replace(use, local=Presence.SOMETIMES), *others))
     broken = replace(steady, templates=tuple(templates))
     segments = (*program.segments[:at], broken, *program.segments[at + 1 :])
-    assert any("shares code" in fault.message for fault in faults(replace(program, segments=segments)))
+    assert any(
+        "shares code" in fault.message for fault in faults(replace(program, segments=segments))
+    )
 
 
 def test_loops_have_the_ticks_of_a_trip():
-    program = plan_of(jp.spread_last(jp.schedules.build("1f1b", devices=4, microbatches=8))).program()
+    program = plan_of(
+        jp.spread_last(jp.schedules.build("1f1b", devices=4, microbatches=8))
+    ).program()
     at, steady = next((i, s) for i, s in enumerate(program.segments) if s.loops)
-    broken = replace(steady, loops=(*steady.loops[:-1], steady.loops[-1]._replace(times=steady.loops[-1].times - 1)))
+    broken = replace(
+        steady,
+        loops=(*steady.loops[:-1], steady.loops[-1]._replace(times=steady.loops[-1].times - 1)),
+    )
     segments = (*program.segments[:at], broken, *program.segments[at + 1 :])
-    assert any("has loops of" in fault.message for fault in faults(replace(program, segments=segments)))
+    assert any(
+        "has loops of" in fault.message for fault in faults(replace(program, segments=segments))
+    )
 
 
-@pytest.mark.parametrize("name", ["1f1b", *(slow(name) for name in jp.schedules.names() if name not in ("1f1b", "no_pipelining"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1f1b",
+        *(slow(name) for name in jp.schedules.names() if name not in ("1f1b", "no_pipelining")),
+    ],
+)
 def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(name):
-    """L, E and G in a program for GPUs: all that are left are in ramps; and there is no more code."""
-    costs, chunks = jp.Costs(last=0.2, first=0, first_grad=0), jp.schedules.describe(name).chunks.natural
+    """L, E and G in a program for GPUs: all that are left are in ramps; and there is no
+    more code.
+    """
+    costs, chunks = (
+        jp.Costs(last=0.2, first=0, first_grad=0),
+        jp.schedules.describe(name).chunks.natural,
+    )
     asked, sizes = [], []
     for microbatches in (64, 128):
         schedule = jp.schedules.build(name, devices=4, microbatches=microbatches, chunks=chunks)
@@ -373,12 +532,20 @@ def _without_shares(template):
 
 
 def test_shares_are_placed_by_the_pipeline_s_costs():
-    """Where these say how long a share takes; a table without L is told from one that is placed by equal times."""
+    """Where these say how long a share takes; a table without L is told from one that is placed by
+    equal times.
+    """
     table, mesh = jp.schedules.build("1f1b", devices=2, microbatches=6), mesh_of(2)
-    times = jp.Costs(forward=0.002, input_grad=0.003, weight_grad=0.001, last=0.01, unit="seconds, estimated")
+    times = jp.Costs(
+        forward=0.002, input_grad=0.003, weight_grad=0.001, last=0.01, unit="seconds, estimated"
+    )
 
     def placed(costs: jp.Costs | None) -> jp.Schedule:
-        return jp.Pipeline(lambda w, x: x @ w, schedule=table, mesh=mesh, last=jp.VocabHead(), costs=costs).schedule
+        return jp.Pipeline(
+            lambda w, x: x @ w, schedule=table, mesh=mesh, last=jp.VocabHead(), costs=costs
+        ).schedule
 
-    assert placed(times).rows == jp.spread_last(table, costs=times).rows != jp.spread_last(table).rows
+    assert (
+        placed(times).rows == jp.spread_last(table, costs=times).rows != jp.spread_last(table).rows
+    )
     assert placed(replace(times, last=None)).rows == placed(None).rows == jp.spread_last(table).rows

@@ -1,4 +1,6 @@
-"""The pieces of a stage: the right numbers, every matmul done exactly once, and nothing kept that need not be."""
+"""The pieces of a stage: the right numbers, every matmul done exactly once, and nothing kept that
+need not be.
+"""
 
 from collections import Counter
 from math import prod
@@ -20,20 +22,27 @@ from tests.tolerance import FLOAT64, apart, longest_chain
 WIDTH, ROWS = 4, 3
 POLICIES = jax.checkpoint_policies
 OFFLOAD = POLICIES.save_and_offload_only_these_names(
-    names_which_can_be_saved=[], names_which_can_be_offloaded=["kept"], offload_src="device", offload_dst="pinned_host"
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["kept"],
+    offload_src="device",
+    offload_dst="pinned_host",
 )
 WORK = ("dot_general", "conv_general_dilated")
 
 
 def work(jaxpr):
-    """Matmuls and convolutions that a jaxpr runs, and their multiplications; a scan's body counts once a trip."""
+    """Matmuls and convolutions that a jaxpr runs, and their multiplications; a scan's body counts
+    once a trip.
+    """
     total = Counter()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "dot_general":
             ((contract, _), _) = eqn.params["dimension_numbers"]
             total[name] += 1
-            total["multiplications"] += prod(eqn.outvars[0].aval.shape) * prod(eqn.invars[0].aval.shape[d] for d in contract)
+            total["multiplications"] += prod(eqn.outvars[0].aval.shape) * prod(
+                eqn.invars[0].aval.shape[d] for d in contract
+            )
         if name == "conv_general_dilated":
             kernel = eqn.invars[1].aval.shape
             outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
@@ -54,7 +63,11 @@ def plus(*counts):
 
 def draw(shapes, seed=0):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s) / 2), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    return jax.tree.map(
+        lambda s: jnp.asarray(rng.standard_normal(s) / 2),
+        shapes,
+        is_leaf=lambda s: isinstance(s, tuple),
+    )
 
 
 def perceptron(params, x, extra):
@@ -112,7 +125,9 @@ def branches(params, x, extra):
 
 
 def recurrent(params, x, extra):
-    """A cell over time: its parameters are constants of the scan, so their gradients are carries of the backward scan."""
+    """A cell over time: its parameters are constants of the scan, so their gradients are carries of
+    the backward scan.
+    """
 
     def step(state, now):
         state = jnp.tanh(now @ params["a"] + state @ params["b"])
@@ -163,7 +178,9 @@ def named(params, x, extra):
 def sorted_and_picked(params, x, extra):
     h = jnp.sort(x @ params["a"], axis=0)
     best = jax.lax.top_k(h, 2)[1]
-    return x + jnp.take_along_axis(h, best, axis=-1).sum(-1, keepdims=True) * jnp.cumsum(x @ params["b"], axis=0)
+    return x + jnp.take_along_axis(h, best, axis=-1).sum(-1, keepdims=True) * jnp.cumsum(
+        x @ params["b"], axis=0
+    )
 
 
 def switched(params, x, extra):
@@ -177,7 +194,9 @@ def used_twice(params, x, extra):
 
 def convolution(params, x, extra):
     """Over rows, dilated, in two groups of channels."""
-    h = jax.lax.conv_general_dilated(x.T[None], params["kernel"], (1,), "SAME", rhs_dilation=(2,), feature_group_count=2)
+    h = jax.lax.conv_general_dilated(
+        x.T[None], params["kernel"], (1,), "SAME", rhs_dilation=(2,), feature_group_count=2
+    )
     return x + jax.nn.gelu(h[0].T)
 
 
@@ -187,7 +206,9 @@ def convolution_in_a_scan(params, x, extra):
 
 def branches_in_a_scan(params, x, extra):
     def layer(h, p):
-        return jax.lax.cond(extra["flag"], lambda h: jnp.tanh(h @ p["a"]), lambda h: h, h) @ p["b"], None
+        return jax.lax.cond(extra["flag"], lambda h: jnp.tanh(h @ p["a"]), lambda h: h, h) @ p[
+            "b"
+        ], None
 
     return jax.lax.scan(layer, x, params)[0]
 
@@ -210,7 +231,10 @@ def attention(params, x, extra):
 
 
 def prefix_products(params, x, extra):
-    return jax.lax.associative_scan(jnp.multiply, jax.nn.sigmoid(x @ params["a"]), axis=0) @ params["b"]
+    return (
+        jax.lax.associative_scan(jnp.multiply, jax.nn.sigmoid(x @ params["a"]), axis=0)
+        @ params["b"]
+    )
 
 
 @jax.custom_vjp
@@ -227,7 +251,14 @@ def _kernel_forward(x, w):
 def _kernel_backward(kept, dy):
     x, w, y = kept
     shapes = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(w.shape, w.dtype)
-    return jax.pure_callback(lambda x, w, y, dy: ((dy * (1 - y * y)) @ w.T, x.T @ (dy * (1 - y * y))), shapes, x, w, y, dy)
+    return jax.pure_callback(
+        lambda x, w, y, dy: ((dy * (1 - y * y)) @ w.T, x.T @ (dy * (1 - y * y))),
+        shapes,
+        x,
+        w,
+        y,
+        dy,
+    )
 
 
 kernel.defvjp(_kernel_forward, _kernel_backward)
@@ -260,7 +291,10 @@ STAGES = {
     "scan in a scan": (scan_in_a_scan, STACKED),
     "reverse scan": (reverse_scan, MATRICES),
     "mixed precision": (mixed_precision, MATRICES),
-    "remat by name": (jax.checkpoint(named, policy=POLICIES.save_only_these_names("kept")), MATRICES),
+    "remat by name": (
+        jax.checkpoint(named, policy=POLICIES.save_only_these_names("kept")),
+        MATRICES,
+    ),
     "sorted": (sorted_and_picked, MATRICES),
     "switch": (switched, MATRICES),
     "used twice": (used_twice, {"a": (WIDTH, WIDTH)}),
@@ -276,7 +310,8 @@ STAGES = {
     "kernel": (with_kernel, MATRICES),
 }
 X = (ROWS, WIDTH)
-# What is one equation is not cut, and I does it whole: stage -> the primitive, and the matmuls that are left for W.
+# What is one equation is not cut, and I does it whole: stage -> the primitive, and the matmuls that
+# are left for W.
 UNCUT = {
     "cond": ("cond", 0),
     "switch": ("cond", 0),
@@ -310,7 +345,12 @@ def twin_case(name):
     batch = jax.tree.map(jnp.asarray, model.batch(2))
     shared = {"shared": canonical["shared"]} if "shared" in canonical else {}
     x = model.first(canonical["first"], batch, **shared)
-    return lambda params, x, extra: model.stage(params, x), jax.tree.map(lambda a: a[0], canonical["stages"]), x, {}
+    return (
+        lambda params, x, extra: model.stage(params, x),
+        jax.tree.map(lambda a: a[0], canonical["stages"]),
+        x,
+        {},
+    )
 
 
 def any_case(name):
@@ -331,22 +371,39 @@ def arguments(code, params, x, extra, dy):
 
 
 def cotangents(y):
-    return [draw(leaf.shape, seed=2 + i) for i, leaf in enumerate(jax.tree.leaves(y)) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return [
+        draw(leaf.shape, seed=2 + i)
+        for i, leaf in enumerate(jax.tree.leaves(y))
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
 
 
 def close(found, wanted, limit=FLOAT64):
     return len(found) == len(wanted) and all(
-        float(jnp.max(jnp.abs(a - b), initial=0.0)) <= limit * max(float(jnp.max(jnp.abs(b), initial=0.0)), 1e-30)
+        float(jnp.max(jnp.abs(a - b), initial=0.0))
+        <= limit * max(float(jnp.max(jnp.abs(b), initial=0.0)), 1e-30)
         for a, b in zip(found, wanted, strict=True)
     )
 
 
 def compiles_bodies(*jaxprs):
-    """Whether an equation has a body (a loop, a branch, a jit), which XLA compiles as a whole and not operation by operation."""
-    return any(jax.tree.leaves([list(jax.extend.core.jaxprs_in_params(eqn.params)) for jaxpr in jaxprs for eqn in jaxpr.eqns]))
+    """Whether an equation has a body (a loop, a branch, a jit), which XLA compiles as a whole and
+    not operation by operation.
+    """
+    return any(
+        jax.tree.leaves(
+            [
+                list(jax.extend.core.jaxprs_in_params(eqn.params))
+                for jaxpr in jaxprs
+                for eqn in jaxpr.eqns
+            ]
+        )
+    )
 
 
-@pytest.mark.parametrize("name", [slow(name) if name == "moe" else name for name in (*STAGES, *TWINS)])
+@pytest.mark.parametrize(
+    "name", [slow(name) if name == "moe" else name for name in (*STAGES, *TWINS)]
+)
 def test_pieces_give_the_numbers_of_vjp(name):
     function, params, x, extra = any_case(name)
     y, vjp = jax.vjp(lambda p, h: function(p, h, extra), params, x)
@@ -364,15 +421,20 @@ def test_pieces_give_the_numbers_of_vjp(name):
     both = run(code.backward, *given)
     assert close(both, wanted)
     by_input = run(code.input_grad, *given)
-    dx, stash = by_input[: len(by_input) - len(code.stash)], by_input[len(by_input) - len(code.stash) :]
+    dx, stash = (
+        by_input[: len(by_input) - len(code.stash)],
+        by_input[len(by_input) - len(code.stash) :],
+    )
     assert close(dx, wanted[count:])
     assert close(run(code.weight_grad, *given, *stash), wanted[:count])
     halves = [*run(code.weight_grad, *given, *stash), *dx]
     if name in REMAT or compiles_bodies(code.backward, code.input_grad, code.weight_grad):
-        # XLA fuses the body of a loop in the halves in another way than in the whole, and work that is done again is a body too.
+        # XLA fuses the body of a loop in the halves in another way than in the whole, and work that
+        # is done again is a body too.
         assert close(halves, both, apart(longest_chain(gradients, params, x)))
     else:
-        # Run operation by operation, each compiled once by itself, the two halves do what the whole does: the same bits.
+        # Run operation by operation, each compiled once by itself, the two halves do what the whole
+        # does: the same bits.
         assert all(np.array_equal(a, b) for a, b in zip(halves, both, strict=True))
 
 
@@ -389,7 +451,9 @@ def test_forward_and_backward_do_the_work_of_vjp_and_no_more(name):
     assert plain, "a stage without work would show nothing"
     assert work(code.forward) == plain
     assert work(code.evaluate) == plain
-    assert plus(work(code.forward), work(code.backward)) == work(jax.make_jaxpr(both)(params, x).jaxpr)
+    assert plus(work(code.forward), work(code.backward)) == work(
+        jax.make_jaxpr(both)(params, x).jaxpr
+    )
     assert not work(code.hoist)
 
 
@@ -408,16 +472,24 @@ def test_only_what_cannot_be_cut_is_joint(name):
     assert work(code.weight_grad)["dot_general"] == UNCUT[name][1]
 
 
-@pytest.mark.parametrize(("name", "matmuls"), [("linear", (1, 1, 1)), ("perceptron", (2, 2, 2)), ("scan over layers", (6, 6, 6))])
+@pytest.mark.parametrize(
+    ("name", "matmuls"),
+    [("linear", (1, 1, 1)), ("perceptron", (2, 2, 2)), ("scan over layers", (6, 6, 6))],
+)
 def test_each_matmul_has_one_in_each_piece(name, matmuls):
     code = trace_stage(*case_of(name))
-    found = tuple(work(piece)["dot_general"] for piece in (code.forward, code.input_grad, code.weight_grad))
+    found = tuple(
+        work(piece)["dot_general"] for piece in (code.forward, code.input_grad, code.weight_grad)
+    )
     assert found == matmuls
 
 
 def test_remat_runs_the_forward_again_in_i_and_not_again_in_w():
     code = trace_stage(*case_of("remat"))
-    pieces = {key: work(getattr(code, key))["dot_general"] for key in ("forward", "input_grad", "weight_grad", "backward")}
+    pieces = {
+        key: work(getattr(code, key))["dot_general"]
+        for key in ("forward", "input_grad", "weight_grad", "backward")
+    }
     # x + tanh(x a) b: the backward needs tanh(x a) again, but not its product with b.
     assert pieces == {"forward": 2, "input_grad": 3, "weight_grad": 2, "backward": 5}
 
@@ -436,7 +508,9 @@ def bytes_of(avals):
 
 
 def test_a_tanh_layer_keeps_its_output_and_nothing_else():
-    code = trace_stage(lambda params, x, extra: jnp.tanh(x @ params["a"]), draw({"a": (WIDTH, WIDTH)}), draw(X), {})
+    code = trace_stage(
+        lambda params, x, extra: jnp.tanh(x @ params["a"]), draw({"a": (WIDTH, WIDTH)}), draw(X), {}
+    )
     # tanh' = 1 - y^2 needs y, or 1 - y^2 itself; x has a slot of its own and a is a parameter.
     assert bytes_of((*code.residual_input, *code.residual_weight)) == ROWS * WIDTH * 8
     assert bytes_of(code.stash) == ROWS * WIDTH * 8
@@ -453,9 +527,13 @@ def test_a_linear_layer_keeps_nothing():
 def test_residuals_are_no_more_than_those_of_vjp(name):
     function, params, x, extra = any_case(name)
     code = trace_stage(function, params, x, extra)
-    _, vjp = jax.eval_shape(lambda p, h: jax.vjp(lambda p, h: function(p, h, extra), p, h), params, x)
+    _, vjp = jax.eval_shape(
+        lambda p, h: jax.vjp(lambda p, h: function(p, h, extra), p, h), params, x
+    )
     # What JAX itself would keep besides parameters and input.
-    assert bytes_of((*code.residual_input, *code.residual_weight)) <= bytes_of(jax.tree.leaves(vjp.opaque_residuals))
+    assert bytes_of((*code.residual_input, *code.residual_weight)) <= bytes_of(
+        jax.tree.leaves(vjp.opaque_residuals)
+    )
 
 
 def test_remat_keeps_nothing_but_the_input():
@@ -464,13 +542,18 @@ def test_remat_keeps_nothing_but_the_input():
     assert not code.residual_weight
 
 
-@pytest.mark.parametrize("function", [mixed_precision, jax.checkpoint(mixed_precision)], ids=["saved", "remat"])
+@pytest.mark.parametrize(
+    "function", [mixed_precision, jax.checkpoint(mixed_precision)], ids=["saved", "remat"]
+)
 def test_a_cast_parameter_is_hoisted_once_also_where_the_backward_would_cast_again(function):
     code = trace_stage(function, *case_of("mixed precision")[1:])
     assert [str(a.dtype) for a in code.once_avals] == ["bfloat16", "bfloat16"]
     for jaxpr in (code.forward, code.backward):
         parameters = set(jaxpr.invars[len(code.consts) : len(code.consts) + 2])
-        assert not any(eqn.primitive.name == "convert_element_type" and parameters & {*eqn.invars} for eqn in jaxpr.eqns)
+        assert not any(
+            eqn.primitive.name == "convert_element_type" and parameters & {*eqn.invars}
+            for eqn in jaxpr.eqns
+        )
 
 
 def spaces(jaxpr):
@@ -510,7 +593,9 @@ def test_a_scan_that_returns_a_number_can_be_cut():
     """As layers do that have a loss of their own beside layers that have none."""
 
     def scanned(params, x, extra):
-        x, losses = jax.lax.scan(lambda h, p: (jnp.tanh(h @ jnp.sin(p)), jnp.zeros((), h.dtype)), x, params["a"])
+        x, losses = jax.lax.scan(
+            lambda h, p: (jnp.tanh(h @ jnp.sin(p)), jnp.zeros((), h.dtype)), x, params["a"]
+        )
         return x, jnp.sum(losses)
 
     code = trace_stage(scanned, draw({"a": (3, WIDTH, WIDTH)}), draw(X), {})

@@ -1,4 +1,6 @@
-"""The price of predicates: a program is chosen and judged by them, in seconds against the stages' own."""
+"""The price of predicates: a program is chosen and judged by them, in seconds against the stages'
+own.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,9 @@ from jaxpipe.lowering.trips import with_predicates
 
 
 def seconds(stage, chunks):
-    """Costs of a schedule of so many chunks whose devices' forwards take `stage` seconds, and a backward twice that."""
+    """Costs of a schedule of so many chunks whose devices' forwards take `stage` seconds, and a
+    backward twice that.
+    """
     each = stage / chunks
     return jp.Costs(forward=each, input_grad=each, weight_grad=each, unit="seconds, estimated")
 
@@ -32,11 +36,15 @@ def test_every_device_is_asked_and_what_is_taken_asks_inside():
             inside = max((use.num_nested for use in template.blocks), default=0)
             assert more[device] == pytest.approx(outside if idle else outside + 0.01 * inside)
     overheads = Overheads(predicate=0.01, hop=0.0)
-    assert program_makespan(costs, plan.segments, overheads) > program_makespan(costs, plan.segments)
+    assert program_makespan(costs, plan.segments, overheads) > program_makespan(
+        costs, plan.segments
+    )
 
 
 def test_zbv_loses_to_1f1b_where_stages_are_short():
-    """Predicates that the host runs cost ZB-V, which asks several times as many, its advantage below some length of a forward."""
+    """Predicates that the host runs cost ZB-V, which asks several times as many, its advantage
+    below some length of a forward.
+    """
     table = jp.schedules.build("zbv", devices=8, microbatches=32)
     plain = plan_of(jp.schedules.build("1f1b", devices=8, microbatches=32), overheads=ON_HOST)
     small = plan_of(table)
@@ -47,14 +55,18 @@ def test_zbv_loses_to_1f1b_where_stages_are_short():
     assert found[0.5].loses
     assert "1F1B would take" in str(found[0.5])
     assert not found[2.7].loses
-    # In CUDA graphs a predicate costs a fifth of that, and what is left of the choice weighs no more than the bubble.
+    # In CUDA graphs a predicate costs a fifth of that, and what is left of the choice weighs no
+    # more than the bubble.
     assert not step_time(plan_of(table), Overheads(), seconds(2.7e-3, 2)).loses
 
 
 def test_a_program_is_chosen_by_the_costs():
     """Where stages are long, what a tick asks weighs nothing against code."""
     table = jp.schedules.build("zb_h1", devices=4, microbatches=16)
-    blocks = [sum(segment.size for segment in plan_of(table, costs=seconds(stage, 1)).segments) for stage in (2e-3, 5.0)]
+    blocks = [
+        sum(segment.size for segment in plan_of(table, costs=seconds(stage, 1)).segments)
+        for stage in (2e-3, 5.0)
+    ]
     assert blocks[0] > blocks[1]
 
 
@@ -67,11 +79,16 @@ def test_1f1b_has_the_same_work():
 
 def pipe_with(costs):
     table = jp.schedules.build("1f1b", devices=1, microbatches=2)
-    return jp.Pipeline(lambda params, x: x, schedule=table, mesh=jax.make_mesh((1,), ("pipe",)), costs=costs)
+    return jp.Pipeline(
+        lambda params, x: x, schedule=table, mesh=jax.make_mesh((1,), ("pipe",)), costs=costs
+    )
 
 
 def test_costs_are_in_seconds():
-    assert pipe_with(jp.Costs(forward=2e-3, unit="seconds, measured on a device")).costs.forward == 2e-3
+    assert (
+        pipe_with(jp.Costs(forward=2e-3, unit="seconds, measured on a device")).costs.forward
+        == 2e-3
+    )
     with pytest.raises(jp.PipelineError, match=r"must be in seconds.*their unit is ''"):
         pipe_with(jp.Costs())
     with pytest.raises(jp.PipelineError, match=r"must be jaxpipe\.Costs"):

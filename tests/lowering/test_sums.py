@@ -18,7 +18,10 @@ ROUNDING = (ROWS + 1) * 2.0**-24
 
 def pipelines(last, stage=lambda p, x: x * p, **options):
     """A step in float32 on two data shards: compiled, and eager."""
-    common = {"schedule": jp.schedules.build("1f1b", devices=2, microbatches=M), "mesh": mesh_of(2, data=DATA)}
+    common = {
+        "schedule": jp.schedules.build("1f1b", devices=2, microbatches=M),
+        "mesh": mesh_of(2, data=DATA),
+    }
     common |= {"data_axes": ("data",), "last": last, **options}
     for executor in (None, EagerExecutor()):
         pipe = jp.Pipeline(stage, **common, executor=executor)
@@ -44,7 +47,8 @@ def test_counts(dtype, x64):
 
 METRICS = {
     "half": jnp.float16(60_000),
-    "bfloat": jnp.bfloat16(257),  # rounds to 256 or 258: 8 of them are counted apart from each other
+    # rounds to 256 or 258: 8 of them are counted apart from each other
+    "bfloat": jnp.bfloat16(257),
     "whole": jnp.int32(2**30),
     "small": jnp.int8(100),
     "flag": jnp.bool_(True),
@@ -59,7 +63,10 @@ def test_metrics(x64):
     with jax.enable_x64(x64):
         batch = {"x": jnp.ones((ROWS, 1), jnp.float32)}
         for pipe, params in pipelines(lambda p, x, mb: (jnp.mean(x), METRICS), has_metrics=True):
-            for found in (pipe.value_and_grad(params, batch)[0][1], pipe.evaluate(params, batch)[1]):
+            for found in (
+                pipe.value_and_grad(params, batch)[0][1],
+                pipe.evaluate(params, batch)[1],
+            ):
                 for name, value in METRICS.items():
                     wanted = complex(value) if name == "complex" else float(value)
                     assert complex(found[name]) == pytest.approx(wanted, rel=ROUNDING), name
@@ -69,7 +76,9 @@ def test_metrics(x64):
 
 
 def test_losses_and_state_of_stages():
-    """A loss in half precision that is large on every stage, and a state that is large on every shard."""
+    """A loss in half precision that is large on every stage, and a state that is large on every
+    shard.
+    """
 
     def stage(params, x, *, state):
         return x, jnp.float16(60_000) + 0 * params.astype(jnp.float16), state

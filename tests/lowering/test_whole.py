@@ -1,4 +1,6 @@
-"""What a user expects of the whole object: a name for what is compiled once, batches of any size, keys as given, a readable profile."""
+"""What a user expects of the whole object: a name for what is compiled once, batches of any size,
+keys as given, a readable profile.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def test_an_equal_pipeline_is_compiled_once() -> None:
         return stage(params, x)
 
     def build(**changes: Any) -> jp.Pipeline:
-        how = {"schedule": jp.schedules.build("1f1b", devices=2, microbatches=3), "mesh": mesh_of(2), "last": last, "data_axes": []}
+        how = {
+            "schedule": jp.schedules.build("1f1b", devices=2, microbatches=3),
+            "mesh": mesh_of(2),
+            "last": last,
+            "data_axes": [],
+        }
         return jp.Pipeline(counted, **{**how, **changes})
 
     first, second = build(), build()
@@ -42,7 +49,11 @@ def test_an_equal_pipeline_is_compiled_once() -> None:
     count = len(traced)
     two = second.value_and_grad(params, batch_of())
     assert len(traced) == count
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))  # one program, run twice
+    # one program, run twice
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    )
     jax.eval_shape(build(accumulate_dtype=None).value_and_grad, params, batch_of())
     assert len(traced) > count
 
@@ -75,8 +86,20 @@ def test_a_dropped_pipeline_is_freed_with_its_programs(call: str) -> None:
     assert counts[2] <= counts[1]  # the first one compiles what all of them use
 
 
-# Of `ticks`: the loop over trips, and reading and unpacking a row, beside which is the last one of the trip before.
-OF_A_TRIP = {"while", "body", "cond", "closed_call", "dynamic_slice", "slice", "squeeze", "reshape", "concatenate", "convert_element_type"}
+# Of `ticks`: the loop over trips, and reading and unpacking a row, beside which is the last one of
+# the trip before.
+OF_A_TRIP = {
+    "while",
+    "body",
+    "cond",
+    "closed_call",
+    "dynamic_slice",
+    "slice",
+    "squeeze",
+    "reshape",
+    "concatenate",
+    "convert_element_type",
+}
 OF_A_TRIP |= {"add", "lt"}
 
 
@@ -85,14 +108,20 @@ def test_every_operation_lies_in_a_named_scope() -> None:
     text = pipe.lower(pipe.place(params_of()), batch_of()).compile().as_text()
     for scope in ("F chunk 0", "I chunk 0", "W chunk 0", "exchange"):
         assert scope in text, scope
-    inside = [name.split("/shard_map/")[1] for name in re.findall(r'op_name="(jit\(step\)[^"]*)"', text) if "/shard_map/" in name]
-    inside = [name for name in inside if not re.search(r"[.]\d+$", name)]  # those that XLA has made up
+    inside = [
+        name.split("/shard_map/")[1]
+        for name in re.findall(r'op_name="(jit\(step\)[^"]*)"', text)
+        if "/shard_map/" in name
+    ]
+    # those that XLA has made up
+    inside = [name for name in inside if not re.search(r"[.]\d+$", name)]
     assert {name.split("/")[0] for name in inside} == {"prepare", "ticks", "finish"}
     # Between blocks and exchanges a trip only reads its row of the table.
     rest = {
         name.split("/")[-1]
         for name in inside
-        if name.startswith("ticks/") and not re.search(r"/([FIW] chunk 0|exchange|exchange_with_slack)(/|$)", name)
+        if name.startswith("ticks/")
+        and not re.search(r"/([FIW] chunk 0|exchange|exchange_with_slack)(/|$)", name)
     }
     assert rest <= OF_A_TRIP, rest
 
@@ -127,4 +156,8 @@ def test_evaluation_takes_a_batch_of_any_size(executor: Any) -> None:
 
 
 def test_a_pipeline_says_what_it_is() -> None:
-    assert repr(pipe_of()) == "Pipeline(schedule='1f1b', 2 stages, 3 microbatches, mesh=(pipe=2), axis='pipe', with last)"
+    assert (
+        repr(pipe_of())
+        == "Pipeline(schedule='1f1b', 2 stages, 3 microbatches, mesh=(pipe=2), axis='pipe', with "
+        "last)"
+    )

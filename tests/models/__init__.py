@@ -1,4 +1,6 @@
-"""The reference models of torch_ref, written a second time in JAX: same formulas, same parameter names."""
+"""The reference models of torch_ref, written a second time in JAX: same formulas, same parameter
+names.
+"""
 
 from .base import Twin, to_flat, to_tree
 from .build import names, twin

@@ -1,7 +1,7 @@
 """What a twin is, and how named arrays (.npz) become a parameter tree and come back.
 
-torch_ref names a parameter by its path, "stages/attn/qkv/kernel"; in JAX the same path leads through nested dicts.  Nothing else is
-converted: kernels are [in, out] on both sides.
+torch_ref names a parameter by its path, "stages/attn/qkv/kernel"; in JAX the same path leads
+through nested dicts.  Nothing else is converted: kernels are [in, out] on both sides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Flat: TypeAlias = dict[str, Array]
 
 @dataclass(frozen=True)
 class Twin:
-    """One model in both worlds: `reference` is torch's, the functions are JAX's; `rows` draws a batch.
+    """One model in both worlds: `reference` is torch's, the functions are JAX's; `rows` draws a
+    batch.
 
     `first` is None where the first stage takes the microbatch's "x" as it is.
     """
@@ -34,7 +35,11 @@ class Twin:
 
     def weights(self, seed: int = 0, dtype: Any = np.float64) -> Flat:
         """Named weights, as torch_ref draws them."""
-        return self.reference.init(seed, dtype=np.float64) if dtype == np.float64 else cast(self.reference.init(seed), dtype)
+        return (
+            self.reference.init(seed, dtype=np.float64)
+            if dtype == np.float64
+            else cast(self.reference.init(seed), dtype)
+        )
 
     def canonical(self, seed: int = 0, dtype: Any = np.float64) -> dict[str, Any]:
         """The same weights as a canonical parameter tree."""
@@ -56,11 +61,15 @@ def _plain_input(_params: Any, microbatch: Flat) -> Array:
 
 def cast(arrays: Mapping[str, Array], dtype: Any) -> Flat:
     """Floating arrays in another precision; the others as they are."""
-    return {k: v.astype(dtype) if np.issubdtype(v.dtype, np.floating) else v for k, v in arrays.items()}
+    return {
+        k: v.astype(dtype) if np.issubdtype(v.dtype, np.floating) else v for k, v in arrays.items()
+    }
 
 
 def to_tree(flat: Mapping[str, Array]) -> dict[str, Any]:
-    """Path names -> nested dicts, with an empty tree for a part of the model that has no parameters."""
+    """Path names -> nested dicts, with an empty tree for a part of the model that has no
+    parameters.
+    """
     tree: dict[str, Any] = {"first": {}, "stages": {}, "last": {}}
     for name, value in flat.items():
         *path, leaf = name.split("/")

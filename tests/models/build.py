@@ -17,7 +17,12 @@ from .rnn import rnn
 
 def _builders() -> dict[str, Callable[..., Twin]]:
     written_once = {"conv": conv, "gpt": gpt, "mlp": mlp, "moe": moe, "rnn": rnn}
-    return written_once | {"gpt_nnx": gpt_nnx, "gpt_plain": gpt_plain, "mlp_linen": mlp_linen, "mlp_nnx": mlp_nnx}
+    return written_once | {
+        "gpt_nnx": gpt_nnx,
+        "gpt_plain": gpt_plain,
+        "mlp_linen": mlp_linen,
+        "mlp_nnx": mlp_nnx,
+    }
 
 
 def names() -> tuple[str, ...]:

@@ -23,7 +23,9 @@ class Block(nn.Module):
     def __call__(self, x):
         u = x
         for half in ("1", "2"):
-            u = nn.GroupNorm(self.groups, epsilon=self.eps, use_fast_variance=False, name=f"gn{half}")(u)
+            u = nn.GroupNorm(
+                self.groups, epsilon=self.eps, use_fast_variance=False, name=f"gn{half}"
+            )(u)
             u = nn.Conv(self.channels, (3, 3), name=f"conv{half}")(nn.silu(u))
         return x + u
 
@@ -41,10 +43,18 @@ def conv(stages: int, **flags: Any) -> Twin:
 
     def last(params, x, microbatch):
         logits = dense(params["head"], jnp.mean(x, axis=(1, 2)))
-        nll = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, microbatch["labels"][:, None], -1)[:, 0]
-        return (jnp.sum(nll), jnp.asarray(nll.size, nll.dtype)) if model.sum_count else jnp.mean(nll)
+        nll = (
+            jax.nn.logsumexp(logits, axis=-1)
+            - jnp.take_along_axis(logits, microbatch["labels"][:, None], -1)[:, 0]
+        )
+        return (
+            (jnp.sum(nll), jnp.asarray(nll.size, nll.dtype)) if model.sum_count else jnp.mean(nll)
+        )
 
     def rows(rng, count):
-        return {"images": rng.standard_normal((count, 5, 4, model.channels_in)), "labels": rng.integers(0, model.classes, count)}
+        return {
+            "images": rng.standard_normal((count, 5, 4, model.channels_in)),
+            "labels": rng.integers(0, model.classes, count),
+        }
 
     return Twin("conv", model, first, stage, last, rows)

@@ -1,4 +1,6 @@
-"""The GPT with flax.linen blocks, scanned over the layers of a stage, and what its three versions share."""
+"""The GPT with flax.linen blocks, scanned over the layers of a stage, and what its three versions
+share.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Perceptron(nn.Module):
     @nn.compact
     def __call__(self, u):
         width = u.shape[-1]
-        return nn.Dense(width, name="down")(nn.gelu(nn.Dense(self.ratio * width, name="up")(u), approximate=self.gelu_tanh))
+        return nn.Dense(width, name="down")(
+            nn.gelu(nn.Dense(self.ratio * width, name="up")(u), approximate=self.gelu_tanh)
+        )
 
 
 class Block(nn.Module):
@@ -54,17 +58,35 @@ def gpt(stages: int, **flags: Any) -> Twin:
     block = Block(model.heads, model.mlp_ratio, model.gelu_tanh, model.eps)
     final = norm(model.eps, None)
     return assembled(
-        "gpt", model, lambda params, x: block.apply({"params": params}, x), lambda params, x: final.apply({"params": params}, x)
+        "gpt",
+        model,
+        lambda params, x: block.apply({"params": params}, x),
+        lambda params, x: final.apply({"params": params}, x),
     )
 
 
 def sizes(stages: int, **flags: Any) -> GPT:
     """The reference model, small."""
-    return GPT(stages, **{"layers_per_stage": 2, "vocab": 11, "block": 8, "width": 8, "heads": 2, "mlp_ratio": 2, **flags})
+    return GPT(
+        stages,
+        **{
+            "layers_per_stage": 2,
+            "vocab": 11,
+            "block": 8,
+            "width": 8,
+            "heads": 2,
+            "mlp_ratio": 2,
+            **flags,
+        },
+    )
 
 
-def assembled(name: str, model: GPT, block: Callable[..., Any], final_norm: Callable[..., Any]) -> Twin:
-    """A GPT of `block(params of a layer, x)` and `final_norm(params, x)`; the embedding and the head are arrays in every version."""
+def assembled(
+    name: str, model: GPT, block: Callable[..., Any], final_norm: Callable[..., Any]
+) -> Twin:
+    """A GPT of `block(params of a layer, x)` and `final_norm(params, x)`; the embedding and the
+    head are arrays in every version.
+    """
 
     def embed(table, params, tokens):
         return table[tokens] + params["wpe"][: tokens.shape[-1]]
@@ -91,7 +113,14 @@ def assembled(name: str, model: GPT, block: Callable[..., Any], final_norm: Call
         # Some targets are padding, and not equally many in each microbatch.
         return batch | {"weights": (rng.random((count, 6)) < 0.7).astype(float) + 0.25}
 
-    return Twin(name, model, first_tied if model.tied else first, stage, last_tied if model.tied else last, rows)
+    return Twin(
+        name,
+        model,
+        first_tied if model.tied else first,
+        stage,
+        last_tied if model.tied else last,
+        rows,
+    )
 
 
 def norm(eps: float, name: str | None) -> nn.LayerNorm:
@@ -100,7 +129,12 @@ def norm(eps: float, name: str | None) -> nn.LayerNorm:
 
 def token_loss(logits, microbatch, *, sum_count):
     """Cross entropy weighted by `weights`: its mean over the microbatch, or its sum and count."""
-    nll = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, microbatch["targets"][..., None], -1)[..., 0]
-    weights = microbatch["weights"].astype(nll.dtype) if "weights" in microbatch else jnp.ones_like(nll)
+    nll = (
+        jax.nn.logsumexp(logits, axis=-1)
+        - jnp.take_along_axis(logits, microbatch["targets"][..., None], -1)[..., 0]
+    )
+    weights = (
+        microbatch["weights"].astype(nll.dtype) if "weights" in microbatch else jnp.ones_like(nll)
+    )
     total, count = jnp.sum(weights * nll), jnp.sum(weights)
     return (total, count) if sum_count else total / count

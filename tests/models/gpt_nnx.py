@@ -1,4 +1,6 @@
-"""The GPT with flax.nnx modules: a block is split once into graph and state, and merged again for every layer."""
+"""The GPT with flax.nnx modules: a block is split once into graph and state, and merged again for
+every layer.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ class Attention(nnx.Module):
 
     def __call__(self, u):
         rows, tokens, width = u.shape
-        q, k, v = (t.reshape(rows, tokens, self.heads, -1) for t in jnp.split(self.qkv(u), 3, axis=-1))
-        # nnx.dot_product_attention would take jax.nn's, whose softmax is in float32 whatever the precision of its input.
+        q, k, v = (
+            t.reshape(rows, tokens, self.heads, -1) for t in jnp.split(self.qkv(u), 3, axis=-1)
+        )
+        # nnx.dot_product_attention would take jax.nn's, whose softmax is in float32 whatever the
+        # precision of its input.
         weights = dot_product_attention_weights(q, k, mask=nnx.make_causal_mask(u[..., 0]))
         mixed = jnp.einsum("nhqk,nkhd->nqhd", weights, v)
         return self.out(mixed.reshape(rows, tokens, width))
@@ -58,4 +63,9 @@ def gpt_nnx(stages: int, **flags: Any) -> Twin:
     model = sizes(stages, **flags)
     block = nnx.split(nnx.eval_shape(lambda: Block(model, nnx.Rngs(0))))
     final = nnx.split(nnx.eval_shape(lambda: norm(model, nnx.Rngs(0))))
-    return assembled("gpt_nnx", model, lambda params, x: merged(block, params)(x), lambda params, x: merged(final, params)(x))
+    return assembled(
+        "gpt_nnx",
+        model,
+        lambda params, x: merged(block, params)(x),
+        lambda params, x: merged(final, params)(x),
+    )

@@ -35,7 +35,9 @@ def layer_norm(params, x, eps):
 
 def attention(params, u, heads):
     rows, tokens, width = u.shape
-    q, k, v = (t.reshape(rows, tokens, heads, -1) for t in jnp.split(dense(params["qkv"], u), 3, axis=-1))
+    q, k, v = (
+        t.reshape(rows, tokens, heads, -1) for t in jnp.split(dense(params["qkv"], u), 3, axis=-1)
+    )
     scores = jnp.einsum("nqhd,nkhd->nhqk", q / jnp.sqrt(q.shape[-1]).astype(q.dtype), k)
     seen = jnp.tril(jnp.ones((tokens, tokens), bool))
     weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min))

@@ -27,27 +27,43 @@ def mlp(stages: int, **flags: Any) -> Twin:
         return squared_error(dense(params["dense"], x), microbatch["y"], sum_count=model.sum_count)
 
     def rows(rng, count):
-        return {"x": rng.standard_normal((count, model.features_in)), "y": rng.standard_normal((count, model.features_out))}
+        return {
+            "x": rng.standard_normal((count, model.features_in)),
+            "y": rng.standard_normal((count, model.features_out)),
+        }
 
     return Twin("mlp", model, first if model.with_first else None, stage, last, rows)
 
 
 def mlp_nnx(stages: int, **flags: Any) -> Twin:
-    """Each dense layer is an `nnx.Linear`: split once into graph and state, merged again inside the function."""
+    """Each dense layer is an `nnx.Linear`: split once into graph and state, merged again inside the
+    function.
+    """
     model = mlp(stages, **flags).reference
     layers = {
         "first": _linear(model.features_in, model.width),
         "stage": _linear(model.width, model.width),
         "last": _linear(model.width, model.features_out),
     }
-    return _with_layers("mlp_nnx", lambda part, params, x: merged(layers[part], params)(x), stages, **flags)
+    return _with_layers(
+        "mlp_nnx", lambda part, params, x: merged(layers[part], params)(x), stages, **flags
+    )
 
 
 def mlp_linen(stages: int, **flags: Any) -> Twin:
     """Each dense layer is a `linen.Dense`."""
     model = mlp(stages, **flags).reference
-    layers = {"first": linen.Dense(model.width), "stage": linen.Dense(model.width), "last": linen.Dense(model.features_out)}
-    return _with_layers("mlp_linen", lambda part, params, x: layers[part].apply({"params": params}, x), stages, **flags)
+    layers = {
+        "first": linen.Dense(model.width),
+        "stage": linen.Dense(model.width),
+        "last": linen.Dense(model.features_out),
+    }
+    return _with_layers(
+        "mlp_linen",
+        lambda part, params, x: layers[part].apply({"params": params}, x),
+        stages,
+        **flags,
+    )
 
 
 def _with_layers(name: str, call: Callable[..., Any], stages: int, **flags: Any) -> Twin:
@@ -62,7 +78,9 @@ def _with_layers(name: str, call: Callable[..., Any], stages: int, **flags: Any)
         return jnp.tanh(call("stage", params["dense"], x))
 
     def last(params, x, microbatch):
-        return squared_error(call("last", params["dense"], x), microbatch["y"], sum_count=model.sum_count)
+        return squared_error(
+            call("last", params["dense"], x), microbatch["y"], sum_count=model.sum_count
+        )
 
     return Twin(name, model, first if model.with_first else None, stage, last, plain.rows)
 

@@ -29,7 +29,9 @@ def moe(stages: int, **flags: Any) -> Twin:
         gate = p * chosen
         gate = gate / jnp.sum(gate, axis=-1, keepdims=True)
         up, down = params["experts"]["up"], params["experts"]["down"]
-        hidden = jax.nn.gelu(jnp.einsum("ntd,edf->ntef", u, up["kernel"]) + up["bias"], approximate=True)
+        hidden = jax.nn.gelu(
+            jnp.einsum("ntd,edf->ntef", u, up["kernel"]) + up["bias"], approximate=True
+        )
         out = jnp.einsum("ntef,efd->nted", hidden, down["kernel"]) + down["bias"]
         load = jax.lax.stop_gradient(jnp.mean(chosen, axis=(0, 1)) / model.chosen)
         aux = model.aux_weight * model.experts * jnp.sum(load * jnp.mean(p, axis=(0, 1)))

@@ -34,7 +34,10 @@ def rnn(stages: int, **flags: Any) -> Twin:
         return squared_error(dense(params["dense"], x), microbatch["y"], sum_count=model.sum_count)
 
     def rows(rng, count):
-        return {"x": rng.standard_normal((count, 5, model.features_in)), "y": rng.standard_normal((count, 5, model.features_out))}
+        return {
+            "x": rng.standard_normal((count, 5, model.features_in)),
+            "y": rng.standard_normal((count, 5, model.features_out)),
+        }
 
     return Twin("rnn", model, first, stage, last, rows)
 

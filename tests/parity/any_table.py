@@ -19,9 +19,14 @@ def model_of(stages: int) -> Twin:
 
 
 def torch_error(schedule: jp.Schedule) -> float:
-    """torch_ref's largest relative error: of loss and gradients, or of the loss alone for a table of forwards."""
+    """torch_ref's largest relative error: of loss and gradients, or of the loss alone for a table
+    of forwards.
+    """
     model, count = model_of(schedule.num_stages), schedule.num_microbatches
-    found, right = torch_step(schedule, model, *case_data(model, count, ROWS)), truth(model, count, ROWS)
+    found, right = (
+        torch_step(schedule, model, *case_data(model, count, ROWS)),
+        truth(model, count, ROWS),
+    )
     return abs(found.loss / right.loss - 1) if schedule.forward_only else worst_error(found, right)
 
 

@@ -13,7 +13,8 @@ from tests.models import Twin, twin
 
 DEVICES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3)
-# The models beside the MLP, and the precisions beside float64: on these, one M and the schedule's own V.
+# The models beside the MLP, and the precisions beside float64: on these, one M and the schedule's
+# own V.
 MODELS = ("conv", "gpt", "moe", "rnn", "mlp_nnx")
 # The same models, written with other libraries: on two devices.
 VERSIONS = ("gpt_nnx", "gpt_plain", "mlp_linen")
@@ -34,7 +35,9 @@ class Case:
 
     def build(self) -> jp.Schedule:
         """The table; ScheduleError where there is none for these numbers."""
-        return jp.schedules.build(self.schedule, devices=self.devices, microbatches=self.microbatches, chunks=self.chunks)
+        return jp.schedules.build(
+            self.schedule, devices=self.devices, microbatches=self.microbatches, chunks=self.chunks
+        )
 
     @property
     def twin(self) -> Twin:
@@ -42,7 +45,10 @@ class Case:
         return _twin(self.model, self.build().num_stages)
 
     def __str__(self) -> str:
-        return f"{self.schedule} P={self.devices} V={self.chunks} M={self.microbatches} {self.model} {self.dtype}"
+        return (
+            f"{self.schedule} P={self.devices} V={self.chunks} M={self.microbatches} "
+            f"{self.model} {self.dtype}"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -86,14 +92,22 @@ def _natural(name: str) -> int:
 
 
 def sample(seed: int, count: int) -> tuple[Case, ...]:
-    """Small cases of the grid, drawn at random: every schedule in turn, then again, until there are `count`.
+    """Small cases of the grid, drawn at random: every schedule in turn, then again, until there are
+    `count`.
 
-    Each model and each lower precision is drawn once for the first so many schedules, in an order that the seed shuffles; all others
-    are of the MLP in float64, which compiles in a second or two.
+    Each model and each lower precision is drawn once for the first so many schedules, in an order
+    that the seed shuffles; all others are of the MLP in float64, which compiles in a second or two.
     """
     rng = random.Random(seed)
-    small = [c for c in _combinations() if c.devices <= 4 and c.microbatches <= 8 and c.devices * c.chunks <= 8]
-    special: list[tuple[str, str]] = [*((model, "float64") for model in MODELS), *(("mlp", dtype) for dtype in LOW)]
+    small = [
+        c
+        for c in _combinations()
+        if c.devices <= 4 and c.microbatches <= 8 and c.devices * c.chunks <= 8
+    ]
+    special: list[tuple[str, str]] = [
+        *((model, "float64") for model in MODELS),
+        *(("mlp", dtype) for dtype in LOW),
+    ]
     names = list(jp.schedules.names())
     rng.shuffle(names)
     found: list[Case] = []

@@ -1,4 +1,6 @@
-"""The engines side by side: each runs a table on a twin, the same weights and the same batch, and returns an `Outcome`."""
+"""The engines side by side: each runs a table on a twin, the same weights and the same batch, and
+returns an `Outcome`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ Flat: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss of a step and the gradients by parameter name; losses per microbatch where the engine gives them."""
+    """The loss of a step and the gradients by parameter name; losses per microbatch where the
+    engine gives them.
+    """
 
     loss: float
     grads: dict[str, Any]
@@ -51,7 +55,9 @@ def jaxpipe_step(pipe: jp.Pipeline, weights: Flat, batch: Flat, **how: Any) -> O
     return Outcome(float(loss), {name: canonical[name] for name in weights})
 
 
-def torch_step(schedule: jp.Schedule, twin: Twin, weights: Flat, batch: Flat, dtype: torch.dtype | None = None) -> Outcome:
+def torch_step(
+    schedule: jp.Schedule, twin: Twin, weights: Flat, batch: Flat, dtype: torch.dtype | None = None
+) -> Outcome:
     """The same table, as text, run by torch_ref, which casts weights and batch to `dtype`."""
     torch.set_num_threads(1)
     found = torch_ref.run(schedule.to_csv(), twin.reference, batch, weights=weights, dtype=dtype)
@@ -59,14 +65,21 @@ def torch_step(schedule: jp.Schedule, twin: Twin, weights: Flat, batch: Flat, dt
 
 
 def oracle_step(twin: Twin, weights: Flat, batch: Flat, microbatches: int) -> Outcome:
-    """No pipeline at all: the oracle on each microbatch, and the mean of what it gives (in float64)."""
+    """No pipeline at all: the oracle on each microbatch, and the mean of what it gives (in
+    float64).
+    """
     params, rows = to_tree(weights), len(next(iter(batch.values()))) // microbatches
     losses, outputs, total = [], [], dict.fromkeys(weights, 0.0)
     for m in range(microbatches):
-        (loss, grads), out = _oracle_of(twin)(params, {k: v[m * rows : (m + 1) * rows] for k, v in batch.items()})
+        (loss, grads), out = _oracle_of(twin)(
+            params, {k: v[m * rows : (m + 1) * rows] for k, v in batch.items()}
+        )
         outputs.append(jax.tree.map(np.asarray, out))
         losses.append(float(loss))
-        total = {name: total[name] + np.asarray(g, np.float64) / microbatches for name, g in to_flat(grads).items()}
+        total = {
+            name: total[name] + np.asarray(g, np.float64) / microbatches
+            for name, g in to_flat(grads).items()
+        }
     return Outcome(
         float(np.mean(losses)),
         {name: total[name] for name in weights},
@@ -81,7 +94,9 @@ def _oracle_of(twin: Twin) -> Any:
     ends = {k: v for k, v in twin.oracle.items() if k != "last"}
 
     def run(params: Any, rows: Flat) -> Any:
-        return oracle_value_and_grad(params, rows, **twin.oracle, microbatches=1), oracle_outputs(params, rows, **ends)
+        return oracle_value_and_grad(params, rows, **twin.oracle, microbatches=1), oracle_outputs(
+            params, rows, **ends
+        )
 
     return jax.jit(run)
 
@@ -93,19 +108,26 @@ def truth(twin: Twin, microbatches: int, rows: int, seed: int = 0) -> Outcome:
     return oracle_step(twin, weights, batch, microbatches)
 
 
-def case_data(twin: Twin, microbatches: int, rows: int, *, seed: int = 0, dtype: Any = np.float64) -> tuple[Flat, Flat]:
+def case_data(
+    twin: Twin, microbatches: int, rows: int, *, seed: int = 0, dtype: Any = np.float64
+) -> tuple[Flat, Flat]:
     """(weights, batch) with this many rows a microbatch."""
     # Drawn once in float64 and rounded, so that every precision works on nearly the same numbers.
     return cast(twin.weights(seed), dtype), cast(twin.batch(rows * microbatches, seed), dtype)
 
 
 def worst_error(found: Outcome, wanted: Outcome) -> float:
-    """The largest difference of the loss or of any gradient, relative to the largest entry of its array.
+    """The largest difference of the loss or of any gradient, relative to the largest entry of its
+    array.
 
-    An array that should be zero (a layer that nothing depends on) must be zero; a value that is not finite is infinitely wrong.
+    An array that should be zero (a layer that nothing depends on) must be zero; a value that is not
+    finite is infinitely wrong.
     """
     assert found.grads.keys() == wanted.grads.keys()
-    pairs = [(np.asarray(found.loss), np.asarray(wanted.loss)), *((found.grads[k], wanted.grads[k]) for k in wanted.grads)]
+    pairs = [
+        (np.asarray(found.loss), np.asarray(wanted.loss)),
+        *((found.grads[k], wanted.grads[k]) for k in wanted.grads),
+    ]
     return max(_relative(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
 
 
@@ -119,7 +141,10 @@ def _relative(found: Any, wanted: Any) -> float:
     assert found.shape == wanted.shape, f"{found.shape} is not {wanted.shape}"
     if not np.all(np.isfinite(found)):
         return float("inf")
-    difference, size = np.max(np.abs(found - wanted), initial=0.0), np.max(np.abs(wanted), initial=0.0)
+    difference, size = (
+        np.max(np.abs(found - wanted), initial=0.0),
+        np.max(np.abs(wanted), initial=0.0),
+    )
     if size == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return float(difference / size)

@@ -1,10 +1,11 @@
 """The full grid of parity, in one command.
 
-python -m tests.parity.grid                  run what out/parity.jsonl does not have yet; `python -m tests.parity.report` makes the table
-python -m tests.parity.grid --fresh          run everything again
-python -m tests.parity.grid --only zbv       cases whose text holds this
+python -m tests.parity.grid                  run what out/parity.jsonl does not have yet; `python -m
+tests.parity.report` makes the table python -m tests.parity.grid --fresh          run everything
+again python -m tests.parity.grid --only zbv       cases whose text holds this
 
-Results are kept with a digest of the code that gave them: what another version of jaxpipe or torch_ref gave is run again.
+Results are kept with a digest of the code that gave them: what another version of jaxpipe or
+torch_ref gave is run again.
 """
 
 from __future__ import annotations
@@ -24,11 +25,18 @@ SECONDS = 600
 
 def main() -> int:
     """Run the grid; 1 if any case failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--only", default="", help="run only the cases whose text holds this")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--most", type=int, default=None, help="run at most so many cases, for instance to go on later")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=None,
+        help="run at most so many cases, for instance to go on later",
+    )
     options = parser.parse_args()
     virtual_devices()
     from .cases import VERSIONS, full_grid
@@ -38,7 +46,8 @@ def main() -> int:
         GRID.unlink(missing_ok=True)
     have = load(GRID)
     left = [c for c in cases if str(c) not in have and options.only in str(c)]
-    # A run that is stopped leaves a fair sample: the MLP first, which has most tables and is compiled soonest, in the order of a shuffle.
+    # A run that is stopped leaves a fair sample: the MLP first, which has most tables and is
+    # compiled soonest, in the order of a shuffle.
     random.Random(0).shuffle(left)
     left.sort(key=lambda c: (c.model != "mlp", c.model in VERSIONS, c.model))
     _run(left[: options.most], options.workers)
@@ -52,7 +61,11 @@ def virtual_devices() -> None:
     """Eight CPU devices and float64, before JAX is imported here or in a worker."""
     assert "jax" not in sys.modules
     flag = "--xla_force_host_platform_device_count=8"
-    os.environ.update(JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1", XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip())
+    os.environ.update(
+        JAX_PLATFORMS="cpu",
+        JAX_ENABLE_X64="1",
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
+    )
 
 
 def _run(cases: list[Any], workers: int) -> None:
@@ -64,11 +77,23 @@ def _run(cases: list[Any], workers: int) -> None:
     GRID.parent.mkdir(parents=True, exist_ok=True)
     version = sources()
     with GRID.open("a") as out:
-        for done in track(run_all(measure, cases, workers=workers, seconds=SECONDS), total=len(cases), description="parity"):
+        for done in track(
+            run_all(measure, cases, workers=workers, seconds=SECONDS),
+            total=len(cases),
+            description="parity",
+        ):
             numbers = {} if done.result is None else asdict(done.result)
             passed = done.result is not None and done.result.passed
-            entry = {"case": str(done.case), **asdict(done.case), **numbers, "passed": passed, "fault": done.fault}
-            out.write(json.dumps({**entry, "seconds": round(done.seconds, 1), "sources": version}) + "\n")
+            entry = {
+                "case": str(done.case),
+                **asdict(done.case),
+                **numbers,
+                "passed": passed,
+                "fault": done.fault,
+            }
+            out.write(
+                json.dumps({**entry, "seconds": round(done.seconds, 1), "sources": version}) + "\n"
+            )
             out.flush()
 
 

@@ -13,14 +13,23 @@ import torch
 from tests.models import to_tree
 
 from .cases import ROWS, Case
-from .engines import Outcome, case_data, jaxpipe_step, outputs_error, pipeline, torch_step, truth, worst_error
+from .engines import (
+    Outcome,
+    case_data,
+    jaxpipe_step,
+    outputs_error,
+    pipeline,
+    torch_step,
+    truth,
+    worst_error,
+)
 from .tolerance import FLOAT64, bound
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Largest relative errors: of loss and gradients in jaxpipe and in torch_ref, and of jaxpipe's losses by microbatch
-    and outputs by row (`losses`).
+    """Largest relative errors: of loss and gradients in jaxpipe and in torch_ref, and of jaxpipe's
+    losses by microbatch and outputs by row (`losses`).
 
     `bits` is a digest of jaxpipe's loss and gradients.
     """
@@ -48,14 +57,22 @@ def measure(case: Case) -> Measured:
     params = pipe.place(to_tree(weights))
     losses = np.asarray(pipe.losses(params, dict(batch)), np.float64)
     outputs = pipe.outputs(params, dict(batch))
-    in_torch = torch_step(schedule, model, *case_data(model, count, ROWS), dtype=getattr(torch, case.dtype))
-    limit = FLOAT64 if dtype == np.float64 else bound(model.reference, rows=ROWS, microbatches=count, dtype=dtype)
+    in_torch = torch_step(
+        schedule, model, *case_data(model, count, ROWS), dtype=getattr(torch, case.dtype)
+    )
+    limit = (
+        FLOAT64
+        if dtype == np.float64
+        else bound(model.reference, rows=ROWS, microbatches=count, dtype=dtype)
+    )
     return Measured(
         step=worst_error(found, right),
         losses=max(losses_error(losses, right), outputs_error(outputs, right)),
         torch=max(worst_error(in_torch, right), losses_error(in_torch.losses, right)),
         limit=limit,
-        bits=_digest(str(found.loss), *(np.ascontiguousarray(g).tobytes() for g in found.grads.values())),
+        bits=_digest(
+            str(found.loss), *(np.ascontiguousarray(g).tobytes() for g in found.grads.values())
+        ),
     )
 
 

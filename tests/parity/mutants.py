@@ -1,10 +1,11 @@
 """Ten thousand mutations of valid tables: each is refused by `check`, or runs in time and agrees.
 
-python -m tests.parity.mutants               draw them, run those that are accepted, and keep what came of it in out/
-python -m tests.parity.mutants --most 100    at most so many runs now; the next call goes on
+python -m tests.parity.mutants               draw them, run those that are accepted, and keep what
+came of it in out/ python -m tests.parity.mutants --most 100    at most so many runs now; the next
+call goes on
 
-Everything accepted runs in torch_ref, and in jaxpipe's compiled program in the order of a shuffle, in processes of its own with a time
-limit that turns a hang into a failure.
+Everything accepted runs in torch_ref, and in jaxpipe's compiled program in the order of a shuffle,
+in processes of its own with a time limit that turns a hang into a failure.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What came of drawing: how many were refused, by rule; how many were the table itself or another mutant; the others."""
+    """What came of drawing: how many were refused, by rule; how many were the table itself or
+    another mutant; the others.
+    """
 
     count: int
     refused: int
@@ -57,7 +60,11 @@ def tables(rng: random.Random) -> list[jp.Schedule]:
     sys.path.insert(0, str(ROOT / "tests"))
     from strategies import random_schedule
 
-    named = [jp.schedules.build(name, devices=devices, microbatches=4) for name in jp.schedules.names() for devices in (2, 4)]
+    named = [
+        jp.schedules.build(name, devices=devices, microbatches=4)
+        for name in jp.schedules.names()
+        for devices in (2, 4)
+    ]
     return [random_schedule(rng) for _ in range(150)] + named
 
 
@@ -90,7 +97,10 @@ def draw(rng: random.Random, valid: Sequence[jp.Schedule], count: int) -> Drawn:
 
 
 def _without_idles(table: jp.Schedule) -> str:
-    return f"{table.placement} {[[str(cell) for cell in row if cell is not None] for row in table.rows]}"
+    return (
+        f"{table.placement} "
+        f"{[[str(cell) for cell in row if cell is not None] for row in table.rows]}"
+    )
 
 
 def error_of(mutant: Mutant) -> float:
@@ -102,7 +112,9 @@ def error_of(mutant: Mutant) -> float:
 
 def main() -> int:
     """Draw and run; 1 if anything hung or was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--most", type=int, default=None, help="run at most so many in jaxpipe")
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
@@ -121,11 +133,27 @@ def main() -> int:
         worst = [_torch(m, torch_error) for m in track(mutants, description="torch_ref")]
         wrong = sum(error > FLOAT64 for error in worst)
         keep(MUTATIONS, "torch_ref", ran=len(worst), wrong=wrong, error=max(worst))
-    keep(MUTATIONS, "drawn", **{k: v for k, v in vars(drawn).items() if k != "accepted"}, accepted=len(mutants))
+    keep(
+        MUTATIONS,
+        "drawn",
+        **{k: v for k, v in vars(drawn).items() if k != "accepted"},
+        accepted=len(mutants),
+    )
     left = [m for m in mutants if str(m) not in load(MUTATIONS)][: options.most]
-    for done in track(run_all(error_of, left, workers=options.workers, seconds=SECONDS), total=len(left), description="jaxpipe"):
+    for done in track(
+        run_all(error_of, left, workers=options.workers, seconds=SECONDS),
+        total=len(left),
+        description="jaxpipe",
+    ):
         passed = done.result is not None and done.result <= FLOAT64
-        keep(MUTATIONS, str(done.case), error=done.result, passed=passed, fault=done.fault, seconds=round(done.seconds, 1))
+        keep(
+            MUTATIONS,
+            str(done.case),
+            error=done.result,
+            passed=passed,
+            fault=done.fault,
+            seconds=round(done.seconds, 1),
+        )
     return _faults(load(MUTATIONS))
 
 
@@ -141,7 +169,11 @@ def _torch(mutant: Mutant, torch_error: Any) -> float:
 
 
 def _faults(found: dict[str, dict[str, Any]]) -> int:
-    failed = {case: entry for case, entry in found.items() if not entry.get("passed", True) or entry.get("wrong")}
+    failed = {
+        case: entry
+        for case, entry in found.items()
+        if not entry.get("passed", True) or entry.get("wrong")
+    }
     for case, entry in failed.items():
         print(f"FAILED {case}: {entry}")
     return 1 if failed else 0

@@ -16,11 +16,18 @@ B, F, I, W = jp.Kind.B, jp.Kind.F, jp.Kind.I, jp.Kind.W
 
 
 def mutated(rng: random.Random, schedule: jp.Schedule, more: Sequence[Change] = ()) -> jp.Schedule:
-    """The table with one to three mistakes, or lucky changes, `more` among them; it may come out valid."""
+    """The table with one to three mistakes, or lucky changes, `more` among them; it may come out
+    valid.
+    """
     rows: Rows = [list(row) for row in schedule.rows]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         rng.choice((*_changes(), *more))(rng, rows)
-    return jp.Schedule.from_rows(rows, placement=schedule.placement, num_microbatches=schedule.num_microbatches, name="mutated")
+    return jp.Schedule.from_rows(
+        rows,
+        placement=schedule.placement,
+        num_microbatches=schedule.num_microbatches,
+        name="mutated",
+    )
 
 
 def _changes() -> tuple[Change, ...]:
@@ -35,8 +42,15 @@ def _pick(rng: random.Random, rows: Rows) -> tuple[list[jp.Cell], int] | None:
     return rng.choice(cells) if cells else None
 
 
-def _pick_action(rng: random.Random, rows: Rows, kinds: tuple[jp.Kind, ...] = (F, B, I, W)) -> tuple[list[jp.Cell], int] | None:
-    cells = [(row, k) for row in rows for k, cell in enumerate(row) if isinstance(cell, jp.Action) and cell.kind in kinds]
+def _pick_action(
+    rng: random.Random, rows: Rows, kinds: tuple[jp.Kind, ...] = (F, B, I, W)
+) -> tuple[list[jp.Cell], int] | None:
+    cells = [
+        (row, k)
+        for row in rows
+        for k, cell in enumerate(row)
+        if isinstance(cell, jp.Action) and cell.kind in kinds
+    ]
     return rng.choice(cells) if cells else None
 
 
@@ -84,7 +98,9 @@ def _repeat(rng: random.Random, rows: Rows) -> None:
         row.insert(rng.randint(0, len(row)), row[k])
 
 
-def _change_action(rng: random.Random, rows: Rows, change: Callable[[jp.Action], jp.Action]) -> None:
+def _change_action(
+    rng: random.Random, rows: Rows, change: Callable[[jp.Action], jp.Action]
+) -> None:
     found = _pick_action(rng, rows)
     if found:
         row, k = found
@@ -102,7 +118,9 @@ def _other_stage(rng: random.Random, rows: Rows) -> None:
 
 
 def _other_microbatch(rng: random.Random, rows: Rows) -> None:
-    _change_action(rng, rows, lambda a: a._replace(microbatch=max(0, a.microbatch + rng.choice((-1, 1)))))
+    _change_action(
+        rng, rows, lambda a: a._replace(microbatch=max(0, a.microbatch + rng.choice((-1, 1))))
+    )
 
 
 def _split(rng: random.Random, rows: Rows) -> None:
@@ -134,7 +152,8 @@ def _pair(rng: random.Random, rows: Rows) -> None:
         (row, k)
         for row in rows
         for k in range(len(row) - 1)
-        if {len(parts(row[k])), len(parts(row[k + 1]))} == {1} and (parts(row[k])[0].kind is F) != (parts(row[k + 1])[0].kind is F)
+        if {len(parts(row[k])), len(parts(row[k + 1]))} == {1}
+        and (parts(row[k])[0].kind is F) != (parts(row[k + 1])[0].kind is F)
     ]
     if places:
         row, k = rng.choice(places)
@@ -143,7 +162,9 @@ def _pair(rng: random.Random, rows: Rows) -> None:
 
 
 def _unpair(rng: random.Random, rows: Rows) -> None:
-    places = [(row, k) for row in rows for k, cell in enumerate(row) if isinstance(cell, jp.Overlap)]
+    places = [
+        (row, k) for row in rows for k, cell in enumerate(row) if isinstance(cell, jp.Overlap)
+    ]
     if places:
         row, k = rng.choice(places)
         row[k : k + 1] = rng.sample(parts(row[k]), 2)

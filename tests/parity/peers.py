@@ -1,4 +1,5 @@
-"""The grid's MLP in float64 on torch.distributed.pipelining: its own runtime, in 2 and in 4 gloo processes, on our tables.
+"""The grid's MLP in float64 on torch.distributed.pipelining: its own runtime, in 2 and in 4 gloo
+processes, on our tables.
 
 python -m tests.parity.peers        run what out/ does not have yet
 """
@@ -25,8 +26,12 @@ PROCESSES = (2, 4)
 
 def main() -> int:
     """Run the peer; 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most", type=int, default=None, help="at most so many tables now; the next call goes on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--most", type=int, default=None, help="at most so many tables now; the next call goes on"
+    )
     options = parser.parse_args()
     virtual_devices()
     have = load(PEER)
@@ -43,8 +48,14 @@ def cases() -> list[Case]:
     """The grid's tables that torch's runtime can run: one device a stage."""
     from .cases import full_grid
 
-    plain = [c for c in full_grid()[0] if c.devices in PROCESSES and (c.model, c.dtype) == ("mlp", "float64")]
-    return [c for c in plain if all(len(devices) == 1 for devices in c.build().placement.devices_of)]
+    plain = [
+        c
+        for c in full_grid()[0]
+        if c.devices in PROCESSES and (c.model, c.dtype) == ("mlp", "float64")
+    ]
+    return [
+        c for c in plain if all(len(devices) == 1 for devices in c.build().placement.devices_of)
+    ]
 
 
 def _batches(left: Sequence[Case]) -> Iterator[list[Case]]:
@@ -54,7 +65,9 @@ def _batches(left: Sequence[Case]) -> Iterator[list[Case]]:
 
 
 def _run(together: list[Case]) -> None:
-    """Run them in one set of processes; where that fails, each in its own, to find the one to blame."""
+    """Run them in one set of processes; where that fails, each in its own, to find the one to
+    blame.
+    """
     from torch_ref import PeerError
     from torch_ref.peer import run_many
 
@@ -63,14 +76,28 @@ def _run(together: list[Case]) -> None:
         found: Sequence[Any] = run_many([_job(case) for case in together], time_limit=SECONDS)
     except PeerError as error:
         if len(together) == 1:
-            keep(PEER, str(together[0]), schedule=together[0].schedule, passed=False, fault=str(error))
+            keep(
+                PEER,
+                str(together[0]),
+                schedule=together[0].schedule,
+                passed=False,
+                fault=str(error),
+            )
             return
         for case in together:
             _run([case])
         return
     seconds = round((time.monotonic() - begin) / len(together), 2)
     for case, result in zip(together, found, strict=True):
-        keep(PEER, str(case), schedule=case.schedule, devices=case.devices, **_errors(case, result), fault="", seconds=seconds)
+        keep(
+            PEER,
+            str(case),
+            schedule=case.schedule,
+            devices=case.devices,
+            **_errors(case, result),
+            fault="",
+            seconds=seconds,
+        )
 
 
 def _job(case: Case) -> Any:
@@ -90,7 +117,9 @@ def _errors(case: Case, result: Any) -> dict[str, Any]:
     from .tolerance import FLOAT64
 
     right = truth(case.twin, case.microbatches, ROWS)
-    error = max(worst_error(Outcome(result.loss, result.grads), right), losses_error(result.losses, right))
+    error = max(
+        worst_error(Outcome(result.loss, result.grads), right), losses_error(result.losses, right)
+    )
     return {"error": error, "passed": error <= FLOAT64}
 
 

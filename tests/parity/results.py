@@ -1,4 +1,6 @@
-"""Where the commands of this folder keep what they found, a JSON object a line, until `report` makes the table of it."""
+"""Where the commands of this folder keep what they found, a JSON object a line, until `report`
+makes the table of it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "out"
-GRID, PEER, MUTATIONS, TRAINING = (OUT / f"parity{part}.jsonl" for part in ("", "_peer", "_mutations", "_training"))
+GRID, PEER, MUTATIONS, TRAINING = (
+    OUT / f"parity{part}.jsonl" for part in ("", "_peer", "_mutations", "_training")
+)
 TABLE = ROOT / "benchmarks/results/parity.txt"
 # The engines; a result of other sources says nothing of these.
 ENGINES = ("jaxpipe", "torch_ref")

@@ -1,4 +1,6 @@
-"""The smallest model whose parts are easy to change: one matrix a stage, a head, squared errors; and its oracle."""
+"""The smallest model whose parts are easy to change: one matrix a stage, a head, squared errors;
+and its oracle.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,13 @@ def batch(rows: int, seed: int = 1) -> dict[str, Any]:
 def build(name: str, *, microbatches: int = 4, data: int = 1, **how: Any) -> jp.Pipeline:
     """The model on two devices, and on so many data shards."""
     schedule = jp.schedules.build(name, devices=2, microbatches=microbatches)
-    options = {"stage": stage, "last": last, "mesh": mesh_of(2, data=data), "data_axes": ("data",), **how}
+    options = {
+        "stage": stage,
+        "last": last,
+        "mesh": mesh_of(2, data=data),
+        "data_axes": ("data",),
+        **how,
+    }
     return jp.Pipeline(options.pop("stage"), schedule=schedule, **options)
 
 
@@ -62,9 +70,16 @@ def gradients_of(loss: Callable[[Any], Any], canonical: dict[str, Any]) -> Outco
     return Outcome(float(value), to_flat(grads))
 
 
-def oracle(canonical: dict[str, Any], rows: dict[str, Any], microbatches: int, **functions: Any) -> Outcome:
+def oracle(
+    canonical: dict[str, Any], rows: dict[str, Any], microbatches: int, **functions: Any
+) -> Outcome:
     """The oracle's step."""
-    parts = {"first": lambda params, microbatch: microbatch["x"], "stage": stage, "last": last, **functions}
+    parts = {
+        "first": lambda params, microbatch: microbatch["x"],
+        "stage": stage,
+        "last": last,
+        **functions,
+    }
 
     def loss(params):
         return oracle_loss(params, rows, **parts, microbatches=microbatches)

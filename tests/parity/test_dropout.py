@@ -1,4 +1,6 @@
-"""Dropout depends on the step's key, the stage and the microbatch: every schedule of as many stages gives the oracle's numbers."""
+"""Dropout depends on the step's key, the stage and the microbatch: every schedule of as many stages
+gives the oracle's numbers.
+"""
 
 from functools import lru_cache
 
@@ -15,10 +17,14 @@ from tests.parity.tolerance import FLOAT64
 from tests.tiers import exhaustive, slow
 
 MICROBATCHES, KEEP = 4, 0.7
-# One of each sort; the others differ from these in their order of actions alone, and take part with -m exhaustive.
+# One of each sort; the others differ from these in their order of actions alone, and take part with
+# -m exhaustive.
 DEFAULT = ("1f1b", "interleaved_1f1b", "zb_h2", "zbv", "dualpipe")
 QUICK = ("1f1b", "dualpipe")
-NAMES = [name if name in QUICK else slow(name) if name in DEFAULT else exhaustive(name) for name in jp.schedules.names()]
+NAMES = [
+    name if name in QUICK else slow(name) if name in DEFAULT else exhaustive(name)
+    for name in jp.schedules.names()
+]
 
 
 def dropped(key, x):
@@ -39,7 +45,9 @@ def last(params, x, microbatch, *, ctx):
 
 @lru_cache
 def right(stages, seed):
-    """A plain loop over microbatches and stages, with the keys that the documentation of `Context` promises."""
+    """A plain loop over microbatches and stages, with the keys that the documentation of `Context`
+    promises.
+    """
     rows, key = batch(MICROBATCHES * ROWS), jax.random.key(seed)
 
     def context(s, m):
@@ -70,7 +78,9 @@ def test_every_schedule_draws_the_oracles_numbers(name):
 
 
 def test_remat_draws_the_same_numbers_in_the_backward():
-    pipe = build("zb_h1", microbatches=MICROBATCHES, first=first, stage=stage, last=last, remat="full")
+    pipe = build(
+        "zb_h1", microbatches=MICROBATCHES, first=first, stage=stage, last=last, remat="full"
+    )
     found = step(pipe, weights(2), batch(MICROBATCHES * ROWS), rng=jax.random.key(3))
     assert worst_error(found, right(2, 3)) <= FLOAT64
 

@@ -21,7 +21,11 @@ def takes_long(case):
 
 
 @pytest.mark.timeout(240, method="thread")
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if takes_long(c) else ()) for c in sample(SEED, COUNT)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow if takes_long(c) else ()) for c in sample(SEED, COUNT)],
+    ids=str,
+)
 def test_a_sampled_case_agrees(case):
     found = measure(case)
     assert found.passed, found
@@ -40,7 +44,13 @@ def test_the_grid_holds_every_combination_for_which_there_is_a_table():
     cases, undefined = full_grid()
     assert len(set(cases)) == len(cases)
     assert not set(cases) & set(undefined)
-    mlp = {(c.schedule, c.devices, c.chunks) for c in (*cases, *undefined) if (c.model, c.dtype) == ("mlp", "float64")}
+    mlp = {
+        (c.schedule, c.devices, c.chunks)
+        for c in (*cases, *undefined)
+        if (c.model, c.dtype) == ("mlp", "float64")
+    }
     assert mlp == set(product(jp.schedules.names(), DEVICES, CHUNKS))
     assert {(c.schedule, c.model) for c in cases} == set(product(jp.schedules.names(), names()))
-    assert {(c.schedule, c.dtype) for c in cases} == set(product(jp.schedules.names(), ("float64", *LOW)))
+    assert {(c.schedule, c.dtype) for c in cases} == set(
+        product(jp.schedules.names(), ("float64", *LOW))
+    )

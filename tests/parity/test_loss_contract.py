@@ -1,4 +1,6 @@
-"""The loss contract: what a step's loss is made of, and that evaluating leaves no trace.  More of it in tests/lowering/test_contract.py."""
+"""The loss contract: what a step's loss is made of, and that evaluating leaves no trace.  More of
+it in tests/lowering/test_contract.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,14 @@ def test_the_loss_is_the_mean_of_the_losses_of_microbatches(data):
     loss, _ = pipe.value_and_grad(params, rows)
     losses = np.asarray(pipe.losses(params, rows))
     # Each data shard cuts its own rows into M microbatches; the m-th loss is the mean of theirs.
-    shards = [jax.tree.map(lambda leaf, k=k: leaf.reshape(data, -1, *leaf.shape[1:])[k], rows) for k in range(data)]
+    shards = [
+        jax.tree.map(lambda leaf, k=k: leaf.reshape(data, -1, *leaf.shape[1:])[k], rows)
+        for k in range(data)
+    ]
     single = build("zbv")
-    wanted = np.mean([np.asarray(single.losses(params_of(single), shard)) for shard in shards], axis=0)
+    wanted = np.mean(
+        [np.asarray(single.losses(params_of(single), shard)) for shard in shards], axis=0
+    )
     np.testing.assert_allclose(losses, wanted, rtol=FLOAT64)
     np.testing.assert_allclose(loss, losses.mean(), rtol=FLOAT64)
     assert len(set(losses)) == 4, "equal losses would not show their order"
@@ -44,11 +51,17 @@ def params_of(pipe):
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_scaling_the_loss_by_a_power_of_two_changes_no_bit(name):
     scale = 2.0**12
-    pipe = build(name, last=lambda params, x, microbatch: microbatch["scale"][0] * last(params, x, microbatch))
+    pipe = build(
+        name,
+        last=lambda params, x, microbatch: microbatch["scale"][0] * last(params, x, microbatch),
+    )
     canonical, rows = weights(stages_of(pipe)), batch(4 * ROWS)
     # The scale is data, so that one compiled program gives both.
-    right, found = (step(pipe, canonical, {**rows, "scale": np.full(4 * ROWS, by)}) for by in (1.0, scale))
-    # Multiplying by a power of two is exact where nothing overflows or becomes subnormal, so it passes through every sum and product.
+    right, found = (
+        step(pipe, canonical, {**rows, "scale": np.full(4 * ROWS, by)}) for by in (1.0, scale)
+    )
+    # Multiplying by a power of two is exact where nothing overflows or becomes subnormal, so it
+    # passes through every sum and product.
     assert found.loss == scale * right.loss
     for key, grad in right.grads.items():
         np.testing.assert_array_equal(found.grads[key] / scale, grad, err_msg=key)
@@ -70,7 +83,9 @@ def test_evaluating_between_steps_leaves_no_trace(name, data):
             loss, grads = pipe.value_and_grad(params, rows)
             if evaluate:
                 np.testing.assert_allclose(evaluated, loss, rtol=FLOAT64)
-                copies = {np.asarray(shard.data).tobytes() for shard in evaluated.addressable_shards}
+                copies = {
+                    np.asarray(shard.data).tobytes() for shard in evaluated.addressable_shards
+                }
                 assert (len(copies), len(evaluated.addressable_shards)) == (1, 2 * data)
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
             seen.append(float(loss))
@@ -87,11 +102,15 @@ def test_padding_rows_of_weight_zero_do_not_count(data):
         return jnp.sum(microbatch["weight"] * error), jnp.sum(microbatch["weight"])
 
     pipe = build("zbv", data=data, last=weighted, loss=jp.Loss.SUM_OVER_COUNT)
-    # Three rows short of full microbatches: the last microbatch (of the last shard) has one row of its own, the one before two.
+    # Three rows short of full microbatches: the last microbatch (of the last shard) has one row of
+    # its own, the one before two.
     real, full = 4 * 3 * data - 3, 4 * 3 * data
     rows = batch(real)
     rng = np.random.default_rng(5)
-    padded = {key: np.concatenate([value, rng.standard_normal((full - real, value.shape[1]))]) for key, value in rows.items()}
+    padded = {
+        key: np.concatenate([value, rng.standard_normal((full - real, value.shape[1]))])
+        for key, value in rows.items()
+    }
     padded["weight"] = (np.arange(full) < real).astype(float)
     canonical = weights(stages_of(pipe))
     # One microbatch of all real rows, and no padding: the mean over them.
@@ -115,14 +134,20 @@ def test_auxiliary_losses_of_middle_stages_travel_with_the_activations(name):
     canonical = weights(stages_of(pipe))
     right = oracle(canonical, rows, 4, **functions)
     assert worst_error(step(pipe, canonical, rows), right) <= FLOAT64
-    assert worst_error(oracle(canonical, rows, 4), right) > 1e-3, "the auxiliary loss must matter, in every gradient"
+    assert worst_error(oracle(canonical, rows, 4), right) > 1e-3, (
+        "the auxiliary loss must matter, in every gradient"
+    )
 
 
 def test_the_mean_over_microbatches_is_not_the_mean_over_counts():
-    """MEAN weighs microbatches alike and SUM_OVER_COUNT rows, so that with uneven counts they differ, each as the oracle has it."""
+    """MEAN weighs microbatches alike and SUM_OVER_COUNT rows, so that with uneven counts they
+    differ, each as the oracle has it.
+    """
 
     def error(params, x, microbatch):
-        return microbatch["weight"] * jnp.mean(jnp.square(x @ params["w"] - microbatch["y"]), axis=1)
+        return microbatch["weight"] * jnp.mean(
+            jnp.square(x @ params["w"] - microbatch["y"]), axis=1
+        )
 
     def mean(params, x, microbatch):
         return jnp.sum(error(params, x, microbatch)) / jnp.sum(microbatch["weight"])
@@ -142,5 +167,10 @@ def test_the_mean_over_microbatches_is_not_the_mean_over_counts():
 
     by_microbatch, by_row = oracle(canonical, rows, 4, last=mean), gradients_of(over_all, canonical)
     assert worst_error(step(build("1f1b", last=mean), canonical, rows), by_microbatch) <= FLOAT64
-    assert worst_error(step(build("1f1b", last=both, loss=jp.Loss.SUM_OVER_COUNT), canonical, rows), by_row) <= FLOAT64
+    assert (
+        worst_error(
+            step(build("1f1b", last=both, loss=jp.Loss.SUM_OVER_COUNT), canonical, rows), by_row
+        )
+        <= FLOAT64
+    )
     assert worst_error(by_microbatch, by_row) > 1e-3

@@ -1,4 +1,6 @@
-"""What docs/torch_peer.md says of jaxpipe beside a fault of torch's runtime, where no other test shows it."""
+"""What docs/torch_peer.md says of jaxpipe beside a fault of torch's runtime, where no other test
+shows it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,12 @@ def test_a_table_whose_forwards_run_in_another_order_runs_and_the_batch_may_be_a
     tree = {"input": {"x": (plain["x"],)}, "target": [plain["y"]]}
     canonical = weights(2)
     assert worst_error(step(pipe, canonical, tree), oracle(canonical, plain, 3)) <= FLOAT64
-    alone = [oracle(canonical, jax.tree.map(lambda leaf, m=m: leaf[m * ROWS : (m + 1) * ROWS], plain), 1).loss for m in range(3)]
+    alone = [
+        oracle(
+            canonical, jax.tree.map(lambda leaf, m=m: leaf[m * ROWS : (m + 1) * ROWS], plain), 1
+        ).loss
+        for m in range(3)
+    ]
     np.testing.assert_allclose(pipe.losses(pipe.place(canonical), tree), alone, rtol=FLOAT64)
 
 
@@ -42,13 +49,22 @@ def test_two_steps_added_are_twice_one():
 
 
 def test_an_evaluation_keeps_nothing_for_a_backward():
-    """GPipe's step holds every microbatch till its backward; its evaluation holds no more for more microbatches."""
+    """GPipe's step holds every microbatch till its backward; its evaluation holds no more for more
+    microbatches.
+    """
     wide, rows = 32, 16
 
     def temp_bytes(microbatches, method):
         pipe = build("gpipe", microbatches=microbatches)
-        canonical = {"first": {}, "stages": {"w": jnp.zeros((2, wide, wide))}, "last": {"w": jnp.zeros((wide, 2))}}
-        given = {"x": jnp.zeros((rows * microbatches, wide)), "y": jnp.zeros((rows * microbatches, 2))}
+        canonical = {
+            "first": {},
+            "stages": {"w": jnp.zeros((2, wide, wide))},
+            "last": {"w": jnp.zeros((wide, 2))},
+        }
+        given = {
+            "x": jnp.zeros((rows * microbatches, wide)),
+            "y": jnp.zeros((rows * microbatches, 2)),
+        }
         compiled = jax.jit(getattr(pipe, method)).lower(pipe.place(canonical), given).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -58,5 +74,7 @@ def test_an_evaluation_keeps_nothing_for_a_backward():
 
 
 def test_letters_behind_an_action_are_refused_at_their_character():
-    with pytest.raises(jp.ScheduleError, match=r"line 1, column 1: '0F0xyz' .*'xyz' follows at character 4"):
+    with pytest.raises(
+        jp.ScheduleError, match=r"line 1, column 1: '0F0xyz' .*'xyz' follows at character 4"
+    ):
         jp.Schedule.from_csv("0F0xyz,0B0\n")

@@ -1,4 +1,6 @@
-"""Any table, not only the named ones: on random valid tables all engines agree; a mutated one is refused, or runs and agrees."""
+"""Any table, not only the named ones: on random valid tables all engines agree; a mutated one is
+refused, or runs and agrees.
+"""
 
 import random
 
@@ -10,7 +12,8 @@ from tests.parity.any_table import jaxpipe_error, length, torch_error
 from tests.parity.mutants import draw
 from tests.parity.tolerance import FLOAT64
 
-# A random table repeats nothing, so its program is as long as the table: the default run takes short ones.
+# A random table repeats nothing, so its program is as long as the table: the default run takes
+# short ones.
 SHORT = 20
 # Turns a hang, also one in compiled code, into a failure.
 STUCK = pytest.mark.timeout(240, method="thread")

@@ -1,4 +1,6 @@
-"""Results that other sources gave are not taken for these ones', and the table says what was not run."""
+"""Results that other sources gave are not taken for these ones', and the table says what was not
+run.
+"""
 
 import json
 
@@ -19,19 +21,39 @@ def test_results_of_other_sources_are_left_out(tmp_path):
 def test_the_table_tells_what_ran_what_failed_and_what_did_not_run():
     cases, undefined = full_grid()
     good, bad = (
-        c for c in cases if (c.model, c.dtype, c.devices, c.microbatches) == ("mlp", "float64", 2, 4) and c.schedule in ("gpipe", "1f1b")
+        c
+        for c in cases
+        if (c.model, c.dtype, c.devices, c.microbatches) == ("mlp", "float64", 2, 4)
+        and c.schedule in ("gpipe", "1f1b")
     )
-    have = {str(good): entry(bits="same", passed=True), str(bad): entry(bits="same", passed=False, step=0.5)}
+    have = {
+        str(good): entry(bits="same", passed=True),
+        str(bad): entry(bits="same", passed=False, step=0.5),
+    }
     text = "\n".join(report._grid(have))
-    assert f"cases {len(cases)}, run 2 ({2 / len(cases):.1%}), failed 1; combinations without such a table {len(undefined)}" in text
+    assert (
+        f"cases {len(cases)}, run 2 ({2 / len(cases):.1%}), failed 1; combinations without such "
+        f"a table {len(undefined)}" in text
+    )
     assert f"FAILED {bad}: " in text
     assert "5.0e-01" in text
     assert "Not run:" in text
     # Both run every stage's backwards in order of microbatches.
-    assert "groups of two or more 1 (2 cases), equal bit for bit in loss and all gradients 1" in "\n".join(report._bits(have))
+    assert (
+        "groups of two or more 1 (2 cases), equal bit for bit in loss and all gradients 1"
+        in "\n".join(report._bits(have))
+    )
     have[str(bad)]["bits"] = "other"
     assert "in the other 1 the last digits differ" in "\n".join(report._bits(have))
 
 
 def entry(**found):
-    return {"step": 1e-16, "losses": 0.0, "torch": 1e-16, "limit": 1e-12, "seconds": 1.0, "fault": "", **found}
+    return {
+        "step": 1e-16,
+        "losses": 0.0,
+        "torch": 1e-16,
+        "limit": 1e-12,
+        "seconds": 1.0,
+        "fault": "",
+        **found,
+    }

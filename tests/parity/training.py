@@ -1,6 +1,8 @@
-"""Training: jaxpipe + optax against torch_ref + torch.optim, from the same weights, on the same batches.
+"""Training: jaxpipe + optax against torch_ref + torch.optim, from the same weights, on the same
+batches.
 
-python -m tests.parity.training     200 steps of everything in `RUNS`, and of the GPT under every schedule, kept in out/
+python -m tests.parity.training     200 steps of everything in `RUNS`, and of the GPT under every
+schedule, kept in out/
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
 
 ROWS = 2
 STEPS = 200
-# Both sides round each step in another way, and every step works on what the last one left.  Adam divides by the root of the second
-# moment, so a relative error of a small gradient becomes one of the update; 1e-9 after 200 steps is the claim of the project, and
-# a handful of steps must be far below it.
+# Both sides round each step in another way, and every step works on what the last one left.  Adam
+# divides by the root of the second moment, so a relative error of a small gradient becomes one of
+# the update; 1e-9 after 200 steps is the claim of the project, and a handful of steps must be far
+# below it.
 FEW, MANY = 1e-12, 1e-9
 RUNS = (
     ("gpt", "1f1b", "adamw"),
@@ -53,7 +56,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Apart:
-    """The largest relative difference of two trainings: of losses in any step, of the last loss, of norms and of final weights."""
+    """The largest relative difference of two trainings: of losses in any step, of the last loss, of
+    norms and of final weights.
+    """
 
     losses: float
     last_loss: float
@@ -72,14 +77,18 @@ def batches_of(model: Twin, microbatches: int, steps: int) -> list[dict[str, Any
 
 
 def model_for(name: str, schedule: jp.Schedule) -> Twin:
-    """The twin with the schedule's stages; GPTs have four layers in all, so that every schedule trains the same model."""
+    """The twin with the schedule's stages; GPTs have four layers in all, so that every schedule
+    trains the same model.
+    """
     from tests.models import twin
 
     layers = {"layers_per_stage": 4 // schedule.num_stages} if name == "gpt" else {}
     return twin(name, schedule.num_stages, **layers)
 
 
-def in_jax(schedule: jp.Schedule, model: Twin, batches: Sequence[dict[str, Any]], chain: Any) -> Curve:
+def in_jax(
+    schedule: jp.Schedule, model: Twin, batches: Sequence[dict[str, Any]], chain: Any
+) -> Curve:
     """jaxpipe and optax, the whole step under one jit."""
     import jax
     import optax
@@ -106,11 +115,15 @@ def in_jax(schedule: jp.Schedule, model: Twin, batches: Sequence[dict[str, Any]]
     return Curve(np.array(losses), np.array(norms), to_flat(pipe.canonical(params)))
 
 
-def in_torch(schedule: jp.Schedule, model: Twin, batches: Sequence[dict[str, Any]], optimizer: Any) -> Curve:
+def in_torch(
+    schedule: jp.Schedule, model: Twin, batches: Sequence[dict[str, Any]], optimizer: Any
+) -> Curve:
     """torch_ref and torch.optim."""
     import torch_ref
 
-    found = torch_ref.train(schedule.to_csv(), model.reference, batches, weights=model.weights(), optimizer=optimizer)
+    found = torch_ref.train(
+        schedule.to_csv(), model.reference, batches, weights=model.weights(), optimizer=optimizer
+    )
     return Curve(found.losses, found.grad_norms, dict(found.weights))
 
 
@@ -123,18 +136,30 @@ def adamw(steps: int, model: Twin) -> tuple[Any, Any]:
     from torch_ref import optim
 
     def decayed(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("bias", "scale"), params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key not in ("bias", "scale"), params
+        )
 
-    schedule = optim.WarmupCosine(peak=3e-3, warmup_steps=max(steps // 10, 2), decay_steps=steps, end=1e-4)
+    schedule = optim.WarmupCosine(
+        peak=3e-3, warmup_steps=max(steps // 10, 2), decay_steps=steps, end=1e-4
+    )
     # optax would compute the rate in float32: both sides get the same list of float64 numbers.
     rates = [schedule(step) for step in range(steps)]
     table = jnp.asarray(rates)
     chain = optax.chain(
         optax.clip_by_global_norm(1.05),
-        optax.adamw(lambda count: table[count], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decayed),
+        optax.adamw(
+            lambda count: table[count], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decayed
+        ),
     )
-    spared = tuple(f"*/{end}" for end in ("bias", "scale") if any(name.endswith(end) for name in model.weights()))
-    return chain, optim.AdamW(rates, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, no_decay=spared, clip=1.05)
+    spared = tuple(
+        f"*/{end}"
+        for end in ("bias", "scale")
+        if any(name.endswith(end) for name in model.weights())
+    )
+    return chain, optim.AdamW(
+        rates, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, no_decay=spared, clip=1.05
+    )
 
 
 def momentum(rate: float) -> tuple[Any, Any]:
@@ -147,12 +172,21 @@ def momentum(rate: float) -> tuple[Any, Any]:
 
 
 def apart(one: Curve, other: Curve) -> Apart:
-    """How far two trainings are from each other; differences of weights are relative to the largest entry of an array."""
+    """How far two trainings are from each other; differences of weights are relative to the largest
+    entry of an array.
+    """
     losses = np.abs(one.losses / other.losses - 1)
-    weights = [np.max(np.abs(one.weights[k] - v)) / np.max(np.abs(v)) for k, v in other.weights.items()]
+    weights = [
+        np.max(np.abs(one.weights[k] - v)) / np.max(np.abs(v)) for k, v in other.weights.items()
+    ]
     assert one.weights.keys() == other.weights.keys()
     assert np.all(np.isfinite(one.losses))
-    return Apart(float(losses.max()), float(losses[-1]), float(np.max(np.abs(one.norms / other.norms - 1))), float(max(weights)))
+    return Apart(
+        float(losses.max()),
+        float(losses[-1]),
+        float(np.max(np.abs(one.norms / other.norms - 1))),
+        float(max(weights)),
+    )
 
 
 def run_case(name: str, schedule: str, optimizer: str) -> str:
@@ -195,8 +229,19 @@ def _against_torch(name: str, schedule_name: str, optimizer: str) -> None:
     chain, theirs = adamw(STEPS, model) if optimizer == "adamw" else momentum(0.02)
     curve = in_jax(schedule, model, batches, chain)
     found = apart(curve, in_torch(schedule, model, batches, theirs))
-    numbers = {**vars(found), "first": curve.losses[0], "final": curve.losses[-1], "passed": found.worst <= MANY}
-    keep(TRAINING, run_case(name, schedule_name, optimizer), **numbers, steps=STEPS, seconds=round(time.monotonic() - begin, 1))
+    numbers = {
+        **vars(found),
+        "first": curve.losses[0],
+        "final": curve.losses[-1],
+        "passed": found.worst <= MANY,
+    }
+    keep(
+        TRAINING,
+        run_case(name, schedule_name, optimizer),
+        **numbers,
+        steps=STEPS,
+        seconds=round(time.monotonic() - begin, 1),
+    )
     print(run_case(name, schedule_name, optimizer), found, flush=True)
 
 
@@ -205,8 +250,15 @@ def _curve(schedule_name: str) -> None:
 
     schedule = jp.schedules.build(schedule_name, devices=2, microbatches=4)
     model, begin = model_for("gpt", schedule), time.monotonic()
-    curve = in_jax(schedule, model, batches_of(model, schedule.num_microbatches, STEPS), adamw(STEPS, model)[0])
-    keep(TRAINING, curve_case(schedule_name), curve=[float(x) for x in curve.losses], seconds=round(time.monotonic() - begin, 1))
+    curve = in_jax(
+        schedule, model, batches_of(model, schedule.num_microbatches, STEPS), adamw(STEPS, model)[0]
+    )
+    keep(
+        TRAINING,
+        curve_case(schedule_name),
+        curve=[float(x) for x in curve.losses],
+        seconds=round(time.monotonic() - begin, 1),
+    )
     print(curve_case(schedule_name), flush=True)
 
 

@@ -1,4 +1,6 @@
-"""Runs cases in processes of their own, so that a case that hangs or crashes is one failure and not the end."""
+"""Runs cases in processes of their own, so that a case that hangs or crashes is one failure and not
+the end.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class _Worker(Generic[T]):
         self._process.join()
 
 
-def run_all(run: Callable[[T], Any], cases: Sequence[T], *, workers: int, seconds: float) -> Iterator[Done[T]]:
+def run_all(
+    run: Callable[[T], Any], cases: Sequence[T], *, workers: int, seconds: float
+) -> Iterator[Done[T]]:
     """Run every case, each at most so many seconds; yields them as they end."""
     waiting = list(reversed(cases))
     crew = [_Worker(run) for _ in range(min(workers, len(cases)))]
@@ -85,7 +89,11 @@ def _collect(worker: _Worker[T], ready: bool, seconds: float) -> Done[T] | None:
         except EOFError:
             result, fault = None, "the process died"
         return Done(worker.case, result, fault, spent)
-    return Done(worker.case, None, f"stuck: no answer in {seconds:.0f} s", spent) if spent > seconds else None
+    return (
+        Done(worker.case, None, f"stuck: no answer in {seconds:.0f} s", spent)
+        if spent > seconds
+        else None
+    )
 
 
 def _serve(pipe: Connection, run: Callable[[T], Any]) -> None:

@@ -1,4 +1,6 @@
-"""Starts a program in several processes on loopback, waits for all of them, and leaves none behind."""
+"""Starts a program in several processes on loopback, waits for all of them, and leaves
+none behind.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ class Job:
     logs: list[Path]
 
     def wait(self, seconds: float) -> list[int]:
-        """The exit status of each process; a failure, with all logs, where one still runs after so many seconds."""
+        """The exit status of each process; a failure, with all logs, where one still runs after so
+        many seconds.
+        """
         deadline = time.monotonic() + seconds
         for process, log in zip(self.processes, self.logs, strict=True):
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"{log.name} still runs after {seconds} s\n{self.everything()}") from None
+                raise AssertionError(
+                    f"{log.name} still runs after {seconds} s\n{self.everything()}"
+                ) from None
         return [process.returncode for process in self.processes]
 
     def log(self, process: int) -> str:
@@ -50,7 +56,9 @@ class Job:
         """Return once a process has printed `text`."""
         deadline = time.monotonic() + seconds
         while text not in self.log(process):
-            assert self.processes[process].poll() is None, f"process {process} ended before {text!r}\n{self.everything()}"
+            assert self.processes[process].poll() is None, (
+                f"process {process} ended before {text!r}\n{self.everything()}"
+            )
             assert time.monotonic() < deadline, f"no {text!r} in {seconds} s\n{self.everything()}"
             time.sleep(0.02)
 
@@ -63,7 +71,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def start(commands: Sequence[Sequence[str]], folder: Path, environment: Sequence[dict[str, str]] | None = None) -> Iterator[Job]:
+def start(
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    environment: Sequence[dict[str, str]] | None = None,
+) -> Iterator[Job]:
     """Start the commands together; whatever still runs at the end is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"process-{i}.log" for i in range(len(commands))]
@@ -74,7 +86,12 @@ def start(commands: Sequence[Sequence[str]], folder: Path, environment: Sequence
             with log.open("w") as out:
                 processes.append(
                     subprocess.Popen(
-                        command, stdout=out, stderr=subprocess.STDOUT, env=ENVIRONMENT | more, cwd=ROOT, start_new_session=True
+                        command,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env=ENVIRONMENT | more,
+                        cwd=ROOT,
+                        start_new_session=True,
                     )
                 )
         yield Job(processes, logs)
@@ -86,7 +103,9 @@ def start(commands: Sequence[Sequence[str]], folder: Path, environment: Sequence
 
 
 def train_commands(processes: int, devices: int, flags: str) -> list[list[str]]:
-    """`examples/pod/train.py` on loopback: so many processes of so many virtual CPU devices each."""
+    """`examples/pod/train.py` on loopback: so many processes of so many virtual CPU
+    devices each.
+    """
     base = [sys.executable, "-u", str(TRAIN), "--cpu-devices", str(devices), *flags.split()]
     if processes == 1:
         return [base]

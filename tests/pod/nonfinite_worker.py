@@ -1,4 +1,6 @@
-"""One of two processes, each a data shard: both look for the NaN that stands in the second one's rows.  COORDINATOR PROCESS"""
+"""One of two processes, each a data shard: both look for the NaN that stands in the second one's
+rows.  COORDINATOR PROCESS
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def main(coordinator: str, process: int) -> None:
     params = pipe.place({"stages": np.ones((2, 3), np.float32), "last": {}})
     rows = local_rows(pipe, 16)
     x = np.where(rows[:, None] == 12, np.nan, np.ones((len(rows), 3))).astype(np.float32)
-    print("rows", rows.tolist(), "answer", find_nonfinite(pipe, params, global_batch(pipe, {"x": x}, rows=16)), flush=True)
+    print(
+        "rows",
+        rows.tolist(),
+        "answer",
+        find_nonfinite(pipe, params, global_batch(pipe, {"x": x}, rows=16)),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.distributed import Watchdog, check_same, crossings, fingerprint, global_batch, local_rows, make_mesh
+from jaxpipe.distributed import (
+    Watchdog,
+    check_same,
+    crossings,
+    fingerprint,
+    global_batch,
+    local_rows,
+    make_mesh,
+)
 from jaxpipe.processes import Causes, LastWords, differences, roll_text
 
 from .jobs import free_port, start
@@ -25,7 +33,13 @@ from .jobs import free_port, start
 def pipeline(pipe: int, data: int) -> jp.Pipeline:
     schedule = jp.schedules.build("1f1b", devices=pipe, microbatches=2)
     mesh = make_mesh({"pipe": pipe, "data": data}, devices=jax.devices()[: pipe * data])
-    return jp.Pipeline(lambda p, x: x * p, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x), data_axes=("data",))
+    return jp.Pipeline(
+        lambda p, x: x * p,
+        schedule=schedule,
+        mesh=mesh,
+        last=lambda p, x, mb: jnp.mean(x),
+        data_axes=("data",),
+    )
 
 
 @dataclass(frozen=True)
@@ -39,12 +53,14 @@ class Device:
 
 def test_the_last_axis_stays_inside_a_node_whatever_order_devices_come_in(monkeypatch):
     """Two nodes of two processes of two devices; JAX may list the processes of a node apart."""
-    where = [(0, 0), (0, 0), (1, 1), (1, 1), (0, 2), (0, 2), (1, 3), (1, 3)]  # (node, process) by id
+    # (node, process) by id
+    where = [(0, 0), (0, 0), (1, 1), (1, 1), (0, 2), (0, 2), (1, 3), (1, 3)]
     devices = [Device(i, process, node) for i, (node, process) in enumerate(where)]
     monkeypatch.setattr("jaxpipe.distributed.Mesh", lambda devices, names, axis_types: devices)
     made = make_mesh({"pipe": 2, "tensor": 4}, devices=devices[::-1])
     assert [[d.id for d in row] for row in made] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    unknown = [Device(i, i // 2, None) for i in range(8)]  # where JAX tells no node, the process stands for it
+    # where JAX tells no node, the process stands for it
+    unknown = [Device(i, i // 2, None) for i in range(8)]
     assert [d.id for d in make_mesh({"pipe": 8}, devices=unknown[::-1])] == list(range(8))
 
 
@@ -58,7 +74,12 @@ def test_crossings_count_the_neighbours_in_different_processes():
 
 
 @pytest.mark.parametrize(
-    ("axes", "says"), [({"pipe": 3}, "3 = 3 devices, but there are 8"), ({"pipe": 8, "data": 0}, "8 x 0"), ({}, "no axes")]
+    ("axes", "says"),
+    [
+        ({"pipe": 3}, "3 = 3 devices, but there are 8"),
+        ({"pipe": 8, "data": 0}, "8 x 0"),
+        ({}, "no axes"),
+    ],
 )
 def test_a_mesh_of_another_size_is_refused(axes, says):
     with pytest.raises(jp.PipelineError, match=re.escape(says)):
@@ -75,7 +96,9 @@ def test_one_process_feeds_all_rows_and_the_batch_lies_on_its_shards():
 
 def test_rows_that_do_not_fit_are_all_named():
     pipe = pipeline(2, 4)
-    with pytest.raises(jp.PipelineError, match="18 rows do not divide over 4 data shards; use 16 rows"):
+    with pytest.raises(
+        jp.PipelineError, match="18 rows do not divide over 4 data shards; use 16 rows"
+    ):
         local_rows(pipe, 18)
     with pytest.raises(jp.PipelineError) as error:
         global_batch(pipe, {"x": np.zeros((8, 2)), "y": np.zeros(()), "z": np.zeros(16)}, rows=16)
@@ -110,10 +133,20 @@ with watchdog.step(1):
 def test_a_step_past_its_limit_ends_the_process_and_says_where_it_stood():
     """The first step takes longer than the limit of the others, which is no fault."""
     code = STUCK.format(seconds=0.5, first=50)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, env=os.environ, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ,
+        check=False,
+    )
     assert done.returncode == 75, done.stderr
     assert done.stdout == "the first step is done\n"
-    assert re.search(r"jaxpipe: process 0 of 1 on \S+: step 1 has not ended within its limit of 0.5 s", done.stderr)
+    assert re.search(
+        r"jaxpipe: process 0 of 1 on \S+: step 1 has not ended within its limit of 0.5 s",
+        done.stderr,
+    )
     assert "never_comes_back" in done.stderr
 
 
@@ -129,17 +162,30 @@ with Watchdog(seconds=50).step(7):
 
 
 def test_a_failing_step_of_a_job_ends_the_process_without_waiting_for_the_others():
-    done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, timeout=90, env=os.environ, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ,
+        check=False,
+    )
     assert done.returncode == 1
     assert "RuntimeError: connection reset by peer" in done.stderr
-    assert re.search(r"jaxpipe: process 3 of 4 on \S+: step 7 failed, see the error above", done.stderr)
+    assert re.search(
+        r"jaxpipe: process 3 of 4 on \S+: step 7 failed, see the error above", done.stderr
+    )
     assert "waited" not in done.stdout
 
 
 def test_a_fingerprint_differs_where_what_is_computed_does():
     shapes = {"stages": jax.ShapeDtypeStruct((2, 3), jnp.float32), "last": {}}
     one, wide = pipeline(2, 1), {**shapes, "stages": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
-    other = jp.Pipeline(lambda p, x: x, schedule=jp.schedules.build("gpipe", devices=2, microbatches=2), mesh=one.mesh)
+    other = jp.Pipeline(
+        lambda p, x: x,
+        schedule=jp.schedules.build("gpipe", devices=2, microbatches=2),
+        mesh=one.mesh,
+    )
     base = fingerprint(one, shapes, rate=0.1)
     check_same(one, shapes, rate=0.1)  # a job of one process agrees with itself
     for found, names in (
@@ -148,7 +194,9 @@ def test_a_fingerprint_differs_where_what_is_computed_does():
         (fingerprint(one, shapes, rate=0.2), {"rate"}),
         (fingerprint(other, shapes, rate=0.1), {"schedule", "pipeline"}),
     ):
-        assert {fault.split(":")[0] for fault in differences(dict(enumerate([base, base, found])))} == names
+        assert {
+            fault.split(":")[0] for fault in differences(dict(enumerate([base, base, found])))
+        } == names
     (fault,) = differences({0: base, 1: fingerprint(one, wide, rate=0.1)})
     assert "process 0 has 1 arrays of 6 numbers, stages float32[2, 3]" in fault
     assert "process 1 has 1 arrays of 8 numbers, stages float32[2, 4]" in fault
@@ -172,7 +220,9 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
     said = capfd.readouterr().err
     assert said.startswith("died in step 7. ")
     assert said.endswith(". Again\n")
-    assert ("Process 0, which coordinates the job, does not answer: it is gone" in said) == (not answers)
+    assert ("Process 0, which coordinates the job, does not answer: it is gone" in said) == (
+        not answers
+    )
     assert ("It was killed" in said) == answers
     assert ("another process is gone" in said) == (answers and count == 3)
 
@@ -193,7 +243,12 @@ def test_processes_with_unlike_pipelines_are_refused_by_name_before_they_run(tmp
         logs = [job.log(0), job.log(1)]
     for log in logs:
         *refused, trained = re.split(r"^(?=\{|trained)", log, flags=re.MULTILINE)[1:]
-        names = [set(re.findall(r"^  ([\w ]+): process 0 has .*, but process 1 has ", text, re.MULTILINE)) for text in refused]
+        names = [
+            set(
+                re.findall(r"^  ([\w ]+): process 0 has .*, but process 1 has ", text, re.MULTILINE)
+            )
+            for text in refused
+        ]
         assert names == [
             {"schedule", "program"},
             {"schedule", "program", "code of stage 0", "code of last"},

@@ -1,4 +1,6 @@
-"""The launchers, with stand-ins for srun, mpirun and ssh that start the processes on this machine."""
+"""The launchers, with stand-ins for srun, mpirun and ssh that start the processes on
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from .test_train import TINY, losses
 POD = ROOT / "examples" / "pod"
 FLAGS = f"{TINY} --pipe 2 --steps 2 --cpu-devices 1 --checkpoints".split()
 
-# Each stand-in does what the real one does for the processes: their numbers in the environment, the first failure's status.
+# Each stand-in does what the real one does for the processes: their numbers in the environment, the
+# first failure's status.
 EACH = """
 pids=()
 for i in 0 1; do
@@ -27,14 +30,16 @@ for pid in "${{pids[@]}}"; do wait "$pid" || status=$?; done
 exit "${{status:-0}}"
 """
 SRUN = EACH.format(
-    environment="SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=127.0.0.1",
+    environment="SLURM_PROCID=$i SLURM_LOCALID=$i SLURM_NTASKS=2 SLURM_STEP_NUM_NODES=1 "
+    "SLURM_STEP_NODELIST=127.0.0.1",
     run='"${@:3}"',  # behind --kill-on-bad-exit=1 --label
 )
 MPIRUN = EACH.format(
     environment="OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$i OMPI_COMM_WORLD_LOCAL_RANK=$i",
     run='"${@:5}"',  # behind -np 2 --host 127.0.0.1:2
 )
-SSH = 'exec bash -c "${@: -1}"\n'  # the command is the last argument; -tt, options and the host come before it
+# the command is the last argument; -tt, options and the host come before it
+SSH = 'exec bash -c "${@: -1}"\n'
 
 
 @pytest.fixture
@@ -48,7 +53,9 @@ def path(tmp_path):
     return f"{folder}:{os.environ['PATH']}"
 
 
-def launch(script: str, environment: dict[str, str], folder: Path, flags: list[str]) -> tuple[int, str]:
+def launch(
+    script: str, environment: dict[str, str], folder: Path, flags: list[str]
+) -> tuple[int, str]:
     command = [str(POD / script), *flags, str(folder / "checkpoints")]
     with start([command], folder / "logs", [{"PYTHON": sys.executable} | environment]) as job:
         return job.wait(240)[0], job.log(0)
@@ -58,9 +65,17 @@ def launch(script: str, environment: dict[str, str], folder: Path, flags: list[s
 @pytest.mark.parametrize("script", ["launch_slurm.sh", "launch_mpi.sh", "launch_ssh.sh"])
 def test_a_launcher_starts_a_job_that_trains(script, tmp_path, path):
     environment = {
-        "launch_slurm.sh": {"SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)},  # JAX makes the port of the job's number
-        "launch_mpi.sh": {"PROCESSES": "2", "HOSTS": "127.0.0.1:2", "COORDINATOR": f"127.0.0.1:{free_port()}"},
-        "launch_ssh.sh": {"HOSTS": "127.0.0.1 localhost", "COORDINATOR": f"127.0.0.1:{free_port()}"},
+        # JAX makes the port of the job's number
+        "launch_slurm.sh": {"SLURM_JOB_ID": str(free_port()), "SLURM_SUBMIT_DIR": str(ROOT)},
+        "launch_mpi.sh": {
+            "PROCESSES": "2",
+            "HOSTS": "127.0.0.1:2",
+            "COORDINATOR": f"127.0.0.1:{free_port()}",
+        },
+        "launch_ssh.sh": {
+            "HOSTS": "127.0.0.1 localhost",
+            "COORDINATOR": f"127.0.0.1:{free_port()}",
+        },
     }[script]
     status, log = launch(script, environment | {"PATH": path}, tmp_path, FLAGS)
     assert status == 0, log
@@ -79,7 +94,10 @@ def test_launchers_hand_on_a_failure_and_slurm_tries_again(tmp_path, path):
 
 def test_launchers_say_what_they_need():
     bare = {"PATH": os.environ["PATH"]}
-    for script, need in (("launch_mpi.sh", "PROCESSES: how many processes"), ("launch_ssh.sh", "HOSTS: name the hosts")):
+    for script, need in (
+        ("launch_mpi.sh", "PROCESSES: how many processes"),
+        ("launch_ssh.sh", "HOSTS: name the hosts"),
+    ):
         done = subprocess.run([POD / script], capture_output=True, text=True, env=bare, check=False)
         assert done.returncode != 0
         assert need in done.stderr

@@ -18,6 +18,8 @@ def test_both_processes_name_the_shard_of_one(tmp_path):
         assert job.wait(200) == [0, 0], job.everything()
     # Shard 1 has rows 8 to 15, two a microbatch: row 12 is in microbatch 2.
     for process, rows in enumerate((range(8), range(8, 16))):
-        assert f"rows {list(rows)} answer not finite in the forward of" in job.log(process), job.log(process)
+        assert f"rows {list(rows)} answer not finite in the forward of" in job.log(process), (
+            job.log(process)
+        )
         assert "microbatch 2, data shard 1" in job.log(process)
         assert "microbatch['x'] has 3 NaN and 0 infinite of 6 values" in job.log(process)

@@ -1,4 +1,6 @@
-"""One of two processes, which build unlike pipelines one after another and then the same one.  COORDINATOR PROCESS"""
+"""One of two processes, which build unlike pipelines one after another and then the same one.
+COORDINATOR PROCESS
+"""
 
 from __future__ import annotations
 

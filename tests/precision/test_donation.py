@@ -1,4 +1,6 @@
-"""A whole training step in one `jit` with donated parameters and optimizer state: the GPU program writes them in place."""
+"""A whole training step in one `jit` with donated parameters and optimizer state: the GPU program
+writes them in place.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,29 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from tests.gpu.programs import HIDDEN, LAYERS, ROWS, TIME, VOCAB, WIDTH, first, gpu_fault, gpu_mesh, large_copies, last, shapes, stage
+from tests.gpu.programs import (
+    HIDDEN,
+    LAYERS,
+    ROWS,
+    TIME,
+    VOCAB,
+    WIDTH,
+    first,
+    gpu_fault,
+    gpu_mesh,
+    large_copies,
+    last,
+    shapes,
+    stage,
+)
 
 FAULT = gpu_fault()
 pytestmark = [
     pytest.mark.gpu_compile,
     pytest.mark.skipif(
         FAULT is not None,
-        reason=f"GPU programs cannot be compiled here ({FAULT}); install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version",
+        reason=f"GPU programs cannot be compiled here ({FAULT}); install jax-cuda13-plugin and "
+        "jax-cuda13-pjrt of jaxlib's version",
     ),
 ]
 DEVICES = 4
@@ -36,7 +53,10 @@ def compiled(name: str, *, donate: bool) -> Any:
     def train(state: Any, batch: Any) -> Any:
         loss, grads = pipe.value_and_grad(state["params"], batch)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+        }, loss
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     params = pipe.place(shapes(schedule.num_stages))
@@ -45,14 +65,21 @@ def compiled(name: str, *, donate: bool) -> Any:
     def spread(node: Any) -> Any:
         """Moments as the parameters, all else everywhere."""
         own = placed.get(jax.tree.structure(node), everywhere)
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), node, own)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), node, own
+        )
 
     opt_state = jax.eval_shape(optimizer.init, params)
-    opt_state = jax.tree.map(spread, opt_state, is_leaf=lambda node: jax.tree.structure(node) in placed)
+    opt_state = jax.tree.map(
+        spread, opt_state, is_leaf=lambda node: jax.tree.structure(node) in placed
+    )
     state = {"params": params, "opt_state": opt_state}
     batch = {"tokens": jax.ShapeDtypeStruct((8 * ROWS, TIME), jnp.int32, sharding=everywhere)}
     step = jax.jit(train, donate_argnums=(0,) if donate else ()).lower(state, batch).compile()
-    held = sum(leaf.dtype.itemsize * int(jnp.prod(jnp.array(leaf.sharding.shard_shape(leaf.shape)))) for leaf in jax.tree.leaves(state))
+    held = sum(
+        leaf.dtype.itemsize * int(jnp.prod(jnp.array(leaf.sharding.shard_shape(leaf.shape))))
+        for leaf in jax.tree.leaves(state)
+    )
     return step, held
 
 
@@ -62,7 +89,13 @@ def buffers() -> list[tuple[int, ...]]:
     return [*stages, *((1, *shape) for shape in stages), (VOCAB, WIDTH), (WIDTH, VOCAB)]
 
 
-NAMES = ["1f1b", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("zb_h1", "zbv", "dualpipe", "interleaved_1f1b"))]
+NAMES = [
+    "1f1b",
+    *(
+        pytest.param(n, marks=pytest.mark.exhaustive)
+        for n in ("zb_h1", "zbv", "dualpipe", "interleaved_1f1b")
+    ),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,11 +108,16 @@ def test_donated_state_is_written_in_place(name: str) -> None:
 
 @pytest.mark.exhaustive
 def test_without_donation_nothing_is_aliased() -> None:
-    """The check above has teeth: the same step that keeps its arguments aliases nothing, and needs more memory."""
+    """The check above has teeth: the same step that keeps its arguments aliases nothing, and needs
+    more memory.
+    """
     (kept, _), (given, _) = compiled("1f1b", donate=False), compiled("1f1b", donate=True)
     assert kept.memory_analysis().alias_size_in_bytes == 0
     total = [
-        m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
+        m.argument_size_in_bytes
+        + m.output_size_in_bytes
+        + m.temp_size_in_bytes
+        - m.alias_size_in_bytes
         for m in (kept.memory_analysis(), given.memory_analysis())
     ]
     assert total[0] > total[1]

@@ -1,4 +1,6 @@
-"""bfloat16 compute with float32 parameters: each parameter is cast once a step, and gradients are summed in float32."""
+"""bfloat16 compute with float32 parameters: each parameter is cast once a step, and gradients are
+summed in float32.
+"""
 
 from __future__ import annotations
 
@@ -45,28 +47,44 @@ def first(params: Any, microbatch: Any) -> Any:
 
 def last(params: Any, x: Any, microbatch: Any) -> Any:
     logits = (x @ params["head"].astype(x.dtype)).astype(jnp.float32)
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), microbatch["tokens"][..., None], axis=-1))
+    return -jnp.mean(
+        jnp.take_along_axis(jax.nn.log_softmax(logits), microbatch["tokens"][..., None], axis=-1)
+    )
 
 
 def shapes(stages: int) -> Any:
     def f32(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    own = {"w": f32(stages, LAYERS, WIDTH, HIDDEN), "b": f32(stages, LAYERS, HIDDEN), "v": f32(stages, LAYERS, HIDDEN, WIDTH)}
-    return {"first": {"table": f32(VOCAB, WIDTH)}, "stages": own, "last": {"head": f32(WIDTH, VOCAB)}}
+    own = {
+        "w": f32(stages, LAYERS, WIDTH, HIDDEN),
+        "b": f32(stages, LAYERS, HIDDEN),
+        "v": f32(stages, LAYERS, HIDDEN, WIDTH),
+    }
+    return {
+        "first": {"table": f32(VOCAB, WIDTH)},
+        "stages": own,
+        "last": {"head": f32(WIDTH, VOCAB)},
+    }
 
 
 def inner(eqn: Any) -> Iterator[core.Jaxpr]:
     """The jaxprs that an equation holds."""
-    for value in jax.tree.leaves(eqn.params, is_leaf=lambda v: isinstance(v, core.Jaxpr | core.ClosedJaxpr)):
+    for value in jax.tree.leaves(
+        eqn.params, is_leaf=lambda v: isinstance(v, core.Jaxpr | core.ClosedJaxpr)
+    ):
         if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
             yield value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
 
 
 def is_tick_loop(eqn: Any) -> bool:
-    """A loop over ticks holds transfers or predicated blocks; one over the layers of a stage holds neither."""
+    """A loop over ticks holds transfers or predicated blocks; one over the layers of a stage holds
+    neither.
+    """
     names = {e.primitive.name for jaxpr in inner(eqn) for e, _ in equations(jaxpr)}
-    return eqn.primitive.name == "while" or (eqn.primitive.name == "scan" and bool(names & {"ppermute", "while"}))
+    return eqn.primitive.name == "while" or (
+        eqn.primitive.name == "scan" and bool(names & {"ppermute", "while"})
+    )
 
 
 def equations(jaxpr: core.Jaxpr, ticks: bool = False) -> Iterator[tuple[Any, bool]]:
@@ -79,8 +97,12 @@ def equations(jaxpr: core.Jaxpr, ticks: bool = False) -> Iterator[tuple[Any, boo
             yield from equations(jaxpr_below, inside)
 
 
-def casts(schedule: jp.Schedule, function: Any, **options: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Shapes of the parameters, of one layer, that a step casts to bfloat16: once, and in the loop over ticks."""
+def casts(
+    schedule: jp.Schedule, function: Any, **options: Any
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Shapes of the parameters, of one layer, that a step casts to bfloat16: once, and in the loop
+    over ticks.
+    """
     mesh = Mesh(np.array(jax.devices()[: schedule.num_devices]), ("pipe",))
     pipe = jp.Pipeline(function, schedule=schedule, mesh=mesh, first=first, last=last, **options)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS * MICROBATCHES, 5), jnp.int32)}
@@ -88,8 +110,14 @@ def casts(schedule: jp.Schedule, function: Any, **options: Any) -> tuple[list[tu
     known = {(WIDTH, HIDDEN), (HIDDEN, WIDTH), (HIDDEN,), (VOCAB, WIDTH), (WIDTH, VOCAB)}
     found: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
     for eqn, looped in equations(jaxpr.jaxpr):
-        narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16
-        if narrows and eqn.invars[0].aval.dtype == jnp.float32 and eqn.invars[0].aval.shape in known:
+        narrows = (
+            eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16
+        )
+        if (
+            narrows
+            and eqn.invars[0].aval.dtype == jnp.float32
+            and eqn.invars[0].aval.shape in known
+        ):
             found[looped].append(eqn.invars[0].aval.shape)
     return sorted(found[False]), sorted(found[True])
 
@@ -100,14 +128,20 @@ CASES = {
     "1f1b, remat": ("1f1b", stage, "full"),
     "1f1b, remat of each layer": ("1f1b", stage_of_rematerialised_layers, None),
     "dualpipe": ("dualpipe", stage, None),
-    "interleaved_1f1b, remat of each layer": ("interleaved_1f1b", stage_of_rematerialised_layers, None),
+    "interleaved_1f1b, remat of each layer": (
+        "interleaved_1f1b",
+        stage_of_rematerialised_layers,
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_parameter_is_cast_in_the_loop_over_ticks(case: str) -> None:
     name, function, remat = CASES[case]
-    _, looped = casts(jp.schedules.build(name, devices=2, microbatches=MICROBATCHES), function, remat=remat)
+    _, looped = casts(
+        jp.schedules.build(name, devices=2, microbatches=MICROBATCHES), function, remat=remat
+    )
     assert looped == []
 
 
@@ -121,12 +155,17 @@ def test_every_parameter_is_cast_once_a_step(case: str) -> None:
 
 
 def test_a_cast_in_the_loop_would_be_found() -> None:
-    _, looped = casts(jp.schedules.build("1f1b", devices=2, microbatches=MICROBATCHES), stage_that_casts_in_the_loop)
+    _, looped = casts(
+        jp.schedules.build("1f1b", devices=2, microbatches=MICROBATCHES),
+        stage_that_casts_in_the_loop,
+    )
     assert (WIDTH, HIDDEN) in looped
 
 
 def gradient(dtype: Any, accumulate: Any) -> Any:
-    """Of a parameter whose gradients in two microbatches are 256 and 1: bfloat16 has no 257 between 256 and 258."""
+    """Of a parameter whose gradients in two microbatches are 256 and 1: bfloat16 has no 257 between
+    256 and 258.
+    """
     schedule = jp.schedules.build("1f1b", devices=1, microbatches=2)
     mesh = Mesh(np.array(jax.devices()[:1]), ("pipe",))
     pipe = jp.Pipeline(
@@ -157,7 +196,9 @@ def test_gradients_are_summed_in_float32(dtype: Any, accumulate: Any, wanted: fl
 
 @pytest.mark.parametrize("unlike", [False, True])
 def test_the_optimizers_state_is_begun_as_a_step_leaves_it(unlike: bool) -> None:
-    """Gradients of bfloat16 parameters are float32, and so are their moments: the step is compiled once, and a run may resume."""
+    """Gradients of bfloat16 parameters are float32, and so are their moments: the step is compiled
+    once, and a run may resume.
+    """
     schedule = jp.schedules.build("gpipe", devices=2, microbatches=2)
     functions = [lambda p, x: x @ p, lambda p, x: x @ p["w"]]
     pipe = jp.Pipeline(
@@ -167,15 +208,21 @@ def test_the_optimizers_state_is_begun_as_a_step_leaves_it(unlike: bool) -> None
         last=lambda p, x, microbatch: jnp.mean(x**2),
     )
     weight = jnp.ones((3, 3), jnp.bfloat16)
-    params = pipe.place({"stages": [weight, {"w": weight}] if unlike else jnp.stack([weight] * 2), "last": {}})
+    params = pipe.place(
+        {"stages": [weight, {"w": weight}] if unlike else jnp.stack([weight] * 2), "last": {}}
+    )
     optimizer = optax.adam(0.1)
     state = pipe.init(optimizer, params)
     _, grads = pipe.value_and_grad(params, {"x": jnp.ones((2, 3), jnp.bfloat16)})
     _, after = jax.jit(optimizer.update)(grads, state, params)
     assert jax.tree.leaves(state[0].mu)[0].dtype == jnp.float32
-    assert jax.tree.map(lambda leaf: leaf.dtype, state) == jax.tree.map(lambda leaf: leaf.dtype, after)
+    assert jax.tree.map(lambda leaf: leaf.dtype, state) == jax.tree.map(
+        lambda leaf: leaf.dtype, after
+    )
     shapes = pipe.init(optimizer, jax.eval_shape(lambda: params))
-    assert jax.tree.map(lambda leaf: leaf.dtype, shapes) == jax.tree.map(lambda leaf: leaf.dtype, state)
+    assert jax.tree.map(lambda leaf: leaf.dtype, shapes) == jax.tree.map(
+        lambda leaf: leaf.dtype, state
+    )
 
 
 def test_an_optimizer_that_wants_the_loss_is_begun_as_it_says() -> None:

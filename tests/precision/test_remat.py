@@ -1,4 +1,6 @@
-"""What a stage keeps for its backward, by `jax.checkpoint` policies: the numbers stay, the bytes shrink."""
+"""What a stage keeps for its backward, by `jax.checkpoint` policies: the numbers stay, the bytes
+shrink.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def step(function: Any, remat: Any) -> tuple[Any, int]:
     mesh = Mesh(np.array(jax.devices()[:2]), ("pipe",))
     pipe = jp.Pipeline(function, schedule=schedule, mesh=mesh, last=last, remat=remat)
     rng = np.random.default_rng(0)
-    own = {"w": rng.standard_normal((2, LAYERS, WIDTH, HIDDEN)), "v": rng.standard_normal((2, LAYERS, HIDDEN, WIDTH)) / 5}
+    own = {
+        "w": rng.standard_normal((2, LAYERS, WIDTH, HIDDEN)),
+        "v": rng.standard_normal((2, LAYERS, HIDDEN, WIDTH)) / 5,
+    }
     params = pipe.place({"stages": own, "last": {}})
     batch = {name: rng.standard_normal((ROWS * MICROBATCHES, WIDTH)) for name in "xy"}
     loss, grads = pipe.value_and_grad(params, batch)
@@ -60,14 +65,22 @@ def step(function: Any, remat: Any) -> tuple[Any, int]:
 
 CASES = {
     "nothing saved": (stage, "full", 0),
-    # Of each layer: its input (the first layer's is the stage's, but a scan keeps one a layer) and the named array.
-    "names, a layer": (stage_with_a_policy_of_its_own, None, LAYERS * ROWS * (WIDTH + HIDDEN) * ITEM),
+    # Of each layer: its input (the first layer's is the stage's, but a scan keeps one a layer) and
+    # the named array.
+    "names, a layer": (
+        stage_with_a_policy_of_its_own,
+        None,
+        LAYERS * ROWS * (WIDTH + HIDDEN) * ITEM,
+    ),
     "names": (stage, NAMED, None),
     "matmuls": (stage, jax.checkpoint_policies.dots_saveable, None),
 }
 
 
-@pytest.mark.parametrize("case", [c if i < 2 else pytest.param(c, marks=pytest.mark.exhaustive) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "case",
+    [c if i < 2 else pytest.param(c, marks=pytest.mark.exhaustive) for i, c in enumerate(CASES)],
+)
 def test_the_numbers_stay_and_residuals_shrink(case: str) -> None:
     function, remat, wanted = CASES[case]
     (loss, grads), size = step(function, remat)

@@ -1,4 +1,6 @@
-"""What torch.distributed.pipelining does where it is wrong; each function runs in new processes, without our harness's repairs."""
+"""What torch.distributed.pipelining does where it is wrong; each function runs in new processes,
+without our harness's repairs.
+"""
 
 import logging
 import tempfile
@@ -16,7 +18,9 @@ MIXED = "0F2,0F0,0F1,0B0,0B1,0B2\n1F2,1F0,1F1,1B0,1B1,1B2\n"
 
 
 class Reused(nn.Module):
-    """Two weights, each at two depths, as in a recurrent cell or a stack of layers kept as one array."""
+    """Two weights, each at two depths, as in a recurrent cell or a stack of layers kept as one
+    array.
+    """
 
     def __init__(self):
         super().__init__()
@@ -34,14 +38,20 @@ def linear():
 
 
 def build(rank, table, *, modules=None, loss=None, **how):
-    """(runtime, this rank's modules, x, target): two stages on as many devices as the table has lines."""
+    """(runtime, this rank's modules, x, target): two stages on as many devices as the table has
+    lines.
+    """
     torch.manual_seed(0)
     modules = modules or [linear(), linear()]
     text = table.strip().split("\n")
     mine = [s for s in range(2) if f"{s}F0" in text[rank].split(",")]
     stages = [PipelineStage(modules[s], s, 2, torch.device("cpu")) for s in mine]
-    microbatches = 1 + max(int(cell.split("F")[1]) for line in text for cell in line.split(",") if "F" in cell)
-    runtime = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss or nn.functional.mse_loss, **how)
+    microbatches = 1 + max(
+        int(cell.split("F")[1]) for line in text for cell in line.split(",") if "F" in cell
+    )
+    runtime = _PipelineScheduleRuntime(
+        stages, microbatches, loss_fn=loss or nn.functional.mse_loss, **how
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "table.csv"
         path.write_text(table)
@@ -59,17 +69,29 @@ def attempt(call):
 
 
 def step(rank, table, *, evaluate=False):
-    """Losses, outputs and the first layer's gradient of a step or an evaluation, and what they should be."""
+    """Losses, outputs and the first layer's gradient of a step or an evaluation, and what they
+    should be.
+    """
     runtime, modules, x, target = build(rank, table)
     losses = []
     call = runtime.eval if evaluate else runtime.step
     output = call(*((x,) if rank == 0 else ()), target=target if rank == 1 else None, losses=losses)
-    found = {"losses": [loss.item() for loss in losses], "output": output, "gradient": modules[0].weight.grad}
+    found = {
+        "losses": [loss.item() for loss in losses],
+        "output": output,
+        "gradient": modules[0].weight.grad,
+    }
     torch.manual_seed(0)
     fresh = nn.Sequential(linear(), linear())
-    plain = [nn.functional.mse_loss(fresh(x[i : i + 2]), target[i : i + 2]) for i in range(0, len(x), 2)]
+    plain = [
+        nn.functional.mse_loss(fresh(x[i : i + 2]), target[i : i + 2]) for i in range(0, len(x), 2)
+    ]
     (sum(plain) / len(plain)).backward()
-    right = {"losses": [loss.item() for loss in plain], "output": fresh(x).detach(), "gradient": fresh[0].weight.grad}
+    right = {
+        "losses": [loss.item() for loss in plain],
+        "output": fresh(x).detach(),
+        "gradient": fresh[0].weight.grad,
+    }
     return found, right
 
 
@@ -92,7 +114,12 @@ def evaluated_on_one_device():
 def with_own_weights():
     """A loss that has weights of its own, in a table with W on the last stage."""
     head = linear()
-    runtime, _, x, target = build(0, SPLIT, loss=lambda y, t: nn.functional.mse_loss(head(y), t), modules=[linear(), WithHead(head)])
+    runtime, _, x, target = build(
+        0,
+        SPLIT,
+        loss=lambda y, t: nn.functional.mse_loss(head(y), t),
+        modules=[linear(), WithHead(head)],
+    )
     runtime.step(x, target=target)
     return "no error"
 
@@ -122,7 +149,12 @@ def reused():
 
 
 def scalar_output():
-    runtime, _, x, target = build(0, IN_ORDER, modules=[linear(), WithScalar()], loss=lambda y, t: nn.functional.mse_loss(y[0], t) + y[1])
+    runtime, _, x, target = build(
+        0,
+        IN_ORDER,
+        modules=[linear(), WithScalar()],
+        loss=lambda y, t: nn.functional.mse_loss(y[0], t) + y[1],
+    )
     runtime.step(x, target=target)
     return "no error"
 

@@ -1,4 +1,6 @@
-"""Never worse than torch's own generator of the same schedule, in makespan or in any device's peak activations."""
+"""Never worse than torch's own generator of the same schedule, in makespan or in any device's peak
+activations.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ COSTS = (
 def settings():
     for name in CLASSES:
         for devices in (1, 2, 3, 4, 6):
-            chunk_counts = (1,) if name == "gpipe" else (2,) if name in ("zbv", "dualpipev") else (1, 2, 3)
+            chunk_counts = (
+                (1,) if name == "gpipe" else (2,) if name in ("zbv", "dualpipev") else (1, 2, 3)
+            )
             for chunks in chunk_counts:
                 for microbatches in (*range(1, 2 * devices + 3), 4 * devices):
                     yield name, devices, chunks, microbatches
@@ -39,17 +43,26 @@ def test_never_worse_than_torch(name):
         ours = jp.schedules.build(name, devices=devices, chunks=chunks, microbatches=microbatches)
         where = f"P={devices} V={chunks} M={microbatches}"
         for costs in COSTS:
-            assert jp.simulate(ours, costs).makespan <= jp.simulate(theirs, costs).makespan, (where, costs)
+            assert jp.simulate(ours, costs).makespan <= jp.simulate(theirs, costs).makespan, (
+                where,
+                costs,
+            )
         for release in Release:
             costs = jp.Costs(release=release)
-            pairs = zip(jp.simulate(ours, costs).peak_activations, jp.simulate(theirs, costs).peak_activations, strict=True)
+            pairs = zip(
+                jp.simulate(ours, costs).peak_activations,
+                jp.simulate(theirs, costs).peak_activations,
+                strict=True,
+            )
             assert all(mine <= peer for mine, peer in pairs), (where, release)
         compared += 1
     assert compared >= 20
 
 
 def test_a_short_zbv_is_much_shorter_than_torchs():
-    """torch drops microbatches from the table of 2 P - 1; with P = M = 8 that leaves twice the waiting that is needed."""
+    """torch drops microbatches from the table of 2 P - 1; with P = M = 8 that leaves twice the
+    waiting that is needed.
+    """
     theirs = torch_table("zbv", devices=8, chunks=2, microbatches=8)
     assert theirs is not None
     ours = jp.schedules.build("zbv", devices=8, microbatches=8)

@@ -1,4 +1,6 @@
-"""The cut into input and weight gradients: nothing is computed twice, each part where it belongs, memory is let go."""
+"""The cut into input and weight gradients: nothing is computed twice, each part where it belongs,
+memory is let go.
+"""
 
 import gc
 import weakref
@@ -35,7 +37,9 @@ def matmuls(call):
 
 
 def chain(depth, *, look_up_once=False):
-    """x -> tanh(x @ w) `depth` times with the same weight: one look-up each time, or one for all."""
+    """x -> tanh(x @ w) `depth` times with the same weight: one look-up each time, or one
+    for all.
+    """
     w = torch.randn(4, 4, dtype=torch.float64)
     uses = Uses({"w": w}, grad=True)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
@@ -47,7 +51,9 @@ def chain(depth, *, look_up_once=False):
 
 @pytest.mark.parametrize(("once", "at_i", "at_w"), [(False, 3, 3), (True, 6, 0)])
 def test_matmuls_of_a_chain(once, at_i, at_w):
-    """One matmul a layer at I, one at W.  A single look-up used by all layers cannot wait for W, and costs nothing more."""
+    """One matmul a layer at I, one at W.  A single look-up used by all layers cannot wait for W,
+    and costs nothing more.
+    """
     torch.manual_seed(0)
     x, y, uses = chain(3, look_up_once=once)
     seed = torch.randn_like(y)
@@ -75,18 +81,29 @@ def test_input_that_needs_no_gradient_leaves_all_to_w():
 
 
 def test_weight_beside_and_below_another():
-    """u is used at a spine node both directly and through a product with v, and v is loose from x in a second output."""
+    """u is used at a spine node both directly and through a product with v, and v is loose from x
+    in a second output.
+    """
     torch.manual_seed(1)
-    weights = {"u": torch.randn(4, 4, dtype=torch.float64), "v": torch.randn(4, 4, dtype=torch.float64)}
+    weights = {
+        "u": torch.randn(4, 4, dtype=torch.float64),
+        "v": torch.randn(4, 4, dtype=torch.float64),
+    }
 
     def forward():
         uses = Uses(weights, grad=True)
-        x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        x = torch.randn(
+            2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+        ).requires_grad_()
         u, v = uses["u"], uses["v"]
         y = torch.addmm(u[:2] @ v, torch.sin(x), u @ v)
         return x, [y, (v * v).sum(), torch.tanh(y)], uses
 
-    seeds = [torch.ones(2, 4, dtype=torch.float64), torch.ones((), dtype=torch.float64), torch.full((2, 4), 0.5, dtype=torch.float64)]
+    seeds = [
+        torch.ones(2, 4, dtype=torch.float64),
+        torch.ones((), dtype=torch.float64),
+        torch.full((2, 4), 0.5, dtype=torch.float64),
+    ]
     x, roots, uses = forward()
     dx, named = full_backward(roots, seeds, [x], uses)
     x, roots, uses = forward()
@@ -109,14 +126,21 @@ def test_a_whole_table_does_every_matmul_once():
     """Split or whole, a table of the GPT does exactly as many matmuls."""
     model, batch = small_gpt(2), gpt_batch(4)
     weights = model.init()
-    tables = ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W1,1W0\n")
-    whole, split = (matmuls(lambda t=t: torch_ref.run(t, model, batch, weights=weights))[0] for t in tables)
+    tables = (
+        "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n",
+        "0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W1,1W0\n",
+    )
+    whole, split = (
+        matmuls(lambda t=t: torch_ref.run(t, model, batch, weights=weights))[0] for t in tables
+    )
     assert split == whole
 
 
 @pytest.mark.parametrize("below", [True, False])
 def test_what_the_forward_saved_is_let_go(below):
-    """What the weights' nodes stand above lives until W; what only the input's gradient needed, above them, dies with I."""
+    """What the weights' nodes stand above lives until W; what only the input's gradient needed,
+    above them, dies with I.
+    """
     saved = []
 
     class Noted(torch.autograd.Function):

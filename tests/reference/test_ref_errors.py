@@ -1,4 +1,6 @@
-"""What is wrong with a table, weights or a batch is said: what, where, and what to write instead."""
+"""What is wrong with a table, weights or a batch is said: what, where, and what to
+write instead.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ torch.set_num_threads(1)
 
 def run(table, *, stages=2, batch=None, weights=None, **how):
     model = MLP(num_stages=stages)
-    return torch_ref.run(table, model, batch or mlp_batch(4), weights=weights or model.init(), **how)
+    return torch_ref.run(
+        table, model, batch or mlp_batch(4), weights=weights or model.init(), **how
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,10 +36,19 @@ def run(table, *, stages=2, batch=None, weights=None, **how):
         ("(0F0;0B1;0W1)OVERLAP_F_B\n", ["is not an action"]),
         ("(0F0;0R1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
         ("0REDUCE_GRAD\n", ["'0REDUCE_GRAD' is not an action"]),
-        ("0E0,0F0,0B0\n", ["0G0 is missing: every device has its share of the gradient of `first`"]),
+        (
+            "0E0,0F0,0B0\n",
+            ["0G0 is missing: every device has its share of the gradient of `first`"],
+        ),
         ("0F0,0B0,0G0\n", ["0E0 is missing: every device has its share of `first`"]),
         ("0F0,0B0,0H0\n", ["0L0 is missing: every device has its share of `last`"]),
-        ("0F0,0F1,0L0,0L1,0B0,0B1,0H0\n", ["0H1 is missing: every device has its share of the gradient of the parameters of `last`"]),
+        (
+            "0F0,0F1,0L0,0L1,0B0,0B1,0H0\n",
+            [
+                "0H1 is missing: every device has its share of the gradient of the parameters of "
+                "`last`"
+            ],
+        ),
         ("", ["holds no action"]),
         (",,\n\n", ["holds no action"]),
     ],
@@ -50,19 +63,34 @@ def test_unreadable_tables(table, says):
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ("0F0,0F0,0B0\n1F0,1B0\n", ["0F0 stands 2 times: device 0, position 0; device 0, position 1"]),
-        ("0F0,0B0\n1F0,1B0,0F0\n", ["0F0 stands 2 times: device 0, position 0; device 1, position 2"]),
+        (
+            "0F0,0F0,0B0\n1F0,1B0\n",
+            ["0F0 stands 2 times: device 0, position 0; device 0, position 1"],
+        ),
+        (
+            "0F0,0B0\n1F0,1B0,0F0\n",
+            ["0F0 stands 2 times: device 0, position 0; device 1, position 2"],
+        ),
         ("0F0,0B0\n1F0\n", ["1B0 is missing (or 1I0 and 1W0)"]),
         ("0F0,0B0\n1F0,1I0\n", ["1W0 is missing, though 1I0 is there"]),
         ("0F0,0B0\n1F0,1W0\n", ["1I0 is missing, though 1W0 is there"]),
         ("0F0,0B0\n1F0,1B0,1W0\n", ["1B0 is a full backward, so 1W0 must not be there too"]),
-        ("0F0,0B0\n1F0,1I0,1B0,1W0\n", ["1B0 is a full backward, so 1I0 and 1W0 must not be there too"]),
+        (
+            "0F0,0B0\n1F0,1I0,1B0,1W0\n",
+            ["1B0 is a full backward, so 1I0 and 1W0 must not be there too"],
+        ),
         ("0F0,0F2,0B0,0B2\n1F0,1F2,1B0,1B2\n", ["0F1 is missing", "1F1 is missing"]),
-        ("0F0,0R0,0R0,0B0\n1F0,1B0\n", ["0R0 stands 2 times: device 0, position 1; device 0, position 2"]),
+        (
+            "0F0,0R0,0R0,0B0\n1F0,1B0\n",
+            ["0R0 stands 2 times: device 0, position 1; device 0, position 2"],
+        ),
         ("0F0,0R0\n1F0\n", ["0B0 is missing (or 0I0 and 0W0)"]),
         ("0F0,0B0\n1F0,1B0,1R1\n", ["1F1 is missing", "1B1 is missing"]),
         ("0F0,0B0,1R0\n1F0,1B0\n", ["what F saves stays on its device", "1R0 on device 0"]),
-        ("0F0,1B0\n1F0,0B0\n", ["what F saves stays on its device", "1F0 on device 1, 1B0 on device 0"]),
+        (
+            "0F0,1B0\n1F0,0B0\n",
+            ["what F saves stays on its device", "1F0 on device 1, 1B0 on device 0"],
+        ),
     ],
 )
 def test_tables_with_something_missing_doubled_or_misplaced(table, says):
@@ -75,13 +103,31 @@ def test_tables_with_something_missing_doubled_or_misplaced(table, says):
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ("0F0,0H0,0L0,0B0\n1F0,1L0,1H0,1B0\n", ["0H0 needs 0L0", "later in the same row (position 2): it is used before it exists"]),
-        ("0B0,0F0\n1F0,1B0\n", ["device 0, position 0: 0B0 needs 0F0", "later in the same row (position 1): it is used before it exists"]),
-        ("0F0,0B0\n1B0,1F0\n", ["1B0 needs 1F0", "0B0 needs 1B0, which has not run yet (device 1, position 0)"]),
+        (
+            "0F0,0H0,0L0,0B0\n1F0,1L0,1H0,1B0\n",
+            ["0H0 needs 0L0", "later in the same row (position 2): it is used before it exists"],
+        ),
+        (
+            "0B0,0F0\n1F0,1B0\n",
+            [
+                "device 0, position 0: 0B0 needs 0F0",
+                "later in the same row (position 1): it is used before it exists",
+            ],
+        ),
+        (
+            "0F0,0B0\n1B0,1F0\n",
+            ["1B0 needs 1F0", "0B0 needs 1B0, which has not run yet (device 1, position 0)"],
+        ),
         ("0F0,0W0,0I0\n1F0,1B0\n", ["0W0 needs 0I0", "used before it exists"]),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", ["0B0 needs 1B0, which has not run yet", "1F1 needs 0F1, which has not run yet"]),
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            ["0B0 needs 1B0, which has not run yet", "1F1 needs 0F1, which has not run yet"],
+        ),
         ("0F0,0I0,0W0\n1F0,1W0,1I0\n", ["1W0 needs 1I0", "0I0 needs 1I0"]),
-        ("(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n", ["0B0 needs 0F0, which is the other half of the same pair"]),
+        (
+            "(0F0;0B0)OVERLAP_F_B\n1F0,1B0\n",
+            ["0B0 needs 0F0, which is the other half of the same pair"],
+        ),
         ("0R0,0F0,0B0\n1F0,1B0\n", ["0R0 needs 0F0", "used before it exists"]),
         ("0F0,0B0,0R0\n1F0,1B0\n", ["0B0 needs 0R0", "used before it exists"]),
         ("0F0,0B0\n1F0,1I0,1R0,1W0\n", ["1I0 needs 1R0", "used before it exists"]),
@@ -109,14 +155,22 @@ def test_every_fault_of_weights_is_listed():
     weights["first/dense/kernel"] = weights["first/dense/kernel"][:3]
     with pytest.raises(WeightsError) as caught:
         run(GOOD, weights=weights)
-    for words in ("last/dense/bias is missing (shape (4,))", "extra is not a parameter", "has shape (3, 8); it must be (8, 8)"):
+    for words in (
+        "last/dense/bias is missing (shape (4,))",
+        "extra is not a parameter",
+        "has shape (3, 8); it must be (8, 8)",
+    ):
         assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("batch", "how", "says"),
     [
-        (mlp_batch(5), {}, "5 rows cannot be cut into 2 equal microbatches; pad the batch to 6 rows"),
+        (
+            mlp_batch(5),
+            {},
+            "5 rows cannot be cut into 2 equal microbatches; pad the batch to 6 rows",
+        ),
         (mlp_batch(5), {"rows": [3, 3]}, "do not cut 5 rows into 2"),
         (mlp_batch(5), {"rows": [5, 0]}, "at least one row"),
         ({"x": np.zeros((4, 8)), "y": np.zeros((6, 4))}, {}, "different numbers of rows"),
@@ -147,6 +201,11 @@ def test_torch_ref_never_imports_jax_or_jaxpipe():
     import subprocess
     import sys
 
-    code = "import torch_ref, torch_ref.models, sys; print([m for m in ('jax', 'jaxpipe', 'flax', 'optax') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        "import torch_ref, torch_ref.models, sys; print([m for m in ('jax', 'jaxpipe', "
+        "'flax', 'optax') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "[]"

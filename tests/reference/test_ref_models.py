@@ -1,4 +1,6 @@
-"""Every model through tables with a cut backward, against plain autograd; and models against formulas written out again."""
+"""Every model through tables with a cut backward, against plain autograd; and models against
+formulas written out again.
+"""
 
 import itertools
 import math
@@ -29,19 +31,34 @@ def packed_batch(rows, *, seed=0):
     """Rows of two documents, the second from token 2 or 3 on."""
     second = np.arange(6) >= 2 + np.arange(rows)[:, None] % 2
     places = np.arange(6) - np.where(second, second.argmax(1)[:, None], 0)
-    return gpt_batch(rows, seed=seed, weighted=True) | {"segments": 1 + second.astype(int), "positions": places}
+    return gpt_batch(rows, seed=seed, weighted=True) | {
+        "segments": 1 + second.astype(int),
+        "positions": places,
+    }
 
 
 CASES = {
     "conv": (ConvNet, conv_batch),
-    "llama": (lambda **how: Llama(vocab=11, layers_per_stage=2, rope_factor=8.0, rope_context=16, tied=True, **how), packed_batch),
+    "llama": (
+        lambda **how: Llama(
+            vocab=11, layers_per_stage=2, rope_factor=8.0, rope_context=16, tied=True, **how
+        ),
+        packed_batch,
+    ),
     "moe": (lambda **how: MoE(vocab=11, **how), gpt_batch),
-    "moe returning its auxiliary loss": (lambda **how: MoE(vocab=11, returned="sum_count" not in how, **how), gpt_batch),
+    "moe returning its auxiliary loss": (
+        lambda **how: MoE(vocab=11, returned="sum_count" not in how, **how),
+        gpt_batch,
+    ),
     "rnn": (RNN, rnn_batch),
 }
 
 
-@pytest.mark.parametrize("table", [ZERO_BUBBLE, BIDIRECTIONAL, RECOMPUTED], ids=["zero bubble", "bidirectional", "recomputed"])
+@pytest.mark.parametrize(
+    "table",
+    [ZERO_BUBBLE, BIDIRECTIONAL, RECOMPUTED],
+    ids=["zero bubble", "bidirectional", "recomputed"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_models_agree_with_plain_autograd(name, table):
     make, batch = CASES[name]
@@ -59,9 +76,13 @@ def test_auxiliary_loss_counts_and_travels_either_way():
     np.testing.assert_allclose(carried.losses, returned.losses, rtol=TOLERANCE)
     for name, gradient in carried.grads.items():
         np.testing.assert_allclose(returned.grads[name], gradient, rtol=1e-9, atol=1e-14)
-    # Each of 2 stages adds weight * E * sum(f q), which is between 0 and weight * E, and about `weight` where balanced.
+    # Each of 2 stages adds weight * E * sum(f q), which is between 0 and weight * E, and about
+    # `weight` where balanced.
     assert (carried.losses - without.losses > 2 * 0.01 * 0.5).all()
-    assert np.abs(carried.grads["stages/router/kernel"] - without.grads["stages/router/kernel"]).max() > 1e-5
+    assert (
+        np.abs(carried.grads["stages/router/kernel"] - without.grads["stages/router/kernel"]).max()
+        > 1e-5
+    )
 
 
 def layer_norm(x, scale, bias):
@@ -69,7 +90,9 @@ def layer_norm(x, scale, bias):
 
 
 def cross_entropy(logits, targets):
-    return (np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]).mean()
+    return (
+        np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    ).mean()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -81,29 +104,47 @@ def test_gpt_formulas_in_numpy(tied):
     x = wte[batch["tokens"]] + w["first/wpe"][:6]
     for s in range(2):
         for i in range(2):
-            p = {name.removeprefix("stages/"): value[s, i] for name, value in w.items() if name.startswith("stages/")}
-            u = layer_norm(x, p["ln1/scale"], p["ln1/bias"]) @ p["attn/qkv/kernel"] + p["attn/qkv/bias"]
+            p = {
+                name.removeprefix("stages/"): value[s, i]
+                for name, value in w.items()
+                if name.startswith("stages/")
+            }
+            u = (
+                layer_norm(x, p["ln1/scale"], p["ln1/bias"]) @ p["attn/qkv/kernel"]
+                + p["attn/qkv/bias"]
+            )
             joined = np.zeros((2, 6, 8))
             for head in range(2):
-                q, k, v = (u[..., 8 * block + 4 * head : 8 * block + 4 * head + 4] for block in range(3))
+                q, k, v = (
+                    u[..., 8 * block + 4 * head : 8 * block + 4 * head + 4] for block in range(3)
+                )
                 for t in range(6):
                     scores = np.einsum("nf,nkf->nk", q[:, t], k[:, : t + 1]) / 2.0
                     a = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-                    joined[:, t, 4 * head : 4 * head + 4] = np.einsum("nk,nkf->nf", a, v[:, : t + 1])
+                    joined[:, t, 4 * head : 4 * head + 4] = np.einsum(
+                        "nk,nkf->nf", a, v[:, : t + 1]
+                    )
             x = x + joined @ p["attn/out/kernel"] + p["attn/out/bias"]
             u = layer_norm(x, p["ln2/scale"], p["ln2/bias"]) @ p["mlp/up/kernel"] + p["mlp/up/bias"]
             u = 0.5 * u * (1 + np.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
             x = x + u @ p["mlp/down/kernel"] + p["mlp/down/bias"]
-    logits = layer_norm(x, w["last/ln/scale"], w["last/ln/bias"]) @ (wte.T if tied else w["last/head/kernel"])
+    logits = layer_norm(x, w["last/ln/scale"], w["last/ln/bias"]) @ (
+        wte.T if tied else w["last/head/kernel"]
+    )
     result = torch_ref.run("0F0\n1F0\n", model, batch, weights=w)
     np.testing.assert_allclose(result.loss, cross_entropy(logits, batch["targets"]), rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_llama_formulas_in_numpy(tied):
-    """The docstring's formulas, a token, a head and a pair of features at a time; each document by itself."""
+    """The docstring's formulas, a token, a head and a pair of features at a time; each document by
+    itself.
+    """
     how = {"rope_factor": 8.0, "rope_context": 16}
-    model, batch = Llama(num_stages=2, layers_per_stage=2, vocab=11, hidden=12, tied=tied, **how), packed_batch(2)
+    model, batch = (
+        Llama(num_stages=2, layers_per_stage=2, vocab=11, hidden=12, tied=tied, **how),
+        packed_batch(2),
+    )
     w = model.init(5)
     table = w["shared/table"] if tied else w["first/table"]
 
@@ -124,9 +165,17 @@ def test_llama_formulas_in_numpy(tied):
 
     def document(x):
         for s, i in itertools.product(range(2), range(2)):
-            p = {name.removeprefix("stages/"): value[s, i] for name, value in w.items() if name.startswith("stages/")}
+            p = {
+                name.removeprefix("stages/"): value[s, i]
+                for name, value in w.items()
+                if name.startswith("stages/")
+            }
             u, joined = rms(x, p["norm1/scale"]), np.zeros((len(x), 4, 8))
-            q, k, v = turned(u @ p["attn/q/kernel"], 4), turned(u @ p["attn/k/kernel"], 2), (u @ p["attn/v/kernel"]).reshape(-1, 2, 8)
+            q, k, v = (
+                turned(u @ p["attn/q/kernel"], 4),
+                turned(u @ p["attn/k/kernel"], 2),
+                (u @ p["attn/v/kernel"]).reshape(-1, 2, 8),
+            )
             for t, head in itertools.product(range(len(x)), range(4)):
                 a = np.exp(k[: t + 1, head // 2] @ q[t, head] / math.sqrt(8))
                 joined[t, head] = a / a.sum() @ v[: t + 1, head // 2]
@@ -137,10 +186,20 @@ def test_llama_formulas_in_numpy(tied):
         return rms(x, w["last/norm/scale"]) @ (table.T if tied else w["last/head/kernel"])
 
     x = table[batch["tokens"]]
-    logits = np.stack([np.concatenate([document(x[n, batch["segments"][n] == d]) for d in (1, 2)]) for n in range(2)])
-    nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    logits = np.stack(
+        [
+            np.concatenate([document(x[n, batch["segments"][n] == d]) for d in (1, 2)])
+            for n in range(2)
+        ]
+    )
+    nll = (
+        np.log(np.exp(logits).sum(-1))
+        - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    )
     result = torch_ref.run("0F0\n1F0\n", model, batch, weights=w)
-    np.testing.assert_allclose(result.loss, (batch["weights"] * nll).sum() / batch["weights"].sum(), rtol=TOLERANCE)
+    np.testing.assert_allclose(
+        result.loss, (batch["weights"] * nll).sum() / batch["weights"].sum(), rtol=TOLERANCE
+    )
 
 
 def test_conv_formulas_in_numpy():
@@ -150,7 +209,11 @@ def test_conv_formulas_in_numpy():
     def conv(x, name, s=()):
         kernel, padded = w[f"{name}/kernel"][s], np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         height, width = x.shape[1:3]
-        parts = [padded[:, a : a + height, b : b + width] @ kernel[a, b] for a in range(3) for b in range(3)]
+        parts = [
+            padded[:, a : a + height, b : b + width] @ kernel[a, b]
+            for a in range(3)
+            for b in range(3)
+        ]
         return sum(parts) + w[f"{name}/bias"][s]
 
     def gn(x, name):
@@ -174,7 +237,11 @@ def test_moe_formulas_in_numpy():
     """One token at a time, and only the experts it chose."""
     model, batch = MoE(num_stages=1, vocab=11), gpt_batch(2)
     w = model.init(5)
-    s = {name.removeprefix("stages/"): value[0] for name, value in w.items() if name.startswith("stages/")}
+    s = {
+        name.removeprefix("stages/"): value[0]
+        for name, value in w.items()
+        if name.startswith("stages/")
+    }
     h = w["first/wte"][batch["tokens"]].reshape(12, 16)
     out, load, mean_p = h.copy(), np.zeros(4), np.zeros(4)
     for t, u in enumerate(layer_norm(h, s["ln/scale"], s["ln/bias"])):
@@ -186,16 +253,23 @@ def test_moe_formulas_in_numpy():
             load[e] += 1 / 24
             v = u @ s["experts/up/kernel"][e] + s["experts/up/bias"][e]
             v = 0.5 * v * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
-            out[t] += p[e] / p[best].sum() * (v @ s["experts/down/kernel"][e] + s["experts/down/bias"][e])
+            out[t] += (
+                p[e] / p[best].sum() * (v @ s["experts/down/kernel"][e] + s["experts/down/bias"][e])
+            )
     logits = layer_norm(out, w["last/ln/scale"], w["last/ln/bias"]) @ w["last/head/kernel"]
     loss = cross_entropy(logits, batch["targets"].reshape(12)) + 0.01 * 4 * (load * mean_p).sum()
-    np.testing.assert_allclose(torch_ref.run("0F0\n", model, batch, weights=w).loss, loss, rtol=TOLERANCE)
+    np.testing.assert_allclose(
+        torch_ref.run("0F0\n", model, batch, weights=w).loss, loss, rtol=TOLERANCE
+    )
 
 
 def test_rnn_formulas_in_numpy():
     model, batch = RNN(num_stages=1), rnn_batch(2)
     w = model.init(5)
-    gate, cand = ({kind: w[f"stages/{part}/{kind}"][0] for kind in ("kernel", "recurrent", "bias")} for part in ("gate", "candidate"))
+    gate, cand = (
+        {kind: w[f"stages/{part}/{kind}"][0] for kind in ("kernel", "recurrent", "bias")}
+        for part in ("gate", "candidate")
+    )
     x = batch["x"] @ w["first/dense/kernel"] + w["first/dense/bias"]
     s, outputs = np.zeros((2, 8)), []
     for t in range(6):
@@ -204,7 +278,11 @@ def test_rnn_formulas_in_numpy():
         s = (1 - f) * s + f * c
         outputs.append(x[:, t] + s)
     p = np.stack(outputs, 1) @ w["last/dense/kernel"] + w["last/dense/bias"]
-    np.testing.assert_allclose(torch_ref.run("0F0\n", model, batch, weights=w).loss, ((p - batch["y"]) ** 2).mean(), rtol=TOLERANCE)
+    np.testing.assert_allclose(
+        torch_ref.run("0F0\n", model, batch, weights=w).loss,
+        ((p - batch["y"]) ** 2).mean(),
+        rtol=TOLERANCE,
+    )
 
 
 @pytest.mark.parametrize("name", names())
@@ -217,8 +295,14 @@ def test_build_by_name(name):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: build("lstm", {}), "there is no model 'lstm'; write one of conv, gpt, llama, mlp, moe, rnn"),
-        (lambda: build("mlp", {"num_stages": 1, "depth": 3}), "mlp has no depth; its fields are num_stages, width"),
+        (
+            lambda: build("lstm", {}),
+            "there is no model 'lstm'; write one of conv, gpt, llama, mlp, moe, rnn",
+        ),
+        (
+            lambda: build("mlp", {"num_stages": 1, "depth": 3}),
+            "mlp has no depth; its fields are num_stages, width",
+        ),
         (lambda: build("mlp", {}), "mlp needs num_stages"),
         (lambda: GPT(num_stages=1, width=10, heads=4), "width 10 is not a multiple of heads 4"),
         (lambda: Llama(num_stages=1, kv_heads=3), "heads 4 is not a multiple of kv_heads 3"),
@@ -227,7 +311,9 @@ def test_build_by_name(name):
         (lambda: MoE(num_stages=1, chosen=5), "chosen 5 must be from 1 to"),
         (lambda: MLP(num_stages=1, with_first=False, features_in=3), "features_in"),
         (
-            lambda: GPT(num_stages=1, block=4).first(GPT(num_stages=1).init(), {"tokens": torch.zeros(1, 5)}, Context(0, 0)),
+            lambda: GPT(num_stages=1, block=4).first(
+                GPT(num_stages=1).init(), {"tokens": torch.zeros(1, 5)}, Context(0, 0)
+            ),
             "rows of 5 tokens",
         ),
     ],

@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining runs our tables in gloo processes, we run its tables, and the numbers agree."""
+"""torch.distributed.pipelining runs our tables in gloo processes, we run its tables, and the
+numbers agree.
+"""
 
 import multiprocessing
 import time
@@ -19,7 +21,8 @@ from torch_ref.peer import Job, Split, own_names, own_table, run, run_many, spaw
 
 torch.set_num_threads(1)
 
-# Processes take seconds to start, tens of them on a busy machine; a hang is still told from slowness.
+# Processes take seconds to start, tens of them on a busy machine; a hang is still told from
+# slowness.
 LIMIT = 240.0
 # Torch's 1F1B is never a table that can run, see docs/torch_peer.md.
 OWN = tuple(name for name in own_names() if name != "1F1B")
@@ -45,7 +48,16 @@ def own(name, devices, microbatches):
     return job(table, gpt(devices * chunks), gpt_batch(2 * microbatches))
 
 
-OURS = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "1f1b_overlap", "zb_h1", "zb_h2", "interleaved_zb")
+OURS = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "1f1b_overlap",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+)
 
 TWO = {
     **{f"ours: {name}": named(name, 2, 4) for name in OURS},
@@ -56,14 +68,26 @@ TWO = {
     "conv": job(ZERO_BUBBLE, ConvNet(num_stages=2), conv_batch(6)),
     "moe": job(ZERO_BUBBLE, MoE(num_stages=2, vocab=11), gpt_batch(6)),
     "rnn": job(ZERO_BUBBLE, RNN(num_stages=2), rnn_batch(6), split=Split.AT_ONCE),
-    "two layers a stage": job(ZERO_BUBBLE, gpt(2, layers_per_stage=2), gpt_batch(6), split=Split.AT_ONCE),
+    "two layers a stage": job(
+        ZERO_BUBBLE, gpt(2, layers_per_stage=2), gpt_batch(6), split=Split.AT_ONCE
+    ),
     "without first": job(ZERO_BUBBLE, MLP(num_stages=2, with_first=False), mlp_batch(6)),
-    "forwards in another order": job("0F2,0F0,0F1,0B1,0B2,0B0\n1F2,1F0,1B0,1F1,1B1,1B2\n", gpt(2), gpt_batch(6)),
-    "pairs": job("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n", gpt(2), gpt_batch(6)),
+    "forwards in another order": job(
+        "0F2,0F0,0F1,0B1,0B2,0B0\n1F2,1F0,1B0,1F1,1B1,1B2\n", gpt(2), gpt_batch(6)
+    ),
+    "pairs": job(
+        "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n", gpt(2), gpt_batch(6)
+    ),
 }
 FOUR = {
-    **{f"ours: {name}": named(name, 4, 4) for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb")},
-    **{f"torch's: {name}": own(name, 4, 8) for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")},
+    **{
+        f"ours: {name}": named(name, 4, 4)
+        for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb")
+    },
+    **{
+        f"torch's: {name}": own(name, 4, 8)
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    },
     "M < P": named("1f1b", 4, 2),
 }
 
@@ -80,11 +104,14 @@ def four():
 
 def compare(job, theirs):
     ours = torch_ref.run(job.table_csv, job.model, job.batch, weights=job.weights)
-    # Forwards are the same operations on the same numbers, but in another process, with arrays that may lie otherwise in memory.
+    # Forwards are the same operations on the same numbers, but in another process, with arrays that
+    # may lie otherwise in memory.
     np.testing.assert_allclose(theirs.losses, ours.losses, rtol=TOLERANCE)
     for our, their in zip(ours.outputs, theirs.outputs, strict=True):
         for key in our if isinstance(our, dict) else [...]:
-            np.testing.assert_allclose(their[key], our[key], rtol=0, atol=TOLERANCE * np.abs(our[key]).max())
+            np.testing.assert_allclose(
+                their[key], our[key], rtol=0, atol=TOLERANCE * np.abs(our[key]).max()
+            )
     np.testing.assert_allclose(theirs.loss, ours.loss, rtol=TOLERANCE)
     assert worst(theirs.grads, ours.grads) < TOLERANCE
 
@@ -105,7 +132,10 @@ def test_four_processes(four, name):
 def test_torchs_own_tables_in_our_executor(name, devices, microbatches):
     theirs = own(name, devices, microbatches)
     result = agrees(theirs.table_csv, theirs.model, theirs.batch, microbatches=microbatches)
-    assert result.peak_activations == jp.simulate(jp.check(jp.Schedule.from_csv(theirs.table_csv))).peak_activations
+    assert (
+        result.peak_activations
+        == jp.simulate(jp.check(jp.Schedule.from_csv(theirs.table_csv))).peak_activations
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +145,10 @@ def test_torchs_own_tables_in_our_executor(name, devices, microbatches):
         ("0F0\n1F0\n", "wants a backward for every forward"),
         ("0F0,1F0,1B0,0B0\n\n", r"devices \[1\] hold no stage"),
         ("0F0,0B0\n", "the table has 1 stages, the model 2"),
-        ("0F0,0B0\n1F0,1R0,1B0\n", r"no recomputation as an action; take 1 R out of the table \(1R0, ...\)"),
+        (
+            "0F0,0B0\n1F0,1R0,1B0\n",
+            r"no recomputation as an action; take 1 R out of the table \(1R0, ...\)",
+        ),
     ],
 )
 def test_tables_that_torch_cannot_run(table, says):
@@ -132,10 +165,26 @@ def test_jobs_of_different_numbers_of_devices():
 @pytest.mark.parametrize(
     ("name", "numbers", "says"),
     [
-        ("Chimera", {"devices": 2, "microbatches": 2}, "torch has no schedule 'Chimera'; write one of GPipe"),
-        ("GPipe", {"devices": 2, "microbatches": 2, "chunks": 2}, "takes 1 stages a device, not 2; write chunks=1"),
-        ("DualPipeV", {"devices": 2, "microbatches": 2, "chunks": 2}, "at least as many microbatches as stages"),
-        ("Interleaved1F1B", {"devices": 2, "microbatches": 5, "chunks": 2}, "multiple of the number of rounds"),
+        (
+            "Chimera",
+            {"devices": 2, "microbatches": 2},
+            "torch has no schedule 'Chimera'; write one of GPipe",
+        ),
+        (
+            "GPipe",
+            {"devices": 2, "microbatches": 2, "chunks": 2},
+            "takes 1 stages a device, not 2; write chunks=1",
+        ),
+        (
+            "DualPipeV",
+            {"devices": 2, "microbatches": 2, "chunks": 2},
+            "at least as many microbatches as stages",
+        ),
+        (
+            "Interleaved1F1B",
+            {"devices": 2, "microbatches": 5, "chunks": 2},
+            "multiple of the number of rounds",
+        ),
     ],
 )
 def test_tables_that_torch_does_not_make(name, numbers, says):
@@ -165,20 +214,26 @@ def test_a_failure_is_told_at_once():
         spawn(peer_probes.fails, 2, time_limit=LIMIT)
 
 
-# The faults of torch 2.13 that docs/torch_peer.md lists.  A test that fails here may be good news: then the page is out of date.
+# The faults of torch 2.13 that docs/torch_peer.md lists.  A test that fails here may be good news:
+# then the page is out of date.
 
 
 def test_torchs_1f1b_is_off_by_one_on_its_last_rank():
     assert own_table("1F1B", devices=2, microbatches=2).splitlines()[1] == "1F1,1B0,1F2,1B1"
     model = MLP(num_stages=2)
     with pytest.raises(TableError, match="1F0 is missing"):
-        torch_ref.run(own_table("1F1B", devices=2, microbatches=2), model, mlp_batch(6), weights=model.init())
+        torch_ref.run(
+            own_table("1F1B", devices=2, microbatches=2), model, mlp_batch(6), weights=model.init()
+        )
 
 
 @pytest.mark.exhaustive
 def test_faults_in_one_process():
     (found,) = spawn(peer_probes.one_process, 1, time_limit=LIMIT)
-    assert "can't steal_bwd_input if this stage doesn't have backward" in found["evaluated on one device"]
+    assert (
+        "can't steal_bwd_input if this stage doesn't have backward"
+        in found["evaluated on one device"]
+    )
     assert "backward through the graph a second time" in found["reused"]
     assert "detached in-place" in found["own weights"]
     assert "zero-dimensional tensor" in found["scalar output"]
@@ -190,13 +245,17 @@ def test_faults_in_one_process():
 def test_faults_in_two_processes():
     first, last = spawn(peer_probes.two_processes, 2, time_limit=LIMIT)
     before, after = first["eval"]
-    torch.testing.assert_close(after, before / 3)  # evaluating 3 microbatches divided the step's gradients
+    # evaluating 3 microbatches divided the step's gradients
+    torch.testing.assert_close(after, before / 3)
     before, after = first["step"]
-    torch.testing.assert_close(after, (before + 3 * before) / 3)  # (first mean + second sum) / 3, not twice the mean
+    # (first mean + second sum) / 3, not twice the mean
+    torch.testing.assert_close(after, (before + 3 * before) / 3)
     found, right = last["in order"]
     np.testing.assert_allclose(found["losses"], right["losses"], rtol=TOLERANCE)
     found, right = last["mixed, evaluated"]
-    np.testing.assert_allclose(found["losses"], [right["losses"][m] for m in (2, 0, 1)], rtol=TOLERANCE)
+    np.testing.assert_allclose(
+        found["losses"], [right["losses"][m] for m in (2, 0, 1)], rtol=TOLERANCE
+    )
     torch.testing.assert_close(found["output"], right["output"].view(3, 2, 2)[[2, 0, 1]].view(6, 2))
     assert found["output"].requires_grad  # an evaluation that keeps the graph of a step
 
@@ -217,7 +276,8 @@ def test_group_norm_crashes_for_weights_alone_of_a_channels_last_input():
 import torch
 x = torch.randn(2, 5, 4, 8).permute(0, 3, 1, 2)
 scale, bias = torch.ones(8, requires_grad=True), torch.zeros(8, requires_grad=True)
-torch.nn.functional.group_norm(x, 2, scale, bias).backward(torch.randn(2, 5, 4, 8).permute(0, 3, 1, 2))
+y = torch.nn.functional.group_norm(x, 2, scale, bias)
+y.backward(torch.randn(2, 5, 4, 8).permute(0, 3, 1, 2))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert done.returncode < 0, "torch has mended this: models/conv.py can do without contiguous()"

@@ -40,19 +40,34 @@ PAIRS = {
         optim.AdamW(optim.Warmup(1e-2, 10), b2=0.95, weight_decay=0.1, no_decay=MASK, clip=0.7),
         lambda: optax.chain(
             optax.clip_by_global_norm(0.7),
-            optax.adamw(in_float64(optax.linear_schedule(0.0, 1e-2, 10)), b2=0.95, weight_decay=0.1, mask=mask_of),
+            optax.adamw(
+                in_float64(optax.linear_schedule(0.0, 1e-2, 10)),
+                b2=0.95,
+                weight_decay=0.1,
+                mask=mask_of,
+            ),
         ),
     ),
     "adamw, cosine": (
         optim.AdamW(optim.WarmupCosine(1e-2, 5, 30, init=1e-4, end=1e-3), eps=1e-3),
         lambda: optax.adamw(in_float64(COSINE), eps=1e-3, weight_decay=0.0),
     ),
-    "adamw, a list of rates": (optim.AdamW(RATES), lambda: optax.adamw(lambda count: jnp.asarray(RATES)[count], weight_decay=0.0)),
+    "adamw, a list of rates": (
+        optim.AdamW(RATES),
+        lambda: optax.adamw(lambda count: jnp.asarray(RATES)[count], weight_decay=0.0),
+    ),
     "momentum": (
         optim.SGD(0.05, momentum=0.9, weight_decay=0.01, no_decay=MASK, clip=0.7),
-        lambda: optax.chain(optax.clip_by_global_norm(0.7), optax.add_decayed_weights(0.01, mask_of), optax.sgd(0.05, momentum=0.9)),
+        lambda: optax.chain(
+            optax.clip_by_global_norm(0.7),
+            optax.add_decayed_weights(0.01, mask_of),
+            optax.sgd(0.05, momentum=0.9),
+        ),
     ),
-    "nesterov": (optim.SGD(0.05, momentum=0.9, nesterov=True), lambda: optax.sgd(0.05, momentum=0.9, nesterov=True)),
+    "nesterov": (
+        optim.SGD(0.05, momentum=0.9, nesterov=True),
+        lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
+    ),
 }
 
 
@@ -82,7 +97,8 @@ def test_forty_steps_as_optax_takes_them(name):
         w, state, loss, norm = step(w, state, batch)
         losses.append(float(loss))
         norms.append(float(norm))
-    # float64 on both sides: 40 steps let rounding errors of 1e-16 grow by a few orders of magnitude, Adam's small v more than others.
+    # float64 on both sides: 40 steps let rounding errors of 1e-16 grow by a few orders of
+    # magnitude, Adam's small v more than others.
     np.testing.assert_allclose(trained.losses, losses, rtol=1e-11)
     np.testing.assert_allclose(trained.grad_norms, norms, rtol=1e-11)
     for key, value in w.items():
@@ -115,7 +131,10 @@ def test_weights_given_stay_as_they_are():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: optim.SGD(0.1, no_decay=("*/bais",)).build({"a/bias": torch.zeros(1)}), r"\['\*/bais'\] match no parameter"),
+        (
+            lambda: optim.SGD(0.1, no_decay=("*/bais",)).build({"a/bias": torch.zeros(1)}),
+            r"\['\*/bais'\] match no parameter",
+        ),
         (lambda: optim.rate_of([0.1, 0.2], 2), "there are 2 rates, but step 2 needs one more"),
         (lambda: optim.WarmupCosine(1.0, 10, 10), r"decay_steps \(10\) counts the warm-up too"),
     ],
@@ -128,7 +147,9 @@ def test_optimizers_that_do_not_fit(call, says):
 def test_training_needs_backwards():
     model = MLP(num_stages=2)
     with pytest.raises(TableError, match="no backwards"):
-        torch_ref.train("0F0\n1F0\n", model, [mlp_batch(1)], weights=model.init(), optimizer=optim.SGD(0.1))
+        torch_ref.train(
+            "0F0\n1F0\n", model, [mlp_batch(1)], weights=model.init(), optimizer=optim.SGD(0.1)
+        )
 
 
 @pytest.fixture
@@ -138,8 +159,18 @@ def files(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps({"num_stages": 2}))
     np.savez(tmp_path / "w.npz", **model.init())
     np.savez(tmp_path / "b.npz", **mlp_batch(6))
-    paths = {"table": "t.csv", "weights": "w.npz", "batch": "b.npz", "config": "c.json", "out": "out"}
-    return tmp_path, ["--model", "mlp", *(x for key, name in paths.items() for x in (f"--{key}", str(tmp_path / name)))]
+    paths = {
+        "table": "t.csv",
+        "weights": "w.npz",
+        "batch": "b.npz",
+        "config": "c.json",
+        "out": "out",
+    }
+    return tmp_path, [
+        "--model",
+        "mlp",
+        *(x for key, name in paths.items() for x in (f"--{key}", str(tmp_path / name))),
+    ]
 
 
 def test_command_writes_gradients(files, capsys):
@@ -148,7 +179,12 @@ def test_command_writes_gradients(files, capsys):
     printed = json.loads(capsys.readouterr().out)
     model = MLP(num_stages=2)
     result = torch_ref.run(ZERO_BUBBLE, model, mlp_batch(6), weights=model.init())
-    assert printed == {"loss": result.loss, "losses": result.losses.tolist(), "counts": None, "peak_activations": [3, 2]}
+    assert printed == {
+        "loss": result.loss,
+        "losses": result.losses.tolist(),
+        "counts": None,
+        "peak_activations": [3, 2],
+    }
     written = load_arrays(folder / "out")
     assert written.keys() == result.grads.keys()
     # The command runs in this process: the same kernels on the same numbers.
@@ -160,12 +196,20 @@ def test_command_trains(files, capsys):
     folder, arguments = files
     batches = [mlp_batch(6, seed=step) for step in range(3)]
     np.savez(folder / "b.npz", **{key: np.stack([b[key] for b in batches]) for key in batches[0]})
-    config = {"name": "adamw", "rate": {"peak": 1e-2, "steps": 2}, "weight_decay": 0.1, "no_decay": ["*/bias"], "clip": 1.0}
+    config = {
+        "name": "adamw",
+        "rate": {"peak": 1e-2, "steps": 2},
+        "weight_decay": 0.1,
+        "no_decay": ["*/bias"],
+        "clip": 1.0,
+    }
     (folder / "o.json").write_text(json.dumps(config))
     assert main([*arguments, "--optimizer", str(folder / "o.json")]) == 0
     model = MLP(num_stages=2)
     optimizer = optim.AdamW(optim.Warmup(1e-2, 2), weight_decay=0.1, no_decay=("*/bias",), clip=1.0)
-    trained = torch_ref.train(ZERO_BUBBLE, model, batches, weights=model.init(), optimizer=optimizer)
+    trained = torch_ref.train(
+        ZERO_BUBBLE, model, batches, weights=model.init(), optimizer=optimizer
+    )
     printed = json.loads(capsys.readouterr().out)
     assert printed["losses"] == trained.losses.tolist()
     assert printed["rates"] == [0.0, 5e-3, 1e-2]

@@ -1,4 +1,6 @@
-"""`auto` and the list scheduling under it: never invalid, never over the cap, never longer than the named schedules."""
+"""`auto` and the list scheduling under it: never invalid, never over the cap, never longer than the
+named schedules.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.tiers import slow
 
 
 def auto(devices, microbatches, chunks=1, **options):
-    return jp.schedules.build("auto", devices=devices, microbatches=microbatches, chunks=chunks, **options)
+    return jp.schedules.build(
+        "auto", devices=devices, microbatches=microbatches, chunks=chunks, **options
+    )
 
 
 def random_costs(rng, stages):
@@ -33,10 +37,15 @@ def test_never_invalid_and_never_over_the_cap(seed):
     devices, chunks, microbatches = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 9)
     cap = rng.randint(chunks, 2 * chunks * devices)
     costs = random_costs(rng, devices * chunks)
-    jp.check(auto(devices, microbatches, chunks, costs=costs, max_activations=cap), max_activations=cap)
+    jp.check(
+        auto(devices, microbatches, chunks, costs=costs, max_activations=cap), max_activations=cap
+    )
 
 
-@pytest.mark.parametrize(("devices", "chunks"), [(1, 1), (2, 1), (3, 2), *(slow(*size) for size in ((4, 1), (7, 1), (4, 2), (4, 3)))])
+@pytest.mark.parametrize(
+    ("devices", "chunks"),
+    [(1, 1), (2, 1), (3, 2), *(slow(*size) for size in ((4, 1), (7, 1), (4, 2), (4, 3)))],
+)
 def test_optimal_at_equal_costs_with_1f1bs_memory(devices, chunks):
     for microbatches in (devices, 2 * devices + 1, 8 * devices):
         schedule = jp.check(auto(devices, microbatches, chunks), max_activations=chunks * devices)
@@ -44,7 +53,20 @@ def test_optimal_at_equal_costs_with_1f1bs_memory(devices, chunks):
 
 
 @pytest.mark.parametrize(("devices", "microbatches"), [(2, 3), slow(3, 6), slow(3, 9), slow(4, 12)])
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_h2", "zb_1p", "interleaved_1f1b", "interleaved_zb", "zbv", "v_half", "v_min"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1f1b",
+        "zb_h1",
+        "zb_h2",
+        "zb_1p",
+        "interleaved_1f1b",
+        "interleaved_zb",
+        "zbv",
+        "v_half",
+        "v_min",
+    ],
+)
 def test_never_longer_than_a_named_schedule_with_its_memory(name, devices, microbatches):
     costs = jp.Costs(forward=10, input_grad=13, weight_grad=9)
     named = jp.schedules.build(name, devices=devices, microbatches=microbatches)
@@ -56,7 +78,9 @@ def test_never_longer_than_a_named_schedule_with_its_memory(name, devices, micro
 
 @pytest.mark.slow
 def test_more_memory_is_never_slower_by_much_and_little_memory_still_runs():
-    spans = [jp.simulate(auto(4, 16, 2, max_activations=cap)).makespan for cap in (2, 3, 4, 6, 8, 16)]
+    spans = [
+        jp.simulate(auto(4, 16, 2, max_activations=cap)).makespan for cap in (2, 3, 4, 6, 8, 16)
+    ]
     assert spans[-1] == spans[-2] == 6 * 16 + 3
     assert all(later <= 1.02 * sooner for sooner, later in itertools.pairwise(spans))
 
@@ -78,29 +102,46 @@ def test_a_given_placement_is_kept():
 
 @pytest.mark.slow
 def test_release_at_the_input_gradient_is_used():
-    """Where W needs no activations, a late W holds nothing, and the cap is met with a shorter schedule."""
-    at_weight, at_input = (jp.Costs(release=release) for release in (Release.WEIGHT_GRAD, Release.INPUT_GRAD))
+    """Where W needs no activations, a late W holds nothing, and the cap is met with a shorter
+    schedule.
+    """
+    at_weight, at_input = (
+        jp.Costs(release=release) for release in (Release.WEIGHT_GRAD, Release.INPUT_GRAD)
+    )
     long = jp.simulate(auto(4, 16, max_activations=3, costs=at_weight), at_weight)
-    schedule = jp.check(auto(4, 16, max_activations=3, costs=at_input), max_activations=3, release=Release.INPUT_GRAD)
+    schedule = jp.check(
+        auto(4, 16, max_activations=3, costs=at_input),
+        max_activations=3,
+        release=Release.INPUT_GRAD,
+    )
     assert jp.simulate(schedule, at_input).makespan < long.makespan
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_squeeze_says_what_simulate_finds(seed):
-    """Makespan and peak of a squeezed order, against the simulator; every rule; random caps and costs."""
+    """Makespan and peak of a squeezed order, against the simulator; every rule; random caps and
+    costs.
+    """
     rng = random.Random(seed)
     devices, chunks, microbatches = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 8)
     placement = rng.choice((jp.Placement.loop, jp.Placement.vee))(devices=devices, chunks=chunks)
     costs = random_costs(rng, devices * chunks)
     stages = costs.for_stages(devices * chunks)
-    wave = Wave(rng.choice((1, 1.5, 2)), rng.choice((1, 2)), rng.choice((0, 3)), rng.choice((3, 8, 40)))
+    wave = Wave(
+        rng.choice((1, 1.5, 2)), rng.choice((1, 2)), rng.choice((0, 3)), rng.choice((3, 8, 40))
+    )
     order = wave_order(placement, stages, wave, microbatches)
     caps = [least_peak(row) + rng.randint(0, 3) for row in order]
     for rule in (Rule(True, 0), Rule(False, 0), Rule(True, 0.5), Rule(False, 0.5)):
-        found = list_schedule(order, placement, stages, microbatches=microbatches, caps=caps, rule=rule)
-        schedule = jp.Schedule.from_rows(found.rows, placement=placement, num_microbatches=microbatches)
+        found = list_schedule(
+            order, placement, stages, microbatches=microbatches, caps=caps, rule=rule
+        )
+        schedule = jp.Schedule.from_rows(
+            found.rows, placement=placement, num_microbatches=microbatches
+        )
         timeline = jp.simulate(jp.check(schedule, max_activations=caps), costs)
-        # A device that waited for a better action may run the rows a little sooner than it was planned.
+        # A device that waited for a better action may run the rows a little sooner than it was
+        # planned.
         assert timeline.makespan <= found.makespan + 1e-9
         assert max(timeline.peak_activations) == found.peak
 
@@ -118,7 +159,11 @@ def test_squeezing_never_lengthens_a_figure_at_equal_costs():
         placement = jp.Placement.vee(devices=devices)
         stages = jp.Costs().for_stages(2 * devices)
         order = wave_order(placement, stages, Wave(1, 1, 2 if devices % 3 == 0 else 0, 6), 12)
-        plain = jp.Schedule.from_rows([list(with_weights(row)) for row in order], placement=placement)
+        plain = jp.Schedule.from_rows(
+            [list(with_weights(row)) for row in order], placement=placement
+        )
         caps = [2 * ((devices + 4) // 3)] * devices
-        found = list_schedule(order, placement, stages, microbatches=12, caps=caps, rule=Rule(True, 0))
+        found = list_schedule(
+            order, placement, stages, microbatches=12, caps=caps, rule=Rule(True, 0)
+        )
         assert found.makespan <= jp.simulate(plain).makespan

@@ -1,4 +1,6 @@
-"""Every named schedule, over a sweep of P, V and M: it is valid, and has the makespan and the peak that its docstring states."""
+"""Every named schedule, over a sweep of P, V and M: it is valid, and has the makespan and the peak
+that its docstring states.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,20 @@ from jaxpipe.schedules.registry import describe
 from tests.tiers import slow
 
 DEVICES = (1, 2, 3, 4, 5, 8)
-# A formula is a test for each P: a mistake in one shows at few devices already, the larger ones take most of the time.
+# A formula is a test for each P: a mistake in one shows at few devices already, the larger ones
+# take most of the time.
 each_devices = pytest.mark.parametrize("devices", [1, 2, 3, *map(slow, (4, 5, 8))])
 each_size = pytest.mark.parametrize("size", ["small", slow("large")])
-# (F, I, W) of every proportion, and those with W no longer than F or I, for which the zero-bubble formulas hold.
+# (F, I, W) of every proportion, and those with W no longer than F or I, for which the zero-bubble
+# formulas hold.
 TIMES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (3, 8, 5))
 SHORT_W = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (10, 13, 9), (4, 7, 3), (2, 2, 1))
 
 
 def build(name, devices, microbatches, chunks=None, **options):
-    return jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks, **options)
+    return jp.schedules.build(
+        name, devices=devices, microbatches=microbatches, chunks=chunks, **options
+    )
 
 
 def chunk_counts(name):
@@ -38,7 +44,10 @@ def device_counts(name, size):
 
 
 def microbatch_counts(devices):
-    return sorted({1, 2, 3, devices - 1, devices, devices + 1, 2 * devices - 1, 2 * devices, 3 * devices + 2} - {0})
+    return sorted(
+        {1, 2, 3, devices - 1, devices, devices + 1, 2 * devices - 1, 2 * devices, 3 * devices + 2}
+        - {0}
+    )
 
 
 def costs_of(times, **more):
@@ -52,7 +61,11 @@ def test_valid_over_a_sweep(name, size):
         for microbatches in microbatch_counts(devices):
             schedule = build(name, devices, microbatches, chunks)
             jp.check(schedule)
-            assert (schedule.num_devices, schedule.num_microbatches, schedule.name) == (devices, microbatches, name)
+            assert (schedule.num_devices, schedule.num_microbatches, schedule.name) == (
+                devices,
+                microbatches,
+                name,
+            )
             assert schedule.num_stages == (devices if name == "dualpipe" else devices * chunks)
             assert not schedule.forward_only
 
@@ -71,7 +84,9 @@ def test_forward_only_over_a_sweep(name, size):
 
 @pytest.mark.parametrize("name", jp.schedules.names())
 def test_forward_only_wastes_nothing(name):
-    """On a loop all wait P - 1 steps; a V comes back to device 0 another P - 1 steps after its last turn."""
+    """On a loop all wait P - 1 steps; a V comes back to device 0 another P - 1 steps after its last
+    turn.
+    """
     for devices, microbatches in ((2, 4), (4, 8), (4, 11), (8, 24)):
         schedule = build(name, devices, microbatches, forward_only=True)
         busiest = max(len(row) for row in schedule.rows)
@@ -96,7 +111,9 @@ def test_one_chunk_formulas(name, devices):
             timeline = jp.simulate(schedule, costs_of(times))
             assert timeline.makespan == (m + devices - 1) * sum(times)
             assert timeline.bubble == pytest.approx((devices - 1) / (m + devices - 1))
-            assert timeline.peak_activations == tuple(m if name == "gpipe" else min(devices - d, m) for d in range(devices))
+            assert timeline.peak_activations == tuple(
+                m if name == "gpipe" else min(devices - d, m) for d in range(devices)
+            )
 
 
 @each_devices
@@ -117,14 +134,21 @@ def test_interleaved_1f1b_formulas(lean, devices):
 
 def test_lean_keeps_the_makespan_with_fewer_activations():
     for devices, chunks, m in itertools.product((2, 4, 8), (2, 3), (2, 4, 9, 16)):
-        megatron, lean = (jp.simulate(build("interleaved_1f1b", devices, m, chunks, lean=lean)) for lean in (False, True))
+        megatron, lean = (
+            jp.simulate(build("interleaved_1f1b", devices, m, chunks, lean=lean))
+            for lean in (False, True)
+        )
         assert lean.makespan == megatron.makespan
-        assert all(a <= b for a, b in zip(lean.peak_activations, megatron.peak_activations, strict=True))
+        assert all(
+            a <= b for a, b in zip(lean.peak_activations, megatron.peak_activations, strict=True)
+        )
     assert (lean.peak_activations[0], megatron.peak_activations[0]) == (24, 31)
 
 
 def test_interleaved_group_size_is_megatrons():
-    """Megatron-Core's order for five microbatches in groups of three, two chunks, on the first of two ranks (+ forward, - backward)."""
+    """Megatron-Core's order for five microbatches in groups of three, two chunks, on the first of
+    two ranks (+ forward, - backward).
+    """
     row = build("interleaved_1f1b", 2, 5, group_size=3).rows[0]
     chunk = [(a.stage // 2 + 1) * (1 if a.kind is jp.Kind.F else -1) for a in row]
     assert chunk == [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]
@@ -132,7 +156,9 @@ def test_interleaved_group_size_is_megatrons():
 
 @pytest.mark.parametrize("devices", [2, *map(slow, (4, 5))])
 def test_any_group_size_is_valid(devices):
-    for name, chunks in itertools.product(("interleaved_1f1b", "interleaved_1f1b_overlap"), (1, 2, 3)):
+    for name, chunks in itertools.product(
+        ("interleaved_1f1b", "interleaved_1f1b_overlap"), (1, 2, 3)
+    ):
         for m, size in itertools.product(range(1, 3 * devices), range(devices, 2 * devices + 2)):
             jp.check(build(name, devices, m, chunks, group_size=size))
 
@@ -151,7 +177,9 @@ def test_looped_bfs_formulas(devices):
 @each_devices
 def test_overlapped_formulas(devices):
     for chunks, m in itertools.product((1, 2, 3), microbatch_counts(devices)):
-        schedule = build("1f1b_overlap" if chunks == 1 else "interleaved_1f1b_overlap", devices, m, chunks)
+        schedule = build(
+            "1f1b_overlap" if chunks == 1 else "interleaved_1f1b_overlap", devices, m, chunks
+        )
         for times, share in itertools.product(TIMES[::2], (None, 0, 3 / 4)):
             both = sum(times)
             pair = None if share is None else max(times[0], both - times[0], both * share)
@@ -161,7 +189,9 @@ def test_overlapped_formulas(devices):
             peaks = [min(chunks * m, ahead + 2 * (devices - d)) for d in range(devices)]
             assert timeline.peak_activations == tuple(peaks)
             if m >= devices:
-                assert timeline.makespan == pytest.approx((devices + ahead) * both + (chunks * m - ahead - 1) * (pair or both))
+                assert timeline.makespan == pytest.approx(
+                    (devices + ahead) * both + (chunks * m - ahead - 1) * (pair or both)
+                )
 
 
 def test_the_steady_state_of_overlapped_schedules_is_pairs():
@@ -205,7 +235,10 @@ def test_interleaved_zb_formulas(devices):
             f, i, w = times
             timeline = jp.simulate(schedule, costs_of(times))
             longest = max(even_groups(devices, m))
-            assert timeline.peak_activations == (min(chunks * m, (chunks - 1) * longest + devices),) * devices
+            assert (
+                timeline.peak_activations
+                == (min(chunks * m, (chunks - 1) * longest + devices),) * devices
+            )
             if m >= devices:
                 assert timeline.makespan == chunks * m * (f + i + w) + (devices - 1) * (f + i - w)
 
@@ -239,7 +272,9 @@ def test_dualpipe_formulas(devices):
         assert max(timeline.peak_activations) <= devices + 1
         if m >= 2 * devices and m % 2 == 0:
             # F&B + B - 3 W is 2 where F, I and W take 1.
-            assert [timeline.makespan - busy for busy in timeline.busy] == [(devices // 2 - 1) * 2] * devices
+            assert [timeline.makespan - busy for busy in timeline.busy] == [
+                (devices // 2 - 1) * 2
+            ] * devices
 
 
 @each_devices
@@ -254,7 +289,11 @@ def test_dualpipev_formulas(devices):
 @pytest.mark.parametrize("seed", [0, *map(slow, range(1, 6))])
 def test_v_schedules_keep_their_cap_at_any_cost(seed):
     rng = random.Random(seed)
-    caps = {"zbv": lambda p: 2 * p, "v_half": lambda p: 2 * ((p + 2) // 2), "v_min": lambda p: 2 * ((p + 4) // 3)}
+    caps = {
+        "zbv": lambda p: 2 * p,
+        "v_half": lambda p: 2 * ((p + 2) // 2),
+        "v_min": lambda p: 2 * ((p + 4) // 3),
+    }
     for name, cap in caps.items():
         for _ in range(2):
             devices, m = rng.randint(1, 6), rng.randint(1, 20)
@@ -270,8 +309,13 @@ def test_v_schedules_keep_their_cap_at_any_cost(seed):
 @pytest.mark.parametrize(("devices", "microbatches"), [(3, 8), *(slow(p, 24) for p in (3, 4, 6))])
 @pytest.mark.parametrize("name", ["zbv", "v_half", "v_min", "interleaved_zb"])
 def test_costs_shorten_v_schedules(name, devices, microbatches):
-    """An order made for equal costs loses where they differ; the same schedule fitted to them must not."""
+    """An order made for equal costs loses where they differ; the same schedule fitted to them must
+    not.
+    """
     costs = jp.Costs(forward=10, input_grad=20, weight_grad=10)
-    blind, fitted = (jp.simulate(build(name, devices, microbatches, **options), costs).makespan for options in ({}, {"costs": costs}))
+    blind, fitted = (
+        jp.simulate(build(name, devices, microbatches, **options), costs).makespan
+        for options in ({}, {"costs": costs})
+    )
     assert fitted <= blind
     assert (name, devices) != ("v_min", 6) or fitted < 0.95 * blind

@@ -1,4 +1,6 @@
-"""A table that is fitted to costs is never longer under them than the table that is built without, and keeps the same cap."""
+"""A table that is fitted to costs is never longer under them than the table that is built without,
+and keeps the same cap.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from jaxpipe.schedules.registry import describe
 TIMES = ((2, 1, 1, 0), (2, 1, 1, 0.25), (2, 1, 1, 1), (1, 1, 2, 0.25), (3, 3, 1, 0.25))
 MORE_TIMES = tuple(
     (*times, transfer)
-    for times in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3), (1, 1.2, 0.8), (5, 9, 4), (3, 3, 1))
+    for times in (
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (10, 13, 9),
+        (4, 7, 3),
+        (1, 1.2, 0.8),
+        (5, 9, 4),
+        (3, 3, 1),
+    )
     for transfer in (0, 0.25)
 )
 # name, devices, microbatches, chunks, cap
@@ -35,24 +47,38 @@ def every_setting():
             for cap in (None, devices, devices + devices // 2, 2 * devices):
                 yield "zb_1p", devices, microbatches, 1, cap
             for chunks in (1, 2):
-                for cap in {max(chunks, chunks * devices // 2), chunks * devices, 2 * chunks * devices, chunks}:
+                for cap in {
+                    max(chunks, chunks * devices // 2),
+                    chunks * devices,
+                    2 * chunks * devices,
+                    chunks,
+                }:
                     yield "auto", devices, microbatches, chunks, cap
             for name in ("zbv", "v_half", "v_min", "interleaved_zb"):
                 yield name, devices, microbatches, 2, None
 
 
 def costs_of(forward, input_grad, weight_grad, transfer) -> jp.Costs:
-    return jp.Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer)
+    return jp.Costs(
+        forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer
+    )
 
 
 def never_longer(setting, times) -> None:
     name, devices, microbatches, chunks, cap = setting
     options = {} if cap is None else {"max_activations": cap}
-    plain = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks, **options)
+    plain = jp.schedules.build(
+        name, devices=devices, microbatches=microbatches, chunks=chunks, **options
+    )
     for each in times:
         costs = costs_of(*each)
-        fitted = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks, costs=costs, **options)
-        assert jp.simulate(jp.check(fitted, max_activations=cap), costs).makespan <= jp.simulate(plain, costs).makespan, (setting, each)
+        fitted = jp.schedules.build(
+            name, devices=devices, microbatches=microbatches, chunks=chunks, costs=costs, **options
+        )
+        assert (
+            jp.simulate(jp.check(fitted, max_activations=cap), costs).makespan
+            <= jp.simulate(plain, costs).makespan
+        ), (setting, each)
 
 
 @pytest.mark.parametrize("setting", QUICK, ids=lambda s: "-".join(map(str, s)))
@@ -65,7 +91,8 @@ def test_fitting_to_costs_never_makes_a_table_longer(setting):
 def test_fitting_to_costs_never_makes_a_table_longer_anywhere(name):
     settings = [setting for setting in every_setting() if setting[0] == name]
     assert len(settings) >= 9
-    if name == "auto":  # local search takes a part of a second for each table: all costs, but not all for every setting
+    # local search takes a part of a second for each table: all costs, but not all for every setting
+    if name == "auto":
         for number, setting in enumerate(settings[::3]):
             never_longer(setting, MORE_TIMES[number % 9 :: 9])
         return
@@ -75,13 +102,21 @@ def test_fitting_to_costs_never_makes_a_table_longer_anywhere(name):
 
 @pytest.mark.slow
 def test_list_scheduling_alone_would_lose():
-    """The settings above are those where the heuristic, left to itself, finds less than the order that knows no costs."""
+    """The settings above are those where the heuristic, left to itself, finds less than the order
+    that knows no costs.
+    """
     worse = []
     for (name, devices, microbatches, chunks, cap), times in itertools.product(QUICK, TIMES):
         options = {} if cap is None else {"max_activations": cap}
         shape = {"devices": devices, "microbatches": microbatches, "chunks": chunks}
-        alone, plain = (describe(name).generator(**shape, **options, **given) for given in ({"costs": costs_of(*times)}, {}))
-        if jp.simulate(alone, costs_of(*times)).makespan > jp.simulate(plain, costs_of(*times)).makespan:
+        alone, plain = (
+            describe(name).generator(**shape, **options, **given)
+            for given in ({"costs": costs_of(*times)}, {})
+        )
+        if (
+            jp.simulate(alone, costs_of(*times)).makespan
+            > jp.simulate(plain, costs_of(*times)).makespan
+        ):
             worse.append(name)
     assert {"zbv", "interleaved_zb"} <= set(worse)
     assert "auto" not in worse  # it begins with the better of both itself
@@ -89,9 +124,16 @@ def test_list_scheduling_alone_would_lose():
 
 def test_forwards_alone_are_never_longer_either():
     for name, devices, microbatches, chunks, _ in QUICK:
-        shape = {"devices": devices, "microbatches": microbatches, "chunks": chunks, "forward_only": True}
+        shape = {
+            "devices": devices,
+            "microbatches": microbatches,
+            "chunks": chunks,
+            "forward_only": True,
+        }
         costs = costs_of(2, 1, 1, 1)
-        plain, fitted = (jp.schedules.build(name, **shape, **given) for given in ({}, {"costs": costs}))
+        plain, fitted = (
+            jp.schedules.build(name, **shape, **given) for given in ({}, {"costs": costs})
+        )
         assert fitted.forward_only
         assert jp.simulate(fitted, costs).makespan <= jp.simulate(plain, costs).makespan
 

@@ -1,4 +1,6 @@
-"""`build` refuses what makes no sense, and says what would; `describe` says what each schedule takes."""
+"""`build` refuses what makes no sense, and says what would; `describe` says what each schedule
+takes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,27 @@ import jaxpipe as jp
 from jaxpipe.schedules.registry import describe
 
 EVERY_NAME = (
-    *("no_pipelining", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "1f1b_overlap", "interleaved_1f1b_overlap"),
-    *("zb_1p", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe", "dualpipev", "auto"),
+    *(
+        "no_pipelining",
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "1f1b_overlap",
+        "interleaved_1f1b_overlap",
+    ),
+    *(
+        "zb_1p",
+        "zb_h1",
+        "zb_h2",
+        "interleaved_zb",
+        "zbv",
+        "v_half",
+        "v_min",
+        "dualpipe",
+        "dualpipev",
+        "auto",
+    ),
 )
 
 
@@ -31,7 +52,9 @@ def test_names():
 def test_builds_with_nothing_but_devices_and_microbatches(name):
     schedule = jp.schedules.build(name, devices=4, microbatches=8)
     assert jp.check(schedule).name == name
-    assert schedule == jp.schedules.build(name, devices=4, microbatches=8, chunks=describe(name).chunks.natural)
+    assert schedule == jp.schedules.build(
+        name, devices=4, microbatches=8, chunks=describe(name).chunks.natural
+    )
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
@@ -42,7 +65,11 @@ def test_docs_state_source_constraints_bubble_and_peak(name):
     for word in ("Any P" if name != "dualpipe" else "Even P", "activations"):
         assert word in entry.doc
     assert any(word in entry.doc for word in ("akespan", "ubble", "idle", "busy"))
-    taken = set(inspect.signature(entry.generator).parameters) - {"devices", "microbatches", "chunks"}
+    taken = set(inspect.signature(entry.generator).parameters) - {
+        "devices",
+        "microbatches",
+        "chunks",
+    }
     assert taken | {"forward_only"} == {option.name for option in entry.options}
     assert all(option.summary for option in entry.options)
 
@@ -68,7 +95,15 @@ def test_counts_are_whole_and_positive(what, value):
 
 @pytest.mark.parametrize(
     ("name", "chunks", "nearest"),
-    [("1f1b", 2, 1), ("gpipe", 0, 1), ("zbv", 1, 2), ("zbv", 3, 2), ("v_min", 7, 2), ("dualpipe", 5, 2), ("interleaved_1f1b", 0, 1)],
+    [
+        ("1f1b", 2, 1),
+        ("gpipe", 0, 1),
+        ("zbv", 1, 2),
+        ("zbv", 3, 2),
+        ("v_min", 7, 2),
+        ("dualpipe", 5, 2),
+        ("interleaved_1f1b", 0, 1),
+    ],
 )
 def test_chunks_that_make_no_sense_are_refused_with_the_nearest_that_does(name, chunks, nearest):
     assert f"the nearest that works is chunks={nearest}" in refusal(name, chunks=chunks)
@@ -94,13 +129,19 @@ def test_a_short_group_is_refused_with_the_nearest():
 
 def test_options_of_the_wrong_kind():
     assert "costs must be a jaxpipe.Costs" in refusal("zbv", costs=(1, 1, 1))
-    assert "max_activations must be a whole number of at least 1" in refusal("auto", max_activations=0)
+    assert "max_activations must be a whole number of at least 1" in refusal(
+        "auto", max_activations=0
+    )
     assert "placement must be a jaxpipe.Placement" in refusal("auto", placement="loop")
     assert "lean must be True or False" in refusal("interleaved_1f1b", lean=1)
 
 
 def test_none_means_not_given():
-    for name, option in (("interleaved_1f1b", "group_size"), ("zbv", "costs"), ("auto", "max_activations")):
+    for name, option in (
+        ("interleaved_1f1b", "group_size"),
+        ("zbv", "costs"),
+        ("auto", "max_activations"),
+    ):
         given = jp.schedules.build(name, devices=2, microbatches=4, **{option: None})
         assert given == jp.schedules.build(name, devices=2, microbatches=4)
 

@@ -1,6 +1,8 @@
-"""Anything at all as an argument of anything public: an answer or a JaxpipeError, never an error from the inside.
+"""Anything at all as an argument of anything public: an answer or a JaxpipeError, never an error
+from the inside.
 
-`ARGUMENTS=10000 SEED=1 pytest -n 0 -m exhaustive tests/table/test_bad_arguments.py` tries as many as one likes.
+`ARGUMENTS=10000 SEED=1 pytest -n 0 -m exhaustive tests/table/test_bad_arguments.py` tries as many
+as one likes.
 """
 
 from __future__ import annotations
@@ -33,21 +35,44 @@ SECONDS = 10  # of the processor, for one call
 def use_schedule(**arguments: Any) -> None:
     """A schedule made as it is, and looked at."""
     schedule = Schedule(**arguments)
-    _ = str(schedule), repr(schedule), hash(schedule), schedule.num_chunks, schedule.stage_to_device, schedule.forward_only
-    _ = Schedule.from_json(schedule.to_json()), schedule.to_csv(), schedule.violations, tuple(schedule.actions())
+    _ = (
+        str(schedule),
+        repr(schedule),
+        hash(schedule),
+        schedule.num_chunks,
+        schedule.stage_to_device,
+        schedule.forward_only,
+    )
+    _ = (
+        Schedule.from_json(schedule.to_json()),
+        schedule.to_csv(),
+        schedule.violations,
+        tuple(schedule.actions()),
+    )
     jp.check(schedule)
 
 
 def use_rows(**arguments: Any) -> None:
     """The same of rows."""
     made = Schedule.from_rows(**arguments)
-    use_schedule(rows=made.rows, placement=made.placement, num_microbatches=made.num_microbatches, name=made.name)
+    use_schedule(
+        rows=made.rows,
+        placement=made.placement,
+        num_microbatches=made.num_microbatches,
+        name=made.name,
+    )
 
 
 def use_placement(**arguments: Any) -> None:
     """A placement made as it is, and looked at."""
     placement = Placement(**arguments)
-    _ = placement.stage_to_device, placement.stages_of, placement.num_chunks, placement.is_bidirectional, hash(placement)
+    _ = (
+        placement.stage_to_device,
+        placement.stages_of,
+        placement.num_chunks,
+        placement.is_bidirectional,
+        hash(placement),
+    )
     jp.check(Schedule(GOOD.rows, placement, 2))
 
 
@@ -65,7 +90,15 @@ def use_costs(**arguments: Any) -> None:
 def use_layout(**arguments: Any) -> None:
     """A layout made as it is, and looked at."""
     layout = Layout(**arguments)
-    _ = str(layout), layout.table(), layout.layers, layout.placement, layout.chunks, layout.stage_to_chunk, hash(layout)
+    _ = (
+        str(layout),
+        layout.table(),
+        layout.layers,
+        layout.placement,
+        layout.chunks,
+        layout.stage_to_chunk,
+        hash(layout),
+    )
     jp.check_layout(layout)
 
 
@@ -95,14 +128,46 @@ def certified(**arguments: Any) -> None:
 
 
 # A function or method, and arguments with which it works, where it has no defaults for them.
-TABLE, SIZE, DRAWN = {"schedule": GOOD}, {"devices": 2, "microbatches": 2}, {"timeline": TIMELINE, "over": TIMELINE}
-FIELDS = {"num_devices": 2, "num_microbatches": 2, "stage_to_device": [0, 1], "rows": [["0F0"], []], "name": ""}
+TABLE, SIZE, DRAWN = (
+    {"schedule": GOOD},
+    {"devices": 2, "microbatches": 2},
+    {"timeline": TIMELINE, "over": TIMELINE},
+)
+FIELDS = {
+    "num_devices": 2,
+    "num_microbatches": 2,
+    "stage_to_device": [0, 1],
+    "rows": [["0F0"], []],
+    "name": "",
+}
 TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    *((call, TABLE) for call in (jp.check, jp.simulate, jp.simulate_steps, jp.add_transfers, jp.remove_transfers, jp.add_recompute)),
-    *((call, TABLE) for call in (jp.remove_recompute, jp.remove_spread, jp.merge_backward, jp.split_backward)),
+    *(
+        (call, TABLE)
+        for call in (
+            jp.check,
+            jp.simulate,
+            jp.simulate_steps,
+            jp.add_transfers,
+            jp.remove_transfers,
+            jp.add_recompute,
+        )
+    ),
+    *(
+        (call, TABLE)
+        for call in (jp.remove_recompute, jp.remove_spread, jp.merge_backward, jp.split_backward)
+    ),
     *((call, TABLE) for call in (jp.spread_first, jp.spread_last)),
     (jp.defer_last, {"schedule": SPREAD}),
-    (use_schedule, {"rows": GOOD.rows, "placement": GOOD.placement, "num_microbatches": 2, "name": "", "certificate": None}),
+    (
+        use_schedule,
+        {
+            "rows": GOOD.rows,
+            "placement": GOOD.placement,
+            "num_microbatches": 2,
+            "name": "",
+            "certificate": None,
+        },
+    ),
     (use_rows, {"rows": GOOD.rows, "placement": None, "num_microbatches": None, "name": ""}),
     (Schedule.from_csv, {"text": GOOD.to_csv()}),
     (Schedule.from_json, {"text": GOOD.to_json()}),
@@ -116,7 +181,13 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (GOOD.placement.chunk_of, {"stage": 0, "device": 0}),
     (jp.parse_action, {"text": "0F0"}),
     (jp.parse_cell, {"text": "0F0"}),
-    (use_costs, {name: parameter.default for name, parameter in inspect.signature(Costs).parameters.items()}),
+    (
+        use_costs,
+        {
+            name: parameter.default
+            for name, parameter in inspect.signature(Costs).parameters.items()
+        },
+    ),
     (Costs.from_json, {"text": Costs().to_json()}),
     (read_costs, {"forward": 1, "release": "weight_grad", "unit": "", "last": None}),
     (Costs().for_stages, {"num_stages": 2}),
@@ -138,15 +209,30 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (LAYOUT.stage_costs, {"costs": {"E": 1, "t": 1, "L": 1}}),
     (describe, {"name": "1f1b"}),
     (jp.lower_bound, SIZE),
-    (certified, {"objective": jp.Objective.PERIOD, "value": 2.0, "bound": 1, "proof": jp.Proof.RELAXATION, "max_activations": None}),
+    (
+        certified,
+        {
+            "objective": jp.Objective.PERIOD,
+            "value": 2.0,
+            "bound": 1,
+            "proof": jp.Proof.RELAXATION,
+            "max_activations": None,
+        },
+    ),
     (megatron.schedule_table, {"microbatches": 2, "chunks": 2, "group_size": 1}),
     (megatron.warmup_counts, {"microbatches": 4, "devices": 2, "device": 0, "chunks": 2}),
     (megatron.execution_order, {"table": ((0, 0), (1, 0)), "chunks": 1, "warmup": 1}),
     (megatron.order_to_actions, {"order": (1, -1), "devices": 2, "device": 0}),
 ]
 # Each schedule with its options; a search takes the time that it is given.
-OPTIONS = {name: [o.name for o in describe(name).options if o.name not in ("search", "seed")] for name in jp.schedules.names()}
-TARGETS += [(jp.schedules.build, SIZE | {"name": name, "chunks": None} | dict.fromkeys(options)) for name, options in OPTIONS.items()]
+OPTIONS = {
+    name: [o.name for o in describe(name).options if o.name not in ("search", "seed")]
+    for name in jp.schedules.names()
+}
+TARGETS += [
+    (jp.schedules.build, SIZE | {"name": name, "chunks": None} | dict.fromkeys(options))
+    for name, options in OPTIONS.items()
+]
 
 
 def draw_call(rng: random.Random) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -158,20 +244,41 @@ def draw_call(rng: random.Random) -> tuple[Callable[..., Any], dict[str, Any]]:
     return function, good | {name: draw_value(rng) for name in changed}
 
 
-FLAGS = """-P -M -V -o --costs --backward --overlap --activation --checkpoint --last --first-grad --width --title --theme --format --release
---transfers --max-activations --option --memory --json --critical-path --forward-only --chunks --schedules --remat --layers --vocab --search
---flops --bogus --devices"""
-WORDS = """1 2 4 0 -1 1.5 nan 1e400 1,1,1 1:2,1,1,0.5 x grid html svg trace csv json loop group_size=2 max_activations=2 placement=0,1
-objective=period costs=1 = async rendezvous none full 80GB - . .. good.csv bad.csv good.json costs.json nowhere.csv out.svg out.csv
+FLAGS = """-P -M -V -o --costs --backward --overlap --activation --checkpoint --last --first-grad
+--width --title --theme --format --release --transfers --max-activations --option --memory
+--json --critical-path --forward-only --chunks --schedules --remat --layers --vocab
+--search --flops --bogus --devices"""
+WORDS = """1 2 4 0 -1 1.5 nan 1e400 1,1,1 1:2,1,1,0.5 x grid html svg trace csv json loop
+group_size=2 max_activations=2 placement=0,1 objective=period costs=1 = async rendezvous
+none full 80GB - . .. good.csv bad.csv good.json costs.json nowhere.csv out.svg out.csv
 a\0b \udcff 999999999999999999999999999999"""
-FILES = {"good.csv": GOOD.to_csv(), "bad.csv": BROKEN.to_csv(), "good.json": GOOD.to_json(), "broken.json": "{", "costs.json": "{}"}
+FILES = {
+    "good.csv": GOOD.to_csv(),
+    "bad.csv": BROKEN.to_csv(),
+    "good.json": GOOD.to_json(),
+    "broken.json": "{",
+    "costs.json": "{}",
+}
 PLAN = "-P 2 -M 2 --layers 4 --width 64 --vocab 99 --schedules 1f1b -V 1"
 
 
 def draw_line(rng: random.Random) -> list[str]:
     """A command line."""
     command = rng.choice(
-        ("list", "show", "show", "simulate", "simulate", "check", "check", "compare", "compare", "plan", "bogus", "--help")
+        (
+            "list",
+            "show",
+            "show",
+            "simulate",
+            "simulate",
+            "check",
+            "check",
+            "compare",
+            "compare",
+            "plan",
+            "bogus",
+            "--help",
+        )
     )
     line = [command]
     if command in ("show", "simulate", "compare") and rng.random() < 0.8:
@@ -190,7 +297,11 @@ def run_line(line: list[str]) -> None:
     """A command line ends with 0, 1 or 2 and, where it is 2, with a complaint."""
     before = sys.stdin, sys.stdout, sys.stderr
     said = io.StringIO()
-    sys.stdin, sys.stdout, sys.stderr = io.StringIO("0F0,0B0"), io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), said
+    sys.stdin, sys.stdout, sys.stderr = (
+        io.StringIO("0F0,0B0"),
+        io.TextIOWrapper(io.BytesIO(), encoding="utf-8"),
+        said,
+    )
     try:
         status: Any = main(line)
     except SystemExit as stop:  # argparse's own
@@ -221,7 +332,9 @@ def faults(seed: int, count: int) -> Iterator[tuple[str, Exception]]:
     """Of `count` calls and command lines, those that failed on the inside."""
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
-        function, arguments = (run_line, {"line": draw_line(rng)}) if rng.random() < 0.2 else draw_call(rng)
+        function, arguments = (
+            (run_line, {"line": draw_line(rng)}) if rng.random() < 0.2 else draw_call(rng)
+        )
         with warnings.catch_warnings(), limited():
             warnings.simplefilter("error")
             try:
@@ -237,7 +350,10 @@ def try_calls(folder: Path, seed: int, count: int) -> None:
     """None of so many calls fails on the inside."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    found = [f"{what}\n    {type(error).__name__}: {str(error)[:200]}" for what, error in faults(seed, count)]
+    found = [
+        f"{what}\n    {type(error).__name__}: {str(error)[:200]}"
+        for what, error in faults(seed, count)
+    ]
     assert not found, f"{len(found)} of {count} failed on the inside:\n" + "\n".join(found[:20])
 
 

@@ -1,4 +1,6 @@
-"""Every rule of `check`: a good table passes; break one thing, and that rule (and only what follows from it) is reported."""
+"""Every rule of `check`: a good table passes; break one thing, and that rule (and only what follows
+from it) is reported.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from jaxpipe.table.grid import MARK
 
 Rows = list[list[object]]
 
-# 1F1B on two devices with three microbatches, the same with transfers, with a split backward, a V of two devices, and DualPipe's placement.
+# 1F1B on two devices with three microbatches, the same with transfers, with a split backward, a V
+# of two devices, and DualPipe's placement.
 PLAIN = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
 ALONE = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
-SENT = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n"
+SENT = (
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    "1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n"
+)
 SPLIT = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 VEE = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
 BOTH_WAYS = "0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n"
@@ -70,7 +76,10 @@ def drop(device: int, position: int) -> Callable[[Rows], object]:
 
 
 def keep(kinds: str) -> Callable[[Rows], object]:
-    return lambda rows: [row.__setitem__(slice(None), [cell for cell in row if cell.kind.name in kinds]) for row in rows]
+    return lambda rows: [
+        row.__setitem__(slice(None), [cell for cell in row if cell.kind.name in kinds])
+        for row in rows
+    ]
 
 
 def swap(device: int, one: int, other: int) -> Callable[[Rows], object]:
@@ -91,14 +100,30 @@ def test_good_tables_pass(text):
     assert jp.check(schedule) is schedule
 
 
-# table, change, the rules that are then broken, and a cell that must be pointed at (None: no cell is at fault)
+# table, change, the rules that are then broken, and a cell that must be pointed at (None: no cell
+# is at fault)
 MUTATIONS = {
     "range: a microbatch too high": (PLAIN, insert(1, 6, "1F3"), {"range"}, (1, 6)),
     "range: a stage too high": (PLAIN, insert(0, 0, "2F0"), {"range"}, (0, 0)),
-    "range: a negative microbatch": (PLAIN, lambda rows: rows[0].append(Action(0, Kind.F, -1)), {"range"}, (0, 6)),
-    "range: a negative stage": (PLAIN, lambda rows: rows[0].append(Action(-1, Kind.B, 0)), {"range"}, (0, 6)),
+    "range: a negative microbatch": (
+        PLAIN,
+        lambda rows: rows[0].append(Action(0, Kind.F, -1)),
+        {"range"},
+        (0, 6),
+    ),
+    "range: a negative stage": (
+        PLAIN,
+        lambda rows: rows[0].append(Action(-1, Kind.B, 0)),
+        {"range"},
+        (0, 6),
+    ),
     "duplicate: an F twice": (PLAIN, insert(0, 1, "0F0"), {"duplicate"}, (0, 1)),
-    "duplicate: a B on two devices": (BOTH_WAYS, insert(1, 4, "0B0"), {"duplicate", "placement"}, (1, 4)),
+    "duplicate: a B on two devices": (
+        BOTH_WAYS,
+        insert(1, 4, "0B0"),
+        {"duplicate", "placement"},
+        (1, 4),
+    ),
     "duplicate: an R twice": (AGAIN, insert(0, 3, "0R0"), {"duplicate"}, (0, 3)),
     "duplicate: a SEND twice": (SENT, insert(0, 2, "0SEND_F0"), {"duplicate"}, (0, 2)),
     "completeness: no F": ("0F0,0F1\n1F0,1F1\n", drop(1, 1), {"completeness"}, None),
@@ -109,8 +134,18 @@ MUTATIONS = {
     "completeness: B besides W": (PLAIN, insert(0, 6, "0W1"), {"completeness"}, (0, 6)),
     "completeness: R without F": (AGAIN, drop(0, 1), {"completeness"}, None),
     "completeness: R without B": (AGAIN, drop(0, 5), {"completeness"}, (0, 1)),
-    "completeness: R and no backward": ("0F0,0F1\n1F0,1F1\n", insert(0, 2, "0R1"), {"completeness"}, (0, 1)),
-    "completeness: nothing at all": (PLAIN, lambda rows: [row.clear() for row in rows], {"completeness"}, None),
+    "completeness: R and no backward": (
+        "0F0,0F1\n1F0,1F1\n",
+        insert(0, 2, "0R1"),
+        {"completeness"},
+        (0, 1),
+    ),
+    "completeness: nothing at all": (
+        PLAIN,
+        lambda rows: [row.clear() for row in rows],
+        {"completeness"},
+        None,
+    ),
     "order: B before F": (PLAIN, swap(1, 4, 5), {"order"}, (1, 4)),
     "order: I before F": (SPLIT, swap(1, 2, 3), {"order"}, (1, 2)),
     "order: W before I": (SPLIT, swap(0, 4, 5), {"order"}, (0, 4)),
@@ -126,9 +161,19 @@ MUTATIONS = {
         {"placement"},
         (0, 4),
     ),
-    "placement: R not where its F was": (BOTH_WAYS.replace("1B1", "1R1,1B1"), move((0, 2), (1, 0)), {"placement"}, (1, 0)),
+    "placement: R not where its F was": (
+        BOTH_WAYS.replace("1B1", "1R1,1B1"),
+        move((0, 2), (1, 0)),
+        {"placement"},
+        (1, 0),
+    ),
     "placement: R elsewhere": (AGAIN, move((1, 1), (0, 3)), {"placement"}, (0, 3)),
-    "overlap: an F with its own B": (PLAIN, lambda rows: rows[1].__setitem__(slice(4, 6), [pair("1F2", "1B2")]), {"overlap"}, (1, 4)),
+    "overlap: an F with its own B": (
+        PLAIN,
+        lambda rows: rows[1].__setitem__(slice(4, 6), [pair("1F2", "1B2")]),
+        {"overlap"},
+        (1, 4),
+    ),
     "overlap: an F with a W": (
         SPLIT,
         lambda rows: rows[1].__setitem__(slice(2, 5), [jp.parse_cell("1I1"), pair("1F1", "1W0")]),
@@ -141,7 +186,12 @@ MUTATIONS = {
         {"overlap"},
         (1, 1),
     ),
-    "overlap: backward first": (PAIRED, lambda rows: rows[1].__setitem__(1, pair("1B0", "1F1")), {"overlap"}, (1, 1)),
+    "overlap: backward first": (
+        PAIRED,
+        lambda rows: rows[1].__setitem__(1, pair("1B0", "1F1")),
+        {"overlap"},
+        (1, 1),
+    ),
     "transfer: no SEND": (SENT, drop(0, 1), {"transfer"}, (1, 1)),
     "transfer: no RECV": (SENT, drop(1, 3), {"transfer"}, (1, 4)),
     "transfer: SEND before its producer": (SENT, swap(0, 0, 1), {"transfer"}, (0, 0)),
@@ -160,7 +210,12 @@ MUTATIONS = {
     "order: L before the last F": (SPREAD, swap(1, 0, 1), {"order"}, (1, 0)),
     "order: the last B before L": (SPREAD, swap(1, 1, 2), {"order"}, (1, 1)),
     "deadlock: L in another order": (SPREAD, swap(0, 2, 4), {"deadlock"}, (0, 2)),
-    "deadlock: L before what another device needs for its own": (SPREAD, move((0, 4), (0, 1)), {"deadlock"}, (0, 1)),
+    "deadlock: L before what another device needs for its own": (
+        SPREAD,
+        move((0, 4), (0, 1)),
+        {"deadlock"},
+        (0, 1),
+    ),
     "completeness: an E is missing": (ENDS, drop(1, 0), {"completeness"}, (0, 0)),
     "completeness: no G at all": (ENDS, keep("EFLB"), {"completeness"}, (0, 0)),
     "completeness: no E at all": (ENDS, keep("FLBG"), {"completeness"}, (0, 5)),
@@ -169,7 +224,12 @@ MUTATIONS = {
     "order: G before the first B": (ENDS, swap(0, 8, 9), {"order"}, (0, 8)),
     "deadlock: E in another order": (ENDS, swap(1, 0, 3), {"deadlock"}, (0, 0)),
     "deadlock: a forward too early": (ALONE, swap(1, 1, 2), {"deadlock"}, (0, 1)),
-    "deadlock: a RECV before what its SEND waits for": (SENT, swap(0, 2, 4), {"deadlock", "transfer"}, (0, 2)),
+    "deadlock: a RECV before what its SEND waits for": (
+        SENT,
+        swap(0, 2, 4),
+        {"deadlock", "transfer"},
+        (0, 2),
+    ),
     "deadlock: only where both sides wait": (SENT, swap(1, 3, 4), {"deadlock"}, (1, 3)),
 }
 
@@ -250,7 +310,9 @@ def test_every_deadlock_is_told():
     rows = Schedule.from_csv("0F0,0F1\n1F1,1F0,2F0,2F1\n3F1,3F0\n").rows
     schedule = Schedule.from_rows(rows)
     jp.check(schedule)  # orders differ, but nobody waits in a circle
-    crossed = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0,2F1,2B1,2F0,2B0\n3F0,3B0,3F1,3B1\n")
+    crossed = Schedule.from_csv(
+        "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0,2F1,2B1,2F0,2B0\n3F0,3B0,3F1,3B1\n"
+    )
     assert sum(v.rule == "deadlock" for v in faults(crossed)) >= 2
 
 
@@ -261,15 +323,20 @@ def test_a_rendezvous_deadlock_says_so_and_a_buffered_one_does_not():
     assert all("rendezvous" not in v.message for v in plain)
 
 
-# Laxer transfers: what the caller asks for decides.  Device 1 sends before it receives: safe only where a SEND returns at once.
+# Laxer transfers: what the caller asks for decides.  Device 1 sends before it receives: safe only
+# where a SEND returns at once.
 CROSSED = broken(SENT, swap(1, 3, 4))
-# Device 0 receives before it sends what the other needs for its answer: safe only where a RECV is posted.
+# Device 0 receives before it sends what the other needs for its answer: safe only where a RECV is
+# posted.
 POSTED = Schedule.from_csv("0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
 
 
 @pytest.mark.parametrize(
     ("schedule", "runs_under", "how"),
-    [(CROSSED, [Transfers.ASYNC, Transfers.BUFFERED], "rendezvous"), (POSTED, [Transfers.ASYNC], "buffered")],
+    [
+        (CROSSED, [Transfers.ASYNC, Transfers.BUFFERED], "rendezvous"),
+        (POSTED, [Transfers.ASYNC], "buffered"),
+    ],
     ids=["crossed", "posted"],
 )
 def test_the_transfers_that_are_asked_for_decide(schedule, runs_under, how):
@@ -295,7 +362,11 @@ def test_steps_are_counted_where_the_asked_for_transfers_run():
 
 @pytest.mark.parametrize("call", [jp.check, jp.simulate, jp.simulate_steps])
 def test_a_word_is_no_kind_of_transfer(call):
-    with pytest.raises(ScheduleError, match=r"one of Transfers\.ASYNC, Transfers\.BUFFERED, Transfers\.RENDEZVOUS, not 'rendezvous'"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"one of Transfers\.ASYNC, Transfers\.BUFFERED, Transfers\.RENDEZVOUS, not "
+        r"'rendezvous'",
+    ):
         call(CROSSED, transfers="rendezvous")
 
 
@@ -389,6 +460,8 @@ def test_check_says_what_running_the_table_with_transfers_says(rng):
     if not whole.has_transfers:
         return
     runs_under = [runs_with_transfers(whole, transfers) for transfers in Transfers]
-    assert runs_under == sorted(runs_under, reverse=True), "what runs under one kind of transfer runs under the laxer ones"
+    assert runs_under == sorted(runs_under, reverse=True), (
+        "what runs under one kind of transfer runs under the laxer ones"
+    )
     for transfers, valid in zip(Transfers, runs_under, strict=True):
         agrees(whole, valid=valid, transfers=transfers)

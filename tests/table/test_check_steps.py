@@ -9,7 +9,8 @@ from jaxpipe import Action, Kind, Overlap, Schedule, Transfers
 from jaxpipe.cli.main import main
 from tests.steps import steps
 
-# The most that any of these tables takes is 140 a cell: an invalid table has its faults listed and its grid drawn.
+# The most that any of these tables takes is 140 a cell: an invalid table has its faults listed and
+# its grid drawn.
 PER_CELL, FIXED = 300, 20_000
 
 
@@ -44,8 +45,14 @@ def test_shares_that_are_never_done_together(text, transfers):
 
 def test_every_cycle_of_shares_is_found():
     """Two microbatches in opposite orders, twice: each is a deadlock of its own."""
-    rows = [[Action(d, Kind.L, m) for m in order] for d, order in enumerate(((0, 1, 2, 3), (1, 0, 3, 2)))]
-    rows = [[*(Action(d, Kind.F, m) for m in range(4)), *row, *(Action(d, Kind.B, m) for m in range(4))] for d, row in enumerate(rows)]
+    rows = [
+        [Action(d, Kind.L, m) for m in order]
+        for d, order in enumerate(((0, 1, 2, 3), (1, 0, 3, 2)))
+    ]
+    rows = [
+        [*(Action(d, Kind.F, m) for m in range(4)), *row, *(Action(d, Kind.B, m) for m in range(4))]
+        for d, row in enumerate(rows)
+    ]
     found = answered(Schedule.from_rows(rows))
     assert [v.rule for v in found.violations] == ["deadlock", "deadlock"]
 
@@ -57,17 +64,24 @@ PAIRS = [(Kind.F, Kind.L), (Kind.F, Kind.G), (Kind.E, Kind.F), (Kind.L, Kind.B)]
 def test_a_pair_with_a_share(forward, backward):
     """What waits for a pair waits for its second half, though that half has no place in a pair."""
     kinds = (Kind.E, Kind.G, Kind.L, Kind.F, Kind.B)
-    row = [Overlap(Action(0, forward, 0), Action(0, backward, 0)), *(Action(0, k, 0) for k in kinds if k not in (forward, backward))]
+    row = [
+        Overlap(Action(0, forward, 0), Action(0, backward, 0)),
+        *(Action(0, k, 0) for k in kinds if k not in (forward, backward)),
+    ]
     for first, other in ((row, kinds), (row, kinds[::-1]), (row[:1], (backward, forward))):
         found = answered(Schedule.from_rows([first, [Action(1, kind, 0) for kind in other]]))
         assert "overlap" in {violation.rule for violation in found.violations}
 
 
 def ping_pong(devices: int, times: int) -> Schedule:
-    """Two devices that wait for each other again and again, and others that wait for the end of it."""
+    """Two devices that wait for each other again and again, and others that wait for the end
+    of it.
+    """
     first = [Action(0, kind, m) for m in range(times) for kind in (Kind.B, Kind.F)]
     second = [Action(1, kind, m) for m in range(times) for kind in (Kind.F, Kind.B)]
-    return Schedule.from_rows([first, second, *([Action(2, Kind.F, times - 1)] for _ in range(2, devices))])
+    return Schedule.from_rows(
+        [first, second, *([Action(2, Kind.F, times - 1)] for _ in range(2, devices))]
+    )
 
 
 def test_devices_that_wait_again_and_again():

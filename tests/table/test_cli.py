@@ -1,4 +1,6 @@
-"""The command line: what it prints, and its exit status: 0 success, 1 the schedule is invalid, 2 bad usage."""
+"""The command line: what it prints, and its exit status: 0 success, 1 the schedule is invalid, 2
+bad usage.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def table(tmp_path, text, name="t.csv"):
 def test_list_names_every_schedule(run):
     result = run("list")
     assert result.status == 0
-    assert [line.split()[0] for line in result.out.splitlines()] == ["schedule", *jp.schedules.names()]
+    assert [line.split()[0] for line in result.out.splitlines()] == [
+        "schedule",
+        *jp.schedules.names(),
+    ]
     facts = json.loads(run("list", "--json").out)
     assert [f["name"] for f in facts] == list(jp.schedules.names())
     assert all(f["summary"] and f["chunks"]["natural"] >= 1 for f in facts)
@@ -62,7 +67,10 @@ def test_list_tells_all_about_a_name(run):
     out = run("list", "interleaved_1f1b").out
     assert out.startswith("interleaved_1f1b\n\n")
     assert "--option group_size=" in out
-    assert [f["name"] for f in json.loads(run("list", "gpipe", "1f1b", "--json").out)] == ["gpipe", "1f1b"]
+    assert [f["name"] for f in json.loads(run("list", "gpipe", "1f1b", "--json").out)] == [
+        "gpipe",
+        "1f1b",
+    ]
 
 
 SHOW = ("show", "1f1b", "--devices", 2, "--microbatches", 3)
@@ -75,15 +83,43 @@ def test_show_prints_the_grid(run):
 
 
 def test_show_csv_is_torchs_form(run):
-    assert run(*SHOW, "--format", "csv").out == jp.schedules.build("1f1b", devices=2, microbatches=3).to_csv()
+    assert (
+        run(*SHOW, "--format", "csv").out
+        == jp.schedules.build("1f1b", devices=2, microbatches=3).to_csv()
+    )
 
 
 def test_show_takes_shape_options(run):
-    out = run("show", "interleaved_1f1b", "-P", 2, "-M", 4, "-V", 3, "--option", "group_size=4", "--format", "csv").out
-    assert out == jp.schedules.build("interleaved_1f1b", devices=2, microbatches=4, chunks=3, group_size=4).to_csv()
-    lean = run("show", "interleaved_1f1b", "-P", 2, "-M", 4, "--option", "lean=true", "--format", "csv").out
-    assert lean == jp.schedules.build("interleaved_1f1b", devices=2, microbatches=4, lean=True).to_csv()
-    assert set("".join(run(*SHOW, "--forward-only", "--format", "csv").out.split())) <= set("0123456789F,")
+    out = run(
+        "show",
+        "interleaved_1f1b",
+        "-P",
+        2,
+        "-M",
+        4,
+        "-V",
+        3,
+        "--option",
+        "group_size=4",
+        "--format",
+        "csv",
+    ).out
+    assert (
+        out
+        == jp.schedules.build(
+            "interleaved_1f1b", devices=2, microbatches=4, chunks=3, group_size=4
+        ).to_csv()
+    )
+    lean = run(
+        "show", "interleaved_1f1b", "-P", 2, "-M", 4, "--option", "lean=true", "--format", "csv"
+    ).out
+    assert (
+        lean
+        == jp.schedules.build("interleaved_1f1b", devices=2, microbatches=4, lean=True).to_csv()
+    )
+    assert set("".join(run(*SHOW, "--forward-only", "--format", "csv").out.split())) <= set(
+        "0123456789F,"
+    )
 
 
 def test_show_adds_transfers(run):
@@ -98,15 +134,37 @@ def test_costs_shape_the_schedules_that_are_made_to_measure(run):
     assert out == jp.schedules.build("zb_1p", devices=4, microbatches=8, costs=costs).to_csv()
 
 
-@pytest.mark.parametrize(("text", "stage_to_device"), [("loop", (0, 1, 0, 1)), ("vee", (0, 1, 1, 0)), ("1,0,0,1", (1, 0, 0, 1))])
+@pytest.mark.parametrize(
+    ("text", "stage_to_device"),
+    [("loop", (0, 1, 0, 1)), ("vee", (0, 1, 1, 0)), ("1,0,0,1", (1, 0, 0, 1))],
+)
 def test_placement_of_a_schedule_made_to_measure(run, text, stage_to_device):
-    out = run("show", "auto", "-P", 2, "-M", 4, "-V", 2, "--option", f"placement={text}", "--format", "csv").out
+    out = run(
+        "show",
+        "auto",
+        "-P",
+        2,
+        "-M",
+        4,
+        "-V",
+        2,
+        "--option",
+        f"placement={text}",
+        "--format",
+        "csv",
+    ).out
     assert jp.Schedule.from_csv(out).stage_to_device == stage_to_device
 
 
 @pytest.mark.parametrize(
     ("suffix", "starts"),
-    [("svg", "<svg"), ("html", "<!DOCTYPE html>"), ("csv", "0F0,"), ("trace.json", '{"displayTimeUnit"'), ("txt", "         |")],
+    [
+        ("svg", "<svg"),
+        ("html", "<!DOCTYPE html>"),
+        ("csv", "0F0,"),
+        ("trace.json", '{"displayTimeUnit"'),
+        ("txt", "         |"),
+    ],
 )
 def test_show_writes_a_file_in_the_format_of_its_suffix(run, tmp_path, suffix, starts):
     path = tmp_path / f"s.{suffix}"
@@ -117,7 +175,19 @@ def test_show_writes_a_file_in_the_format_of_its_suffix(run, tmp_path, suffix, s
 
 
 def test_show_svg_with_its_options(run):
-    svg = run(*SHOW, "--format", "svg", "--title", "a < b", "--width", 400, "--memory", "--critical-path", "--theme", "dark").out
+    svg = run(
+        *SHOW,
+        "--format",
+        "svg",
+        "--title",
+        "a < b",
+        "--width",
+        400,
+        "--memory",
+        "--critical-path",
+        "--theme",
+        "dark",
+    ).out
     root = ElementTree.fromstring(svg)
     assert root.get("width") == "400"
     assert root.get("aria-label") == "a < b"
@@ -128,13 +198,18 @@ def test_show_svg_with_its_options(run):
 def test_show_json_reads_back(run, tmp_path):
     path = tmp_path / "s.json"
     assert run("show", "dualpipe", "-P", 4, "-M", 8, "-o", path).status == 0
-    assert run("show", path, "--format", "csv").out == jp.schedules.build("dualpipe", devices=4, microbatches=8).to_csv()
+    assert (
+        run("show", path, "--format", "csv").out
+        == jp.schedules.build("dualpipe", devices=4, microbatches=8).to_csv()
+    )
     assert run("check", path).status == 0
 
 
 def test_show_draws_files_too(run, tmp_path):
     assert run("show", table(tmp_path, GOOD), "--format", "csv").out == GOOD
-    assert "t: 2 devices, 2 microbatches" in run("show", table(tmp_path, GOOD), "--format", "svg").out
+    assert (
+        "t: 2 devices, 2 microbatches" in run("show", table(tmp_path, GOOD), "--format", "svg").out
+    )
 
 
 def test_simulate_prints_the_numbers(run):
@@ -144,7 +219,9 @@ def test_simulate_prints_the_numbers(run):
 
 
 def test_simulate_json_holds_everything(run):
-    facts = json.loads(run("simulate", "1f1b", "-P", 4, "-M", 8, "--costs", "1,1,1,0", "--json").out)
+    facts = json.loads(
+        run("simulate", "1f1b", "-P", 4, "-M", 8, "--costs", "1,1,1,0", "--json").out
+    )
     assert (facts["makespan"], facts["peak_activations"]) == (33, [4, 3, 2, 1])
     assert facts["bubble"] == pytest.approx(9 / 33)
     assert (facts["start"]["3F0"], facts["end"]["3B0"]) == (3, 6)
@@ -156,7 +233,10 @@ def test_simulate_json_holds_everything(run):
 @pytest.mark.parametrize(
     ("flags", "costs"),
     [
-        (["--costs", "2,1.5,1,0.25"], jp.Costs(forward=2, input_grad=1.5, weight_grad=1, transfer=0.25)),
+        (
+            ["--costs", "2,1.5,1,0.25"],
+            jp.Costs(forward=2, input_grad=1.5, weight_grad=1, transfer=0.25),
+        ),
         (["--costs", "1:2:1:1,1,1"], jp.Costs(forward=[1, 2, 1, 1])),
         (["--backward", "1.5", "--activation", "2"], jp.Costs(backward=1.5, activation=2)),
         (["--release", "input_grad"], jp.Costs(release=jp.Release.INPUT_GRAD)),
@@ -170,18 +250,23 @@ def test_costs_on_the_command_line(run, flags, costs):
 
 
 def test_overlap_cost(run):
-    facts = json.loads(run("simulate", "1f1b_overlap", "-P", 2, "-M", 6, "--overlap", "2.5", "--json").out)
+    facts = json.loads(
+        run("simulate", "1f1b_overlap", "-P", 2, "-M", 6, "--overlap", "2.5", "--json").out
+    )
     schedule = jp.schedules.build("1f1b_overlap", devices=2, microbatches=6)
     assert facts["makespan"] == jp.simulate(schedule, jp.Costs(overlap=2.5)).makespan
 
 
 def test_costs_of_recomputation(run, tmp_path):
     path = table(tmp_path, "0F0,0F1,0R0,0B0,0R1,0B1\n")
-    facts = json.loads(run("simulate", path, "--recompute", "0.5", "--checkpoint", "0.25", "--json").out)
+    facts = json.loads(
+        run("simulate", path, "--recompute", "0.5", "--checkpoint", "0.25", "--json").out
+    )
     assert facts["makespan"] == 2 + 2 * (0.5 + 2)
     assert facts["peak_memory"] == [1.25]
     assert "costs F 1, B 2, R 1, transfer 0" in run("simulate", path).out
-    halves = table(tmp_path, "0F0,1F0,1R0,1B0,0R0,0B0\n")  # two stages on one device: each is half of its model
+    # two stages on one device: each is half of its model
+    halves = table(tmp_path, "0F0,1F0,1R0,1B0,0R0,0B0\n")
     (compared,) = json.loads(run("compare", halves, "--recompute", "3", "--json").out)["schedules"]
     assert compared["makespan"] == 1 + 3 + 2
 
@@ -189,7 +274,9 @@ def test_costs_of_recomputation(run, tmp_path):
 def test_check_good(run, tmp_path):
     result = run("check", table(tmp_path, GOOD))
     assert result.status == 0
-    assert result.out.startswith(f"{tmp_path / 't.csv'} is valid: 2 devices, 2 stages, 2 microbatches, 8 actions")
+    assert result.out.startswith(
+        f"{tmp_path / 't.csv'} is valid: 2 devices, 2 stages, 2 microbatches, 8 actions"
+    )
     facts = json.loads(run("check", table(tmp_path, GOOD), "--json").out)
     assert (facts["ok"], facts["devices"], facts["violations"]) == (True, 2, [])
 
@@ -243,7 +330,10 @@ def test_check_marks_what_is_no_action_in_json_and_wide_tables(run, tmp_path):
     assert lines[4].count("1F") == 49
     assert "[1Q80]" in lines[4]
     torchs = "0UNSHARD,0F0,0Q0\n"
-    assert run("check", table(tmp_path, torchs)).out.splitlines()[-1] == "device 0 | 0UNSHARD 0F0      [0Q0]  <-- ERROR HERE"
+    assert (
+        run("check", table(tmp_path, torchs)).out.splitlines()[-1]
+        == "device 0 | 0UNSHARD 0F0      [0Q0]  <-- ERROR HERE"
+    )
 
 
 def test_broken_json_is_a_wrong_schedule(run, tmp_path):
@@ -270,7 +360,10 @@ def test_check_reads_standard_input(run, monkeypatch, tmp_path):
     assert run("check", "-").status == 1
 
 
-CROSSED = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+CROSSED = (
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+)
 
 
 def test_check_and_simulate_take_the_transfers(run, tmp_path):
@@ -281,14 +374,24 @@ def test_check_and_simulate_take_the_transfers(run, tmp_path):
     result = run("check", path, "--transfers", "buffered")
     assert result.status == 0
     assert result.out.endswith("it cannot deadlock where a SEND returns at once (buffered)\n")
-    assert json.loads(run("check", path, "--transfers", "async", "--json").out)["transfers"] == "async"
-    assert run("check", table(tmp_path, GOOD), "--transfers", "buffered").out.endswith("it cannot deadlock\n")
+    assert (
+        json.loads(run("check", path, "--transfers", "async", "--json").out)["transfers"] == "async"
+    )
+    assert run("check", table(tmp_path, GOOD), "--transfers", "buffered").out.endswith(
+        "it cannot deadlock\n"
+    )
     path = table(tmp_path, CROSSED)
     assert run("simulate", path).status == 0
     assert run("simulate", path, "--transfers", "rendezvous").status == 1
     for transfers in (jp.Transfers.ASYNC, jp.Transfers.BUFFERED):
-        facts = json.loads(run("simulate", path, "--transfers", transfers.value, "--costs", "1,1,1,1", "--json").out)
-        expected = jp.simulate(jp.Schedule.from_csv(CROSSED), jp.Costs(transfer=1), transfers=transfers)
+        facts = json.loads(
+            run(
+                "simulate", path, "--transfers", transfers.value, "--costs", "1,1,1,1", "--json"
+            ).out
+        )
+        expected = jp.simulate(
+            jp.Schedule.from_csv(CROSSED), jp.Costs(transfer=1), transfers=transfers
+        )
         assert facts["makespan"] == expected.makespan
 
 
@@ -301,7 +404,9 @@ def test_check_caps_activations(run, tmp_path):
     assert run("check", path, "--max-activations", -1).status == 2
 
 
-@pytest.mark.parametrize("command", [("show",), ("simulate",), ("simulate", "--json"), ("compare",)])
+@pytest.mark.parametrize(
+    "command", [("show",), ("simulate",), ("simulate", "--json"), ("compare",)]
+)
 def test_a_wrong_file_is_status_1_everywhere(run, tmp_path, command):
     result = run(*command, table(tmp_path, DUPLICATE))
     assert result.status == 1
@@ -321,9 +426,12 @@ def test_compare_measures_one_model(run):
     result = run("compare", "1f1b", "interleaved_1f1b", "zb_h1", "-P", 4, "-M", 8, "-V", 2)
     assert (result.status, result.err) == (0, "")
     check_golden("cli_compare_4x8.txt", result.out)
-    facts = json.loads(run("compare", "1f1b", "interleaved_1f1b", "-P", 4, "-M", 8, "-V", 4, "--json").out)
+    facts = json.loads(
+        run("compare", "1f1b", "interleaved_1f1b", "-P", 4, "-M", 8, "-V", 4, "--json").out
+    )
     one, four = facts["schedules"]
-    # With V chunks a stage is 1/V of the model, so the same work takes (V M + P - 1) 3 / V (Narayanan et al. 2021, section 2.2).
+    # With V chunks a stage is 1/V of the model, so the same work takes (V M + P - 1) 3 / V
+    # (Narayanan et al. 2021, section 2.2).
     assert (one["chunks"], one["makespan"]) == (1, (8 + 3) * 3)
     assert (four["chunks"], four["makespan"]) == (4, (4 * 8 + 3) * 3 / 4)
     assert max(four["peak_memory"]) == max(four["peak_activations"]) / 4
@@ -345,7 +453,11 @@ def test_compare_reads_files_and_gives_options_to_those_that_know_them(run, tmp_
     path = table(tmp_path, GOOD)
     flags = ("-P", 2, "-M", 4, "--option", "group_size=4", "--json")
     facts = json.loads(run("compare", path, "1f1b", "interleaved_1f1b", *flags).out)
-    assert [(s["name"], s["microbatches"]) for s in facts["schedules"]] == [("t", 2), ("1f1b", 4), ("interleaved_1f1b", 4)]
+    assert [(s["name"], s["microbatches"]) for s in facts["schedules"]] == [
+        ("t", 2),
+        ("1f1b", 4),
+        ("interleaved_1f1b", 4),
+    ]
 
 
 BAD_USAGE = [
@@ -360,9 +472,15 @@ BAD_USAGE = [
     (("show", "1f1b", "-P", 4, "-M", 8, "-V", 2), "the nearest that works is chunks=1"),
     ((*SHOW, "--option", "group_size=4"), "group_size"),
     ((*SHOW, "--option", "group_size"), "must be KEY=VALUE"),
-    (("show", "auto", *SHOW[2:], "--option", "placement=ring"), "must be loop, vee, or the device of each stage"),
+    (
+        ("show", "auto", *SHOW[2:], "--option", "placement=ring"),
+        "must be loop, vee, or the device of each stage",
+    ),
     (("show", "auto", *SHOW[2:], "--option", "objective=fast"), "must be makespan or period"),
-    (("show", "auto", *SHOW[2:], "--option", "objective=period"), "give seconds for it, such as search=10"),
+    (
+        ("show", "auto", *SHOW[2:], "--option", "objective=period"),
+        "give seconds for it, such as search=10",
+    ),
     ((*SHOW, "--format", "png"), "invalid choice"),
     ((*SHOW, "-o", "x.png"), "no format is known for x.png"),
     ((*SHOW, "-o", "/nowhere/x.svg"), "/nowhere/x.svg: No such file"),
@@ -370,19 +488,27 @@ BAD_USAGE = [
     (("simulate", *SHOW[1:], "--costs", "1,2"), "must be F,I,W,T"),
     (("simulate", *SHOW[1:], "--costs", "1,2,x,0"), "--costs: 'x' is not a number"),
     (("simulate", *SHOW[1:], "--costs", "1,-2,1,0"), "a cost is a finite number >= 0"),
-    (("simulate", *SHOW[1:], "--costs", "1:2:3,1,1,0"), "has 3 entries, but the schedule has 2 stages"),
+    (
+        ("simulate", *SHOW[1:], "--costs", "1:2:3,1,1,0"),
+        "has 3 entries, but the schedule has 2 stages",
+    ),
     (("simulate", *SHOW[1:], "--overlap", "fast"), "--overlap: 'fast' is not a number"),
     (("check", "/nowhere.csv"), "/nowhere.csv: No such file"),
     (("check", "."), "Is a directory"),
     (("compare", "1f1b", "nope", "-P", 4, "-M", 8), "there is no schedule 'nope'"),
     (("compare", "1f1b", "-P", 4, "-M", 8, "--costs", "1:1:1:1,1,1"), "one number for each cost"),
-    (("compare", "1f1b", "-P", 4, "-M", 8, "--option", "group_size=4"), "no schedule of these takes --option group_size"),
+    (
+        ("compare", "1f1b", "-P", 4, "-M", 8, "--option", "group_size=4"),
+        "no schedule of these takes --option group_size",
+    ),
     (("compare", "dualpipe", "-P", 3, "-M", 6), "devices must be even"),
     (("compare", "-P", 4), "needs --microbatches"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_USAGE, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD_USAGE, ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_bad_usage_is_status_2(run, arguments, message):
     result = run(*arguments)
     assert (result.status, result.out) == (2, "")
@@ -419,12 +545,22 @@ def test_help_and_version(run):
 
 
 def process(*arguments, **options):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
 
 
 @pytest.mark.slow
 def test_python_m_jaxpipe_needs_no_jax():
-    program = "import sys, runpy; sys.modules['jax'] = sys.modules['torch'] = None; runpy.run_module('jaxpipe', run_name='__main__')"
+    program = (
+        "import sys, runpy; sys.modules['jax'] = sys.modules['torch'] = None; "
+        "runpy.run_module('jaxpipe', run_name='__main__')"
+    )
     result = process("-c", program, "compare", "1f1b", "gpipe", "-P", "2", "-M", "2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[1].startswith("1f1b ")
@@ -442,7 +578,13 @@ def test_python_m_jaxpipe_exit_status(tmp_path):
 def test_a_closed_pipe_is_no_error(arguments, head):
     # More than the 64 KiB that a pipe holds, so that the write itself fails.
     command = f"{sys.executable} -m jaxpipe {arguments} -P 8 -M 800 | head -c 10"
-    result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, head, "")
 
 

@@ -36,7 +36,9 @@ def test_a_slow_transfer_is_no_slow_stage():
 @pytest.mark.parametrize("seed", range(8))
 def test_losses_add_up_to_the_difference(seed):
     rng = random.Random(seed)
-    schedule = jp.schedules.build(rng.choice(("1f1b", "zb_h1", "zbv", "1f1b_overlap", "dualpipev")), devices=4, microbatches=8)
+    schedule = jp.schedules.build(
+        rng.choice(("1f1b", "zb_h1", "zbv", "1f1b_overlap", "dualpipev")), devices=4, microbatches=8
+    )
     ran, planned = (
         run_of(
             schedule,
@@ -47,13 +49,17 @@ def test_losses_add_up_to_the_difference(seed):
         )
         for _ in range(2)
     )
-    assert sum(loss.time for loss in ran.over(planned).losses) == pytest.approx(ran.makespan - planned.makespan)
+    assert sum(loss.time for loss in ran.over(planned).losses) == pytest.approx(
+        ran.makespan - planned.makespan
+    )
 
 
 def test_a_run_of_whole_backwards_compares_with_a_plan_of_halves():
     split = jp.schedules.build("zb_h1", devices=2, microbatches=4)
     merged = jp.merge_backward(split)
-    assert run_of(merged).over(run_of(split)).error == pytest.approx(run_of(split).makespan / run_of(merged).makespan - 1)
+    assert run_of(merged).over(run_of(split)).error == pytest.approx(
+        run_of(split).makespan / run_of(merged).makespan - 1
+    )
 
 
 def test_another_table_is_refused():
@@ -70,7 +76,9 @@ def test_the_page_and_the_trace_hold_both():
     assert "the step took" in page
     assert jp.render.to_html(ran).count("<svg") == 1
     trace = json.loads(jp.render.to_trace(ran, over=planned))
-    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    names = {
+        event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"
+    }
     assert names == {"device 0", "device 1", "device 0 (planned)", "device 1 (planned)"}
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == 2 * schedule.encoded.num_actions
@@ -80,7 +88,10 @@ def test_the_page_and_the_trace_hold_both():
 @pytest.mark.parametrize("times", [1e-15, 1e-3, 1e3, 1e15, 0])
 def test_a_plan_of_quite_another_length_is_drawn(times):
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
-    ran, planned = run_of(schedule), run_of(schedule, forward=times, input_grad=times, weight_grad=times)
+    ran, planned = (
+        run_of(schedule),
+        run_of(schedule, forward=times, input_grad=times, weight_grad=times),
+    )
     page = jp.render.to_html(ran, over=planned)
     assert page.count("<svg") == 2
     assert "Planned (at another scale)" in page

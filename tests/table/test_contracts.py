@@ -1,4 +1,6 @@
-"""Every transform and every lowering pass keeps its declared promise, and each promise can be broken."""
+"""Every transform and every lowering pass keeps its declared promise, and each promise can be
+broken.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def test_transforms_keep_their_promise(contract, seed):
 def test_a_transform_that_drops_or_swaps_an_action_is_found(contract):
     before = jp.schedules.build("zb_h1", devices=3, microbatches=4)
     made = {"remove_transfers": jp.add_transfers, "remove_recompute": jp.add_recompute}
-    made |= {"remove_spread": jp.spread_last, "spread_first": jp.spread_last, "defer_last": jp.spread_last}
+    made |= {
+        "remove_spread": jp.spread_last,
+        "spread_first": jp.spread_last,
+        "defer_last": jp.spread_last,
+    }
     before = made.get(contract.name, lambda s: s)(before)
     after = contract.checked(before)
     first, *rest = after.rows
@@ -82,14 +88,22 @@ def test_wrong_ticks_are_found():
     schedule, ticks, _ = lowered()
     late = ticks.when.copy()
     late[0] = late[1] + 1
-    assert any("of one row" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=late)))
+    assert any(
+        "of one row" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=late))
+    )
     weight = int(np.flatnonzero(joins_weights(schedule))[0])
     at_once = ticks.when.copy()
     at_once[weight] = at_once[weight + 1]
     assert not TICKS[0].faults(schedule, replace(ticks, when=at_once)), "W, then F"
-    assert any("of one row" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=at_once, forward_first=True)))
+    assert any(
+        "of one row" in fault
+        for fault in TICKS[0].faults(schedule, replace(ticks, when=at_once, forward_first=True))
+    )
     early = np.zeros_like(ticks.when)
-    assert any("what it needs of another device" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=early)))
+    assert any(
+        "what it needs of another device" in fault
+        for fault in TICKS[0].faults(schedule, replace(ticks, when=early))
+    )
     assert any("multiple" in fault for fault in TICKS[0].faults(schedule, _odd(ticks)))
 
 
@@ -106,7 +120,10 @@ def test_wrong_segments_are_found():
     blocks, *others = first.templates
     fewer = replace(first, templates=(replace(blocks, blocks=blocks.blocks[1:]), *others))
     assert any("no code" in fault for fault in SEGMENTS.faults(ticks, Cut(ticks, (fewer, *rest))))
-    silent = tuple(replace(s, templates=tuple(replace(template, permutes=()) for template in s.templates)) for s in cut.segments)
+    silent = tuple(
+        replace(s, templates=tuple(replace(template, permutes=()) for template in s.templates))
+        for s in cut.segments
+    )
     assert any("not carried" in fault for fault in SEGMENTS.faults(ticks, Cut(ticks, silent)))
 
 
@@ -114,8 +131,13 @@ def test_a_program_of_other_segments_is_found():
     _, _, cut = lowered()
     program = SLOTS.run(cut)
     assert SLOTS.faults(cut, program) == ()
-    assert any("other segments" in fault for fault in SLOTS.faults(Cut(cut.ticks, cut.segments[:-1]), program))
+    assert any(
+        "other segments" in fault
+        for fault in SLOTS.faults(Cut(cut.ticks, cut.segments[:-1]), program)
+    )
     table = program.ticks.forward.x.copy()
     table[program.ticks.forward.chunk >= 0] += 1
-    wrong = replace(program, ticks=replace(program.ticks, forward=replace(program.ticks.forward, x=table)))
+    wrong = replace(
+        program, ticks=replace(program.ticks, forward=replace(program.ticks.forward, x=table))
+    )
     assert SLOTS.faults(cut, wrong)

@@ -29,13 +29,16 @@ def test_the_makespan_of_a_program(schedule):
         segments = random_segments(rng, ticks)
         found = program_makespan(work, segments, Overheads(predicate=0.0, hop=0.25))
         assert found == pytest.approx(simulated(work, segments, 0.25, ticks.forward_first))
-        # What keeps the order of the rows takes no less than the table.  A program may send what an I makes before the F of its pair.
+        # What keeps the order of the rows takes no less than the table.  A program may send what an
+        # I makes before the F of its pair.
         if name in KEEP_ORDER and not schedule.encoded.pairs.size:
             assert program_makespan(work, segments) >= jp.simulate(schedule, costs).makespan
 
 
 def test_weight_gradients_after_input_gradients_without_a_forward_run_last():
-    """Balanced ticks: F, I, W; a cotangent that is made by the I of such a tick is under way beside its W."""
+    """Balanced ticks: F, I, W; a cotangent that is made by the I of such a tick is under way beside
+    its W.
+    """
     schedule = jp.Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1F1,1I0,1W0,1I1,1W1\n")
     ticks = balanced_ticks(schedule)
     costs = cost_parts(ticks, jp.Costs(forward=1, input_grad=2, weight_grad=2))
@@ -50,4 +53,6 @@ def test_weight_gradients_after_input_gradients_without_a_forward_run_last():
 def test_equal_trips_are_simulated_once():
     ticks = assign_ticks(jp.schedules.build("1f1b", devices=4, microbatches=100))
     for segments in cuts(ticks):
-        assert program_makespan(cost_parts(ticks), segments) == simulated(cost_parts(ticks), segments, 0.0)
+        assert program_makespan(cost_parts(ticks), segments) == simulated(
+            cost_parts(ticks), segments, 0.0
+        )

@@ -11,6 +11,8 @@ from tests.tiers import slow
 LONG = ("planner.plan",)
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in files_with_examples(WITHOUT_JAX)])
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in LONG else name for name in files_with_examples(WITHOUT_JAX)]
+)
 def test_docstring_examples_run(name):
     run_examples(name)

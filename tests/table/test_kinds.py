@@ -1,4 +1,6 @@
-"""The declarations of the kinds: complete, consistent, and the only place where kinds are listed."""
+"""The declarations of the kinds: complete, consistent, and the only place where kinds
+are listed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import jaxpipe as jp
 from jaxpipe import Kind
 from jaxpipe.render.palette import DARK, LIGHT
 from jaxpipe.simulation.costs import StageCosts
-from jaxpipe.table.kinds import COMPUTE, KEPT, KINDS, MESSAGES, TRANSFERS, kinds_where, makers, readers
+from jaxpipe.table.kinds import (
+    COMPUTE,
+    KEPT,
+    KINDS,
+    MESSAGES,
+    TRANSFERS,
+    kinds_where,
+    makers,
+    readers,
+)
 
 PACKAGE = Path(jp.__file__).parent
 
@@ -31,17 +42,24 @@ def test_each_kind_is_read_as_it_is_printed(kind):
 
 def test_what_is_read_is_made_and_what_travels_has_its_transfers():
     assert all(makers(value) and readers(value) for value in KEPT)
-    assert {message.value for message in MESSAGES} == {spec.needs for spec in KINDS if spec.needs is not None}
+    assert {message.value for message in MESSAGES} == {
+        spec.needs for spec in KINDS if spec.needs is not None
+    }
     for message in MESSAGES:
         assert makers(message.value), "somebody makes it"
-        steps = {KINDS[kind].came_from for kind in (*message.users, *makers(message.value), message.send, message.receive)}
+        steps = {
+            KINDS[kind].came_from
+            for kind in (*message.users, *makers(message.value), message.send, message.receive)
+        }
         assert len(steps) == 1, "all of one pass"
         assert message.value not in KEPT
 
 
 def test_each_time_and_colour_is_declared_for_what_computes():
     names = {field.name for field in fields(StageCosts)}
-    assert {spec.cost for spec in KINDS if spec.is_compute} <= names & {field.name for field in fields(jp.Costs)}
+    assert {spec.cost for spec in KINDS if spec.is_compute} <= names & {
+        field.name for field in fields(jp.Costs)
+    }
     assert kinds_where(lambda spec: spec.cost) == COMPUTE
     for palette in (LIGHT, DARK):
         assert tuple(palette.shades) == COMPUTE
@@ -51,16 +69,24 @@ def test_each_time_and_colour_is_declared_for_what_computes():
 def named_kinds(path: Path) -> set[str]:
     """The members of Kind that a file names."""
     tree = ast.parse(path.read_text())
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    attributes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
     return {node.attr for node in attributes if node.value.id == "Kind"}
 
 
 @pytest.mark.parametrize("room", ["table", "simulation", "render", "cli"])
 def test_no_other_file_lists_kinds(room):
-    """A rule may be about the forward alone; two kinds in a file would be the start of a second list."""
+    """A rule may be about the forward alone; two kinds in a file would be the start of a second
+    list.
+    """
     files = [path for path in (PACKAGE / room).glob("*.py") if path.name != "kinds.py"]
     assert files
-    assert {path.name: named_kinds(path) - {"F"} for path in files if named_kinds(path) - {"F"}} == {}
+    assert {
+        path.name: named_kinds(path) - {"F"} for path in files if named_kinds(path) - {"F"}
+    } == {}
 
 
 def test_the_list_that_is_looked_for_would_be_seen():

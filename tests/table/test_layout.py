@@ -1,4 +1,6 @@
-"""Layout strings: Megatron's language read and written, faults pointed at, and automatic splits against brute force."""
+"""Layout strings: Megatron's language read and written, faults pointed at, and automatic splits
+against brute force.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from jaxpipe.layouts.layout import Layout, LayoutError, check_layout, parse_layo
 
 
 def megatron_expansion(text: str) -> list[str]:
-    """What Megatron-Core makes of a string: commas out, parenthesised repeats first, then repeats of one character."""
+    """What Megatron-Core makes of a string: commas out, parenthesised repeats first, then repeats
+    of one character.
+    """
     text = text.replace(",", "")
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), text)
     return re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), text).split("|")
@@ -76,7 +80,10 @@ def test_layout_is_frozen_and_hashable():
     assert {layout: 1}[Layout(("E", "L"), 2)] == 1
 
 
-@given(st.lists(st.text("EtmL", max_size=9), min_size=1, max_size=12), st.lists(st.integers(1, 5), min_size=12, max_size=12))
+@given(
+    st.lists(st.text("EtmL", max_size=9), min_size=1, max_size=12),
+    st.lists(st.integers(1, 5), min_size=12, max_size=12),
+)
 def test_canonical_form_round_trips(stages, times):
     stages = tuple(s for s, n in zip(stages, times, strict=False) for _ in range(n))
     layout = Layout(stages, 1)
@@ -89,7 +96,11 @@ def nested(children):
     return group.map(lambda g: f"({g[0]})*{g[1]}")
 
 
-@given(st.recursive(st.sampled_from(["E", "t", "t*4", "m", "L", "|", ",", "|*2"]), nested, max_leaves=12))
+@given(
+    st.recursive(
+        st.sampled_from(["E", "t", "t*4", "m", "L", "|", ",", "|*2"]), nested, max_leaves=12
+    )
+)
 def test_nesting_is_repeated_innermost_first(text):
     expected = text.replace(",", "")
     while "(" in expected:
@@ -119,7 +130,10 @@ def test_nesting_is_repeated_innermost_first(text):
         (
             "Et|t|t|t|L",
             4,
-            {10: "5 stages do not divide over 4 devices: add 3 more (write '|||' where it may be empty), or use 1 or 5 devices"},
+            {
+                10: "5 stages do not divide over 4 devices: add 3 more (write '|||' where it may "
+                "be empty), or use 1 or 5 devices"
+            },
         ),
         ("E|L", 3, {3: "2 stages do not divide over 3 devices: add 1 more (write '|'"}),
     ],
@@ -170,7 +184,11 @@ def test_layout_values_are_checked_too():
         ("EtLt", {}, ["L must be the last"]),
         ("tEt", {}, ["E must be the first", "L occurs 0 times"]),
         ("EtmtL", {}, ["after a multi-token-prediction layer"]),
-        ("EtttL", {"num_layers": 4, "mtp_layers": 1}, ["has 3 layers t, but the model has 4", "has 0 layers m, but the model has 1"]),
+        (
+            "EtttL",
+            {"num_layers": 4, "mtp_layers": 1},
+            ["has 3 layers t, but the model has 4", "has 0 layers m, but the model has 1"],
+        ),
         ("", {"num_layers": 0}, ["E occurs 0 times", "L occurs 0 times"]),
     ],
 )
@@ -202,7 +220,11 @@ def test_split_is_the_best_of_all(costs, stages, allow_empty):
     assert allow_empty or all(pieces)
     inner = itertools.combinations_with_replacement(range(layers + 1), stages - 1)
     cuts = [(0, *c, layers) for c in inner]
-    sums = [[sum(costs[a:b]) for a, b in itertools.pairwise(c)] for c in cuts if allow_empty or len(set(c)) == stages + 1]
+    sums = [
+        [sum(costs[a:b]) for a, b in itertools.pairwise(c)]
+        for c in cuts
+        if allow_empty or len(set(c)) == stages + 1
+    ]
     best = min((max(s), sum(x * x for x in s)) for s in sums)
     got = [sum(costs[i] for i in piece) for piece in pieces]
     assert (max(got), sum(x * x for x in got)) == best
@@ -247,11 +269,19 @@ def test_balanced_layout_errors(layers, costs, message):
     [
         ({"num_layers": 8, "devices": 4}, "Ett|tt|tt|ttL"),
         ({"num_layers": 8, "devices": 2, "chunks": 2}, "Ett|tt|tt|ttL"),
-        # Megatron: (6 + 1 + 1) / 4 = 2 slots a stage, one of them for the embedding and one for the loss.
-        ({"num_layers": 6, "devices": 4, "count_embedding": True, "count_loss": True}, "Et|tt|tt|tL"),
+        # Megatron: (6 + 1 + 1) / 4 = 2 slots a stage, one of them for the embedding and one for the
+        # loss.
+        (
+            {"num_layers": 6, "devices": 4, "count_embedding": True, "count_loss": True},
+            "Et|tt|tt|tL",
+        ),
         ({"num_layers": 7, "devices": 4, "count_loss": True}, "Ett|tt|tt|tL"),
-        # Megatron: 4 and 6 layers on the first and last device, (26 - 10) / 2 on the others, each halved over two chunks.
-        ({"num_layers": 26, "devices": 4, "chunks": 2, "first_device": 4, "last_device": 6}, "Ett|tttt|tttt|ttt|tt|tttt|tttt|tttL"),
+        # Megatron: 4 and 6 layers on the first and last device, (26 - 10) / 2 on the others, each
+        # halved over two chunks.
+        (
+            {"num_layers": 26, "devices": 4, "chunks": 2, "first_device": 4, "last_device": 6},
+            "Ett|tttt|tttt|ttt|tt|tttt|tttt|tttL",
+        ),
         ({"num_layers": 7, "devices": 4, "first_device": 1}, "Et|tt|tt|ttL"),
         # Not divisible: the remainder goes to the last stages before the final one.
         ({"num_layers": 10, "devices": 4}, "Ett|ttt|ttt|ttL"),
@@ -263,14 +293,18 @@ def test_balanced_layout_errors(layers, costs, message):
 def test_even_layout(arguments, expected):
     layout = even_layout(**arguments)
     assert "|".join(layout.stages) == expected
-    check_layout(layout, num_layers=arguments["num_layers"], mtp_layers=arguments.get("mtp_layers", 0))
+    check_layout(
+        layout, num_layers=arguments["num_layers"], mtp_layers=arguments.get("mtp_layers", 0)
+    )
 
 
 @given(st.integers(2, 200), st.integers(1, 16), st.integers(1, 4), st.booleans(), st.booleans())
 def test_even_layout_is_even(num_layers, devices, chunks, embedding, loss):
     if num_layers < devices * chunks:
         num_layers = devices * chunks
-    layout = even_layout(num_layers, devices=devices, chunks=chunks, count_embedding=embedding, count_loss=loss)
+    layout = even_layout(
+        num_layers, devices=devices, chunks=chunks, count_embedding=embedding, count_loss=loss
+    )
     held = list(layout.count("t"))
     assert sum(held) == num_layers
     held[0] += embedding
@@ -281,11 +315,23 @@ def test_even_layout_is_even(num_layers, devices, chunks, embedding, loss):
 @pytest.mark.parametrize(
     ("arguments", "faults"),
     [
-        ({"num_layers": -1, "devices": 0, "chunks": 0, "mtp_layers": -1}, ["num_layers", "devices", "chunks", "mtp_layers"]),
-        ({"num_layers": 3, "devices": 4, "first_device": 4}, ["are to hold 4 layers, but there are 3"]),
-        ({"num_layers": 9, "devices": 2, "first_device": 4, "last_device": 4}, ["leave one number out"]),
+        (
+            {"num_layers": -1, "devices": 0, "chunks": 0, "mtp_layers": -1},
+            ["num_layers", "devices", "chunks", "mtp_layers"],
+        ),
+        (
+            {"num_layers": 3, "devices": 4, "first_device": 4},
+            ["are to hold 4 layers, but there are 3"],
+        ),
+        (
+            {"num_layers": 9, "devices": 2, "first_device": 4, "last_device": 4},
+            ["leave one number out"],
+        ),
         ({"num_layers": 9, "devices": 4, "first_device": -1}, ["device 0 cannot hold -1"]),
-        ({"num_layers": 9, "devices": 4, "first_device": 1, "count_loss": True}, ["exclude count_embedding"]),
+        (
+            {"num_layers": 9, "devices": 4, "first_device": 1, "count_loss": True},
+            ["exclude count_embedding"],
+        ),
         ({"num_layers": 9, "devices": 1, "first_device": 9, "last_device": 9}, ["same device"]),
     ],
 )

@@ -12,7 +12,20 @@ from jaxpipe.simulation import lower_bound as bounds
 from jaxpipe.simulation.lower_bound import bound_beside, preemptive_one_machine
 from tests.strategies import random_schedule, randoms
 
-NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "1f1b_overlap", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipe", "dualpipev", "auto")
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "1f1b_overlap",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+    "v_half",
+    "v_min",
+    "dualpipe",
+    "dualpipev",
+    "auto",
+)
 
 
 def bound_of(schedule, costs):
@@ -42,12 +55,22 @@ def test_no_schedule_is_below_it(name, seed):
 
 @given(randoms())
 def test_no_random_table_is_below_it(rng):
-    """Any placement, also of devices without stages, any mix of whole, split and paired backwards; with R the bound has no cap."""
+    """Any placement, also of devices without stages, any mix of whole, split and paired backwards;
+    with R the bound has no cap.
+    """
     schedule = random_schedule(rng, recompute=True)
     if schedule.forward_only:
         return
-    times = {name: rng.choice((rng.randint(0, 9), 0.1 * rng.randint(0, 90))) for name in ("forward", "input_grad", "weight_grad")}
-    costs = jp.Costs(**times, backward=rng.choice((None, 1, 9)), overlap=rng.choice((None, 3)), transfer=rng.choice((0, 1)))
+    times = {
+        name: rng.choice((rng.randint(0, 9), 0.1 * rng.randint(0, 90)))
+        for name in ("forward", "input_grad", "weight_grad")
+    }
+    costs = jp.Costs(
+        **times,
+        backward=rng.choice((None, 1, 9)),
+        overlap=rng.choice((None, 3)),
+        transfer=rng.choice((0, 1)),
+    )
     timeline = jp.simulate(schedule, costs)
     bound, cap = bound_beside(timeline)
     assert bound <= timeline.makespan + 1e-9
@@ -55,12 +78,22 @@ def test_no_random_table_is_below_it(rng):
 
 
 def test_tables_with_recompute_go_below_a_cap_alone():
-    """An R makes room: under one activation a device, microbatches no longer go through one by one."""
-    table = jp.add_recompute(jp.schedules.build("1f1b", devices=4, microbatches=8), max_activations=1)
+    """An R makes room: under one activation a device, microbatches no longer go through one
+    by one.
+    """
+    table = jp.add_recompute(
+        jp.schedules.build("1f1b", devices=4, microbatches=8), max_activations=1
+    )
     timeline = jp.simulate(table)
     assert max(timeline.peak_activations) == 1
-    assert jp.lower_bound(placement=table.placement, microbatches=8, max_activations=1) > timeline.makespan
-    assert bound_beside(timeline) == (jp.lower_bound(placement=table.placement, microbatches=8), None)
+    assert (
+        jp.lower_bound(placement=table.placement, microbatches=8, max_activations=1)
+        > timeline.makespan
+    )
+    assert bound_beside(timeline) == (
+        jp.lower_bound(placement=table.placement, microbatches=8),
+        None,
+    )
 
 
 def test_devices_without_stages_have_bounds_too(monkeypatch):
@@ -72,24 +105,38 @@ def test_devices_without_stages_have_bounds_too(monkeypatch):
 
 def test_it_is_reached_where_the_optimum_is_known():
     for devices, chunks, microbatches in ((4, 1, 8), (3, 2, 7), (2, 2, 5)):
-        found = jp.lower_bound(devices=devices, chunks=chunks, microbatches=microbatches, max_activations=chunks * devices)
-        assert found == 3 * chunks * microbatches + devices - 1  # of ZB-1p and its V-shaped form (Qi et al. 2024)
+        found = jp.lower_bound(
+            devices=devices,
+            chunks=chunks,
+            microbatches=microbatches,
+            max_activations=chunks * devices,
+        )
+        # of ZB-1p and its V-shaped form (Qi et al. 2024)
+        assert found == 3 * chunks * microbatches + devices - 1
     # One place: every microbatch goes all the way before the next one starts.
     assert jp.lower_bound(devices=4, microbatches=3, max_activations=1) == 3 * (4 + 4 + 1)
 
 
 def test_less_memory_never_lowers_it():
     costs = jp.Costs(forward=10, input_grad=13, weight_grad=9, transfer=1)
-    found = [jp.lower_bound(costs, devices=4, chunks=2, microbatches=8, max_activations=cap) for cap in range(2, 17)]
+    found = [
+        jp.lower_bound(costs, devices=4, chunks=2, microbatches=8, max_activations=cap)
+        for cap in range(2, 17)
+    ]
     assert found == sorted(found, reverse=True)
     assert found[0] > 2 * found[-1]
 
 
 def test_interruption_is_all_that_the_one_machine_problem_leaves_out():
-    """Against every order of a few jobs: never above the best, and equal to it where all heads are 0."""
+    """Against every order of a few jobs: never above the best, and equal to it where all heads are
+    0.
+    """
     rng = random.Random(1)
     for _ in range(50):
-        jobs = [(rng.choice((0, rng.randint(0, 9))), rng.randint(1, 5), rng.randint(0, 9)) for _ in range(5)]
+        jobs = [
+            (rng.choice((0, rng.randint(0, 9))), rng.randint(1, 5), rng.randint(0, 9))
+            for _ in range(5)
+        ]
         assert preemptive_one_machine(jobs) <= _best(jobs)
         late = [(0, length, tail) for _, length, tail in jobs]
         assert preemptive_one_machine(late) == _best(late)
@@ -106,7 +153,9 @@ def _best(jobs, time=0):
 
 
 def test_arguments_that_make_no_sense():
-    with pytest.raises(jp.ScheduleError, match="devices must be a whole number of at least 1, not None"):
+    with pytest.raises(
+        jp.ScheduleError, match="devices must be a whole number of at least 1, not None"
+    ):
         jp.lower_bound(microbatches=4)
     with pytest.raises(jp.ScheduleError, match="less than the 3"):
         jp.lower_bound(devices=2, chunks=3, microbatches=4, max_activations=2)
@@ -118,27 +167,41 @@ def test_a_large_table_has_a_bound_too():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_steady_state_is_below_its_bound(name):
-    """`timeline.period` of named schedules: at least a device's work, and what their memory allows."""
+    """`timeline.period` of named schedules: at least a device's work, and what their
+    memory allows.
+    """
     costs = jp.Costs(forward=2, input_grad=3, weight_grad=1, transfer=0.5)
     schedule = jp.schedules.build(name, devices=3 if "dual" not in name else 2, microbatches=40)
     timeline = jp.simulate(schedule, costs)
     bound = jp.lower_bound(
-        costs, placement=schedule.placement, max_activations=max(timeline.peak_activations), objective=jp.Objective.PERIOD
+        costs,
+        placement=schedule.placement,
+        max_activations=max(timeline.peak_activations),
+        objective=jp.Objective.PERIOD,
     )
     if timeline.period is None:
         assert name in ("gpipe", "dualpipe", "dualpipev", "zbv", "v_half", "v_min")
         return
     assert timeline.period >= bound - 1e-9
     # As much longer as the table gets by more microbatches.
-    longer = jp.simulate(jp.schedules.build(name, devices=schedule.num_devices, microbatches=64), costs)
+    longer = jp.simulate(
+        jp.schedules.build(name, devices=schedule.num_devices, microbatches=64), costs
+    )
     assert (longer.makespan - timeline.makespan) / 24 == pytest.approx(timeline.period, rel=0.02)
 
 
 def test_periods_that_are_known():
     unit = jp.simulate(jp.schedules.build("1f1b", devices=4, microbatches=12))
     assert unit.period == 3
-    assert jp.simulate(jp.schedules.build("gpipe", devices=4, microbatches=12)).period is None  # all F, then all B
-    # Groups of 4 microbatches go through a chunk at a time; within a group, starts are half a period apart.
-    assert jp.simulate(jp.schedules.build("interleaved_1f1b", devices=4, chunks=2, microbatches=32)).period == 6
+    # all F, then all B
+    assert jp.simulate(jp.schedules.build("gpipe", devices=4, microbatches=12)).period is None
+    # Groups of 4 microbatches go through a chunk at a time; within a group, starts are half a
+    # period apart.
+    assert (
+        jp.simulate(
+            jp.schedules.build("interleaved_1f1b", devices=4, chunks=2, microbatches=32)
+        ).period
+        == 6
+    )
     with pytest.raises(jp.ScheduleError, match=r"objective must be one of Objective\.MAKESPAN"):
         jp.lower_bound(devices=2, microbatches=2, objective="period")

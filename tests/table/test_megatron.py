@@ -1,4 +1,6 @@
-"""Megatron-Core's helper tables, with the numbers of its own comments, and a whole table built from them."""
+"""Megatron-Core's helper tables, with the numbers of its own comments, and a whole table built from
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,16 @@ def test_warmup_without_chunks_is_the_distance_to_the_last_device(device):
         ({"microbatches": 8, "devices": 4, "device": 0, "chunks": 2}, (16, 2 * 3 + 4, 6)),
         ({"microbatches": 8, "devices": 4, "device": 3, "chunks": 2}, (16, 4, 12)),
         ({"microbatches": 8, "devices": 4, "device": 3, "chunks": 2, "overlap": True}, (16, 5, 11)),
-        ({"microbatches": 12, "devices": 4, "device": 1, "chunks": 3, "group_size": 6}, (36, 2 * 2 + 12, 20)),
+        (
+            {"microbatches": 12, "devices": 4, "device": 1, "chunks": 3, "group_size": 6},
+            (36, 2 * 2 + 12, 20),
+        ),
         ({"microbatches": 4, "devices": 4, "device": 0, "chunks": 2}, (8, 8, 0)),
         ({"microbatches": 2, "devices": 4, "device": 0}, (2, 2, 0)),
-        ({"microbatches": 8, "devices": 4, "device": 2, "chunks": 2, "forward_only": True}, (16, 16, 0)),
+        (
+            {"microbatches": 8, "devices": 4, "device": 2, "chunks": 2, "forward_only": True},
+            (16, 16, 0),
+        ),
         ({"microbatches": 8, "devices": 1, "device": 0, "chunks": 2}, (16, 0, 16)),
     ],
 )
@@ -57,32 +65,52 @@ def test_warmup_counts(arguments, expected):
     assert counts.all_in_warmup is (expected[2] == 0)
 
 
-@pytest.mark.parametrize(("devices", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (3, 2, 9)])
+@pytest.mark.parametrize(
+    ("devices", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 8), (3, 2, 9)]
+)
 def test_orders_make_a_whole_table(devices, chunks, microbatches):
     table = schedule_table(microbatches, chunks, group_size=devices)
     rows = []
     for device in range(devices):
         warmup = warmup_counts(microbatches, devices=devices, device=device, chunks=chunks).warmup
-        rows.append(order_to_actions(execution_order(table, chunks=chunks, warmup=warmup), devices=devices, device=device))
+        rows.append(
+            order_to_actions(
+                execution_order(table, chunks=chunks, warmup=warmup), devices=devices, device=device
+            )
+        )
     schedule = Schedule.from_rows(rows, placement=Placement.loop(devices=devices, chunks=chunks))
     names = [str(action) for _, _, action in schedule.actions()]
     stages = devices * chunks
-    assert sorted(names) == sorted(f"{s}{k}{m}" for s in range(stages) for k in "FB" for m in range(microbatches))
+    assert sorted(names) == sorted(
+        f"{s}{k}{m}" for s in range(stages) for k in "FB" for m in range(microbatches)
+    )
     # On each device, a stage's microbatches run in order and each backward comes after its forward.
     for row in rows:
         place = {str(action): i for i, action in enumerate(row)}
         for action in row:
             name = f"{action.stage}{action.kind.name}{action.microbatch}"
-            assert action.kind.name == "F" or place[f"{action.stage}F{action.microbatch}"] < place[name]
-            assert action.microbatch == 0 or place[f"{action.stage}{action.kind.name}{action.microbatch - 1}"] < place[name]
+            assert (
+                action.kind.name == "F"
+                or place[f"{action.stage}F{action.microbatch}"] < place[name]
+            )
+            assert (
+                action.microbatch == 0
+                or place[f"{action.stage}{action.kind.name}{action.microbatch - 1}"] < place[name]
+            )
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: schedule_table(0, 0, group_size=0), "microbatches=0, chunks=0, group_size=0: each must be at least 1"),
+        (
+            lambda: schedule_table(0, 0, group_size=0),
+            "microbatches=0, chunks=0, group_size=0: each must be at least 1",
+        ),
         (lambda: warmup_counts(4, devices=4, device=4), "device must be 0 ... 3; got 4"),
-        (lambda: warmup_counts(4, devices=0, device=0, group_size=1), "devices=0: it must be at least 1"),
+        (
+            lambda: warmup_counts(4, devices=0, device=0, group_size=1),
+            "devices=0: it must be at least 1",
+        ),
         (lambda: execution_order(TABLE, chunks=1, warmup=0), r"names chunks \[1\]"),
         (lambda: execution_order(TABLE, chunks=2, warmup=11), "warmup must be 0 ... 10"),
         (lambda: order_to_actions((1, 0), devices=2, device=0), "0 is not a step"),
@@ -95,12 +123,21 @@ def test_bad_numbers(call, message):
 
 
 @pytest.mark.parametrize(
-    ("devices", "chunks", "microbatches", "group_size"), [(2, 2, 4, 2), (4, 2, 8, 4), (4, 3, 12, 6), (3, 2, 10, 5), (2, 2, 5, 3)]
+    ("devices", "chunks", "microbatches", "group_size"),
+    [(2, 2, 4, 2), (4, 2, 8, 4), (4, 3, 12, 6), (3, 2, 10, 5), (2, 2, 5, 3)],
 )
 def test_the_catalogue_agrees_with_megatrons_tables(devices, chunks, microbatches, group_size):
-    schedule = jp.schedules.build("interleaved_1f1b", devices=devices, microbatches=microbatches, chunks=chunks, group_size=group_size)
+    schedule = jp.schedules.build(
+        "interleaved_1f1b",
+        devices=devices,
+        microbatches=microbatches,
+        chunks=chunks,
+        group_size=group_size,
+    )
     table = schedule_table(microbatches, chunks, group_size=group_size)
     for device, row in enumerate(schedule.rows):
-        warmup = warmup_counts(microbatches, devices=devices, device=device, chunks=chunks, group_size=group_size).warmup
+        warmup = warmup_counts(
+            microbatches, devices=devices, device=device, chunks=chunks, group_size=group_size
+        ).warmup
         order = execution_order(table, chunks=chunks, warmup=warmup)
         assert row == order_to_actions(order, devices=devices, device=device)

@@ -1,6 +1,8 @@
-"""Random mistakes in valid tables, of every kind of action: `check` accepts what a plain simulation accepts, and always answers.
+"""Random mistakes in valid tables, of every kind of action: `check` accepts what a plain simulation
+accepts, and always answers.
 
-`TABLES=20000 SEED=1 pytest -n 0 -m exhaustive tests/table/test_mutants.py` tries as many as one likes.
+`TABLES=20000 SEED=1 pytest -n 0 -m exhaustive tests/table/test_mutants.py` tries as many as one
+likes.
 """
 
 from __future__ import annotations
@@ -44,12 +46,32 @@ def _valid(name: str, devices: int, microbatches: int, change: str) -> Schedule:
     }[change]()
 
 
-SPREAD = ("first spread", "last spread", "both spread", "deferred", "recomputed, spread", "forwards, spread")
+SPREAD = (
+    "first spread",
+    "last spread",
+    "both spread",
+    "deferred",
+    "recomputed, spread",
+    "forwards, spread",
+)
 CHANGES = ("plain", "split", "recomputed", "sent", "recomputed, sent", *SPREAD)
 
 
-TRANSFORMS = (jp.merge_backward, jp.remove_recompute, jp.remove_spread, jp.remove_transfers, jp.split_backward)
-TRANSFORMS = (*TRANSFORMS, jp.add_recompute, jp.add_transfers, jp.defer_last, jp.spread_first, jp.spread_last)
+TRANSFORMS = (
+    jp.merge_backward,
+    jp.remove_recompute,
+    jp.remove_spread,
+    jp.remove_transfers,
+    jp.split_backward,
+)
+TRANSFORMS = (
+    *TRANSFORMS,
+    jp.add_recompute,
+    jp.add_transfers,
+    jp.defer_last,
+    jp.spread_first,
+    jp.spread_last,
+)
 
 
 def draw_valid(rng: random.Random) -> Schedule:
@@ -58,7 +80,12 @@ def draw_valid(rng: random.Random) -> Schedule:
         table = random_schedule(rng, recompute=rng.random() < 0.5)
         return jp.add_transfers(table) if rng.random() < 0.3 else table
     name = rng.choice([name for name in jp.schedules.names() if name != "auto"])
-    return _valid(name, rng.choice((2, 2, 3, 4)) if name != "dualpipe" else rng.choice((2, 4)), rng.randint(1, 4), rng.choice(CHANGES))
+    return _valid(
+        name,
+        rng.choice((2, 2, 3, 4)) if name != "dualpipe" else rng.choice((2, 4)),
+        rng.randint(1, 4),
+        rng.choice(CHANGES),
+    )
 
 
 def _any_action(rng: random.Random, rows: Rows) -> Action:
@@ -68,7 +95,11 @@ def _any_action(rng: random.Random, rows: Rows) -> Action:
     microbatches = 2 + max((action.microbatch for action in found), default=0)
     device = rng.randrange(len(rows))
     kind = rng.choice(list(Kind))
-    stage = device if kind in (Kind.E, Kind.G, Kind.L, Kind.H) and rng.random() < 0.7 else rng.randrange(stages)
+    stage = (
+        device
+        if kind in (Kind.E, Kind.G, Kind.L, Kind.H) and rng.random() < 0.7
+        else rng.randrange(stages)
+    )
     return Action(stage, kind, rng.randrange(microbatches))
 
 
@@ -92,7 +123,13 @@ def _drop_kind(rng: random.Random, rows: Rows) -> None:
     _, kind, microbatch = rng.choice(found)
     whole = rng.random() < 0.5
     for row in rows:
-        row[:] = [c for c in row if not (isinstance(c, Action) and c.kind is kind and (whole or c.microbatch == microbatch))]
+        row[:] = [
+            c
+            for c in row
+            if not (
+                isinstance(c, Action) and c.kind is kind and (whole or c.microbatch == microbatch)
+            )
+        ]
 
 
 def _change_field(rng: random.Random, rows: Rows) -> None:
@@ -106,7 +143,12 @@ def _change_field(rng: random.Random, rows: Rows) -> None:
 
 def _pair_any(rng: random.Random, rows: Rows) -> None:
     """Two neighbours of any kinds become a pair."""
-    places = [(r, k) for r in rows for k in range(len(r) - 1) if isinstance(r[k], Action) and isinstance(r[k + 1], Action)]
+    places = [
+        (r, k)
+        for r in rows
+        for k in range(len(r) - 1)
+        if isinstance(r[k], Action) and isinstance(r[k + 1], Action)
+    ]
     if places:
         row, k = rng.choice(places)
         row[k : k + 2] = [Overlap(*rng.sample((row[k], row[k + 1]), 2))]
@@ -120,18 +162,35 @@ def _swap_rows(rng: random.Random, rows: Rows) -> None:
 def _move_share(rng: random.Random, rows: Rows) -> None:
     """A share to another place of its row."""
     moved = (Kind.E, Kind.G, Kind.L, Kind.H, Kind.R)
-    places = [(row, k) for row in rows for k, cell in enumerate(row) if isinstance(cell, Action) and cell.kind in moved]
+    places = [
+        (row, k)
+        for row in rows
+        for k, cell in enumerate(row)
+        if isinstance(cell, Action) and cell.kind in moved
+    ]
     if places:
         row, k = rng.choice(places)
         cell = row.pop(k)
         row.insert(max(0, k + rng.choice((-2, -1, 1, 2))), cell)
 
 
-MORE = (_put_any, _put_share_everywhere, _drop_kind, _change_field, _change_field, _pair_any, _swap_rows, _move_share, _move_share)
+MORE = (
+    _put_any,
+    _put_share_everywhere,
+    _drop_kind,
+    _change_field,
+    _change_field,
+    _pair_any,
+    _swap_rows,
+    _move_share,
+    _move_share,
+)
 
 
 def draw(rng: random.Random) -> Schedule:
-    """A table with mistakes; now and then the placement and the number of microbatches are read off its rows."""
+    """A table with mistakes; now and then the placement and the number of microbatches are read off
+    its rows.
+    """
     table = mutated(rng, draw_valid(rng), MORE)
     return table if rng.random() < 0.8 else Schedule.from_rows(table.rows)
 
@@ -152,7 +211,9 @@ def answer(table: Schedule, transfers: Transfers) -> bool:
 
 
 def try_tables(seed: int, count: int) -> tuple[int, int]:
-    """Of `count` tables, how many were accepted and how many refused; an error names the one that is wrong, by its number."""
+    """Of `count` tables, how many were accepted and how many refused; an error names the one that
+    is wrong, by its number.
+    """
     accepted = refused = 0
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
@@ -160,7 +221,8 @@ def try_tables(seed: int, count: int) -> tuple[int, int]:
         for transfers in Transfers if table.has_transfers else (Transfers.RENDEZVOUS,):
             valid = answer(table, transfers)
             where = (
-                f"table {number} of seed {seed}, {transfers}:\n{table.placement}, {table.num_microbatches} microbatches\n{table.to_csv()}"
+                f"table {number} of seed {seed}, {transfers}:\n"
+                f"{table.placement}, {table.num_microbatches} microbatches\n{table.to_csv()}"
             )
             assert valid == accepts(table, transfers), where
             accepted, refused = accepted + valid, refused + (not valid)
@@ -194,5 +256,7 @@ def test_some_mutants():
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_many_mutants():
-    accepted, refused = try_tables(int(os.environ.get("SEED", "1")), int(os.environ.get("TABLES", "20000")))
+    accepted, refused = try_tables(
+        int(os.environ.get("SEED", "1")), int(os.environ.get("TABLES", "20000"))
+    )
     print(f"{accepted:,} accepted, {refused:,} refused")

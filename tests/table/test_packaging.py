@@ -1,4 +1,6 @@
-"""What pyproject.toml promises: the version of the package, and a dependency or an extra for everything that is imported."""
+"""What pyproject.toml promises: the version of the package, and a dependency or an extra for
+everything that is imported.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def names(requirements):
 
 def test_the_version_is_written_once():
     assert "version" not in PROJECT["project"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "jaxpipe.version.__version__"
+    assert (
+        PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "jaxpipe.version.__version__"
+    )
     assert jp.__version__ == version.__version__
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", jp.__version__)
 
@@ -32,7 +36,9 @@ def test_everything_imported_is_a_dependency_or_the_extra_of_its_room():
     needed: dict[str, set[str]] = {}
     for name, path in modules().items():
         found = {target.split(".")[0] for target, inside in imports(name, path) if not inside}
-        needed.setdefault(room(name), set()).update(found - set(sys.stdlib_module_names) - {"jaxpipe"})
+        needed.setdefault(room(name), set()).update(
+            found - set(sys.stdlib_module_names) - {"jaxpipe"}
+        )
     used = {place: {INSTALLED_BY.get(n, n) for n in found} for place, found in needed.items()}
     core = names(PROJECT["project"]["dependencies"])
     for extra in ("flax", "checkpoint", "solver"):

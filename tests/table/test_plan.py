@@ -1,4 +1,6 @@
-"""`plan`: the best split of all, plans that fit, reasons for the others, and errors that say what to change."""
+"""`plan`: the best split of all, plans that fit, reasons for the others, and errors that say what
+to change.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,18 @@ from jaxpipe.planner.running import awaited_at_once
 from jaxpipe.program.segments import Segment
 from jaxpipe.program.templates import Payload, Permute, TickTemplate
 
-T = jp.LayerCost(forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7)
+T = jp.LayerCost(
+    forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7
+)
 HEAD = jp.LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
 EMBED = jp.LayerCost(forward=0.001, input_grad=0, weight_grad=0.002, parameters=2e8, boundary=1e7)
 COSTS = {"E": EMBED, "t": T, "L": HEAD}
-SHAPE = {"devices": 2, "microbatches": 4, "chunks": (1, 2), "schedules": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")}
+SHAPE = {
+    "devices": 2,
+    "microbatches": 4,
+    "chunks": (1, 2),
+    "schedules": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1"),
+}
 MODEL = "Et*6,L"
 
 
@@ -47,7 +56,8 @@ def test_plans_are_sorted_and_hold_what_they_promise(plans):
         assert p.lower_bound <= p.seconds + 1e-12
         assert len(p.memory) == 2
         assert max(p.memory) == p.parts.total <= 20e9
-        # The lowered program keeps the order of every row, and may make devices wait for each other a little more.
+        # The lowered program keeps the order of every row, and may make devices wait for each other
+        # a little more.
         assert p.timeline.makespan * (1 - 1e-9) <= p.seconds < 1.2 * p.timeline.makespan
 
 
@@ -60,7 +70,14 @@ def test_the_best_of_one_is_the_best_of_many():
         "E": jp.LayerCost(forward=0, input_grad=0, weight_grad=0),
         "L": jp.LayerCost(forward=6e-3, input_grad=6e-3, weight_grad=6e-3),
     }
-    given = {"devices": 4, "microbatches": 12, "transfer": 2e-3, "chunks": (1, 2), "schedules": ("1f1b", "zb_h1", "zbv"), "remat": (None,)}
+    given = {
+        "devices": 4,
+        "microbatches": 12,
+        "transfer": 2e-3,
+        "chunks": (1, 2),
+        "schedules": ("1f1b", "zb_h1", "zbv"),
+        "remat": (None,),
+    }
     many = jp.plan("Et*14,L", costs, **given)
     best = min(many, key=lambda p: p.seconds)
     assert best.timeline.makespan > min(p.timeline.makespan for p in many), "this case says nothing"
@@ -74,11 +91,20 @@ def test_all_the_work_is_in_the_times(plans):
         work = sum(times.forward) + sum(times.backward)
         layer = T.forward + T.backward_seconds
         again = 6 * T.forward if p.remat else 0
-        assert work == pytest.approx(6 * layer + again + HEAD.forward + HEAD.backward_seconds + EMBED.forward + EMBED.backward_seconds)
+        assert work == pytest.approx(
+            6 * layer
+            + again
+            + HEAD.forward
+            + HEAD.backward_seconds
+            + EMBED.forward
+            + EMBED.backward_seconds
+        )
 
 
 def test_memory_is_that_of_the_program():
-    """By hand, for gpipe on two devices: parameters, gradients and Adam's state, M residuals of the largest stage, pools of inputs."""
+    """By hand, for gpipe on two devices: parameters, gradients and Adam's state, M residuals of the
+    largest stage, pools of inputs.
+    """
     gpipe, full = jp.plan(MODEL, COSTS, **{**SHAPE, "schedules": ("gpipe",)})
     assert (gpipe.remat, full.remat) == (None, "full")
     assert gpipe.layout in ("Et*3|t*3,L", "Et*4|ttL")
@@ -92,11 +118,23 @@ def test_memory_is_that_of_the_program():
 
 
 def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
-    given = {"devices": 2, "microbatches": 4, "chunks": (1,), "schedules": ("1f1b",), "remat": (None,)}
-    there, here = (jp.plan("Et*6,L", COSTS, **given, mesh=kind).best.parts for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS))
+    given = {
+        "devices": 2,
+        "microbatches": 4,
+        "chunks": (1,),
+        "schedules": ("1f1b",),
+        "remat": (None,),
+    }
+    there, here = (
+        jp.plan("Et*6,L", COSTS, **given, mesh=kind).best.parts
+        for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS)
+    )
     assert (there.summed, here.summed) == (0, 0), "pools leave room enough"
     heavy = COSTS | {"E": replace(EMBED, parameters=2e9)}
-    there, here = (jp.plan("Et*6,L", heavy, **given, mesh=kind).best.parts for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS))
+    there, here = (
+        jp.plan("Et*6,L", heavy, **given, mesh=kind).best.parts
+        for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS)
+    )
     assert there.summed == 0
     assert here.total == here.stages + here.outer + here.batch + 2e9 + 2e8
 
@@ -104,14 +142,24 @@ def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
 def test_the_split_is_the_best_of_all_splits():
     """Against every way to cut, with a limit on what a stage may hold."""
     letters = "EttmtmL"
-    costs = {**COSTS, "m": jp.LayerCost(forward=0.004, input_grad=0.003, weight_grad=0.002, parameters=3e9)}
+    costs = {
+        **COSTS,
+        "m": jp.LayerCost(forward=0.004, input_grad=0.003, weight_grad=0.002, parameters=3e9),
+    }
     seconds = [costs[c].forward + costs[c].backward_seconds for c in letters]
     for most in (float("inf"), 16e9, 14e9):
 
         def worst(cuts, most=most):
             pieces = [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(letters)))]
-            held = max(sum(costs[letters[i]].held_bytes for i in piece if letters[i] not in "EL") for piece in pieces)
-            return max(sum(seconds[i] for i in piece) for piece in pieces) if held <= most else float("inf")
+            held = max(
+                sum(costs[letters[i]].held_bytes for i in piece if letters[i] not in "EL")
+                for piece in pieces
+            )
+            return (
+                max(sum(seconds[i] for i in piece) for piece in pieces)
+                if held <= most
+                else float("inf")
+            )
 
         least = min(worst(cuts) for cuts in itertools.combinations(range(1, len(letters)), 2))
         layout = balanced(letters, costs, devices=3, chunks=1, remat=Remat.NONE, most_bytes=most)
@@ -124,21 +172,32 @@ def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
     fewer = jp.plan(MODEL, COSTS, **SHAPE, memory=limit)
     assert any("does not fit by" in r.why for r in fewer.rejected)
     assert all(max(p.memory) <= limit for p in fewer)
-    with pytest.raises(jp.PlanError, match=r"nothing fits into 4\.7 GiB a device: the nearest is .* which needs .* more"):
+    with pytest.raises(
+        jp.PlanError,
+        match=r"nothing fits into 4\.7 GiB a device: the nearest is .* which needs .* more",
+    ):
         jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
 
 
 def test_what_cannot_fit_is_not_lowered(monkeypatch):
-    """Parameters alone are too much before any table is built, and activations before any table is lowered."""
+    """Parameters alone are too much before any table is built, and activations before any table is
+    lowered.
+    """
 
     def refused(*arguments, **options):
         raise AssertionError("it took long")
 
     monkeypatch.setattr(planner, "program_of", refused)
-    with pytest.raises(jp.PlanError, match=r"nothing fits into 6\.1 GiB a device: the nearest is zb_h1.* needs at least .* more"):
+    with pytest.raises(
+        jp.PlanError,
+        match=r"nothing fits into 6\.1 GiB a device: the nearest is zb_h1.* needs at least .* more",
+    ):
         jp.plan(MODEL, COSTS, **SHAPE, memory=6.6e9)
     monkeypatch.setattr(planner, "build", refused)
-    with pytest.raises(jp.PlanError, match=r"an even split of the layers, which needs 6\.0 GiB for parameters, .* 1\.3 GiB more"):
+    with pytest.raises(
+        jp.PlanError,
+        match=r"an even split of the layers, which needs 6\.0 GiB for parameters, .* 1\.3 GiB more",
+    ):
         jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
 
 
@@ -146,7 +205,10 @@ def test_what_cannot_fit_is_not_lowered(monkeypatch):
 def test_no_program_has_fewer_slots_than_is_said_before_it_is_made(name):
     for devices, microbatches in ((2, 1), (4, 6)):
         schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
-        made, least = (vars(slots) for slots in (plan_of(schedule).program().slots, least_slots(jp.simulate(schedule))))
+        made, least = (
+            vars(slots)
+            for slots in (plan_of(schedule).program().slots, least_slots(jp.simulate(schedule)))
+        )
         assert all(made[pool] >= least[pool] for pool in least)
 
 
@@ -156,7 +218,23 @@ def test_progress_is_told_of_choices_and_of_programs(monkeypatch, capsys):
     assert told[: told[0][1]] == [(i + 1, told[0][1]) for i in range(told[0][1])]
     assert told[told[0][1]][0] == 1
     monkeypatch.setattr(terminal, "_PATIENCE", 0)
-    sizes = ["--layers", "6", "--width", "1024", "--vocab", "32000", "-P", "2", "-M", "4", "--schedules", "1f1b", "zb_h1", "-V", "1"]
+    sizes = [
+        "--layers",
+        "6",
+        "--width",
+        "1024",
+        "--vocab",
+        "32000",
+        "-P",
+        "2",
+        "-M",
+        "4",
+        "--schedules",
+        "1f1b",
+        "zb_h1",
+        "-V",
+        "1",
+    ]
     assert main(["plan", *sizes]) == 0
     assert capsys.readouterr().err == "planning: 1 of 4 done\n"
 
@@ -166,16 +244,27 @@ def test_numbers_of_microbatches_have_costs_of_their_own():
 
     def costs(share):
         return {
-            c: jp.LayerCost(forward=share * v.forward, input_grad=share * v.input_grad, weight_grad=share * v.weight_grad)
+            c: jp.LayerCost(
+                forward=share * v.forward,
+                input_grad=share * v.input_grad,
+                weight_grad=share * v.weight_grad,
+            )
             for c, v in COSTS.items()
         }
 
     given = {"devices": 2, "schedules": ("1f1b",), "chunks": (1,), "remat": (None,)}
     found = jp.plan(MODEL, {4: costs(1), 8: costs(0.55)}, microbatches=(4, 8), **given)
-    alone = [jp.plan(MODEL, costs(share), microbatches=count, **given).best for count, share in ((4, 1), (8, 0.55))]
-    assert {p.schedule.num_microbatches: p.seconds for p in found} == {p.schedule.num_microbatches: p.seconds for p in alone}
+    alone = [
+        jp.plan(MODEL, costs(share), microbatches=count, **given).best
+        for count, share in ((4, 1), (8, 0.55))
+    ]
+    assert {p.schedule.num_microbatches: p.seconds for p in found} == {
+        p.schedule.num_microbatches: p.seconds for p in alone
+    }
     assert {p.words for p in found} == {"1f1b, V 1, M 4", "1f1b, V 1, M 8"}
-    with pytest.raises(jp.PlanError, match="costs are missing for 8 microbatches: a microbatch of another size"):
+    with pytest.raises(
+        jp.PlanError, match="costs are missing for 8 microbatches: a microbatch of another size"
+    ):
         jp.plan(MODEL, {4: costs(1)}, microbatches=(4, 8), **given)
     with pytest.raises(jp.PlanError, match="costs are given by number of microbatches"):
         jp.plan(MODEL, {4: costs(1)}, microbatches=4, **given)
@@ -185,7 +274,9 @@ def test_numbers_of_microbatches_have_costs_of_their_own():
 
 @pytest.mark.slow
 def test_some_microbatches_are_recomputed_where_that_is_enough():
-    """1F1B holds most on the first device, so that alone computes again, and once a few microbatches: faster than where all do."""
+    """1F1B holds most on the first device, so that alone computes again, and once a few
+    microbatches: faster than where all do.
+    """
     given = {"devices": 4, "microbatches": 8, "schedules": ("1f1b",), "chunks": (1,)}
     plain = jp.plan("Et*8,L", COSTS, **given, remat=(None,)).best
     limit = max(plain.memory) - 1
@@ -193,8 +284,12 @@ def test_some_microbatches_are_recomputed_where_that_is_enough():
     full = jp.plan("Et*8,L", COSTS, **given, remat=("full",), memory=limit).best
     assert all(max(plan.memory) <= limit for plan in some)
     assert plain.seconds < some.best.seconds < full.seconds
-    recomputed = [[action for _, _, action in plan.schedule.actions() if action.kind is jp.Kind.R] for plan in some]
-    # Two of eight: with room for 3 of the 4 in flight, one microbatch of each four finds none.  More R may be faster, as a program.
+    recomputed = [
+        [action for _, _, action in plan.schedule.actions() if action.kind is jp.Kind.R]
+        for plan in some
+    ]
+    # Two of eight: with room for 3 of the 4 in flight, one microbatch of each four finds none.
+    # More R may be faster, as a program.
     fewest, plan = min(zip(recomputed, some, strict=True), key=lambda each: len(each[0]))
     assert {action.stage for action in fewest} == {0}
     assert len(fewest) == 2
@@ -203,9 +298,17 @@ def test_some_microbatches_are_recomputed_where_that_is_enough():
 
 
 def test_programs_are_those_of_the_mesh():
-    """By hand: 2 devices, 1F1B in lock-step where everybody waits for every transfer, else as the table has it."""
+    """By hand: 2 devices, 1F1B in lock-step where everybody waits for every transfer, else as the
+    table has it.
+    """
     layer = jp.LayerCost(forward=1, input_grad=1, weight_grad=1)
-    given = {"devices": 2, "microbatches": 4, "schedules": ("1f1b",), "chunks": (1,), "remat": (None,)}
+    given = {
+        "devices": 2,
+        "microbatches": 4,
+        "schedules": ("1f1b",),
+        "chunks": (1,),
+        "remat": (None,),
+    }
     found = {where: jp.plan("tt", {"t": layer}, **given, mesh=where).best for where in RunsOn}
     # (M + P - 1) (F + B) with unit F, and B = 2.
     table = found[RunsOn.CPU_PROCESSES].timeline.makespan
@@ -213,7 +316,9 @@ def test_programs_are_those_of_the_mesh():
     # Predicates take some microseconds each.
     assert table < found[RunsOn.GPUS].seconds < table + 1e-3
     assert found[RunsOn.CPU_PROCESSES].seconds == table
-    virtual = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu", process_index=0)] * 2))
+    virtual = SimpleNamespace(
+        devices=np.array([SimpleNamespace(platform="cpu", process_index=0)] * 2)
+    )
     assert RunsOn.of(virtual) is RunsOn.ONE_CPU_PROCESS
 
 
@@ -224,9 +329,17 @@ def mesh_of(**sizes):
 
 
 def test_blocks_that_communicate_have_predicates_of_the_host():
-    """The program, and its seconds, are those of `Pipeline` on such a mesh (`step_time`), whose host waits for each predicate."""
+    """The program, and its seconds, are those of `Pipeline` on such a mesh (`step_time`), whose
+    host waits for each predicate.
+    """
     layer = jp.LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
-    given = {"devices": 2, "microbatches": 4, "schedules": ("1f1b",), "chunks": (1,), "remat": (None,)}
+    given = {
+        "devices": 2,
+        "microbatches": 4,
+        "schedules": ("1f1b",),
+        "chunks": (1,),
+        "remat": (None,),
+    }
 
     def found(mesh, **axes):
         return jp.plan("tt", {"t": layer}, **given, mesh=mesh, **axes).best
@@ -245,7 +358,11 @@ def test_blocks_that_communicate_have_predicates_of_the_host():
 @pytest.mark.parametrize(
     ("mesh", "axes", "says"),
     [
-        (mesh_of(stages=2), {}, "the mesh has no axis 'pipe'; its axes are {'stages': 2}: write axis="),
+        (
+            mesh_of(stages=2),
+            {},
+            "the mesh has no axis 'pipe'; its axes are {'stages': 2}: write axis=",
+        ),
         (mesh_of(pipe=4), {}, "devices is 2, but mesh axis 'pipe' has 4"),
         (mesh_of(pipe=2), {"data_axes": ("rows",)}, "the mesh has no data axis 'rows'"),
         (2, {}, "mesh must be a jax.sharding.Mesh"),
@@ -269,9 +386,27 @@ def test_whoever_comes_to_a_transfer_waits():
 
 @pytest.mark.slow
 def test_auto_uses_the_memory_that_there_is():
-    found = jp.plan(MODEL, COSTS, devices=2, microbatches=6, chunks=(1,), schedules=("auto",), remat=(None,), memory=9.5e9)
+    found = jp.plan(
+        MODEL,
+        COSTS,
+        devices=2,
+        microbatches=6,
+        chunks=(1,),
+        schedules=("auto",),
+        remat=(None,),
+        memory=9.5e9,
+    )
     assert max(found.best.memory) <= 9.5e9
-    more = jp.plan(MODEL, COSTS, devices=2, microbatches=6, chunks=(1,), schedules=("auto",), remat=(None,), memory=20e9)
+    more = jp.plan(
+        MODEL,
+        COSTS,
+        devices=2,
+        microbatches=6,
+        chunks=(1,),
+        schedules=("auto",),
+        remat=(None,),
+        memory=20e9,
+    )
     assert more.best.seconds <= found.best.seconds
 
 
@@ -281,15 +416,24 @@ def test_auto_uses_the_memory_that_there_is():
         ({"costs": {"t": T}}, "costs are missing for layer 'E'"),
         ({"devices": 99}, "8 layers are too few for 99 devices"),
         ({"memory": 80}, "for gigabytes write 80e9"),
-        ({"costs": {**COSTS, "t": jp.LayerCost(forward=9000, input_grad=1, weight_grad=1)}}, "times are in seconds"),
+        (
+            {"costs": {**COSTS, "t": jp.LayerCost(forward=9000, input_grad=1, weight_grad=1)}},
+            "times are in seconds",
+        ),
         ({"transfer": 90}, "over a thousand times a layer's"),
         ({"remat": ("some",)}, "remat holds 'some'"),
         ({"layers": "Et|tL"}, "already holds '|'"),
         ({"schedules": ("zbv",), "chunks": (1,)}, "no schedule can be built"),
         ({"mesh": "cpu"}, "mesh must be a jax.sharding.Mesh"),
         ({"most": 0}, "most must be a whole number of at least 1, not 0"),
-        ({"transfer": {1: 2}}, "transfer is given by number of microbatches, but microbatches is one number"),
-        ({"transfer": {4: "fast"}, "microbatches": (4,), "costs": {4: COSTS}}, "transfer must be seconds"),
+        (
+            {"transfer": {1: 2}},
+            "transfer is given by number of microbatches, but microbatches is one number",
+        ),
+        (
+            {"transfer": {4: "fast"}, "microbatches": (4,), "costs": {4: COSTS}},
+            "transfer must be seconds",
+        ),
         ({"layers": 8, "costs": None, "chunks": 1, "axis": 0}, "costs must be a mapping"),
         ({"costs": {**COSTS, 3.5: T}}, "costs has a key 3.5"),
         ({"costs": {**COSTS, "t": jp.Costs()}}, "must be a jaxpipe.LayerCost"),
@@ -314,7 +458,23 @@ def test_a_layer_cost_is_a_number_of_at_least_0():
 
 def test_the_command_prints_a_table_json_and_a_picture(tmp_path, capsys):
     picture = tmp_path / "plan.svg"
-    sizes = ["--layers", "6", "--width", "1024", "--vocab", "32000", "-P", "2", "-M", "4", "--schedules", "1f1b", "zb_h1", "-V", "1"]
+    sizes = [
+        "--layers",
+        "6",
+        "--width",
+        "1024",
+        "--vocab",
+        "32000",
+        "-P",
+        "2",
+        "-M",
+        "4",
+        "--schedules",
+        "1f1b",
+        "zb_h1",
+        "-V",
+        "1",
+    ]
     assert main(["plan", *sizes, "--memory", "80GB", "-o", str(picture)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("plan")
@@ -322,10 +482,33 @@ def test_the_command_prints_a_table_json_and_a_picture(tmp_path, capsys):
     assert "bound" in out.splitlines()[0].split()
     assert "estimates" in out
     assert "<svg" in picture.read_text()
-    costs = {name: {"forward": c.forward, "input_grad": c.input_grad, "weight_grad": c.weight_grad} for name, c in COSTS.items()}
+    costs = {
+        name: {"forward": c.forward, "input_grad": c.input_grad, "weight_grad": c.weight_grad}
+        for name, c in COSTS.items()
+    }
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"layers": MODEL, "costs": costs, "transfer": 0.001}))
-    assert main(["plan", "--costs", str(file), "-P", "2", "-M", "4", "--schedules", "1f1b", "-V", "1", "--remat", "none", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--costs",
+                str(file),
+                "-P",
+                "2",
+                "-M",
+                "4",
+                "--schedules",
+                "1f1b",
+                "-V",
+                "1",
+                "--remat",
+                "none",
+                "--json",
+            ]
+        )
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     (best,) = facts["plans"]
     assert best["schedule"] == "1f1b"

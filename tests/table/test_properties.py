@@ -1,4 +1,6 @@
-"""What holds for every valid table: the encoding, the run order, the grid, and what costs can and cannot change."""
+"""What holds for every valid table: the encoding, the run order, the grid, and what costs can and
+cannot change.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,26 @@ def test_random_tables_are_of_every_sort():
     assert any(s.forward_only for s in tables)
     assert any(not row for s in tables for row in s.rows)
     assert {s.num_devices for s in tables} == {1, 2, 3, 4}
-    assert any(a == b for s in tables for a, b in zip(s.stage_to_device, s.stage_to_device[1:], strict=False))
+    assert any(
+        a == b
+        for s in tables
+        for a, b in zip(s.stage_to_device, s.stage_to_device[1:], strict=False)
+    )
     mixed = [{a.kind for row in s.rows for c in row for a in parts(c)} for s in tables]
     assert any({Kind.B, Kind.I} <= kinds for kinds in mixed)
     recomputed = [sum(a.kind is Kind.R for _, _, a in s.actions()) for s in tables]
     assert {n == 0 for n in recomputed} == {True, False}
-    assert any(n == s.num_stages * s.num_microbatches for n, s in zip(recomputed, tables, strict=True))
-    assert any(0 < n < s.num_stages * s.num_microbatches for n, s in zip(recomputed, tables, strict=True))
-    assert not any(a.kind is Kind.R for seed in range(50) for _, _, a in random_schedule(random.Random(seed)).actions())
+    assert any(
+        n == s.num_stages * s.num_microbatches for n, s in zip(recomputed, tables, strict=True)
+    )
+    assert any(
+        0 < n < s.num_stages * s.num_microbatches for n, s in zip(recomputed, tables, strict=True)
+    )
+    assert not any(
+        a.kind is Kind.R
+        for seed in range(50)
+        for _, _, a in random_schedule(random.Random(seed)).actions()
+    )
 
 
 def test_the_same_seed_makes_the_same_table():
@@ -43,8 +57,12 @@ def test_the_same_seed_makes_the_same_table():
 @given(schedules(recompute=True))
 def test_the_encoding_numbers_the_actions_in_order(schedule):
     table = schedule.encoded
-    assert [(d, p, a) for d, p, a in schedule.actions()] == [(*table.cell_of(i), table.action(i)) for i in range(table.num_actions)]
-    assert [table.text(i) for i in range(table.num_actions)] == [str(a) for _, _, a in schedule.actions()]
+    assert [(d, p, a) for d, p, a in schedule.actions()] == [
+        (*table.cell_of(i), table.action(i)) for i in range(table.num_actions)
+    ]
+    assert [table.text(i) for i in range(table.num_actions)] == [
+        str(a) for _, _, a in schedule.actions()
+    ]
     for i in range(table.num_actions):
         stage, kind, m = table.action(i)
         assert table.at[kind, stage, m] == i
@@ -99,8 +117,14 @@ def test_dearer_actions_never_make_a_table_shorter(rng):
     schedule = random_schedule(rng, recompute=True)
     cheap = [rng.randint(0, 4) for _ in range(4)]
     dear = [c + rng.randint(0, 3) for c in cheap]
-    assert jp.simulate(schedule, Costs(*cheap)).makespan <= jp.simulate(schedule, Costs(*dear)).makespan
-    assert jp.simulate(schedule, Costs(*(3 * c for c in cheap))).makespan == 3 * jp.simulate(schedule, Costs(*cheap)).makespan
+    assert (
+        jp.simulate(schedule, Costs(*cheap)).makespan
+        <= jp.simulate(schedule, Costs(*dear)).makespan
+    )
+    assert (
+        jp.simulate(schedule, Costs(*(3 * c for c in cheap))).makespan
+        == 3 * jp.simulate(schedule, Costs(*cheap)).makespan
+    )
 
 
 @given(schedules(recompute=True))
@@ -119,7 +143,9 @@ def test_the_peak_is_a_cap_that_holds_and_one_less_does_not(schedule):
     tight = [max(0, peak - 1) for peak in peaks]
     with pytest.raises(jp.ScheduleError) as caught:
         jp.check(schedule, max_activations=tight)
-    assert {v.device for v in caught.value.violations} == {d for d, peak in enumerate(peaks) if peak}
+    assert {v.device for v in caught.value.violations} == {
+        d for d, peak in enumerate(peaks) if peak
+    }
     assert {v.rule for v in caught.value.violations} == {"memory"}
 
 
@@ -159,4 +185,8 @@ def test_a_wide_grid_is_cut_to_its_marks():
 def test_a_table_that_cannot_run_is_drawn_by_position():
     lines = str(Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")).splitlines()
     drawn = [line.split("|")[1].split() for line in lines]
-    assert drawn == [["0", "1", "2", "3"], ["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]]
+    assert drawn == [
+        ["0", "1", "2", "3"],
+        ["0F0", "0B0", "0F1", "0B1"],
+        ["1F1", "1B1", "1F0", "1B0"],
+    ]

@@ -1,4 +1,6 @@
-"""`add_recompute`: an R before each backward, early only where that makes the table shorter, never more ahead than asked."""
+"""`add_recompute`: an R before each backward, early only where that makes the table shorter, never
+more ahead than asked.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
 from jaxpipe.table.action import parts
 
-# Device 1 waits for its second microbatch while device 0 runs a long stage: room for a recomputation.
+# Device 1 waits for its second microbatch while device 0 runs a long stage: room for a
+# recomputation.
 WAITS = "0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n"
 
 
@@ -48,25 +51,32 @@ def test_an_r_goes_into_a_bubble_that_makes_the_table_shorter():
     latest = jp.add_recompute(read(WAITS), lead=0, costs=costs)
     assert latest.to_csv() == "0F0,0F1,0R1,0B1,0R0,0B0\n1F0,1F1,1R1,1B1,1R0,1B0\n"
     early = jp.add_recompute(read(WAITS), costs=costs)
-    # Microbatch 1 comes first in the backward, but its forward is not done in the bubble: R keep the order of their backwards.
+    # Microbatch 1 comes first in the backward, but its forward is not done in the bubble: R keep
+    # the order of their backwards.
     assert early == latest
     in_order = read("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
     early = jp.add_recompute(in_order, costs=costs)
     assert str(early.rows[1][1]) == "1R0"
-    # Without 1R0 in the bubble from 5 to 8, 1B0 ends at 13; with it there at 11, and everything after it two earlier.
-    before, after = (jp.simulate(t, costs) for t in (jp.add_recompute(in_order, lead=0, costs=costs), early))
+    # Without 1R0 in the bubble from 5 to 8, 1B0 ends at 13; with it there at 11, and everything
+    # after it two earlier.
+    before, after = (
+        jp.simulate(t, costs) for t in (jp.add_recompute(in_order, lead=0, costs=costs), early)
+    )
     assert (before.end["1B0"], after.end["1B0"]) == (13, 11)
     assert after.makespan < before.makespan
 
 
 def test_a_bubble_that_saves_nothing_is_left_alone():
-    """In 1F1B an R right before its B fills the wait for the gradient as it is, and holds the least."""
+    """In 1F1B an R right before its B fills the wait for the gradient as it is, and holds the
+    least.
+    """
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
     assert jp.add_recompute(schedule, lead=None) == jp.add_recompute(schedule, lead=0)
     t = jp.simulate(jp.add_recompute(schedule), Costs(checkpoint=0.25))
     assert t.peak_activations == (1, 1, 1, 1)
     assert t.peak_memory[0] == 1 + 3 * 0.25
-    # All of device 0's 8 recomputations but those of the steady state run in waits: the step grows by less than they take.
+    # All of device 0's 8 recomputations but those of the steady state run in waits: the step grows
+    # by less than they take.
     assert t.makespan < jp.simulate(schedule, Costs(input_grad=2)).makespan
 
 
@@ -74,7 +84,9 @@ def test_only_the_stages_asked_for():
     table = jp.add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=2), stages=[0])
     assert table.to_csv() == "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1B0,1F1,1B1\n"
     whole = jp.add_recompute(table, stages=[1])
-    assert {a[::2] for _, _, a in whole.actions() if a.kind is Kind.R} == {(s, m) for s in range(2) for m in range(2)}
+    assert {a[::2] for _, _, a in whole.actions() if a.kind is Kind.R} == {
+        (s, m) for s in range(2) for m in range(2)
+    }
 
 
 def test_the_r_of_a_pair_stands_before_the_pair():
@@ -89,15 +101,25 @@ def test_the_fewest_are_recomputed_that_make_room(rng):
     schedule = random_schedule(rng)
     if schedule.forward_only:
         return
-    peaks, least = (max(jp.simulate(table).peak_activations) for table in (schedule, jp.add_recompute(schedule, lead=0)))
+    peaks, least = (
+        max(jp.simulate(table).peak_activations)
+        for table in (schedule, jp.add_recompute(schedule, lead=0))
+    )
     most = rng.randint(least, max(least, peaks - 1))
     table = jp.add_recompute(schedule, lead=0, max_activations=most)
     assert max(jp.simulate(table).peak_activations) <= most
-    assert max(jp.simulate(jp.add_recompute(schedule, lead=1, max_activations=most)).peak_activations) <= most
+    assert (
+        max(jp.simulate(jp.add_recompute(schedule, lead=1, max_activations=most)).peak_activations)
+        <= most
+    )
     for row in jp.remove_recompute(schedule).rows:
         passes = sorted({action[::2] for cell in row for action in parts(cell)})
-        taken = sum(action[::2] in passes for _, _, action in table.actions() if action.kind is Kind.R)
-        for fewer in itertools.combinations(passes, taken - 1) if taken > 0 and len(passes) < 10 else ():
+        taken = sum(
+            action[::2] in passes for _, _, action in table.actions() if action.kind is Kind.R
+        )
+        for fewer in (
+            itertools.combinations(passes, taken - 1) if taken > 0 and len(passes) < 10 else ()
+        ):
             assert most_held(row, fewer) > most
 
 
@@ -116,11 +138,19 @@ def test_what_cannot_be_recomputed_is_refused():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     for bad, options, says in (
         (jp.add_transfers(schedule), {}, "remove_transfers"),
-        (jp.schedules.build("1f1b", devices=2, microbatches=2, forward_only=True), {}, "no backward"),
+        (
+            jp.schedules.build("1f1b", devices=2, microbatches=2, forward_only=True),
+            {},
+            "no backward",
+        ),
         (schedule, {"stages": [0, 2, -1]}, r"stages=\[-1, 2\] do not exist; stages go from 0 to 1"),
         (schedule, {"lead": -1}, "lead=-1 must be 0 or more"),
         (schedule, {"max_activations": 0}, "max_activations=0 must be at least 1"),
-        (schedule, {"max_activations": 2, "lead": None}, "lead=None has no bound, so max_activations=2 cannot be kept"),
+        (
+            schedule,
+            {"max_activations": 2, "lead": None},
+            "lead=None has no bound, so max_activations=2 cannot be kept",
+        ),
         (read("0F0,0B0\n1B0,1F0\n"), {}, "1B0 comes before 1F0"),
     ):
         with pytest.raises(jp.ScheduleError, match=says):
@@ -143,7 +173,9 @@ def test_a_valid_table_with_every_r_and_nothing_else_changed(rng):
     asked = {(s, m) for s in stages for m in range(schedule.num_microbatches)}
     assert {a[::2] for _, _, a in table.actions() if a.kind is Kind.R} == had | asked
     bare = jp.remove_recompute(schedule)
-    assert jp.remove_recompute(table).rows == tuple(tuple(c for c in row if c is not None) for row in bare.rows)
+    assert jp.remove_recompute(table).rows == tuple(
+        tuple(c for c in row if c is not None) for row in bare.rows
+    )
     assert lead is None or most_ahead(table) <= lead
     latest = jp.add_recompute(schedule, stages=stages, lead=0, costs=costs)
     assert jp.simulate(table, costs).makespan <= jp.simulate(latest, costs).makespan
@@ -158,7 +190,10 @@ def test_bubbles_do_make_some_tables_shorter():
         schedule = random_schedule(rng)
         if not schedule.forward_only:
             costs = random_costs(rng, schedule.num_stages)
-            early, late = (jp.simulate(jp.add_recompute(schedule, lead=lead, costs=costs), costs) for lead in (None, 0))
+            early, late = (
+                jp.simulate(jp.add_recompute(schedule, lead=lead, costs=costs), costs)
+                for lead in (None, 0)
+            )
             shorter += early.makespan < late.makespan
     assert shorter > 5
 
@@ -167,7 +202,10 @@ def test_bubbles_do_make_some_tables_shorter():
 def test_other_transforms_keep_r_where_it_is(schedule):
     def order(table: Schedule) -> list[list[str]]:
         """Each row's F and R, and that its backwards are there."""
-        return [[str(a) for c in row for a in parts(c) if a.kind in (Kind.F, Kind.R)] for row in table.rows]
+        return [
+            [str(a) for c in row for a in parts(c) if a.kind in (Kind.F, Kind.R)]
+            for row in table.rows
+        ]
 
     for change in (jp.split_backward, jp.merge_backward, jp.add_transfers):
         table = jp.check(change(schedule))

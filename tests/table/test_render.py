@@ -1,4 +1,6 @@
-"""Pictures: every action is drawn once, where and as long as the timeline says; the page and the trace hold the same numbers."""
+"""Pictures: every action is drawn once, where and as long as the timeline says; the page and the
+trace hold the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline(name="1f1b", *, devices=4, microbatches=8, costs=None, **options):
-    return jp.simulate(jp.schedules.build(name, devices=devices, microbatches=microbatches, **options), costs or jp.Costs())
+    return jp.simulate(
+        jp.schedules.build(name, devices=devices, microbatches=microbatches, **options),
+        costs or jp.Costs(),
+    )
 
 
 def pair_table():
@@ -42,13 +47,18 @@ def drawn(svg):
         if title is not None:
             text = title.text.split(":")[0]
             assert text not in found, f"{text} is drawn twice"
-            found[text] = (box.get("class"), *(float(box.get(k)) for k in ("x", "y", "width", "height")))
+            found[text] = (
+                box.get("class"),
+                *(float(box.get(k)) for k in ("x", "y", "width", "height")),
+            )
     return found
 
 
 TIMELINES = {
     "1f1b": lambda: timeline(),
-    "uneven": lambda: timeline(costs=jp.Costs(forward=[1, 2, 1.5, 0.5], input_grad=1.25, transfer=0.3)),
+    "uneven": lambda: timeline(
+        costs=jp.Costs(forward=[1, 2, 1.5, 0.5], input_grad=1.25, transfer=0.3)
+    ),
     "interleaved": lambda: timeline("interleaved_1f1b", chunks=2),
     "zero bubble": lambda: timeline("zb_h1"),
     "pair": pair_table,
@@ -65,7 +75,8 @@ def test_every_action_is_drawn_where_it_runs(name, memory):
     for device, _, action in t.schedule.actions():
         kind, x, y, width, height = boxes[str(action)]
         start, end = t.start[str(action)], t.end[str(action)]
-        # Coordinates are rounded to a hundredth of a pixel, and a bar gives up one pixel to the gap between neighbours.
+        # Coordinates are rounded to a hundredth of a pixel, and a bar gives up one pixel to the gap
+        # between neighbours.
         assert x == pytest.approx(chart.x(start) + 0.5, abs=0.02)
         assert width == pytest.approx((end - start) * chart.unit - 1, abs=0.02)
         assert chart.y(device) - 0.02 <= y
@@ -85,27 +96,48 @@ def test_numbers_are_microbatches_and_stay_in_their_bars(name):
     t = TIMELINES[name]()
     root = ElementTree.fromstring(to_svg(t))
     chart = Chart(t, None, False, heading="x")
-    labels = [(float(g.get("font-size")), e) for g in root.iter(f"{SVG}g") if g.get("font-size") for e in g]
+    labels = [
+        (float(g.get("font-size")), e)
+        for g in root.iter(f"{SVG}g")
+        if g.get("font-size")
+        for e in g
+    ]
     bars = [b for b in bars_of(t) if b.part is not Part.STRIP]
-    assert len(labels) == len(bars), "at the default width every bar of these has room for its number"
+    assert len(labels) == len(bars), (
+        "at the default width every bar of these has room for its number"
+    )
     for bar in bars:
         left, top, width, height = chart.box(bar)
-        inside = [(size, e) for size, e in labels if left < float(e.get("x")) < left + width and top < float(e.get("y")) < top + height]
+        inside = [
+            (size, e)
+            for size, e in labels
+            if left < float(e.get("x")) < left + width and top < float(e.get("y")) < top + height
+        ]
         assert [e.text for _, e in inside] == [str(bar.action.microbatch)]
         assert inside[0][0] * 0.58 * len(inside[0][1].text) <= width
 
 
 def test_numbers_are_left_out_where_they_do_not_fit():
     t = timeline(microbatches=64)
-    assert not [g for g in ElementTree.fromstring(to_svg(t, width=400)).iter(f"{SVG}g") if g.get("font-size")]
+    assert not [
+        g
+        for g in ElementTree.fromstring(to_svg(t, width=400)).iter(f"{SVG}g")
+        if g.get("font-size")
+    ]
 
 
 def test_idle_time_shows_as_hatched_background():
     t = timeline()
     chart = Chart(t, None, False, heading="x")
     root = ElementTree.fromstring(to_svg(t))
-    hatched = [r for r in root.iter(f"{SVG}rect") if r.get("fill") == "url(#jaxpipe-hatch)" and float(r.get("height")) == chart.row]
-    assert [(float(r.get("x")), float(r.get("y"))) for r in hatched] == [(chart.left, chart.y(d)) for d in range(4)]
+    hatched = [
+        r
+        for r in root.iter(f"{SVG}rect")
+        if r.get("fill") == "url(#jaxpipe-hatch)" and float(r.get("height")) == chart.row
+    ]
+    assert [(float(r.get("x")), float(r.get("y"))) for r in hatched] == [
+        (chart.left, chart.y(d)) for d in range(4)
+    ]
     assert {float(r.get("width")) for r in hatched} == {33 * chart.unit}
     assert root.find(f"{SVG}defs/{SVG}pattern").get("id") == "jaxpipe-hatch"
 
@@ -119,10 +151,23 @@ def test_heading_axis_legend_and_device_numbers():
     assert words[:2] == ["idle", "peak act."]
     assert "1f1b: 4 devices, 8 microbatches" in words
     assert "makespan 33  ·  bubble 27.3%  ·  peak activations 4  ·  F 1, B 2, transfer 0" in words
-    assert {"device 0", "device 3", "0", "5", "30", "27%", "F  forward", "B  backward", "idle", "number: microbatch"} <= set(words)
+    assert {
+        "device 0",
+        "device 3",
+        "0",
+        "5",
+        "30",
+        "27%",
+        "F  forward",
+        "B  backward",
+        "idle",
+        "number: microbatch",
+    } <= set(words)
     assert "W  weight gradient" not in words
     assert {"I  input gradient", "W  weight gradient"} <= set(texts(to_svg(timeline("zb_h1"))))
-    assert "number: microbatch, shade: chunk" in texts(to_svg(timeline("interleaved_1f1b", chunks=2)))
+    assert "number: microbatch, shade: chunk" in texts(
+        to_svg(timeline("interleaved_1f1b", chunks=2))
+    )
     assert "number: microbatch, shade: direction" in texts(to_svg(timeline("dualpipe")))
     assert "activations held" in texts(to_svg(timeline(), memory=True))
 
@@ -133,7 +178,9 @@ def test_width_is_kept_and_the_legend_breaks():
     entries = Chart(timeline(), 400, False, heading="x").legend
     assert len({entry.y for entry in entries}) > 1
     assert max(entry.y for entry in entries) + 15 < float(root.get("height"))
-    with pytest.raises(jp.JaxpipeError, match=r"width=200 leaves no room for the chart; give \d+ to 100,000 pixels"):
+    with pytest.raises(
+        jp.JaxpipeError, match=r"width=200 leaves no room for the chart; give \d+ to 100,000 pixels"
+    ):
         to_svg(timeline(), width=200)
     with pytest.raises(jp.JaxpipeError, match="leaves no room"):
         to_svg(timeline(), width=float("nan"))
@@ -150,27 +197,45 @@ def test_a_title_is_text_not_markup():
 def test_memory_is_drawn_to_scale():
     t = timeline()
     chart = Chart(t, None, True, heading="x")
-    areas = [p.get("d") for p in ElementTree.fromstring(to_svg(t, memory=True)).iter(f"{SVG}path") if p.get("class") == "memory"]
+    areas = [
+        p.get("d")
+        for p in ElementTree.fromstring(to_svg(t, memory=True)).iter(f"{SVG}path")
+        if p.get("class") == "memory"
+    ]
     assert len(areas) == 4
     for device, area in enumerate(areas):
         heights = [float(v) for v in re.findall(r"V([\d.]+)", area)]
         depth = chart.row * 0.6 - 2
         base = chart.y(device) + chart.row + depth + 2
-        assert base - min(heights) == pytest.approx(depth * t.peak_activations[device] / 4, abs=0.02)
+        assert base - min(heights) == pytest.approx(
+            depth * t.peak_activations[device] / 4, abs=0.02
+        )
 
 
 def test_critical_path_is_outlined():
     t = timeline()
-    path = [p for p in ElementTree.fromstring(to_svg(t, critical_path=True)).iter(f"{SVG}path") if p.get("class") == "critical"]
+    path = [
+        p
+        for p in ElementTree.fromstring(to_svg(t, critical_path=True)).iter(f"{SVG}path")
+        if p.get("class") == "critical"
+    ]
     assert path[0].get("d").count("M") == len(t.critical_path)
-    assert not [p for p in ElementTree.fromstring(to_svg(t)).iter(f"{SVG}path") if p.get("class") == "critical"]
+    assert not [
+        p
+        for p in ElementTree.fromstring(to_svg(t)).iter(f"{SVG}path")
+        if p.get("class") == "critical"
+    ]
 
 
 def test_a_big_table_is_one_path_a_colour():
     t = timeline(devices=8, microbatches=300)
     assert t.schedule.encoded.num_actions > MOST_ELEMENTS
     root = ElementTree.fromstring(to_svg(t))
-    paths = {p.get("class"): p.get("d") for p in root.iter(f"{SVG}path") if p.get("class") in ("F0", "B0")}
+    paths = {
+        p.get("class"): p.get("d")
+        for p in root.iter(f"{SVG}path")
+        if p.get("class") in ("F0", "B0")
+    }
     assert {kind: d.count("M") for kind, d in paths.items()} == {"F0": 2400, "B0": 2400}
     assert float(root.get("width")) <= 12000
 
@@ -186,7 +251,10 @@ def test_transfers_are_thin_strips():
     assert "0SEND_F0" not in drawn(to_svg(jp.simulate(schedule))), "what takes no time has no width"
 
 
-@pytest.mark.parametrize(("theme", "light", "dark"), [(Theme.LIGHT, True, False), (Theme.DARK, False, True), (Theme.AUTO, True, True)])
+@pytest.mark.parametrize(
+    ("theme", "light", "dark"),
+    [(Theme.LIGHT, True, False), (Theme.DARK, False, True), (Theme.AUTO, True, True)],
+)
 def test_themes(theme, light, dark):
     sheet = ElementTree.fromstring(to_svg(timeline(), theme=theme)).find(f"{SVG}style").text
     assert (f".page{{fill:{LIGHT.page}" in sheet) is light
@@ -203,7 +271,11 @@ def luminance(colour):
 @pytest.mark.parametrize("palette", [LIGHT, DARK])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_colours_differ_and_numbers_can_be_read(palette, chunks):
-    colours = [shade(palette, kind, chunk=v, chunks=chunks) for kind in palette.shades for v in range(chunks)]
+    colours = [
+        shade(palette, kind, chunk=v, chunks=chunks)
+        for kind in palette.shades
+        for v in range(chunks)
+    ]
     assert len(set(colours)) == len(colours)
     for colour in colours:
         low, high = sorted((luminance(colour), luminance(ink_on(colour))))
@@ -212,7 +284,10 @@ def test_colours_differ_and_numbers_can_be_read(palette, chunks):
 
 
 def test_picture_golden():
-    check_golden("interleaved_1f1b_2x2.svg", to_svg(timeline("interleaved_1f1b", devices=2, microbatches=2, chunks=2)) + "\n")
+    check_golden(
+        "interleaved_1f1b_2x2.svg",
+        to_svg(timeline("interleaved_1f1b", devices=2, microbatches=2, chunks=2)) + "\n",
+    )
 
 
 def test_documentation_shows_what_is_drawn_today():
@@ -221,7 +296,9 @@ def test_documentation_shows_what_is_drawn_today():
     assert len(pictures) >= 4
     for name, picture in pictures.items():
         path = docs / "images" / name
-        assert path.read_text() == picture, f"docs/images/{name} is stale: run python docs/make_images.py and look at it"
+        assert path.read_text() == picture, (
+            f"docs/images/{name} is stale: run python docs/make_images.py and look at it"
+        )
 
 
 def test_an_odd_short_stage_does_not_stretch_the_picture():
@@ -237,7 +314,10 @@ def test_nothing_to_draw():
     to_trace(t)
 
 
-@pytest.mark.parametrize(("value", "text"), [(33, "33"), (33.0, "33"), (1.25, "1.25"), (1 / 3, "0.3333"), (12345.678, "12345.7"), (0, "0")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(33, "33"), (33.0, "33"), (1.25, "1.25"), (1 / 3, "0.3333"), (12345.678, "12345.7"), (0, "0")],
+)
 def test_number(value, text):
     assert number(value) == text
 
@@ -248,7 +328,9 @@ def test_title():
 
 
 class Page(HTMLParser):
-    """Collects table cells, the data of the script, and everything that a page could load from elsewhere."""
+    """Collects table cells, the data of the script, and everything that a page could load from
+    elsewhere.
+    """
 
     def __init__(self, text):
         super().__init__()
@@ -276,7 +358,9 @@ def test_page_is_self_contained_and_holds_the_numbers():
     assert page.loads == []
     assert "@import" not in text
     assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]
-    assert not re.findall(r"\$\w+", re.sub(r"<script>.*?</script>", "", text, flags=re.S)), "every placeholder is filled in"
+    assert not re.findall(r"\$\w+", re.sub(r"<script>.*?</script>", "", text, flags=re.S)), (
+        "every placeholder is filled in"
+    )
     head, rows = page.cells[:9], page.cells[9:]
     for device in range(4):
         row = dict(zip(head, rows[9 * device : 9 * device + 9], strict=True))
@@ -294,7 +378,12 @@ def test_page_data_is_what_hovering_needs(name):
     data = json.loads(Page(to_html(t)).data)
     assert len(data["rows"]) == t.schedule.num_devices
     words = dict(zip(data["kinds"], data["words"], strict=True))
-    assert [words[kind] for kind in "FBIW"] == ["forward", "backward", "input gradient", "weight gradient"]
+    assert [words[kind] for kind in "FBIW"] == [
+        "forward",
+        "backward",
+        "input gradient",
+        "weight gradient",
+    ]
     found = {}
     for row in data["rows"]:
         # The page finds the bar under the pointer by bisection on the starts.
@@ -347,12 +436,18 @@ def test_trace_slices_of_a_thread_do_not_overlap(name):
 def test_trace_flows_join_producers_and_consumers_on_different_devices():
     t = timeline()
     starts, ends = ({e["id"]: e for e in events(t, phase)} for phase in "sf")
-    assert len(starts) == len(ends) == 2 * 8 * 3, "a message forward and one backward for 8 microbatches over 3 hops"
+    assert len(starts) == len(ends) == 2 * 8 * 3, (
+        "a message forward and one backward for 8 microbatches over 3 hops"
+    )
     slices = events(t, "X")
     for number_of_flow, leaves in starts.items():
         arrives = ends[number_of_flow]
         assert leaves["pid"] != arrives["pid"]
-        inside = [e for e in slices if e["pid"] == leaves["pid"] and e["ts"] <= leaves["ts"] < e["ts"] + e["dur"]]
+        inside = [
+            e
+            for e in slices
+            if e["pid"] == leaves["pid"] and e["ts"] <= leaves["ts"] < e["ts"] + e["dur"]
+        ]
         reached = [e for e in slices if e["pid"] == arrives["pid"] and e["ts"] == arrives["ts"]]
         assert len(inside) == len(reached) == 1
         assert inside[0]["args"]["microbatch"] == reached[0]["args"]["microbatch"]
@@ -365,8 +460,12 @@ def test_trace_counts_activations_and_names_devices():
     t = timeline()
     held = [max(e["args"]["held"] for e in events(t, "C") if e["pid"] == d) for d in range(4)]
     assert tuple(held) == t.peak_activations
-    assert all([e for e in events(t, "C") if e["pid"] == d][-1]["args"]["held"] == 0 for d in range(4))
-    assert [e["args"]["name"] for e in events(t, "M") if e["name"] == "process_name"] == [f"device {d}" for d in range(4)]
+    assert all(
+        [e for e in events(t, "C") if e["pid"] == d][-1]["args"]["held"] == 0 for d in range(4)
+    )
+    assert [e["args"]["name"] for e in events(t, "M") if e["name"] == "process_name"] == [
+        f"device {d}" for d in range(4)
+    ]
     with pytest.raises(jp.JaxpipeError, match="unit_us must be positive, not 0"):
         to_trace(t, unit_us=0)
 

@@ -1,4 +1,6 @@
-"""The rooms of jaxpipe import downwards only, and those below the boundary need neither jax nor torch."""
+"""The rooms of jaxpipe import downwards only, and those below the boundary need neither jax nor
+torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ PROBE = """
 import importlib, sys
 
 def heavy():
-    return sorted(m for m in sys.modules if m.split(".")[0] in ("jax", "jaxlib", "torch", "flax", "optax", "orbax"))
+    found = ("jax", "jaxlib", "torch", "flax", "optax", "orbax")
+    return sorted(m for m in sys.modules if m.split(".")[0] in found)
 
 for name in {names!r}:
     importlib.import_module(name)
@@ -32,7 +35,11 @@ def test_no_import_climbs():
 
 
 def test_a_climbing_import_is_found(tmp_path: Path):
-    for name, text in (("table/check.py", "from ..lowering.plan import Plan"), ("lowering/plan.py", ""), ("attic.py", "")):
+    for name, text in (
+        ("table/check.py", "from ..lowering.plan import Plan"),
+        ("lowering/plan.py", ""),
+        ("attic.py", ""),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert climbing(tmp_path) == [
@@ -64,7 +71,16 @@ def test_every_room_says_what_it_is_for():
 
 
 def test_neither_jax_nor_torch_is_loaded():
-    names = [f"jaxpipe.{name.removesuffix('.__init__')}" for name in modules() if room(name) in WITHOUT_JAX]
+    names = [
+        f"jaxpipe.{name.removesuffix('.__init__')}"
+        for name in modules()
+        if room(name) in WITHOUT_JAX
+    ]
     assert len(names) > 50
-    done = subprocess.run([sys.executable, "-c", PROBE.format(names=names)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(names=names)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

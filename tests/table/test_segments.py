@@ -27,7 +27,11 @@ def test_each_transfer_leaves_in_one_permute_of_its_tick_and_is_there_in_time(sc
                     source, made = where[maker]
                     if payload is None or source == device:
                         continue
-                    carriers = [p for p in made_in[made] if p.payload is payload and (source, device) in p.pairs]
+                    carriers = [
+                        p
+                        for p in made_in[made]
+                        if p.payload is payload and (source, device) in p.pairs
+                    ]
                     assert len(carriers) == 1
                     assert made + carriers[0].delay < tick
 

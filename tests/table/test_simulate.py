@@ -1,4 +1,6 @@
-"""`simulate` against hand-made examples, published formulas, and a plain second simulation of random tables."""
+"""`simulate` against hand-made examples, published formulas, and a plain second simulation of
+random tables.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ from jaxpipe.table.action import parts
 
 ONE_F_ONE_B = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
 PAIRED = "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
-TWO_BY_TWO = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
-ELEVEN_STEPS = "0F0 | 0SEND_F0 1RECV_F0 | 0F1 | 0SEND_F1 1RECV_F1 | 1F0 | 1B0 | 0RECV_B0 1SEND_B0 | 0B0 1F1 | 1B1 | 0RECV_B1 1SEND_B1 | 0B1"
+TWO_BY_TWO = (
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+)
+ELEVEN_STEPS = (
+    "0F0 | 0SEND_F0 1RECV_F0 | 0F1 | 0SEND_F1 1RECV_F1 | 1F0 | 1B0 | 0RECV_B0 "
+    "1SEND_B0 | 0B0 1F1 | 1B1 | 0RECV_B1 1SEND_B1 | 0B1"
+)
 
 
 def read(text: str) -> Schedule:
@@ -27,7 +35,8 @@ def read(text: str) -> Schedule:
 
 
 def test_one_f_one_b_by_hand():
-    # Device 0: F0 0-1, F1 1-2, wait, B0 4-6, F2 6-7, B1 7-9, wait, B2 10-12; device 1: F0 1-2, B0 2-4, F1 4-5, B1 5-7, F2 7-8, B2 8-10.
+    # Device 0: F0 0-1, F1 1-2, wait, B0 4-6, F2 6-7, B1 7-9, wait, B2 10-12; device 1: F0 1-2, B0
+    # 2-4, F1 4-5, B1 5-7, F2 7-8, B2 8-10.
     t = jp.simulate(read(ONE_F_ONE_B), Costs())
     assert [t.start[a] for a in ("0F0", "0F1", "0B0", "0F2", "0B1", "0B2")] == [0, 1, 4, 6, 7, 10]
     assert [t.end[a] for a in ("1F0", "1B0", "1F1", "1B1", "1F2", "1B2")] == [2, 4, 5, 7, 8, 10]
@@ -40,9 +49,12 @@ def test_one_f_one_b_by_hand():
 
 
 def test_recomputation_by_hand():
-    # Device 0: F0 0-2, F1 2-4, R0 4-7, wait, B0 9-13, R1 13-16, B1 16-20; device 1: F0 2-4, R0 4-5, B0 5-9, F1 9-11, B1 11-15.
+    # Device 0: F0 0-2, F1 2-4, R0 4-7, wait, B0 9-13, R1 13-16, B1 16-20; device 1: F0 2-4, R0 4-5,
+    # B0 5-9, F1 9-11, B1 11-15.
     table = read("0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1B1\n")
-    t = jp.simulate(table, Costs(2, 2, 2, recompute=[3, 1], checkpoint=[0.5, 0.25], activation=[4, 8]))
+    t = jp.simulate(
+        table, Costs(2, 2, 2, recompute=[3, 1], checkpoint=[0.5, 0.25], activation=[4, 8])
+    )
     assert [t.start[a] for a in ("0F0", "0F1", "0R0", "0B0", "0R1", "0B1")] == [0, 2, 4, 9, 13, 16]
     assert [t.end[a] for a in ("1F0", "1R0", "1B0", "1F1", "1B1")] == [4, 5, 9, 11, 15]
     assert t.busy == (18, 13)
@@ -61,13 +73,32 @@ def test_a_recomputation_takes_a_forward_and_keeps_no_input_unless_told():
 def test_recomputed_activations_die_where_others_do():
     # F0 0-1, R0 1-2, I0 2-3, F1 3-4, W0 4-5, R1 5-6, I1 6-7, W1 7-8.
     table = read("0F0,0R0,0I0,0F1,0W0,0R1,0I1,0W1\n")
-    assert jp.simulate(table, Costs(release=jp.Release.WEIGHT_GRAD)).memory(0) == ((1, 1), (5, 0), (5, 1), (8, 0))
-    assert jp.simulate(table, Costs(release=jp.Release.INPUT_GRAD)).memory(0) == ((1, 1), (3, 0), (5, 1), (7, 0))
+    assert jp.simulate(table, Costs(release=jp.Release.WEIGHT_GRAD)).memory(0) == (
+        (1, 1),
+        (5, 0),
+        (5, 1),
+        (8, 0),
+    )
+    assert jp.simulate(table, Costs(release=jp.Release.INPUT_GRAD)).memory(0) == (
+        (1, 1),
+        (3, 0),
+        (5, 1),
+        (7, 0),
+    )
 
 
 def test_a_transfer_delays_what_crosses_devices_and_nothing_else():
     t = jp.simulate(read("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"), Costs(transfer=0.5))
-    assert [t.start[a] for a in ("0F0", "1F0", "2F0", "3F0", "3B0", "2B0", "1B0", "0B0")] == [0, 1.5, 2.5, 4, 5, 7.5, 9.5, 12]
+    assert [t.start[a] for a in ("0F0", "1F0", "2F0", "3F0", "3B0", "2B0", "1B0", "0B0")] == [
+        0,
+        1.5,
+        2.5,
+        4,
+        5,
+        7.5,
+        9.5,
+        12,
+    ]
 
 
 def test_a_list_of_transfers_is_read_at_the_stage_that_sends():
@@ -78,7 +109,13 @@ def test_a_list_of_transfers_is_read_at_the_stage_that_sends():
 def test_costs_for_each_stage_and_kind():
     costs = Costs(forward=[1, 2], input_grad=[3, 4], weight_grad=[5, 6])
     t = jp.simulate(read("0F0,0I0,0W0\n1F0,1B0\n"), costs)
-    assert {a: (t.start[a], t.end[a]) for a in t.start} == {"0F0": (0, 1), "0I0": (13, 16), "0W0": (16, 21), "1F0": (1, 3), "1B0": (3, 13)}
+    assert {a: (t.start[a], t.end[a]) for a in t.start} == {
+        "0F0": (0, 1),
+        "0I0": (13, 16),
+        "0W0": (16, 21),
+        "1F0": (1, 3),
+        "1B0": (3, 13),
+    }
     fused = jp.simulate(read("0F0,0B0\n"), Costs(input_grad=3, weight_grad=4, backward=5))
     assert fused.makespan == 6
 
@@ -131,7 +168,9 @@ def test_idle_cells_are_not_waited_for():
 
 
 def test_a_device_without_work_is_all_idle():
-    schedule = Schedule.from_rows([*read("0F0,0B0\n").rows, ()], placement=jp.Placement.loop(devices=1))
+    schedule = Schedule.from_rows(
+        [*read("0F0,0B0\n").rows, ()], placement=jp.Placement.loop(devices=1)
+    )
     schedule = Schedule(schedule.rows, jp.Placement.explicit([0], devices=2), 1)
     t = jp.simulate(schedule)
     assert t.idle == ((0, 0, 0), (3, 0, 0))
@@ -160,7 +199,16 @@ def test_times_are_found_by_text_and_by_value():
     assert t.start[Overlap(Action(1, Kind.F, 1), Action(1, Kind.B, 0))] == t.start["1F1"]
     assert len(t.start) == len(list(t.start)) == 9
     assert dict(t.start.items())["(1F1;1B0)OVERLAP_F_B"] == t.start["1B0"]
-    for missing in ("0F9", "9F0", "0W0", "(0F1;0B0)OVERLAP_F_B", "(1F1;1B1)OVERLAP_F_B", "junk", "", "0F-1"):
+    for missing in (
+        "0F9",
+        "9F0",
+        "0W0",
+        "(0F1;0B0)OVERLAP_F_B",
+        "(1F1;1B1)OVERLAP_F_B",
+        "junk",
+        "",
+        "0F-1",
+    ):
         assert missing not in t.start
     with pytest.raises(KeyError):
         t.end["0F9"]
@@ -194,7 +242,9 @@ def test_costs_that_are_no_costs_are_refused(bad):
 
 
 def test_costs_take_numpy():
-    t = jp.simulate(read(ONE_F_ONE_B), Costs(forward=np.array([1.0, 2.0]), input_grad=np.float64(1)))
+    t = jp.simulate(
+        read(ONE_F_ONE_B), Costs(forward=np.array([1.0, 2.0]), input_grad=np.float64(1))
+    )
     assert t.makespan == 15
 
 
@@ -207,13 +257,21 @@ def test_the_eleven_steps():
 
 def test_steps_where_send_and_recv_wait_for_each_other():
     schedule = read("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n")
-    assert str(jp.simulate_steps(schedule)) == "0F0 | 0SEND_F0 1RECV_F0 | 0F1 1F0 | 0SEND_F1 1RECV_F1 | 1F1"
+    assert (
+        str(jp.simulate_steps(schedule))
+        == "0F0 | 0SEND_F0 1RECV_F0 | 0F1 1F0 | 0SEND_F1 1RECV_F1 | 1F1"
+    )
     late = read("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
-    assert str(jp.simulate_steps(late)) == str(jp.simulate_steps(late, transfers=Transfers.RENDEZVOUS))
+    assert str(jp.simulate_steps(late)) == str(
+        jp.simulate_steps(late, transfers=Transfers.RENDEZVOUS)
+    )
 
 
 def test_steps_of_a_compute_only_table_and_of_a_pair():
-    assert str(jp.simulate_steps(read(PAIRED))) == "0F0 | 0F1 1F0 | (1F1;1B0)OVERLAP_F_B | 0B0 1B1 | 0B1"
+    assert (
+        str(jp.simulate_steps(read(PAIRED)))
+        == "0F0 | 0F1 1F0 | (1F1;1B0)OVERLAP_F_B | 0B0 1B1 | 0B1"
+    )
 
 
 def test_who_waits_for_a_message():
@@ -236,11 +294,16 @@ def test_who_waits_for_a_message():
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_bubble_and_peak_of_gpipe_and_1f1b(name, devices, microbatches):
-    """Makespan (M + P - 1)(f + b) and peak min(P - d, M) or M (Narayanan et al. 2021, section 2.2)."""
+    """Makespan (M + P - 1)(f + b) and peak min(P - d, M) or M (Narayanan et al. 2021,
+    section 2.2).
+    """
     t = jp.simulate(jp.schedules.build(name, devices=devices, microbatches=microbatches), Costs())
     assert t.makespan == (microbatches + devices - 1) * 3
-    assert t.bubble == pytest.approx((devices - 1) / (microbatches + devices - 1), abs=1e-12)  # one division each way
-    peaks = [microbatches if name == "gpipe" else min(devices - d, microbatches) for d in range(devices)]
+    # one division each way
+    assert t.bubble == pytest.approx((devices - 1) / (microbatches + devices - 1), abs=1e-12)
+    peaks = [
+        microbatches if name == "gpipe" else min(devices - d, microbatches) for d in range(devices)
+    ]
     assert t.peak_activations == tuple(peaks)
 
 
@@ -251,8 +314,19 @@ def random_costs(rng: random.Random, stages: int) -> Costs:
     def some() -> object:
         return rng.choice((rng.randint(0, 5), [rng.randint(0, 5) for _ in range(stages)]))
 
-    optional = {key: some() for key in ("backward", "overlap", "recompute", "checkpoint") if rng.random() < 0.5}
-    return Costs(forward=some(), input_grad=some(), weight_grad=some(), transfer=some(), activation=some(), **optional)
+    optional = {
+        key: some()
+        for key in ("backward", "overlap", "recompute", "checkpoint")
+        if rng.random() < 0.5
+    }
+    return Costs(
+        forward=some(),
+        input_grad=some(),
+        weight_grad=some(),
+        transfer=some(),
+        activation=some(),
+        **optional,
+    )
 
 
 def entry(cost: object, stage: int) -> float:
@@ -267,7 +341,12 @@ def plain_times(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, f
             return entry(costs.overlap, cell.forward.stage)
         if cell.kind is Kind.B and costs.backward is None:
             return entry(costs.input_grad, cell.stage) + entry(costs.weight_grad, cell.stage)
-        by_kind = {Kind.F: costs.forward, Kind.B: costs.backward, Kind.I: costs.input_grad, Kind.W: costs.weight_grad}
+        by_kind = {
+            Kind.F: costs.forward,
+            Kind.B: costs.backward,
+            Kind.I: costs.input_grad,
+            Kind.W: costs.weight_grad,
+        }
         by_kind[Kind.R] = costs.forward if costs.recompute is None else costs.recompute
         return entry(by_kind[cell.kind], cell.stage)
 
@@ -279,7 +358,9 @@ def test_random_tables_as_simulated_plainly(rng):
     schedule = random_schedule(rng, recompute=True)
     costs = random_costs(rng, schedule.num_stages)
     t = jp.simulate(schedule, costs)
-    assert {parse_action(a): (t.start[a], t.end[a]) for a in t.start if "(" not in a} == plain_times(schedule, costs)
+    assert {
+        parse_action(a): (t.start[a], t.end[a]) for a in t.start if "(" not in a
+    } == plain_times(schedule, costs)
 
 
 @given(randoms())
@@ -290,7 +371,8 @@ def test_idle_and_busy_fill_the_time(rng):
         assert min(t.idle[device]) >= 0
         assert sum(t.idle[device]) + t.busy[device] == t.makespan
     room = schedule.num_devices * t.makespan
-    assert t.bubble == (pytest.approx(sum(map(sum, t.idle)) / room, abs=1e-12) if room else 0)  # a sum of small integers
+    # a sum of small integers
+    assert t.bubble == (pytest.approx(sum(map(sum, t.idle)) / room, abs=1e-12) if room else 0)
     assert t.span <= t.makespan
 
 
@@ -323,16 +405,23 @@ def test_memory_over_time_is_what_is_alive(rng):
         assert [s.time for s in steps] == sorted(s.time for s in steps)
         assert not steps or steps[-1].held == 0
         actions = [a for cell in row for a in parts(cell)]
-        moment = rng.uniform(0, float(t.makespan) + 1) + 1e-6  # between the whole times at which things change
+        # between the whole times at which things change
+        moment = rng.uniform(0, float(t.makespan) + 1) + 1e-6
         ends = {(a.stage, a.microbatch): t.end[a] for a in actions if a.kind in (Kind.B, Kind.W)}
         if schedule.forward_only:
             ends = {(a.stage, a.microbatch): t.end[a] for a in actions}
         again = {(a.stage, a.microbatch): t.start[a] for a in actions if a.kind is Kind.R}
-        started = [(a.stage, a.microbatch) for a in actions if a.kind is Kind.F and t.start[a] <= moment]
+        started = [
+            (a.stage, a.microbatch) for a in actions if a.kind is Kind.F and t.start[a] <= moment
+        ]
         inputs = [stage for stage, m in started if moment < again.get((stage, m), -1)]
-        alive = [stage for stage, m in started if again.get((stage, m), -1) <= moment < ends[stage, m]]
+        alive = [
+            stage for stage, m in started if again.get((stage, m), -1) <= moment < ends[stage, m]
+        ]
         held = [s.held for s in steps if s.time <= moment]
-        kept = sum(entry(costs.activation, s) for s in alive) + sum(entry(costs.checkpoint, s) for s in inputs)
+        kept = sum(entry(costs.activation, s) for s in alive) + sum(
+            entry(costs.checkpoint, s) for s in inputs
+        )
         assert (held[-1] if held else 0) == kept
         assert t.peak_memory[device] == max((s.held for s in steps), default=0)
 

@@ -1,4 +1,6 @@
-"""Text <-> value: a strict parser, CSV and JSON both ways, and the same tables in torch's own loader."""
+"""Text <-> value: a strict parser, CSV and JSON both ways, and the same tables in torch's own
+loader.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,14 @@ def test_what_is_not_an_action_is_told_where(text, why):
 
 @pytest.mark.parametrize(
     "text",
-    ["(0F1)OVERLAP_F_B", "(0B1;1F1)OVERLAP_F_B", "(0F1;1W1)OVERLAP_F_B", "(0F1;1B1)", "(0F1;1B1;0F2)OVERLAP_F_B", "(0F1;1Bx)OVERLAP_F_B"],
+    [
+        "(0F1)OVERLAP_F_B",
+        "(0B1;1F1)OVERLAP_F_B",
+        "(0F1;1W1)OVERLAP_F_B",
+        "(0F1;1B1)",
+        "(0F1;1B1;0F2)OVERLAP_F_B",
+        "(0F1;1Bx)OVERLAP_F_B",
+    ],
 )
 def test_what_is_not_a_pair_is_refused(text):
     with pytest.raises(jp.ParseError, match=r"overlap|character"):
@@ -80,7 +89,10 @@ def test_csv_takes_windows_line_ends_and_a_byte_order_mark():
 def test_every_bad_cell_of_a_csv_is_named():
     with pytest.raises(jp.ScheduleError) as caught:
         Schedule.from_csv("0F0,1F0junk\n0UNSHARD,x\n")
-    assert [(v.rule, v.device, v.position) for v in caught.value.violations] == [("parse", 0, 1), ("parse", 1, 0)]
+    assert [(v.rule, v.device, v.position) for v in caught.value.violations] == [
+        ("parse", 0, 1),
+        ("parse", 1, 0),
+    ]
     assert "line 1, column 2: '1F0junk' is not an action" in str(caught.value)
     assert "line 2, column 2: 'x' is not an action" in str(caught.value)
     with pytest.raises(jp.ScheduleError, match="holds no action"):
@@ -102,9 +114,15 @@ def test_json_keeps_what_csv_does_not():
     [
         ({"rows": [["0F0", 3]]}, ['"rows" must be']),
         ({"rows": "0F0"}, ['"rows" must be']),
-        ({"rows": [["0F0", "1Q0", "F"]]}, ["\"rows\"[0][1]: '1Q0' is not an action", "\"rows\"[0][2]: 'F'"]),
+        (
+            {"rows": [["0F0", "1Q0", "F"]]},
+            ["\"rows\"[0][1]: '1Q0' is not an action", "\"rows\"[0][2]: 'F'"],
+        ),
         ({"rows": [["0F0"], []]}, ['"rows" has 2 entries for 1 devices']),
-        ({"num_devices": 0, "num_microbatches": "4"}, ['"num_devices" must be', '"num_microbatches" must be']),
+        (
+            {"num_devices": 0, "num_microbatches": "4"},
+            ['"num_devices" must be', '"num_microbatches" must be'],
+        ),
         ({"num_microbatches": True}, ['"num_microbatches" must be']),
         ({"stage_to_device": [-1]}, ['"stage_to_device" must be']),
         ({"stage_to_device": [[]]}, ['"stage_to_device" must be']),
@@ -149,7 +167,14 @@ def test_the_parser_accepts_only_what_it_prints(text):
 # torch.
 
 
-SEPARATED = ["0F0;0B0\n1F0;1B0\n", "0F0\t0B0\n", ";;0F0\n;0B0;\n", "0F0;(0F1;0B0)OVERLAP_F_B\n", "a;b\n0F0;0B0\n", "0F0 | 0B0\n"]
+SEPARATED = [
+    "0F0;0B0\n1F0;1B0\n",
+    "0F0\t0B0\n",
+    ";;0F0\n;0B0;\n",
+    "0F0;(0F1;0B0)OVERLAP_F_B\n",
+    "a;b\n0F0;0B0\n",
+    "0F0 | 0B0\n",
+]
 
 
 @pytest.mark.parametrize("text", SEPARATED)
@@ -182,14 +207,20 @@ def torch_schedules():
 
 
 def torch_runtime(module, schedule: Schedule):
-    """torch's table runtime for a schedule, with a stand-in for the model's stages (no process group is needed to read tables)."""
-    stage = SimpleNamespace(num_stages=schedule.num_stages, group_size=schedule.num_devices, group_rank=0, is_last=False)
+    """torch's table runtime for a schedule, with a stand-in for the model's stages (no process
+    group is needed to read tables).
+    """
+    stage = SimpleNamespace(
+        num_stages=schedule.num_stages, group_size=schedule.num_devices, group_rank=0, is_last=False
+    )
     return module._PipelineScheduleRuntime([stage], schedule.num_microbatches)
 
 
 NAMED = {
     "1f1b": Schedule.from_csv("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"),
-    "vee": Schedule.from_csv("0F0,0F1,3F0,3B0,3F1,3I1,3W1,,0B0,0B1\n1F0,1F1,2F0,2F1,,2B0,1B0,2I1,1I1,2W1,1W1\n"),
+    "vee": Schedule.from_csv(
+        "0F0,0F1,3F0,3B0,3F1,3I1,3W1,,0B0,0B1\n1F0,1F1,2F0,2F1,,2B0,1B0,2I1,1I1,2W1,1W1\n"
+    ),
     "pairs": Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"),
 }
 
@@ -201,8 +232,13 @@ def test_torch_reads_our_compute_only_csv(name, torch_schedules, tmp_path):
     (tmp_path / "ours.csv").write_text(schedule.to_csv())
     runtime = torch_runtime(torch_schedules, schedule)
     runtime._load_csv(str(tmp_path / "ours.csv"))
-    assert [[str(a or "") for a in runtime.pipeline_order[d]] for d in range(2)] == [[str(c or "") for c in row] for row in schedule.rows]
-    assert tuple(runtime.stage_index_to_group_rank[s] for s in range(schedule.num_stages)) == schedule.stage_to_device
+    assert [[str(a or "") for a in runtime.pipeline_order[d]] for d in range(2)] == [
+        [str(c or "") for c in row] for row in schedule.rows
+    ]
+    assert (
+        tuple(runtime.stage_index_to_group_rank[s] for s in range(schedule.num_stages))
+        == schedule.stage_to_device
+    )
 
 
 @pytest.mark.torch
@@ -212,7 +248,9 @@ def test_torch_reads_our_transfers_and_counts_the_same_steps(name, torch_schedul
     (tmp_path / "ours.csv").write_text(whole.to_csv())
     runtime = torch_runtime(torch_schedules, whole)
     runtime._load_csv(str(tmp_path / "ours.csv"), format="compute_comms")
-    assert [[str(a) for a in runtime.pipeline_order_with_comms[d]] for d in range(2)] == [[str(c) for c in row] for row in whole.rows]
+    assert [[str(a) for a in runtime.pipeline_order_with_comms[d]] for d in range(2)] == [
+        [str(c) for c in row] for row in whole.rows
+    ]
     if name != "pairs":  # torch's simulation does not know pairs
         assert max(map(len, runtime._simulate().values())) == len(jp.simulate_steps(whole))
 
@@ -231,7 +269,9 @@ def test_we_read_what_torch_writes(name, torch_schedules, tmp_path):
     assert "UNSHARD" in text
     assert "REDUCE_GRAD" in text
     whole = jp.check(Schedule.from_csv(text))
-    assert jp.remove_transfers(whole).rows == tuple(tuple(c for c in row if c is not None) for row in schedule.rows)
+    assert jp.remove_transfers(whole).rows == tuple(
+        tuple(c for c in row if c is not None) for row in schedule.rows
+    )
 
 
 @pytest.mark.torch
@@ -240,23 +280,38 @@ def test_we_read_what_torch_writes(name, torch_schedules, tmp_path):
 def test_torch_reads_every_cell(torch_schedules, schedule):
     for table in (schedule, jp.add_transfers(schedule)):
         for line, row in zip(table.to_csv().splitlines(), table.rows, strict=True):
-            cells = [torch_schedules._Action.from_str(text) for text in line.split(",")] if row else []
+            cells = (
+                [torch_schedules._Action.from_str(text) for text in line.split(",")] if row else []
+            )
             assert [str(c or "") for c in cells] == [str(c or "") for c in row]
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "looped_bfs", "interleaved_zb"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "looped_bfs", "interleaved_zb"]
+)
 @pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (4, 4), (4, 8)])
-def test_never_more_steps_than_torch_with_early_receives_nor_with_safe_late_ones(name, devices, microbatches, torch_schedules):
-    """torch 2.13 has `_add_send_recv` (safe, early) and `_defer_recv_ops` (late, and seldom safe where both sides wait)."""
-    chunks = {"chunks": 2} if name in ("interleaved_1f1b", "zbv", "looped_bfs", "interleaved_zb") else {}
+def test_never_more_steps_than_torch_with_early_receives_nor_with_safe_late_ones(
+    name, devices, microbatches, torch_schedules
+):
+    """torch 2.13 has `_add_send_recv` (safe, early) and `_defer_recv_ops` (late, and seldom safe
+    where both sides wait).
+    """
+    chunks = (
+        {"chunks": 2} if name in ("interleaved_1f1b", "zbv", "looped_bfs", "interleaved_zb") else {}
+    )
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, **chunks)
     ours = len(jp.simulate_steps(jp.add_transfers(schedule)))
     device_of = schedule.stage_to_device.__getitem__
-    order = {d: [torch_schedules._Action.from_str(str(c)) for c in row if c is not None] for d, row in enumerate(schedule.rows)}
+    order = {
+        d: [torch_schedules._Action.from_str(str(c)) for c in row if c is not None]
+        for d, row in enumerate(schedule.rows)
+    }
     early = torch_schedules._add_send_recv(order, device_of, schedule.num_stages)
     late = torch_schedules._defer_recv_ops({d: list(row) for d, row in early.items()}, device_of)
-    safe = jp.check(schedule.with_rows([[parse_cell(str(a)) for a in early[d]] for d in range(devices)]))
+    safe = jp.check(
+        schedule.with_rows([[parse_cell(str(a)) for a in early[d]] for d in range(devices)])
+    )
     assert ours <= len(jp.simulate_steps(safe))
     table = schedule.with_rows([[parse_cell(str(a)) for a in late[d]] for d in range(devices)])
     assert {v.rule for v in table.violations} <= {"deadlock"}

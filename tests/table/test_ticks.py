@@ -23,7 +23,8 @@ def test_every_action_is_in_one_tick_behind_what_it_needs(schedule):
         where = places(ticks)
         for action, makers in inputs(schedule).items():
             for maker, payload in makers:
-                # Where the forward of a tick runs first, its own backward may follow in the same tick.
+                # Where the forward of a tick runs first, its own backward may follow in the same
+                # tick.
                 at_once = payload is None and maker.kind is Kind.F and ticks.forward_first
                 assert where[maker][1] < where[action][1] + at_once, (name, maker, action)
 
@@ -36,7 +37,9 @@ def test_rows_keep_their_order(schedule):
             if name in KEEP_ORDER:
                 assert after == before
             for forward in (True, False):
-                assert [a for a in after if (a.kind is Kind.F) is forward] == [a for a in before if (a.kind is Kind.F) is forward]
+                assert [a for a in after if (a.kind is Kind.F) is forward] == [
+                    a for a in before if (a.kind is Kind.F) is forward
+                ]
 
 
 @given(schedules())
@@ -47,7 +50,10 @@ def test_the_fewest_ticks_are_the_longest_path(schedule):
     while any(cell[0] not in depth for row in rows for cell in row):
         for row in rows:
             for before, cell in zip(((), *row), row, strict=False):
-                needs = [*before, *(maker for a in cell for maker, payload in makers[a] if payload is not None)]
+                needs = [
+                    *before,
+                    *(maker for a in cell for maker, payload in makers[a] if payload is not None),
+                ]
                 if cell[0] not in depth and all(a in depth for a in needs):
                     depth |= dict.fromkeys(cell, 1 + max((depth[a] for a in needs), default=0))
     assert assign_ticks(schedule).num_ticks == max(depth.values(), default=0)
@@ -55,12 +61,17 @@ def test_the_fewest_ticks_are_the_longest_path(schedule):
 
 def test_a_table_that_waits_for_itself_has_no_ticks():
     broken = jp.Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")
-    with pytest.raises(jp.ScheduleError, match=r"deadlocks: (?=.*0B0 on device 0)(?=.*1F1 on device 1).*run jaxpipe.check"):
+    with pytest.raises(
+        jp.ScheduleError,
+        match=r"deadlocks: (?=.*0B0 on device 0)(?=.*1F1 on device 1).*run jaxpipe.check",
+    ):
         assign_ticks(broken)
 
 
 def test_turns_keep_kinds_apart():
-    ticks = modulo_ticks(jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2))
+    ticks = modulo_ticks(
+        jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2)
+    )
     kinds = [{a.kind for row in ticks.cells for a in parts(row[t])} for t in range(ticks.num_ticks)]
     assert ticks.period == 2
     assert set().union(*kinds[::2]) == {Kind.F}
@@ -78,7 +89,9 @@ def test_a_weight_gradient_shares_the_tick_of_the_forward_after_it():
     """Where a device's steady state is F, I, W, it has two ticks of three."""
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=16)
     fewest, joined = assign_ticks(schedule), joined_ticks(schedule)
-    shared = [cell for row in joined.cells for cell in row if cell is not None and len(parts(cell)) == 2]
+    shared = [
+        cell for row in joined.cells for cell in row if cell is not None and len(parts(cell)) == 2
+    ]
     assert {part.kind for cell in shared for part in parts(cell)} == {Kind.F, Kind.W}
     assert len(shared) > 0.6 * schedule.num_devices * schedule.num_microbatches
     assert joined.num_ticks < 0.8 * fewest.num_ticks

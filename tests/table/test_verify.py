@@ -26,9 +26,20 @@ SLOTS = {
     "forward": ("x", "residual_input", "residual_weight"),
     "backward": ("x", "residual_input", "residual_weight", "cotangent", "stash"),
 }
-NUMBERS = {"forward": ("chunk", "stage", "microbatch", "kind"), "backward": ("chunk", "kind", "stage", "microbatch")}
-FLAGS = {"forward": ("is_first", "is_last", "is_local", "keeps"), "backward": ("is_first", "is_local")}
-ENTRIES = [(half, field) for group in (SLOTS, NUMBERS, FLAGS) for half, fields in group.items() for field in fields]
+NUMBERS = {
+    "forward": ("chunk", "stage", "microbatch", "kind"),
+    "backward": ("chunk", "kind", "stage", "microbatch"),
+}
+FLAGS = {
+    "forward": ("is_first", "is_last", "is_local", "keeps"),
+    "backward": ("is_first", "is_local"),
+}
+ENTRIES = [
+    (half, field)
+    for group in (SLOTS, NUMBERS, FLAGS)
+    for half, fields in group.items()
+    for field in fields
+]
 RULES_OF = {field: {Rule.ACTION, Rule.CODE} for fields in NUMBERS.values() for field in fields} | {
     field: {Rule.ACTION, Rule.CODE} for fields in FLAGS.values() for field in fields
 }
@@ -58,7 +69,9 @@ def with_entry(program, half, field, tick, device, value):
     record = getattr(program.ticks, half)
     table = getattr(record, field).copy()
     table[tick, device] = value
-    return replace(program, ticks=replace(program.ticks, **{half: replace(record, **{field: table})}))
+    return replace(
+        program, ticks=replace(program.ticks, **{half: replace(record, **{field: table})})
+    )
 
 
 def rules_broken(program):
@@ -81,12 +94,16 @@ def test_a_wrong_entry_is_found(half, field, most):
         broken = with_entry(program, half, field, tick, device, (record[tick, device] + 1) % size)
         found = rules_broken(broken)
         assert found
-        assert found <= RULES_OF.get(field, {Rule.VALUE, Rule.OVERWRITTEN, Rule.SLOT, Rule.POOL}), found
+        assert found <= RULES_OF.get(field, {Rule.VALUE, Rule.OVERWRITTEN, Rule.SLOT, Rule.POOL}), (
+            found
+        )
 
 
 def test_the_error_lists_the_faults():
     program = with_entry(sound_program(), "forward", "x", 2, 0, 99)
-    with pytest.raises(jp.ProgramError, match=r"bug in jaxpipe.*\n.*slot \[tick 2, device 0\]: slot 99 of pool x") as caught:
+    with pytest.raises(
+        jp.ProgramError, match=r"bug in jaxpipe.*\n.*slot \[tick 2, device 0\]: slot 99 of pool x"
+    ) as caught:
         verify(program)
     assert len(caught.value.faults) >= 1
 
@@ -99,11 +116,20 @@ def test_a_pool_that_is_too_large_is_found():
 
 
 def test_a_value_that_is_overwritten_is_found():
-    """Two forwards of one device that write one slot: the first value is gone when its backward comes."""
+    """Two forwards of one device that write one slot: the first value is gone when its backward
+    comes.
+    """
     program = sound_program()
     forward = program.ticks.forward
     (first, second), device = np.flatnonzero(forward.chunk[:, 0] >= 0)[:2], 0
-    broken = with_entry(program, "forward", "residual_weight", second, device, forward.residual_weight[first, device])
+    broken = with_entry(
+        program,
+        "forward",
+        "residual_weight",
+        second,
+        device,
+        forward.residual_weight[first, device],
+    )
     assert Rule.OVERWRITTEN in rules_broken(broken)
 
 
@@ -112,16 +138,29 @@ def test_a_message_in_the_wrong_slot_is_found():
     program = sound_program()
     made_in = exchanges(program.segments)
     where = places(assign_ticks(program.schedule))
-    messages = [(m, a, payload) for a, makers in inputs(program.schedule).items() for m, payload in makers if payload is not None]
+    messages = [
+        (m, a, payload)
+        for a, makers in inputs(program.schedule).items()
+        for m, payload in makers
+        if payload is not None
+    ]
     sent = [message for message in messages if where[message[0]][0] != where[message[1]][0]]
-    assert len(sent) == 6 * 2 * 2  # six microbatches, forward and back, over two of three stage boundaries
+    # six microbatches, forward and back, over two of three stage boundaries
+    assert len(sent) == 6 * 2 * 2
     for maker, action, payload in sent:
         (source, made), (target, _) = where[maker], where[action]
-        (lane,) = (n for n, p in enumerate(made_in[made]) if p.payload is payload and (source, target) in p.pairs)
+        (lane,) = (
+            n
+            for n, p in enumerate(made_in[made])
+            if p.payload is payload and (source, target) in p.pairs
+        )
         size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
         arrival = program.ticks.arrivals[lane]
         for wrong in (
-            replace(arrival, slot=changed(arrival.slot, made, target, (arrival.slot[made, target] + 1) % size)),
+            replace(
+                arrival,
+                slot=changed(arrival.slot, made, target, (arrival.slot[made, target] + 1) % size),
+            ),
             replace(arrival, takes=changed(arrival.takes, made, target, 0)),
         ):
             arrivals = (*program.ticks.arrivals[:lane], wrong, *program.ticks.arrivals[lane + 1 :])
@@ -155,7 +194,9 @@ def first_permute(change):
 
 
 def unwanted_part(part, kinds):
-    """Only these kinds of blocks do something more where their stage is the first or last, or hand on to this device."""
+    """Only these kinds of blocks do something more where their stage is the first or last, or hand
+    on to this device.
+    """
 
     def without(use):
         return replace(use, **{part: Presence.NEVER}) if use.block.kind in kinds else use
@@ -171,17 +212,29 @@ def cyclic(permute):
 LOST = {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
 BREAK = {
     "a block is missing": (first_block(lambda use: ()), {Rule.CODE}),
-    "a pair is missing": (first_permute(lambda permute: replace(permute, pairs=permute.pairs[1:])), LOST),
+    "a pair is missing": (
+        first_permute(lambda permute: replace(permute, pairs=permute.pairs[1:])),
+        LOST,
+    ),
     "a permute of the other payload": (
         first_permute(lambda permute: replace(permute, payload=Payload(1 - permute.payload))),
         LOST | {Rule.SLOT},
     ),
-    "a transfer is late": (first_permute(lambda permute: replace(permute, delay=permute.delay + 1)), LOST | {Rule.EXCHANGE}),
-    "a block runs everywhere": (first_block(lambda use: (replace(use, active=Presence.ALWAYS),)), {Rule.CODE}),
+    "a transfer is late": (
+        first_permute(lambda permute: replace(permute, delay=permute.delay + 1)),
+        LOST | {Rule.EXCHANGE},
+    ),
+    "a block runs everywhere": (
+        first_block(lambda use: (replace(use, active=Presence.ALWAYS),)),
+        {Rule.CODE},
+    ),
     "first never runs": (unwanted_part("first", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
     "last never runs": (unwanted_part("last", (Kind.F,)), {Rule.CODE}),
     "nothing is handed on": (unwanted_part("local", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
-    "a block of another chunk": (first_block(lambda use: (replace(use, block=Block(use.block.kind, 1 - use.block.chunk)),)), {Rule.CODE}),
+    "a block of another chunk": (
+        first_block(lambda use: (replace(use, block=Block(use.block.kind, 1 - use.block.chunk)),)),
+        {Rule.CODE},
+    ),
     "a permute with a cycle": (first_permute(cyclic), {Rule.PERMUTE}),
 }
 
@@ -211,7 +264,9 @@ def test_a_wrong_segment_is_found(broken, rules):
 def test_a_missing_tick_is_found():
     program = sound_program()
     last = program.segments[-1]
-    (fault,) = faults(replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1))))
+    (fault,) = faults(
+        replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1)))
+    )
     assert fault.rule is Rule.SEGMENTS
 
 
@@ -225,7 +280,11 @@ def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
     assert not faults(program)
     right = TickTemplate.before_readers
     late = {Payload.ACTIVATION: 3, Payload.COTANGENT: 2}  # after F, after I
-    monkeypatch.setattr(TickTemplate, "before_readers", lambda self, of: late[of] if of is payload else right(self, of))
+    monkeypatch.setattr(
+        TickTemplate,
+        "before_readers",
+        lambda self, of: late[of] if of is payload else right(self, of),
+    )
     broken = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
     broken_rules = rules_broken(replace(program, segments=broken))
     assert broken_rules
@@ -233,7 +292,9 @@ def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
 
 
 def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkeypatch):
-    """In a tick with W and then F, what arrives for F may take the slot of the input that W is the last to read."""
+    """In a tick with W and then F, what arrives for F may take the slot of the input that W is the
+    last to read.
+    """
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
     ticks = joined_ticks(schedule)
     program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks)))

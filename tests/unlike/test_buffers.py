@@ -1,4 +1,6 @@
-"""Two kinds of layer in one pipeline: a device has room for the larger, not for both, and everything is as without."""
+"""Two kinds of layer in one pipeline: a device has room for the larger, not for both, and
+everything is as without.
+"""
 
 from functools import cache
 
@@ -17,7 +19,10 @@ from tests.unlike.test_unlike import M, draw, embed, head, loss, over_microbatch
 
 LAYOUT = "Ennn|nw|wwL"
 COUNTS = {"n": 4, "w": 3}
-SHAPES = {"n": {"w": (4, 4), "scale": (4,)}, "w": {"up": (4, 6), "down": (6, 4), "norm": {"scale": (6,)}, "base": (4, 4)}}
+SHAPES = {
+    "n": {"w": (4, 4), "scale": (4,)},
+    "w": {"up": (4, 6), "down": (6, 4), "norm": {"scale": (6,)}, "base": (4, 4)},
+}
 NARROW, WIDE = 20, 70  # numbers of a layer
 
 
@@ -26,7 +31,11 @@ def narrow(params, x):
 
 
 def wide(params, x):
-    return x + jax.nn.gelu(x @ params["up"] * params["norm"]["scale"]) @ params["down"] + x @ params["base"]
+    return (
+        x
+        + jax.nn.gelu(x @ params["up"] * params["norm"]["scale"]) @ params["down"]
+        + x @ params["base"]
+    )
 
 
 LAYERS = {"E": embed, "n": narrow, "w": wide, "L": loss}
@@ -34,14 +43,27 @@ LAYERS = {"E": embed, "n": narrow, "w": wide, "L": loss}
 
 def canonical():
     stacks = {
-        letter: jax.tree.map(lambda s, n=n: (n, *s), SHAPES[letter], is_leaf=lambda s: isinstance(s, tuple)) for letter, n in COUNTS.items()
+        letter: jax.tree.map(
+            lambda s, n=n: (n, *s), SHAPES[letter], is_leaf=lambda s: isinstance(s, tuple)
+        )
+        for letter, n in COUNTS.items()
     }
-    return {"first": draw({"table": (5, 4)}), "stages": draw(stacks, seed=1), "last": draw({"head": (4, 2)}, seed=2)}
+    return {
+        "first": draw({"table": (5, 4)}),
+        "stages": draw(stacks, seed=1),
+        "last": draw({"head": (4, 2)}, seed=2),
+    }
 
 
 def pipeline(layout=LAYOUT, name="1f1b", devices=3, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=M)
-    return jp.Pipeline(layers=LAYERS, layout=layout, schedule=schedule, mesh=options.pop("mesh", None) or mesh_of(devices), **options)
+    return jp.Pipeline(
+        layers=LAYERS,
+        layout=layout,
+        schedule=schedule,
+        mesh=options.pop("mesh", None) or mesh_of(devices),
+        **options,
+    )
 
 
 @cache
@@ -52,7 +74,9 @@ def plain():
         x = embed(params["first"], microbatch)
         seen = dict.fromkeys("nw", 0)
         for letter in LAYOUT.replace("|", "")[1:-1]:
-            x = LAYERS[letter](jax.tree.map(lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter]), x)
+            x = LAYERS[letter](
+                jax.tree.map(lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter]), x
+            )
             seen[letter] += 1
         return loss(params["last"], x, microbatch)
 
@@ -61,7 +85,9 @@ def plain():
 
 def check_step(pipe, batch=None):
     """Loss and gradients are plain JAX's; returns placed gradients."""
-    value, grads = pipe.value_and_grad(pipe.place(canonical()), tokens() if batch is None else batch)
+    value, grads = pipe.value_and_grad(
+        pipe.place(canonical()), tokens() if batch is None else batch
+    )
     assert abs(float(value) - float(plain()[0])) <= FLOAT64 * float(plain()[0])
     found = pipe.canonical(grads)
     assert worst({k: found[k] for k in plain()[1]}, plain()[1]) <= FLOAT64
@@ -72,11 +98,14 @@ def test_a_device_has_room_for_the_largest_and_numbers_are_the_same():
     pipe = pipeline()
     placed = pipe.place(canonical())
     (chunk,) = placed["stages"]
-    assert {name: leaf.shape for name, leaf in chunk.leaves.items()} == {"buffer 0": (3, 2 * WIDE)}  # "ww"; "nw" has 90, "nnn" 60
+    # "ww"; "nw" has 90, "nnn" 60
+    assert {name: leaf.shape for name, leaf in chunk.leaves.items()} == {"buffer 0": (3, 2 * WIDE)}
     back = pipe.canonical(placed)
     assert worst(back["stages"], canonical()["stages"]) == 0  # numbers are moved, not computed
     shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), canonical()))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), placed) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), placed) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), shapes
+    )
     state = pipe.init(optax.adam(0.1), placed)
     assert {leaf.shape for leaf in jax.tree.leaves(state[0].mu["stages"])} == {(3, 2 * WIDE)}
     grads = check_step(pipe)
@@ -86,9 +115,16 @@ def test_a_device_has_room_for_the_largest_and_numbers_are_the_same():
 
 
 def test_one_kind_stays_as_it_is():
-    """Nothing is gained where the largest stage has all that any has: names and shapes are the parameters' own."""
+    """Nothing is gained where the largest stage has all that any has: names and shapes are the
+    parameters' own.
+    """
     layers = {k: LAYERS[k] for k in "EnL"}
-    pipe = jp.Pipeline(layers=layers, layout="Ennn|nL", schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2))
+    pipe = jp.Pipeline(
+        layers=layers,
+        layout="Ennn|nL",
+        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh=mesh_of(2),
+    )
     (chunk,) = pipe.place({**canonical(), "stages": {"n": canonical()["stages"]["n"]}})["stages"]
     assert sorted(chunk.leaves) == ["n/0/scale", "n/0/w", "n/1/scale", "n/1/w"]
 
@@ -97,7 +133,9 @@ def test_frozen_parameters_and_fsdp():
     """Frozen parameters share a buffer of their own, and fsdp splits buffers."""
     mesh = mesh_of(3, data=2)
     spec = jax.sharding.PartitionSpec
-    pipe = pipeline(mesh=mesh, data_axes=("data",), fsdp="data", frozen=("stages/w/base", "stages/n/scale"))
+    pipe = pipeline(
+        mesh=mesh, data_axes=("data",), fsdp="data", frozen=("stages/w/base", "stages/n/scale")
+    )
     placed = pipe.place(canonical())
     (chunk,) = placed["stages"]
     assert [leaf.shape for leaf in chunk.leaves.values()] == [(3, 32), (3, 108)]
@@ -108,36 +146,78 @@ def test_frozen_parameters_and_fsdp():
     found, wanted = pipe.canonical(grads)["stages"], plain()[1]["stages"]
     assert found["w"].pop("base") is None
     assert found["n"].pop("scale") is None
-    assert worst(found, {"n": {"w": wanted["n"]["w"]}, "w": {k: wanted["w"][k] for k in ("up", "down", "norm")}}) <= FLOAT64
+    assert (
+        worst(
+            found,
+            {
+                "n": {"w": wanted["n"]["w"]},
+                "w": {k: wanted["w"][k] for k in ("up", "down", "norm")},
+            },
+        )
+        <= FLOAT64
+    )
     # A buffer is for the pipeline that made it.
-    with pytest.raises(jp.PipelineError, match=r"frozen=, specs= or the mesh axes of this pipeline keep it.*new.place\(old.canonical"):
+    with pytest.raises(
+        jp.PipelineError,
+        match=r"frozen=, specs= or the mesh axes of this pipeline keep "
+        r"it.*new.place\(old.canonical",
+    ):
         pipeline(mesh=mesh, data_axes=("data",), fsdp="data").value_and_grad(placed, twice)
 
 
 def test_a_buffer_keeps_the_parts_that_the_partitioner_makes():
-    """Along any dim, of a matrix or of a vector: a device has its part of each parameter, and what is whole is whole in a buffer too."""
+    """Along any dim, of a matrix or of a vector: a device has its part of each parameter, and what
+    is whole is whole in a buffer too.
+    """
     spec = jax.sharding.PartitionSpec
-    split = {"w": {"up": spec(None, "tensor"), "down": spec("tensor"), "norm": spec("tensor")}, "n": {"w": spec("tensor")}}
+    split = {
+        "w": {"up": spec(None, "tensor"), "down": spec("tensor"), "norm": spec("tensor")},
+        "n": {"w": spec("tensor")},
+    }
     pipe = pipeline(mesh=mesh_of(3, tensor=2), specs={"stages": split})
     placed = pipe.place(canonical())
     (chunk,) = placed["stages"]
-    # In halves: "ww" has 2 (24 + 24 + 6) / 2, "nw" 16 / 2 + 54 / 2; whole: "nnn" 3 scales, "ww" 2 bases, "nw" 4 + 16.
+    # In halves: "ww" has 2 (24 + 24 + 6) / 2, "nw" 16 / 2 + 54 / 2; whole: "nnn" 3 scales, "ww" 2
+    # bases, "nw" 4 + 16.
     found = {name: (leaf.shape, leaf.sharding.spec) for name, leaf in chunk.leaves.items()}
-    assert found == {"buffer 0": ((3, 32), spec("pipe")), "buffer 1": ((3, 2, 54), spec("pipe", "tensor"))}
-    assert worst(pipe.canonical(placed)["stages"], canonical()["stages"]) == 0  # numbers are moved, not computed
+    assert found == {
+        "buffer 0": ((3, 32), spec("pipe")),
+        "buffer 1": ((3, 2, 54), spec("pipe", "tensor")),
+    }
+    # numbers are moved, not computed
+    assert worst(pipe.canonical(placed)["stages"], canonical()["stages"]) == 0
     grads = check_step(pipe)
-    assert {leaf.sharding.spec for leaf in grads["stages"][0].leaves.values()} == {spec("pipe"), spec("pipe", "tensor")}
+    assert {leaf.sharding.spec for leaf in grads["stages"][0].leaves.values()} == {
+        spec("pipe"),
+        spec("pipe", "tensor"),
+    }
     with pytest.raises(jp.PipelineError, match=r"keep it apart.*new.place\(old.canonical"):
         pipe.value_and_grad(pipeline().place(canonical()), tokens())
 
 
 def test_a_function_for_each_stage_shares_too():
     """Trees of nothing in common, on one device twice: a buffer for each chunk."""
-    functions = [lambda p, x: jnp.tanh(x @ p["a"]), lambda p, x: x * p["b"], lambda p, x: x @ p["c"], lambda p, x: x + p["d"]]
-    params = {"stages": [draw({"a": (3, 4)}), draw({"b": (4,)}), draw({"c": (4, 4)}), draw({"d": (4,)})], "last": draw({"head": (4, 2)})}
-    pipe = jp.Pipeline(functions, schedule=jp.schedules.build("zbv", devices=2, microbatches=M), mesh=mesh_of(2), last=head)
+    functions = [
+        lambda p, x: jnp.tanh(x @ p["a"]),
+        lambda p, x: x * p["b"],
+        lambda p, x: x @ p["c"],
+        lambda p, x: x + p["d"],
+    ]
+    params = {
+        "stages": [draw({"a": (3, 4)}), draw({"b": (4,)}), draw({"c": (4, 4)}), draw({"d": (4,)})],
+        "last": draw({"head": (4, 2)}),
+    }
+    pipe = jp.Pipeline(
+        functions,
+        schedule=jp.schedules.build("zbv", devices=2, microbatches=M),
+        mesh=mesh_of(2),
+        last=head,
+    )
     placed = pipe.place(params)
-    assert [leaf.shape for chunk in placed["stages"] for leaf in chunk.leaves.values()] == [(2, 12), (2, 16)]
+    assert [leaf.shape for chunk in placed["stages"] for leaf in chunk.leaves.values()] == [
+        (2, 12),
+        (2, 16),
+    ]
 
     def loss_of(params, microbatch, _):
         x = microbatch["x"]
@@ -154,7 +234,8 @@ def test_a_function_for_each_stage_shares_too():
 
 @pytest.mark.slow
 def test_rules_for_one_parameter_see_it_by_itself(tmp_path):
-    """Under `per_layer` norms, ranks and paths are each layer's; without it a mask by path is refused, as both lie in one array.
+    """Under `per_layer` norms, ranks and paths are each layer's; without it a mask by path is
+    refused, as both lie in one array.
 
     A device keeps the state of its own layers, and another layout goes on with it.
     """
@@ -172,13 +253,17 @@ def test_rules_for_one_parameter_see_it_by_itself(tmp_path):
         update, state = jax.jit(optimizer.update), each.init(optimizer, params)
         for _ in range(2):
             updates, state = update(params, state, params)  # any numbers of the gradients' form
-        assert update._cache_size() == 1 or each is alone  # of a mesh of one device JAX writes shardings otherwise
+        # of a mesh of one device JAX writes shardings otherwise
+        assert update._cache_size() == 1 or each is alone
         assert jax.tree.structure(updates) == jax.tree.structure(params)
         found.append(each.canonical(updates))
         runs.append((each, update, {"params": params, "optimizer": state}))
     assert worst(*jax.device_get(found)) <= FLOAT64
     # Two moments of each parameter of "ww", and a count of each layer of "nnn".
-    assert {leaf.shape for leaf in jax.tree.leaves(runs[0][2]["optimizer"]["stages"])} == {(3, 2 * 2 * WIDE), (3, 3)}
+    assert {leaf.shape for leaf in jax.tree.leaves(runs[0][2]["optimizer"]["stages"])} == {
+        (3, 2 * 2 * WIDE),
+        (3, 3),
+    }
     wanted = alone.canonical(runs[1][1](params, state, params)[0])
     for one, _, saved in runs:
         for other, update, mine in runs:
@@ -189,7 +274,10 @@ def test_rules_for_one_parameter_see_it_by_itself(tmp_path):
                 _, resumed = checkpoints.restore(mine)
             again = update(resumed["params"], resumed["optimizer"], resumed["params"])[0]
             assert worst(*jax.device_get((other.canonical(again), wanted))) <= FLOAT64
-    with pytest.raises(jp.PipelineError, match=r"jaxpipe.per_layer[^\n]*\n  'stages/n/scale' of shape \(4,\) lies in"):
+    with pytest.raises(
+        jp.PipelineError,
+        match=r"jaxpipe.per_layer[^\n]*\n  'stages/n/scale' of shape \(4,\) lies in",
+    ):
         pipe.init(optax.chain(optax.adam(0.1), rule), pipe.place(canonical()))
 
 

@@ -1,4 +1,6 @@
-"""What one layout of layers saved, another goes on with: moments and parameters are written layer by layer."""
+"""What one layout of layers saved, another goes on with: moments and parameters are written layer
+by layer.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,11 @@ from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_unlike import EXTRA, M, draw, head, rows, tokens, unlike_model, worst
 
-CANONICAL = {"first": draw({"table": (5, 4)}), "stages": {"t": draw({"w": (6, 4, 4), "scale": (6, 4)})}, "last": draw({"head": (4, 2)})}
+CANONICAL = {
+    "first": draw({"table": (5, 4)}),
+    "stages": {"t": draw({"w": (6, 4, 4), "scale": (6, 4)})},
+    "last": draw({"head": (4, 2)}),
+}
 
 
 def layered(name, devices, layout):
@@ -53,7 +59,10 @@ def test_a_layout_resumes_what_another_one_saved(tmp_path):
             _, resumed = checkpoints.restore(begin(other, optimizer))
         found, losses = train(other, optimizer, resumed, 2, tokens())
         assert max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True)) <= FLOAT64
-        pairs = [jax.device_get(pipe.canonical(s["params"])["stages"]) for pipe, s in ((other, found), (one, end))]
+        pairs = [
+            jax.device_get(pipe.canonical(s["params"])["stages"])
+            for pipe, s in ((other, found), (one, end))
+        ]
         assert worst(*pairs) <= FLOAT64 * 10  # adam divides by the root of a small second moment
         if other is one:  # the same compiled step and update, on what was saved: the same bits
             assert losses == wanted
@@ -64,7 +73,12 @@ def test_stages_with_functions_of_their_own_resume(tmp_path):
     functions, canonical = unlike_model(4)
     optimizer = optax.adam(0.1)
     pipes = [
-        jp.Pipeline(functions, schedule=jp.schedules.build(name, devices=devices, microbatches=M), mesh=mesh_of(devices), last=head)
+        jp.Pipeline(
+            functions,
+            schedule=jp.schedules.build(name, devices=devices, microbatches=M),
+            mesh=mesh_of(devices),
+            last=head,
+        )
         for name, devices in (("1f1b", 4), ("zbv", 2))
     ]
     state, _ = train(pipes[0], optimizer, begin(pipes[0], optimizer, canonical), 1, rows())
@@ -79,7 +93,12 @@ def test_stages_with_functions_of_their_own_resume(tmp_path):
 
 def test_stages_of_a_list_may_have_scalars():
     functions = [lambda p, x: x * p["s"], lambda p, x: x @ p["w"]]
-    pipe = jp.Pipeline(functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2), last=head)
+    pipe = jp.Pipeline(
+        functions,
+        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh=mesh_of(2),
+        last=head,
+    )
     canonical = {"stages": [{"s": 2.0}, draw({"w": (3, 4)})], "last": draw({"head": (4, 2)})}
     canonical = jax.tree.map(jnp.asarray, canonical)
     state = {"params": pipe.place(canonical)}
@@ -89,7 +108,13 @@ def test_stages_of_a_list_may_have_scalars():
     assert worst(portable.placed(found, state), state) == 0
     assert worst(pipe.canonical(state["params"], spread=True)["stages"], canonical["stages"]) == 0
     plain = PortableState(None)
-    assert worst(plain.placed(plain.of({"params": canonical}), {"params": canonical}), {"params": canonical}) == 0
+    assert (
+        worst(
+            plain.placed(plain.of({"params": canonical}), {"params": canonical}),
+            {"params": canonical},
+        )
+        == 0
+    )
 
 
 def of_the_head(tree):
@@ -99,9 +124,17 @@ def of_the_head(tree):
 def test_what_is_frozen_has_no_moments_in_a_checkpoint():
     """As in the model without a pipeline, which can go on from it."""
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
-    pipe = jp.Pipeline(layers=EXTRA, layout="Et|ttL", schedule=schedule, mesh=mesh_of(2), frozen=["scale$"])
-    canonical = {**CANONICAL, "stages": jax.tree.map(lambda leaf: jnp.asarray(leaf[:3]), CANONICAL["stages"])}
-    params, optimizer = pipe.place(canonical), optax.chain(optax.adam(0.1), optax.masked(optax.trace(0.9), of_the_head))
+    pipe = jp.Pipeline(
+        layers=EXTRA, layout="Et|ttL", schedule=schedule, mesh=mesh_of(2), frozen=["scale$"]
+    )
+    canonical = {
+        **CANONICAL,
+        "stages": jax.tree.map(lambda leaf: jnp.asarray(leaf[:3]), CANONICAL["stages"]),
+    }
+    params, optimizer = (
+        pipe.place(canonical),
+        optax.chain(optax.adam(0.1), optax.masked(optax.trace(0.9), of_the_head)),
+    )
     state = {"params": params, "moments": pipe.init(optimizer, params)}
     portable = PortableState(pipe)
     found = portable.of(state)
@@ -113,7 +146,10 @@ def test_what_is_frozen_has_no_moments_in_a_checkpoint():
 
 def test_an_array_without_numbers_is_named(tmp_path):
     state = {"params": {"stages": jnp.ones((2, 3)), "last": {"none": jnp.ones((0, 4))}}}
-    with Checkpoints(tmp_path, None) as checkpoints, pytest.raises(CheckpointError, match=r"params/last/none is float64\[0, 4\]"):
+    with (
+        Checkpoints(tmp_path, None) as checkpoints,
+        pytest.raises(CheckpointError, match=r"params/last/none is float64\[0, 4\]"),
+    ):
         checkpoints.save(1, state)
 
 
@@ -123,19 +159,32 @@ def label(path):
 
 @pytest.mark.slow
 def test_moments_of_masked_parameters_go_on_with_another_layout(tmp_path):
-    """A rule for each kind of parameter: each rule's moments are of its parameters alone, and are written without the others."""
+    """A rule for each kind of parameter: each rule's moments are of its parameters alone, and are
+    written without the others.
+    """
 
     def labels(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: label(path), tree)
 
     optimizer = optax.multi_transform(
-        {"fast": optax.adam(0.1), "slow": optax.sgd(0.01, momentum=0.9), "frozen": optax.set_to_zero()}, labels
+        {
+            "fast": optax.adam(0.1),
+            "slow": optax.sgd(0.01, momentum=0.9),
+            "frozen": optax.set_to_zero(),
+        },
+        labels,
     )
     one, other = layered("1f1b", 2, "Ett|ttttL"), layered("zbv", 2, "Et|t||ttttL")
     state, _ = train(one, optimizer, begin(one, optimizer), 2, tokens())
     with Checkpoints(tmp_path, one) as checkpoints:
         checkpoints.save(2, state)
-    natural = PortableState(one).of(state)["moments"].inner_states["fast"].inner_state[0].mu["stages"]["t"]
+    natural = (
+        PortableState(one)
+        .of(state)["moments"]
+        .inner_states["fast"]
+        .inner_state[0]
+        .mu["stages"]["t"]
+    )
     assert natural["w"].shape == (6, 4, 4)
     assert natural["scale"] == optax.MaskedNode()
     _, wanted = train(one, optimizer, state, 2, tokens())
@@ -145,12 +194,16 @@ def test_moments_of_masked_parameters_go_on_with_another_layout(tmp_path):
         assert jax.tree.structure(resumed) == jax.tree.structure(begin(pipe, optimizer))
         _, losses = train(pipe, optimizer, resumed, 2, tokens())
         assert max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True)) <= FLOAT64
-        assert pipe is other or losses == wanted  # the same compiled step and update, on what was saved: the same bits
+        # the same compiled step and update, on what was saved: the same bits
+        assert pipe is other or losses == wanted
 
 
 def test_what_does_not_follow_the_parameters_is_refused(tmp_path):
     pipe = layered("1f1b", 2, "Ett|ttttL")
     params = pipe.place(CANONICAL)
     history = jax.tree.map(lambda a: jax.numpy.stack([a, a]), params)
-    with Checkpoints(tmp_path, pipe) as checkpoints, pytest.raises(CheckpointError, match="t/0/scale does not have its parameter's shape"):
+    with (
+        Checkpoints(tmp_path, pipe) as checkpoints,
+        pytest.raises(CheckpointError, match="t/0/scale does not have its parameter's shape"),
+    ):
         checkpoints.save(0, {"params": params, "history": history})

@@ -1,4 +1,6 @@
-"""Stages that return a loss of their own, or keep state from microbatch to microbatch, give the numbers of one device."""
+"""Stages that return a loss of their own, or keep state from microbatch to microbatch, give the
+numbers of one device.
+"""
 
 from functools import partial
 
@@ -47,26 +49,49 @@ def with_penalties(params, microbatch, _):
 
 
 @pytest.mark.parametrize(
-    "name", ["zbv", pytest.param("dualpipe", marks=pytest.mark.slow), pytest.param("1f1b", marks=pytest.mark.exhaustive)]
+    "name",
+    [
+        "zbv",
+        pytest.param("dualpipe", marks=pytest.mark.slow),
+        pytest.param("1f1b", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_losses_of_stages_are_added_to_that_of_their_microbatch(name):
     schedule = build(name)
-    canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH), "v": (schedule.num_stages, WIDTH)}), "last": {}}
+    canonical = {
+        "stages": draw(
+            {"w": (schedule.num_stages, WIDTH, WIDTH), "v": (schedule.num_stages, WIDTH)}
+        ),
+        "last": {},
+    }
     pipe = jp.Pipeline(balanced, schedule=schedule, mesh=mesh_of(2), last=last, stage_loss=True)
     params = pipe.place(canonical)
     loss, grads = pipe.value_and_grad(params, rows())
     wanted_loss, wanted = over_microbatches(with_penalties)(canonical, rows())
     assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
     assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
-    assert abs(float(pipe.evaluate(params, rows())) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
-    each = [with_penalties(canonical, jax.tree.map(lambda a, m=m: a[m * ROWS : (m + 1) * ROWS], rows()), m) for m in range(M)]
+    assert abs(float(pipe.evaluate(params, rows())) - float(wanted_loss)) <= FLOAT64 * float(
+        wanted_loss
+    )
+    each = [
+        with_penalties(
+            canonical, jax.tree.map(lambda a, m=m: a[m * ROWS : (m + 1) * ROWS], rows()), m
+        )
+        for m in range(M)
+    ]
     assert worst(pipe.losses(params, rows()), jnp.stack(each)) <= FLOAT64
 
 
 def test_losses_of_layers():
     layers = {"E": lambda p, mb: mb["x"], "t": balanced, "L": last}
-    canonical = {"first": {}, "stages": {"t": draw({"w": (3, WIDTH, WIDTH), "v": (3, WIDTH)})}, "last": {}}
-    pipe = jp.Pipeline(layers=layers, layout="Ett|tL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True)
+    canonical = {
+        "first": {},
+        "stages": {"t": draw({"w": (3, WIDTH, WIDTH), "v": (3, WIDTH)})},
+        "last": {},
+    }
+    pipe = jp.Pipeline(
+        layers=layers, layout="Ett|tL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True
+    )
     loss, grads = pipe.value_and_grad(pipe.place(canonical), rows())
     flat = {**canonical, "stages": canonical["stages"]["t"]}
     wanted_loss, wanted = over_microbatches(with_penalties)(flat, rows())
@@ -88,7 +113,9 @@ def layers_with(loss):
 
 def of_layers(loss):
     layers = layers_with(loss)
-    pipe = jp.Pipeline(layers=layers, layout="ttu|ttL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True)
+    pipe = jp.Pipeline(
+        layers=layers, layout="ttu|ttL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True
+    )
     own = {letter: draw([(count, WIDTH, WIDTH)])[0] for letter, count in (("t", 4), ("u", 1))}
     return pipe, {"stages": own, "last": {}}, rows()
 
@@ -111,7 +138,15 @@ def test_a_layer_may_return_a_python_number_as_its_loss():
 
 @pytest.mark.parametrize(
     "loss",
-    [0.0, 2, np.float32(1), np.zeros(()), None, lambda x: jnp.mean(x).astype(jnp.bfloat16), lambda x: jnp.float16(6e4)],
+    [
+        0.0,
+        2,
+        np.float32(1),
+        np.zeros(()),
+        None,
+        lambda x: jnp.mean(x).astype(jnp.bfloat16),
+        lambda x: jnp.float16(6e4),
+    ],
     ids=["float", "int", "numpy scalar", "numpy array", "None", "bfloat16", "float16"],
 )
 def test_losses_of_layers_may_have_any_floating_form(loss):
@@ -122,12 +157,20 @@ def test_losses_of_layers_may_have_any_floating_form(loss):
 
 @pytest.mark.parametrize(
     ("loss", "text"),
-    [((), r"float64\[0\]"), (True, r"bool\[\]"), (lambda x: jnp.sum(x, -1), r"float64\[2\]"), ({}, r"PyTreeDef\(\{\}\)")],
+    [
+        ((), r"float64\[0\]"),
+        (True, r"bool\[\]"),
+        (lambda x: jnp.sum(x, -1), r"float64\[2\]"),
+        ({}, r"PyTreeDef\(\{\}\)"),
+    ],
     ids=["tuple", "bool", "vector", "dict"],
 )
 def test_what_is_no_loss_of_a_layer_is_refused(loss, text):
     pipe, canonical, batch = of_layers(loss)
-    with pytest.raises(jp.PipelineError, match=r"`layers\['t'\]` must return a floating scalar as its loss; it returns " + text):
+    with pytest.raises(
+        jp.PipelineError,
+        match=r"`layers\['t'\]` must return a floating scalar as its loss; it returns " + text,
+    ):
         jax.eval_shape(pipe.losses, pipe.place(canonical), batch)
 
 
@@ -135,7 +178,9 @@ def test_what_is_no_loss_of_a_layer_is_refused(loss, text):
 @pytest.mark.parametrize("loss", [0, 0.5, None])
 def test_a_stage_may_return_a_python_number_as_its_loss(loss, remat):
     options = {"last": last, "stage_loss": True, "remat": remat}
-    pipe = jp.Pipeline(lambda p, x: (x @ p, loss), schedule=build("1f1b"), mesh=mesh_of(2), **options)
+    pipe = jp.Pipeline(
+        lambda p, x: (x @ p, loss), schedule=build("1f1b"), mesh=mesh_of(2), **options
+    )
     params = pipe.place({"stages": draw([(2, WIDTH, WIDTH)])[0], "last": {}})
     assert jax.eval_shape(pipe.losses, params, rows()).shape == (M,)
 
@@ -144,9 +189,14 @@ def test_faults_of_losses():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH), "v": (2, WIDTH)}), "last": {}}
     for stage, text in [
         (lambda p, x: x @ p["w"], r"`stage` must return \(x, loss\), since stage_loss=True"),
-        (lambda p, x: (x @ p["w"], x), r"`stage` must return a floating scalar as its loss; it returns float64\[2, 4\]"),
+        (
+            lambda p, x: (x @ p["w"], x),
+            r"`stage` must return a floating scalar as its loss; it returns float64\[2, 4\]",
+        ),
     ]:
-        pipe = jp.Pipeline(stage, schedule=build("1f1b"), mesh=mesh_of(2), last=last, stage_loss=True)
+        pipe = jp.Pipeline(
+            stage, schedule=build("1f1b"), mesh=mesh_of(2), last=last, stage_loss=True
+        )
         with pytest.raises(jp.PipelineError, match=text):
             pipe.value_and_grad(pipe.place(canonical), rows())
 
@@ -155,7 +205,9 @@ def test_faults_of_losses():
 
 
 def normalised(params, x, *, state, training):
-    """A dense layer with batch normalisation: batch statistics in training, running ones in evaluation."""
+    """A dense layer with batch normalisation: batch statistics in training, running ones in
+    evaluation.
+    """
     h = x @ params["w"]
     mean = jnp.mean(h, axis=0) if training else state["mean"]
     new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(h, axis=0), "seen": state["seen"] + 1}
@@ -174,12 +226,23 @@ def one_by_one(params, state, batch, stage):
         for s in range(len(params["stages"]["w"])):
             own = jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"])
             x, new = stage(own, x, state=jax.tree.map(lambda leaf, s=s: leaf[s], state))
-            state = jax.tree.map(lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new)
+            state = jax.tree.map(
+                lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new
+            )
         losses.append(last({}, x, {"y": batch["y"][m * ROWS : (m + 1) * ROWS]}))
     return jnp.mean(jnp.stack(losses)), state
 
 
-@pytest.mark.parametrize("name", ["zb_h1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1f1b", "interleaved_1f1b"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zb_h1",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("1f1b", "interleaved_1f1b")
+        ),
+    ],
+)
 def test_state_goes_from_microbatch_to_microbatch_and_from_step_to_step(name):
     schedule = build(name)
     canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH)}), "last": {}}
@@ -189,7 +252,10 @@ def test_state_goes_from_microbatch_to_microbatch_and_from_step_to_step(name):
     for _ in range(2):
         (loss, state), grads = pipe.value_and_grad(params, rows(), state=state)
         (wanted_loss, expected), wanted = jax.value_and_grad(
-            lambda p, expected=expected: one_by_one(p, expected, rows(), partial(normalised, training=True)), has_aux=True
+            lambda p, expected=expected: one_by_one(
+                p, expected, rows(), partial(normalised, training=True)
+            ),
+            has_aux=True,
         )(canonical)
         assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
         assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
@@ -207,7 +273,10 @@ def everything(params, x, *, state, training):
 
 def with_metrics(params, x, microbatch):
     error = x - microbatch["y"]
-    return jnp.mean(jnp.square(error)), {"worst": jnp.max(jnp.abs(error)), "above": jnp.sum(error > 0)}
+    return jnp.mean(jnp.square(error)), {
+        "worst": jnp.max(jnp.abs(error)),
+        "above": jnp.sum(error > 0),
+    }
 
 
 def all_one_by_one(params, state, batch, training):
@@ -219,14 +288,21 @@ def all_one_by_one(params, state, batch, training):
         for s in range(2):
             own, kept = jax.tree.map(lambda leaf, s=s: leaf[s], (params["stages"], state))
             x, loss, new = everything(own, x, state=kept, training=training)
-            state = jax.tree.map(lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new)
+            state = jax.tree.map(
+                lambda leaf, value, s=s: jnp.asarray(leaf).at[s].set(value), state, new
+            )
             total += loss
         loss, found = with_metrics({}, x, microbatch)
         losses.append(total + loss)
         metrics.append(found)
         outputs.append(x)
     averages = jax.tree.map(lambda *parts: sum(parts) / M, *metrics)
-    return jnp.mean(jnp.stack(losses)), (jnp.stack(losses), averages, state, jnp.concatenate(outputs))
+    return jnp.mean(jnp.stack(losses)), (
+        jnp.stack(losses),
+        averages,
+        state,
+        jnp.concatenate(outputs),
+    )
 
 
 @pytest.mark.parametrize("executor", [None, EagerExecutor()], ids=["compiled", "eager"])
@@ -234,16 +310,27 @@ def all_one_by_one(params, state, batch, training):
 def test_recomputation_adds_losses_and_state_once(name, executor):
     schedule = jp.add_recompute(build(name))
     pipe = jp.Pipeline(
-        everything, schedule=schedule, mesh=mesh_of(2), last=with_metrics, stage_loss=True, has_metrics=True, executor=executor
+        everything,
+        schedule=schedule,
+        mesh=mesh_of(2),
+        last=with_metrics,
+        stage_loss=True,
+        has_metrics=True,
+        executor=executor,
     )
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH), "v": (2, WIDTH)}), "last": {}}
     params, state, batch = pipe.place(canonical), pipe.place_state(start(2)), rows()
     found, grads = pipe.value_and_grad(params, batch, state=state)
-    (loss, (losses, metrics, after, _)), wanted = jax.value_and_grad(all_one_by_one, has_aux=True)(canonical, start(2), batch, True)
+    (loss, (losses, metrics, after, _)), wanted = jax.value_and_grad(all_one_by_one, has_aux=True)(
+        canonical, start(2), batch, True
+    )
     assert worst((*found[:2], pipe.canonical_state(found[2])), (loss, metrics, after)) <= FLOAT64
     assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
     aux = pipe.loss(params, batch, state=state)
-    assert worst((aux[0], aux[1][0], pipe.canonical_state(aux[1][1])), (loss, metrics, after)) <= FLOAT64
+    assert (
+        worst((aux[0], aux[1][0], pipe.canonical_state(aux[1][1])), (loss, metrics, after))
+        <= FLOAT64
+    )
     # Forwards alone hand state on likewise.
     loss, (losses, metrics, after, outputs) = all_one_by_one(canonical, start(2), batch, False)
     assert worst(pipe.evaluate(params, batch, state=state), (loss, metrics)) <= FLOAT64
@@ -254,9 +341,16 @@ def test_recomputation_adds_losses_and_state_once(name, executor):
 
 def test_state_of_data_shards_is_averaged():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
-    pipe = jp.Pipeline(normalised, schedule=build("1f1b"), mesh=mesh_of(2, data=2), last=last, data_axes=("data",))
-    (_, state), _ = pipe.value_and_grad(pipe.place(canonical), rows(2), state=pipe.place_state(start(2)))
-    training, halves = partial(normalised, training=True), [jax.tree.map(lambda a, h=h: a[h * 8 : h * 8 + 8], rows(2)) for h in (0, 1)]
+    pipe = jp.Pipeline(
+        normalised, schedule=build("1f1b"), mesh=mesh_of(2, data=2), last=last, data_axes=("data",)
+    )
+    (_, state), _ = pipe.value_and_grad(
+        pipe.place(canonical), rows(2), state=pipe.place_state(start(2))
+    )
+    training, halves = (
+        partial(normalised, training=True),
+        [jax.tree.map(lambda a, h=h: a[h * 8 : h * 8 + 8], rows(2)) for h in (0, 1)],
+    )
     halves = [one_by_one(canonical, start(2), half, training)[1] for half in halves]
     found = pipe.canonical_state(state)
     assert worst(found["mean"], (halves[0]["mean"] + halves[1]["mean"]) / 2) <= FLOAT64
@@ -267,13 +361,17 @@ def test_faults_of_state():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
     pipe = jp.Pipeline(normalised, schedule=build("1f1b"), mesh=mesh_of(2), last=last)
     params = pipe.place(canonical)
-    with pytest.raises(jp.PipelineError, match=r"takes `state`, but the step got none; give state=pipe.place_state"):
+    with pytest.raises(
+        jp.PipelineError, match=r"takes `state`, but the step got none; give state=pipe.place_state"
+    ):
         pipe.value_and_grad(params, rows())
     with pytest.raises(jp.PipelineError, match=r"its leading axis must be the number of stages, 2"):
         pipe.place_state(start(3))
     with pytest.raises(jp.PipelineError, match=r"state are not placed.*`place_state`"):
         pipe.value_and_grad(params, rows(), state=start(2))
-    stateless = jp.Pipeline(lambda p, x: x @ p["w"], schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    stateless = jp.Pipeline(
+        lambda p, x: x @ p["w"], schedule=build("1f1b"), mesh=mesh_of(2), last=last
+    )
     with pytest.raises(jp.PipelineError, match="no stage takes `state`"):
         stateless.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
     with pytest.raises(jp.PipelineError, match="cannot stand on two devices"):
@@ -285,6 +383,11 @@ def test_faults_of_state():
     reads = jp.Pipeline(scaled, schedule=build("1f1b"), mesh=mesh_of(2), last=last)
     with pytest.raises(jp.PipelineError, match="the gradient of `stage` depends on its state"):
         reads.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
-    grown = jp.Pipeline(lambda p, x, *, state: (x @ p["w"], {"mean": state["mean"]}), schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    grown = jp.Pipeline(
+        lambda p, x, *, state: (x @ p["w"], {"mean": state["mean"]}),
+        schedule=build("1f1b"),
+        mesh=mesh_of(2),
+        last=last,
+    )
     with pytest.raises(jp.PipelineError, match="return the same tree"):
         grown.value_and_grad(params, rows(), state=pipe.place_state(start(2)))

@@ -32,14 +32,21 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, dy: (2 * dy,))
 
 
 def running(params, x, *, state):
-    """Running statistics in what the stage returns, made by a function with a backward of its own."""
+    """Running statistics in what the stage returns, made by a function with a backward of
+    its own.
+    """
     h = doubled(x @ params["w"])
-    return jnp.tanh(h - state["mean"]), {**state, "mean": 0.9 * state["mean"] + 0.1 * jnp.mean(h, axis=0)}
+    return jnp.tanh(h - state["mean"]), {
+        **state,
+        "mean": 0.9 * state["mean"] + 0.1 * jnp.mean(h, axis=0),
+    }
 
 
 def attending(params, x, *, state):
     """Writes a key and attends to those of the microbatches before."""
-    keys = lax.dynamic_update_slice(state["keys"], jnp.mean(x @ params["w"], axis=0)[None], (state["seen"], np.int32(0)))
+    keys = lax.dynamic_update_slice(
+        state["keys"], jnp.mean(x @ params["w"], axis=0)[None], (state["seen"], np.int32(0))
+    )
     return x + jax.nn.softmax(x @ keys.T) @ keys, {**state, "keys": keys, "seen": state["seen"] + 1}
 
 
@@ -49,13 +56,21 @@ def penalised(params, x, *, state):
 
 
 def two_later(params, x, *, state):
-    """One leaf of the state becomes another, and that is read: the gradient is of two microbatches ago."""
-    return jnp.tanh(x @ params["w"] + state["scale"]), {**state, "scale": state["mean"], "mean": jnp.mean(x, axis=0)}
+    """One leaf of the state becomes another, and that is read: the gradient is of two microbatches
+    ago.
+    """
+    return jnp.tanh(x @ params["w"] + state["scale"]), {
+        **state,
+        "scale": state["mean"],
+        "mean": jnp.mean(x, axis=0),
+    }
 
 
 def by_layers(params, x, *, state):
     """A loop over layers, as flax models have it."""
-    x, mean = lax.scan(lambda x, m: (jnp.tanh(x @ params["w"] + m), m + jnp.mean(x)), x, state["mean"])
+    x, mean = lax.scan(
+        lambda x, m: (jnp.tanh(x @ params["w"] + m), m + jnp.mean(x)), x, state["mean"]
+    )
     return x, {**state, "mean": mean}
 
 
@@ -76,10 +91,17 @@ def normalised(params, x, *, state):
 
 
 def apart(params, x, *, state):
-    """What is read has no gradient to parameters, and what has one is not read; numbers that are whole have none."""
+    """What is read has no gradient to parameters, and what has one is not read; numbers that are
+    whole have none.
+    """
     h = jnp.tanh(x @ params["w"] + state["scale"] + state["seen"])
     count = jnp.sum(h > 0).astype(jnp.int32)
-    return h, {**state, "mean": state["scale"] + jnp.mean(h, axis=0), "scale": state["scale"] * 0.5, "seen": count}
+    return h, {
+        **state,
+        "mean": state["scale"] + jnp.mean(h, axis=0),
+        "scale": state["scale"] * 0.5,
+        "seen": count,
+    }
 
 
 def counted(params, x, *, state):
@@ -89,23 +111,45 @@ def counted(params, x, *, state):
 
 def on_the_side(params, x, *, state):
     """Layers in a loop whose state is read by the state alone."""
-    x, mean = lax.scan(lambda x, m: (jnp.tanh(x @ params["w"]), 0.9 * m + jnp.mean(x)), x, state["mean"])
+    x, mean = lax.scan(
+        lambda x, m: (jnp.tanh(x @ params["w"]), 0.9 * m + jnp.mean(x)), x, state["mean"]
+    )
     return x, {**state, "mean": mean}
 
 
 def pipeline(stage, schedule=None, **options):
-    pipe = jp.Pipeline(stage, schedule=schedule or build("1f1b"), mesh=mesh_of(2), last=last, stage_loss=stage is penalised, **options)
-    return pipe, pipe.place({"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}), pipe.place_state(STATE)
+    pipe = jp.Pipeline(
+        stage,
+        schedule=schedule or build("1f1b"),
+        mesh=mesh_of(2),
+        last=last,
+        stage_loss=stage is penalised,
+        **options,
+    )
+    return (
+        pipe,
+        pipe.place({"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}),
+        pipe.place_state(STATE),
+    )
 
 
-LOSES = {"running": "mean", "attending": "keys", "penalised": "mean", "two_later": "mean", "by_layers": "mean"}
+LOSES = {
+    "running": "mean",
+    "attending": "keys",
+    "penalised": "mean",
+    "two_later": "mean",
+    "by_layers": "mean",
+}
 
 
 @pytest.mark.parametrize("executor", [None, EagerExecutor()], ids=["compiled", "eager"])
 @pytest.mark.parametrize("stage", [running, attending, penalised, two_later, by_layers])
 def test_a_stage_that_would_lose_a_gradient_is_refused(stage, executor):
     pipe, params, state = pipeline(stage, executor=executor)
-    text = rf"`stage` would lose a gradient: it makes state\['{LOSES[stage.__name__]}'\] of .* state = jax.lax.stop_gradient\(state\)"
+    text = (
+        rf"`stage` would lose a gradient: it makes state\['{LOSES[stage.__name__]}'\] of .* "
+        r"state = jax.lax.stop_gradient\(state\)"
+    )
     for call in (pipe.value_and_grad, pipe.loss):
         with pytest.raises(jp.PipelineError, match=text):
             call(params, rows(), state=state)
@@ -120,19 +164,27 @@ def test_it_is_refused_under_remat_too():
 def test_forwards_alone_lose_nothing():
     pipe, params, state = pipeline(attending)
     assert jax.eval_shape(partial(pipe.evaluate, state=state), params, rows()).shape == ()
-    assert jax.eval_shape(partial(pipe.outputs, state=state), params, rows())[0].shape == (M * ROWS, WIDTH)
+    assert jax.eval_shape(partial(pipe.outputs, state=state), params, rows())[0].shape == (
+        M * ROWS,
+        WIDTH,
+    )
 
 
 def test_frozen_parameters_have_no_gradient_to_lose():
     def shifted(params, x, *, state):
-        return jnp.tanh(x @ params["w"] + state["mean"]), {**state, "mean": params["b"] * state["mean"]}
+        return jnp.tanh(x @ params["w"] + state["mean"]), {
+            **state,
+            "mean": params["b"] * state["mean"],
+        }
 
     pipe = jp.Pipeline(shifted, schedule=build("1f1b"), mesh=mesh_of(2), last=last, frozen=["/b$"])
     params = pipe.place({"stages": draw({"w": (2, WIDTH, WIDTH), "b": (2, WIDTH)}), "last": {}})
     jax.eval_shape(partial(pipe.value_and_grad, state=pipe.place_state(STATE)), params, rows())
 
 
-@pytest.mark.parametrize("stage", [cut(running), cut(two_later), normalised, apart, counted, on_the_side])
+@pytest.mark.parametrize(
+    "stage", [cut(running), cut(two_later), normalised, apart, counted, on_the_side]
+)
 def test_others_have_the_gradients_of_one_device(stage):
     pipe, params, state = pipeline(stage)
     (loss, new), grads = pipe.value_and_grad(params, rows(), state=state)
@@ -140,7 +192,9 @@ def test_others_have_the_gradients_of_one_device(stage):
     def plain(canonical):
         return one_by_one(canonical, STATE, rows(), stage)
 
-    (wanted, after), gradients = jax.value_and_grad(plain, has_aux=True)({"stages": draw({"w": (2, WIDTH, WIDTH)})})
+    (wanted, after), gradients = jax.value_and_grad(plain, has_aux=True)(
+        {"stages": draw({"w": (2, WIDTH, WIDTH)})}
+    )
     assert abs(float(loss) - float(wanted)) <= FLOAT64 * float(wanted)
     assert worst(pipe.canonical_state(new), after) <= FLOAT64
     assert worst(pipe.canonical(grads)["stages"], gradients["stages"]) <= FLOAT64
@@ -148,8 +202,12 @@ def test_others_have_the_gradients_of_one_device(stage):
 
 def test_what_is_recomputed_must_not_depend_on_state():
     pipe, params, state = pipeline(counted, jp.add_recompute(build("1f1b")))
-    with pytest.raises(jp.PipelineError, match=r"R in the table recomputes .* `stage` needs.*remove_recompute"):
+    with pytest.raises(
+        jp.PipelineError, match=r"R in the table recomputes .* `stage` needs.*remove_recompute"
+    ):
         pipe.value_and_grad(params, rows(), state=state)
     pipe, params, state = pipeline(counted, remat="full")
-    with pytest.raises(jp.PipelineError, match=r"the gradient of `stage` depends on its state.*\(With remat="):
+    with pytest.raises(
+        jp.PipelineError, match=r"the gradient of `stage` depends on its state.*\(With remat="
+    ):
         pipe.value_and_grad(params, rows(), state=state)

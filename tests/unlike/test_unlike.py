@@ -1,4 +1,6 @@
-"""Stages that differ in function, parameters, number of layers and in what they hand on give the numbers of one device."""
+"""Stages that differ in function, parameters, number of layers and in what they hand on give the
+numbers of one device.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ def draw(shapes, seed=0):
     """Arrays of a tree of shapes."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape: rng.standard_normal(shape) / 2, shapes, is_leaf=lambda s: isinstance(s, tuple) and all(isinstance(n, int) for n in s)
+        lambda shape: rng.standard_normal(shape) / 2,
+        shapes,
+        is_leaf=lambda s: isinstance(s, tuple) and all(isinstance(n, int) for n in s),
     )
 
 
@@ -26,7 +30,10 @@ def worst(found, wanted):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     return max(
-        float(jnp.max(jnp.abs(jnp.asarray(a) - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)) if jnp.size(b) else 0.0 for a, b in pairs
+        float(jnp.max(jnp.abs(jnp.asarray(a) - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30))
+        if jnp.size(b)
+        else 0.0
+        for a, b in pairs
     )
 
 
@@ -35,7 +42,10 @@ def over_microbatches(loss_of):
 
     def total(params, batch):
         cut = jax.tree.map(lambda leaf: leaf.reshape(M, -1, *leaf.shape[1:]), batch)
-        return sum(loss_of(params, jax.tree.map(lambda leaf, m=m: leaf[m], cut), m) for m in range(M)) / M
+        return (
+            sum(loss_of(params, jax.tree.map(lambda leaf, m=m: leaf[m], cut), m) for m in range(M))
+            / M
+        )
 
     return jax.value_and_grad(total)
 
@@ -82,7 +92,10 @@ def unlike_model(stages):
     shapes = [SHAPES.get(f, {**SHAPES[widen], **SHAPES[mix]}) for f in functions]
     # The first stage of all takes rows of width 3 and no other is like it.
     shapes[0] = {"in": {"w": (3, 4)}}
-    return functions, {"stages": [draw(s, seed=i) for i, s in enumerate(shapes)], "last": draw({"head": (4, 2)}, seed=99)}
+    return functions, {
+        "stages": [draw(s, seed=i) for i, s in enumerate(shapes)],
+        "last": draw({"head": (4, 2)}, seed=99),
+    }
 
 
 def head(params, x, microbatch):
@@ -102,7 +115,12 @@ def rows(width=3, seed=7):
         ("zbv", 2, 4),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [("1f1b", 4, 4), ("zb_h1", 4, 4), ("interleaved_1f1b", 4, 8), ("dualpipev", 4, 8)]
+            for case in [
+                ("1f1b", 4, 4),
+                ("zb_h1", 4, 4),
+                ("interleaved_1f1b", 4, 8),
+                ("dualpipev", 4, 8),
+            ]
         ),
     ],
 )
@@ -123,25 +141,45 @@ def test_a_function_for_each_stage(name, devices, stages):
     assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
     found = pipe.canonical(grads)
     assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
-    assert abs(float(pipe.evaluate(pipe.place(canonical), rows())) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
+    assert abs(
+        float(pipe.evaluate(pipe.place(canonical), rows())) - float(wanted_loss)
+    ) <= FLOAT64 * float(wanted_loss)
 
 
 def test_canonical_is_the_inverse_of_place_and_shapes_go_both_ways():
     functions, canonical = unlike_model(4)
-    pipe = jp.Pipeline(functions, schedule=jp.schedules.build("zbv", devices=2, microbatches=M), mesh=mesh_of(2), last=head)
+    pipe = jp.Pipeline(
+        functions,
+        schedule=jp.schedules.build("zbv", devices=2, microbatches=M),
+        mesh=mesh_of(2),
+        last=head,
+    )
     placed = pipe.place(canonical)
     back = pipe.canonical(placed)
     assert worst(back["stages"], canonical["stages"]) == 0  # numbers are moved, not computed
     shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), canonical))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), placed) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
-    assert pipe.lower(shapes, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows())) is not None
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), placed) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), shapes
+    )
+    assert (
+        pipe.lower(shapes, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows()))
+        is not None
+    )
 
 
 def test_parameters_of_one_name_share_memory_and_keep_their_names():
-    """Stages 0 and 1 of a chunk: "in/w" of (3, 4) and of (4, 4) take 16 entries a device, not 28."""
-    functions, canonical = [narrow, narrow], {"stages": [draw({"in": {"w": (3, 4)}}), draw({"in": {"w": (4, 4)}})], "last": {}}
+    """Stages 0 and 1 of a chunk: "in/w" of (3, 4) and of (4, 4) take 16 entries a device,
+    not 28.
+    """
+    functions, canonical = (
+        [narrow, narrow],
+        {"stages": [draw({"in": {"w": (3, 4)}}), draw({"in": {"w": (4, 4)}})], "last": {}},
+    )
     pipe = jp.Pipeline(
-        functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2), last=lambda p, x, mb: x.sum()
+        functions,
+        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh=mesh_of(2),
+        last=lambda p, x, mb: x.sum(),
     )
     (chunk,) = pipe.place(canonical)["stages"]
     ((path, leaf),) = jax.tree_util.tree_leaves_with_path(chunk)
@@ -153,27 +191,42 @@ def test_parameters_of_one_name_share_memory_and_keep_their_names():
 def test_a_stage_that_does_not_fit_the_one_before_is_named_with_its_shapes():
     functions, canonical = unlike_model(4)
     pipe = jp.Pipeline(
-        [functions[0], mix, *functions[2:]], schedule=jp.schedules.build("1f1b", devices=4, microbatches=M), mesh=mesh_of(4), last=head
+        [functions[0], mix, *functions[2:]],
+        schedule=jp.schedules.build("1f1b", devices=4, microbatches=M),
+        mesh=mesh_of(4),
+        last=head,
     )
-    with pytest.raises(jp.PipelineError, match=r"stage 1 cannot take what stage 0 returns \(x float64\[2, 4\]\)"):
+    with pytest.raises(
+        jp.PipelineError, match=r"stage 1 cannot take what stage 0 returns \(x float64\[2, 4\]\)"
+    ):
         pipe.value_and_grad(pipe.place(canonical), rows())
 
 
 def test_wrong_lists_of_functions_and_parameters():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
-    with pytest.raises(jp.PipelineError, match="a list of 3 functions, but the schedule has 2 stages"):
+    with pytest.raises(
+        jp.PipelineError, match="a list of 3 functions, but the schedule has 2 stages"
+    ):
         jp.Pipeline([narrow] * 3, schedule=schedule, mesh=mesh_of(2))
     pipe = jp.Pipeline([narrow, narrow], schedule=schedule, mesh=mesh_of(2), last=head)
-    with pytest.raises(jp.PipelineError, match=r"a list with a tree for each of the 2 stages.*got dict"):
+    with pytest.raises(
+        jp.PipelineError, match=r"a list with a tree for each of the 2 stages.*got dict"
+    ):
         pipe.place({"stages": {"w": np.ones((2, 3))}, "last": {}})
     mixed = [{"in": {"w": np.ones((3, 4), np.float32)}}, {"in": {"w": np.ones((4, 4), np.float64)}}]
-    with pytest.raises(jp.PipelineError, match="'in/w' of stages that share a chunk are float32 and float64"):
+    with pytest.raises(
+        jp.PipelineError, match="'in/w' of stages that share a chunk are float32 and float64"
+    ):
         pipe.place({"stages": mixed, "last": {}})
 
 
 def test_a_union_takes_no_more_than_its_largest_kind_and_one_kind_is_itself():
     small = [jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)]
-    large = [jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((5, 5), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)]
+    large = [
+        jax.ShapeDtypeStruct((2, 3), jnp.float32),
+        jax.ShapeDtypeStruct((5, 5), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    ]
     assert SharedBuffer.of([large]).avals == tuple(large)
     both = SharedBuffer.of([small, large])
     assert sorted(a.shape for a in both.avals) == [(), (2, 3), (25,)]
@@ -181,7 +234,10 @@ def test_a_union_takes_no_more_than_its_largest_kind_and_one_kind_is_itself():
     for slot, kind in ((0, small), (2, large)):
         values = [jnp.arange(a.size, dtype=a.dtype).reshape(a.shape) + 1 for a in kind]
         pool = both.write(pool, jnp.int32(slot), kind, values)
-        assert all(np.array_equal(a, b) for a, b in zip(both.read(pool, jnp.int32(slot), kind), values, strict=True))
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(both.read(pool, jnp.int32(slot), kind), values, strict=True)
+        )
 
 
 # Layers by letter
@@ -211,12 +267,17 @@ def by_letter(layout):
         "t": {"w": (layout.layers.count("t"), 4, 4)},
         "m": {"w": (layout.layers.count("m"), 4, 4), "scale": (layout.layers.count("m"), 4)},
     }
-    stages = {letter: draw(shapes[letter], seed=ord(letter)) for letter in "tm" if letter in layout.layers}
+    stages = {
+        letter: draw(shapes[letter], seed=ord(letter)) for letter in "tm" if letter in layout.layers
+    }
     return {"first": draw({"table": (5, 4)}), "stages": stages, "last": draw({"head": (4, 2)})}
 
 
 def tokens():
-    return {"tokens": np.random.default_rng(3).integers(0, 5, M * ROWS), "y": draw((M * ROWS, 2), seed=5)}
+    return {
+        "tokens": np.random.default_rng(3).integers(0, 5, M * ROWS),
+        "y": draw((M * ROWS, 2), seed=5),
+    }
 
 
 def layered_loss(layout, key):
@@ -230,7 +291,11 @@ def layered_loss(layout, key):
             own = jax.tree.map(lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter])
             seen[letter] += 1
             rng = jax.random.fold_in(jax.random.fold_in(key, number), place)
-            x = block(own, x, ctx=jp.Context(0, number, rng)) if letter == "t" else extra_block(own, x)
+            x = (
+                block(own, x, ctx=jp.Context(0, number, rng))
+                if letter == "t"
+                else extra_block(own, x)
+            )
         return loss(params["last"], x, microbatch)
 
     return loss_of
@@ -242,13 +307,17 @@ def layered_loss(layout, key):
         ("E|ttmt||tL", "zb_h1", 4, 1),
         ("Ett|t|tt|tmL", "zbv", 2, 2),
         pytest.param("Ettt|tt|tt|tL", "1f1b", 4, 1, marks=pytest.mark.exhaustive),
-        pytest.param("Et|tt|t|ttt|mtt|t|t|mL", "interleaved_1f1b", 4, 2, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "Et|tt|t|ttt|mtt|t|t|mL", "interleaved_1f1b", 4, 2, marks=pytest.mark.exhaustive
+        ),
         pytest.param("Etttt|mtt|tm|L", "dualpipe", 4, 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
     layout = jp.parse_layout(text, devices=devices)
-    schedule = jp.schedules.build(name, devices=devices, microbatches=M, chunks=chunks if name.startswith("inter") else None)
+    schedule = jp.schedules.build(
+        name, devices=devices, microbatches=M, chunks=chunks if name.startswith("inter") else None
+    )
     layers = {letter: function for letter, function in LAYERS.items() if letter in text}
     pipe = jp.Pipeline(layers=layers, layout=text, schedule=schedule, mesh=mesh_of(devices))
     canonical, key = by_letter(layout), jax.random.key(1)
@@ -264,7 +333,9 @@ def test_a_layout_for_a_table_whose_stages_do_not_divide_over_its_devices():
         return ",".join(f"{stage_and_kind}{m}" for stage_and_kind in text.split() for m in range(M))
 
     schedule = jp.Schedule.from_csv(f"{actions('0F 2F 2B 0B')}\n{actions('1F 1B')}")
-    pipe = jp.Pipeline(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tt|L", schedule=schedule, mesh=mesh_of(2))
+    pipe = jp.Pipeline(
+        layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tt|L", schedule=schedule, mesh=mesh_of(2)
+    )
     layout, key = jp.parse_layout("Et|tt|L", devices=1), jax.random.key(1)
     canonical = by_letter(layout)
     found_loss, grads = pipe.value_and_grad(pipe.place(canonical), tokens(), rng=key)
@@ -272,19 +343,39 @@ def test_a_layout_for_a_table_whose_stages_do_not_divide_over_its_devices():
     assert abs(float(found_loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
     found = pipe.canonical(grads)
     assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
-    with pytest.raises(jp.PipelineError, match=r"has 2 stages but the schedule has 3.*write 2 bars"):
-        jp.Pipeline(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tL", schedule=schedule, mesh=mesh_of(2))
+    with pytest.raises(
+        jp.PipelineError, match=r"has 2 stages but the schedule has 3.*write 2 bars"
+    ):
+        jp.Pipeline(
+            layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tL", schedule=schedule, mesh=mesh_of(2)
+        )
 
 
 def test_no_stage_computes_layers_that_it_does_not_have():
-    """Matmuls of each kind of stage: its own layers', counted in the forwards that the program holds."""
+    """Matmuls of each kind of stage: its own layers', counted in the forwards that the program
+    holds.
+    """
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
-    pipe = jp.Pipeline(layers={"E": embed, "t": extra_block, "L": loss}, layout="Ettt|tL", schedule=schedule, mesh=mesh_of(2))
-    canonical = {"first": draw({"table": (5, 4)}), "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})}, "last": draw({"head": (4, 2)})}
+    pipe = jp.Pipeline(
+        layers={"E": embed, "t": extra_block, "L": loss},
+        layout="Ettt|tL",
+        schedule=schedule,
+        mesh=mesh_of(2),
+    )
+    canonical = {
+        "first": draw({"table": (5, 4)}),
+        "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})},
+        "last": draw({"head": (4, 2)}),
+    }
     report = pipe.compile_report(pipe.place(canonical), tokens())
     assert report["stage_kinds"] == 2
     # Residuals of "ttt" and "t" share pools: the larger has one stacked input for two layers more.
-    alone = jp.Pipeline(layers={"E": embed, "t": extra_block, "L": loss}, layout="Ettt|tttL", schedule=schedule, mesh=mesh_of(2))
+    alone = jp.Pipeline(
+        layers={"E": embed, "t": extra_block, "L": loss},
+        layout="Ettt|tttL",
+        schedule=schedule,
+        mesh=mesh_of(2),
+    )
     both = {**canonical, "stages": {"t": draw({"w": (6, 4, 4), "scale": (6, 4)})}}
     even = alone.compile_report(alone.place(both), tokens())
     assert even["stage_kinds"] == 1
@@ -299,7 +390,10 @@ def test_faults_of_layers_and_layout():
         make(layers=LAYERS)
     with pytest.raises(jp.PipelineError, match="leave stage, last out"):
         make(stage=narrow, last=head, layers=LAYERS, layout="Et|tL")
-    with pytest.raises(jp.PipelineError, match=r"(?s)has layers 'q', but layers= has no function.*has a function for 'm', which"):
+    with pytest.raises(
+        jp.PipelineError,
+        match=r"(?s)has layers 'q', but layers= has no function.*has a function for 'm', which",
+    ):
         make(layers=LAYERS, layout=jp.parse_layout("Et|qL", devices=2, letters="EtqL"))
     with pytest.raises(jp.PipelineError, match=r"has 4 stages but the schedule has 2.*chunks=2"):
         make(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|t|t|tL")
@@ -307,23 +401,45 @@ def test_faults_of_layers_and_layout():
         make(layers={k: LAYERS[k] for k in "EtL"}, layout="EtL|t")
     pipe = make(layers={k: LAYERS[k] for k in "EtL"}, layout="Ett|tL")
     wrong = {"first": {}, "last": {}, "stages": {"t": {"w": np.ones((4, 2, 2))}}}
-    with pytest.raises(jp.PipelineError, match=r"stages\['t'\]\['w'\] has shape \(4, 2, 2\); its leading axis must be the 3 layers t"):
+    with pytest.raises(
+        jp.PipelineError,
+        match=r"stages\['t'\]\['w'\] has shape \(4, 2, 2\); its leading axis must be the 3 "
+        r"layers t",
+    ):
         pipe.place(wrong)
     with pytest.raises(jp.PipelineError, match=r"a dict with the letters \['t'\]"):
         pipe.place({**wrong, "stages": {"x": {}}})
-    with pytest.raises(jp.PipelineError, match="give Pipeline a stage function, a list of them, or layers"):
+    with pytest.raises(
+        jp.PipelineError, match="give Pipeline a stage function, a list of them, or layers"
+    ):
         make()
 
 
 def test_specs_of_layers_split_every_stack_of_theirs():
     """Tensor and fsdp axes under a layout with uneven stages; specs have no axis of layers."""
     names, shape = ("data", "pipe", "tensor"), (2, 2, 2)
-    mesh = jax.make_mesh(shape, names, devices=jax.devices()[:8], axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        shape, names, devices=jax.devices()[:8], axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
     spec = jax.sharding.PartitionSpec
     layers = {"E": embed, "t": extra_block, "L": loss}
-    how = {"layers": layers, "layout": "Ettt|tL", "schedule": jp.schedules.build("1f1b", devices=2, microbatches=M), "mesh": mesh}
-    pipe = jp.Pipeline(**how, data_axes=("data",), fsdp="data", specs={"stages": {"t": {"w": spec(None, "tensor")}}})
-    canonical = {"first": draw({"table": (5, 4)}), "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})}, "last": draw({"head": (4, 2)})}
+    how = {
+        "layers": layers,
+        "layout": "Ettt|tL",
+        "schedule": jp.schedules.build("1f1b", devices=2, microbatches=M),
+        "mesh": mesh,
+    }
+    pipe = jp.Pipeline(
+        **how,
+        data_axes=("data",),
+        fsdp="data",
+        specs={"stages": {"t": {"w": spec(None, "tensor")}}},
+    )
+    canonical = {
+        "first": draw({"table": (5, 4)}),
+        "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})},
+        "last": draw({"head": (4, 2)}),
+    }
     placed = pipe.place(canonical)
     stacks = placed["stages"][0].leaves
     assert {name: stacks[name].sharding.spec for name in stacks if name.endswith("w")} == {
@@ -335,9 +451,18 @@ def test_specs_of_layers_split_every_stack_of_theirs():
     plain = jp.Pipeline(**{**how, "mesh": mesh_of(2)})
     wanted_value, wanted = plain.value_and_grad(plain.place(canonical), tokens())
     assert abs(float(value) - float(wanted_value)) <= FLOAT64 * float(wanted_value)
-    assert worst(*(jax.device_get(p.canonical(g)["stages"]) for p, g in ((pipe, grads), (plain, wanted)))) <= FLOAT64
-    with pytest.raises(jp.PipelineError, match=r"specs name 't/q', but the parameters are \['t/scale', 't/w'\]"):
-        jp.Pipeline(**how, replicated_axes=("data",), specs={"stages": {"t": {"q": spec("tensor")}}}).place(canonical)
+    assert (
+        worst(
+            *(jax.device_get(p.canonical(g)["stages"]) for p, g in ((pipe, grads), (plain, wanted)))
+        )
+        <= FLOAT64
+    )
+    with pytest.raises(
+        jp.PipelineError, match=r"specs name 't/q', but the parameters are \['t/scale', 't/w'\]"
+    ):
+        jp.Pipeline(
+            **how, replicated_axes=("data",), specs={"stages": {"t": {"q": spec("tensor")}}}
+        ).place(canonical)
 
 
 def test_canonical_may_stay_spread():
@@ -346,10 +471,18 @@ def test_canonical_may_stay_spread():
     canonical = {"stages": draw({"w": (4, 6, 6)}), "last": draw({"head": (4, 2)})}
     found = pipe.canonical(pipe.place(canonical), spread=True)
     assert found["stages"]["w"].sharding.shard_shape((4, 6, 6)) == (2, 6, 6)
-    assert worst(jax.device_get(found["stages"]), canonical["stages"]) == 0  # numbers are moved, not computed
-    layered = jp.Pipeline(layers=EXTRA, layout="Ett|tL", schedule=jp.schedules.build("1f1b", devices=2, microbatches=M), mesh=mesh_of(2))
+    # numbers are moved, not computed
+    assert worst(jax.device_get(found["stages"]), canonical["stages"]) == 0
+    layered = jp.Pipeline(
+        layers=EXTRA,
+        layout="Ett|tL",
+        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh=mesh_of(2),
+    )
     stacks = {"t": draw({"w": (3, 4, 4), "scale": (3, 4)})}
-    back = layered.canonical(layered.place({"first": {}, "stages": stacks, "last": {}}), spread=True)
+    back = layered.canonical(
+        layered.place({"first": {}, "stages": stacks, "last": {}}), spread=True
+    )
     assert worst(jax.device_get(back["stages"]), stacks) == 0
 
 
@@ -357,7 +490,9 @@ EXTRA = {"E": embed, "t": extra_block, "L": loss}
 
 
 def test_a_union_of_as_many_or_fewer_layers_keeps_every_shape():
-    """One, two and three layers: as large as three, and nothing is raveled, which would undo how it is split over a tensor axis."""
+    """One, two and three layers: as large as three, and nothing is raveled, which would undo how it
+    is split over a tensor axis.
+    """
     layer = [jax.ShapeDtypeStruct((2, 8), jnp.float32), jax.ShapeDtypeStruct((2, 4), jnp.float32)]
     union = SharedBuffer.of([layer * n for n in (1, 3, 2)])
     assert union.avals == tuple(layer * 3)
@@ -365,14 +500,21 @@ def test_a_union_of_as_many_or_fewer_layers_keeps_every_shape():
 
 
 def test_a_remat_policy_for_each_stage():
-    """Two kinds of one function: the first stage recomputes, the second keeps; both give what neither would change."""
+    """Two kinds of one function: the first stage recomputes, the second keeps; both give what
+    neither would change.
+    """
     plain = lambda p, x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["v"])  # noqa: E731
-    canonical = {"stages": [draw({"w": (4, 9), "v": (9, 4)}, seed=s) for s in (0, 1)], "last": draw({"head": (4, 2)})}
+    canonical = {
+        "stages": [draw({"w": (4, 9), "v": (9, 4)}, seed=s) for s in (0, 1)],
+        "last": draw({"head": (4, 2)}),
+    }
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     found = []
     for functions in ([plain, plain], [jax.checkpoint(plain), plain]):
         pipe = jp.Pipeline(functions, schedule=schedule, mesh=mesh_of(2), last=head)
         found.append(pipe.value_and_grad(pipe.place(canonical), rows(width=4)))
-        assert pipe.compile_report(pipe.place(canonical), rows(width=4))["stage_kinds"] == len(set(functions))
+        assert pipe.compile_report(pipe.place(canonical), rows(width=4))["stage_kinds"] == len(
+            set(functions)
+        )
     assert abs(float(found[0][0]) - float(found[1][0])) <= FLOAT64
     assert worst(found[1][1]["stages"], found[0][1]["stages"]) <= FLOAT64

@@ -1,4 +1,6 @@
-"""The reference models; each file's docstring has its exact formulas, parameter names and shapes."""
+"""The reference models; each file's docstring has its exact formulas, parameter names
+and shapes.
+"""
 
 from .base import Context, StagedModel, SumCount, WithAux
 from .build import build, names
@@ -9,4 +11,17 @@ from .mlp import MLP
 from .moe import MoE
 from .rnn import RNN
 
-__all__ = ["GPT", "MLP", "RNN", "Context", "ConvNet", "Llama", "MoE", "StagedModel", "SumCount", "WithAux", "build", "names"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "RNN",
+    "Context",
+    "ConvNet",
+    "Llama",
+    "MoE",
+    "StagedModel",
+    "SumCount",
+    "WithAux",
+    "build",
+    "names",
+]

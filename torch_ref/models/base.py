@@ -1,12 +1,12 @@
 """What every reference model is: a first function, S stages, a last function, and named parameters.
 
-Parameters are a flat mapping from a name to an array.  A name is a path joined by "/", and its first part says who owns
-the array:
+Parameters are a flat mapping from a name to an array.  A name is a path joined by "/", and its
+first part says who owns the array:
 
     first/...    used by `first` only
-    stages/...   a leading axis of S stages, in model order (then a leading axis of L layers, where a stage stacks layers)
-    last/...     used by `last` only
-    shared/...   used by several of them (a tied embedding); its gradient is the sum over all uses
+    stages/...   a leading axis of S stages, in model order (then a leading axis of L layers, where
+    a stage stacks layers) last/...     used by `last` only shared/...   used by several of them (a
+    tied embedding); its gradient is the sum over all uses
 
 A dense layer's `kernel` is [in, out], as in flax.  A convolution's is [height, width, in, out].
 """
@@ -34,7 +34,9 @@ Value: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Context:
-    """Where a function runs: the stage, the microbatch and the training step (a path for randomness, later)."""
+    """Where a function runs: the stage, the microbatch and the training step (a path for
+    randomness, later).
+    """
 
     stage: int
     microbatch: int
@@ -43,7 +45,9 @@ class Context:
 
 @dataclass(frozen=True)
 class WithAux:
-    """A stage's output together with an auxiliary loss (a scalar) that is added to its microbatch's loss."""
+    """A stage's output together with an auxiliary loss (a scalar) that is added to its microbatch's
+    loss.
+    """
 
     x: Value
     aux: Tensor
@@ -51,7 +55,9 @@ class WithAux:
 
 @dataclass(frozen=True)
 class SumCount:
-    """A loss as a sum and a count: the whole batch's loss is the sum of sums divided once by the sum of counts."""
+    """A loss as a sum and a count: the whole batch's loss is the sum of sums divided once by the
+    sum of counts.
+    """
 
     loss_sum: Tensor
     count: Tensor
@@ -60,8 +66,8 @@ class SumCount:
 class StagedModel(abc.ABC):
     """A model cut into S stages, as pure functions of named parameters.
 
-    `first` and `last` see the names `first/...`, `last/...` and `shared/...`; a stage sees its own slice of every
-    `stages/...` (without the leading axis of S) and `shared/...`.
+    `first` and `last` see the names `first/...`, `last/...` and `shared/...`; a stage sees its own
+    slice of every `stages/...` (without the leading axis of S) and `shared/...`.
     """
 
     num_stages: int
@@ -82,28 +88,41 @@ class StagedModel(abc.ABC):
 
     @abc.abstractmethod
     def last(self, params: Params, x: Value, microbatch: Batch, ctx: Context) -> Tensor | SumCount:
-        """Turn the last stage's output into the microbatch's loss: a scalar, or a sum and a count."""
+        """Turn the last stage's output into the microbatch's loss: a scalar, or a sum and
+        a count.
+        """
 
     def init(self, seed: int = 0, *, dtype: Any = np.float64) -> Arrays:
-        """Draw weights: kernels and embeddings normal with deviation 1/sqrt(fan in), scales near one, biases near zero.
+        """Draw weights: kernels and embeddings normal with deviation 1/sqrt(fan in), scales near
+        one, biases near zero.
 
         Scales and biases are not exactly one and zero, so that a mistake in them shows.
         """
         rng = np.random.default_rng(seed)
-        return {name: _draw(rng, name, shape).astype(dtype) for name, shape in self.shapes().items()}
+        return {
+            name: _draw(rng, name, shape).astype(dtype) for name, shape in self.shapes().items()
+        }
 
     def check(self, weights: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Raise WeightsError that lists every missing, unexpected and wrongly shaped array."""
         shapes = self.shapes()
-        faults = [f"{name} is missing (shape {shape})" for name, shape in shapes.items() if name not in weights]
-        faults += [f"{name} is not a parameter of this model" for name in weights if name not in shapes]
+        faults = [
+            f"{name} is missing (shape {shape})"
+            for name, shape in shapes.items()
+            if name not in weights
+        ]
+        faults += [
+            f"{name} is not a parameter of this model" for name in weights if name not in shapes
+        ]
         faults += [
             f"{name} has shape {tuple(weights[name].shape)}; it must be {shape}"
             for name, shape in shapes.items()
             if name in weights and tuple(weights[name].shape) != shape
         ]
         if faults:
-            raise WeightsError("the weights do not fit the model:\n" + "\n".join(f"  {f}" for f in faults))
+            raise WeightsError(
+                "the weights do not fit the model:\n" + "\n".join(f"  {f}" for f in faults)
+            )
 
 
 def dense(params: Params, name: str, x: Tensor) -> Tensor:
@@ -122,5 +141,7 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
         return 1 + 0.1 * noise
     if name.endswith("bias"):
         return 0.1 * noise
-    fan_in = math.prod(shape[-4:-1]) if name.startswith(("stages/conv", "first/conv")) else shape[-2]
+    fan_in = (
+        math.prod(shape[-4:-1]) if name.startswith(("stages/conv", "first/conv")) else shape[-2]
+    )
     return noise / math.sqrt(fan_in)

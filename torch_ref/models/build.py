@@ -26,14 +26,18 @@ def names() -> tuple[str, ...]:
 
 
 def build(name: str, config: Mapping[str, Any]) -> StagedModel:
-    """Make a model of its name and fields, `{"num_stages": 2, "width": 16}`; TorchRefError names every field that is not one."""
+    """Make a model of its name and fields, `{"num_stages": 2, "width": 16}`; TorchRefError names
+    every field that is not one.
+    """
     models = _models()
     if name not in models:
         raise TorchRefError(f"there is no model {name!r}; write one of {', '.join(names())}")
     known = [field.name for field in fields(models[name])]
     unknown = [key for key in config if key not in known]
     if unknown:
-        raise TorchRefError(f"{name} has no {', '.join(unknown)}; its fields are {', '.join(known)}")
+        raise TorchRefError(
+            f"{name} has no {', '.join(unknown)}; its fields are {', '.join(known)}"
+        )
     if "num_stages" not in config:
         raise TorchRefError(f"{name} needs num_stages, the number of stages of the table")
     model: StagedModel = models[name](**config)

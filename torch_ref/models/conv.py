@@ -1,7 +1,7 @@
 """A convolutional net with group norm and residual blocks.
 
-Sizes: N rows in a microbatch, H x W pixels, i = channels_in, c = channels, G = groups, k = classes, S stages of one block.
-Images keep the channels last, as in flax.
+Sizes: N rows in a microbatch, H x W pixels, i = channels_in, c = channels, G = groups, k = classes,
+S stages of one block. Images keep the channels last, as in flax.
 
 Batch
     images  float [N, H, W, i]
@@ -21,8 +21,9 @@ last:   logits = mean of x over H and W @ head.kernel + head.bias               
         loss = mean over N of (logsumexp(logits) - logits[labels]);
         where `sum_count`: loss_sum = the sum over N, count = N
 
-conv(x):  cross-correlation with stride 1, one pixel of zeros on each side ("SAME"), plus the bias of each channel
-gn(x):    channels in G groups of c / G contiguous ones; per row and group, over pixels and the group's channels:
+conv(x):  cross-correlation with stride 1, one pixel of zeros on each side ("SAME"), plus the bias
+of each channel gn(x):    channels in G groups of c / G contiguous ones; per row and group, over
+pixels and the group's channels:
           (x - mean) / sqrt(var + eps), biased variance, eps = 1e-5; then per channel * scale + bias
 silu(x):  x * sigmoid(x)
 """
@@ -53,7 +54,10 @@ class ConvNet(StagedModel):
 
     def __post_init__(self) -> None:
         if self.channels % self.groups:
-            raise TorchRefError(f"channels {self.channels} is not a multiple of groups {self.groups}; give every group the same number")
+            raise TorchRefError(
+                f"channels {self.channels} is not a multiple of groups {self.groups}; give every "
+                "group the same number"
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and whole shape."""
@@ -61,9 +65,16 @@ class ConvNet(StagedModel):
         stages: dict[str, tuple[int, ...]] = {}
         for half in (1, 2):
             stages |= {f"stages/gn{half}/scale": (*lead, c), f"stages/gn{half}/bias": (*lead, c)}
-            stages |= {f"stages/conv{half}/kernel": (*lead, 3, 3, c, c), f"stages/conv{half}/bias": (*lead, c)}
+            stages |= {
+                f"stages/conv{half}/kernel": (*lead, 3, 3, c, c),
+                f"stages/conv{half}/bias": (*lead, c),
+            }
         first = {"first/conv/kernel": (3, 3, self.channels_in, c), "first/conv/bias": (c,)}
-        return first | stages | {"last/head/kernel": (c, self.classes), "last/head/bias": (self.classes,)}
+        return (
+            first
+            | stages
+            | {"last/head/kernel": (c, self.classes), "last/head/bias": (self.classes,)}
+        )
 
     def first(self, params: Params, microbatch: Batch, ctx: Context) -> Tensor:
         """The first convolution, [N, H, W, c]."""
@@ -78,16 +89,25 @@ class ConvNet(StagedModel):
         """Mean over pixels, head and cross entropy."""
         logits = dense(params, "last/head", x.mean((1, 2)))
         nll = logits.logsumexp(-1) - logits.gather(-1, microbatch["labels"].long()[:, None])[:, 0]
-        return SumCount(nll.sum(), torch.tensor(float(len(nll)), dtype=nll.dtype)) if self.sum_count else nll.mean()
+        return (
+            SumCount(nll.sum(), torch.tensor(float(len(nll)), dtype=nll.dtype))
+            if self.sum_count
+            else nll.mean()
+        )
 
     def _norm(self, params: Params, name: str, x: Tensor) -> Tensor:
-        # contiguous(): on a CPU, torch 2.13's group norm crashes in a backward for scale and bias alone (a W) of a channels-last input.
+        # contiguous(): on a CPU, torch 2.13's group norm crashes in a backward for scale and bias
+        # alone (a W) of a channels-last input.
         rows = x.permute(0, 3, 1, 2).contiguous()
-        normed = nnf.group_norm(rows, self.groups, params[f"{name}/scale"], params[f"{name}/bias"], self.eps)
+        normed = nnf.group_norm(
+            rows, self.groups, params[f"{name}/scale"], params[f"{name}/bias"], self.eps
+        )
         return normed.permute(0, 2, 3, 1)
 
 
 def _conv(params: Params, name: str, x: Tensor) -> Tensor:
     """A 3 x 3 convolution with the channels last."""
     kernel = params[f"{name}/kernel"].permute(3, 2, 0, 1)
-    return nnf.conv2d(x.permute(0, 3, 1, 2), kernel, params[f"{name}/bias"], padding=1).permute(0, 2, 3, 1)
+    return nnf.conv2d(x.permute(0, 3, 1, 2), kernel, params[f"{name}/bias"], padding=1).permute(
+        0, 2, 3, 1
+    )

@@ -1,7 +1,8 @@
-"""A GPT: token and position embedding, pre-norm attention blocks, final layer norm, tied or untied head.
+"""A GPT: token and position embedding, pre-norm attention blocks, final layer norm, tied or untied
+head.
 
-Sizes: N rows in a microbatch, T tokens a row (T <= block), d = width, H = heads, h = d / H, V = vocab, S stages of L layers,
-r = mlp_ratio.
+Sizes: N rows in a microbatch, T tokens a row (T <= block), d = width, H = heads, h = d / H, V =
+vocab, S stages of L layers, r = mlp_ratio.
 
 Batch
     tokens   int [N, T]
@@ -26,15 +27,18 @@ stage:   for each of its L layers, in order
              u = ln(x; ln2);  x = x + (gelu(u @ up.kernel + up.bias) @ down.kernel + down.bias)
 last:    logits = ln(x; last/ln) @ head.kernel        (tied: ln(x; last/ln) @ wte^T)      [N, T, V]
          nll = logsumexp(logits, -1) - logits[targets]                                    [N, T]
-         loss = mean(nll) over N and T; with `weights`: sum(weights * nll) / sum(weights) of the microbatch;
-         where `sum_count`: loss_sum = sum(weights * nll), count = sum(weights)  (weights = 1 where there are none)
+         loss = mean(nll) over N and T; with `weights`: sum(weights * nll) / sum(weights) of the
+         microbatch; where `sum_count`: loss_sum = sum(weights * nll), count = sum(weights)
+         (weights = 1 where there are none)
 
-ln(x):   (x - mean) / sqrt(var + eps) * scale + bias; mean and the biased variance are over d; eps = 1e-5
-attention(u): qkv = u @ qkv.kernel + qkv.bias; q, k, v are its three contiguous blocks of d; each is split into H heads of h
-         contiguous features; a = softmax over keys of (q . k / sqrt(h)), where a query sees no later key (-inf);
-         heads (a @ v) are joined in order to [N, T, d];  result = joined @ out.kernel + out.bias
-gelu:    `gelu_tanh`: 0.5 u (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), which is jax.nn.gelu's default (approximate=True);
-         otherwise 0.5 u (1 + erf(u / sqrt(2)))
+ln(x):   (x - mean) / sqrt(var + eps) * scale + bias; mean and the biased variance are over d; eps =
+1e-5 attention(u): qkv = u @ qkv.kernel + qkv.bias; q, k, v are its three contiguous blocks of d;
+each is split into H heads of h
+         contiguous features; a = softmax over keys of (q . k / sqrt(h)), where a query sees no
+         later key (-inf); heads (a @ v) are joined in order to [N, T, d];  result = joined @
+         out.kernel + out.bias
+gelu:    `gelu_tanh`: 0.5 u (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), which is jax.nn.gelu's
+         default (approximate=True); otherwise 0.5 u (1 + erf(u / sqrt(2)))
 """
 
 from __future__ import annotations
@@ -68,12 +72,22 @@ class GPT(StagedModel):
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
-            raise TorchRefError(f"width {self.width} is not a multiple of heads {self.heads}; give every head the same number of features")
+            raise TorchRefError(
+                f"width {self.width} is not a multiple of heads {self.heads}; give every head "
+                "the same number of features"
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and whole shape."""
-        lead, d, wide = (self.num_stages, self.layers_per_stage), self.width, self.mlp_ratio * self.width
-        embedding = {"shared/wte" if self.tied else "first/wte": (self.vocab, d), "first/wpe": (self.block, d)}
+        lead, d, wide = (
+            (self.num_stages, self.layers_per_stage),
+            self.width,
+            self.mlp_ratio * self.width,
+        )
+        embedding = {
+            "shared/wte" if self.tied else "first/wte": (self.vocab, d),
+            "first/wpe": (self.block, d),
+        }
         stages = {
             "ln1/scale": (d,),
             "ln1/bias": (d,),
@@ -88,14 +102,19 @@ class GPT(StagedModel):
             "mlp/down/kernel": (wide, d),
             "mlp/down/bias": (d,),
         }
-        last = {"last/ln/scale": (d,), "last/ln/bias": (d,)} | ({} if self.tied else {"last/head/kernel": (d, self.vocab)})
+        last = {"last/ln/scale": (d,), "last/ln/bias": (d,)} | (
+            {} if self.tied else {"last/head/kernel": (d, self.vocab)}
+        )
         return embedding | {f"stages/{name}": lead + shape for name, shape in stages.items()} | last
 
     def first(self, params: Params, microbatch: Batch, ctx: Context) -> Tensor:
         """Token plus position embedding, [N, T, d]."""
         tokens = microbatch["tokens"].long()
         if tokens.shape[-1] > self.block:
-            raise TorchRefError(f"rows of {tokens.shape[-1]} tokens do not fit {self.block} positions; cut the rows or raise `block`")
+            raise TorchRefError(
+                f"rows of {tokens.shape[-1]} tokens do not fit {self.block} positions; cut the "
+                "rows or raise `block`"
+            )
         table = params["shared/wte" if self.tied else "first/wte"]
         return nnf.embedding(tokens, table) + params["first/wpe"][: tokens.shape[-1]]
 
@@ -110,28 +129,44 @@ class GPT(StagedModel):
 
     def last(self, params: Params, x: Tensor, microbatch: Batch, ctx: Context) -> Tensor | SumCount:
         """Layer norm, head and cross entropy: a scalar, or a sum and a count."""
-        x = nnf.layer_norm(x, (self.width,), params["last/ln/scale"], params["last/ln/bias"], self.eps)
+        x = nnf.layer_norm(
+            x, (self.width,), params["last/ln/scale"], params["last/ln/bias"], self.eps
+        )
         logits = x @ (params["shared/wte"].t() if self.tied else params["last/head/kernel"])
         return token_loss(logits, microbatch, sum_count=self.sum_count)
 
     def _norm(self, params: Params, name: str, layer: int, x: Tensor) -> Tensor:
-        return nnf.layer_norm(x, (self.width,), params[f"{name}/scale"][layer], params[f"{name}/bias"][layer], self.eps)
+        return nnf.layer_norm(
+            x,
+            (self.width,),
+            params[f"{name}/scale"][layer],
+            params[f"{name}/bias"][layer],
+            self.eps,
+        )
 
     def _attention(self, params: Params, layer: int, u: Tensor) -> Tensor:
         rows, tokens, width = u.shape
         qkv = _dense(params, "stages/attn/qkv", layer, u)
-        q, k, v = (t.view(rows, tokens, self.heads, -1).transpose(1, 2) for t in qkv.split(width, dim=-1))
+        q, k, v = (
+            t.view(rows, tokens, self.heads, -1).transpose(1, 2) for t in qkv.split(width, dim=-1)
+        )
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
         later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(later, -math.inf).softmax(-1) @ v
-        return _dense(params, "stages/attn/out", layer, mixed.transpose(1, 2).reshape(rows, tokens, width))
+        return _dense(
+            params, "stages/attn/out", layer, mixed.transpose(1, 2).reshape(rows, tokens, width)
+        )
 
 
 def token_loss(logits: Tensor, microbatch: Batch, *, sum_count: bool) -> Tensor | SumCount:
-    """Cross entropy of `targets` (weighted by `weights` where given): its mean, or its sum and count."""
+    """Cross entropy of `targets` (weighted by `weights` where given): its mean, or its sum and
+    count.
+    """
     targets = microbatch["targets"].long()
     nll = logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0]
-    weights = microbatch["weights"].to(nll.dtype) if "weights" in microbatch else torch.ones_like(nll)
+    weights = (
+        microbatch["weights"].to(nll.dtype) if "weights" in microbatch else torch.ones_like(nll)
+    )
     if sum_count:
         return SumCount((weights * nll).sum(), weights.sum())
     return (weights * nll).sum() / weights.sum()

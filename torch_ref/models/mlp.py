@@ -7,9 +7,9 @@ Batch
     y  float [N, o]
 
 Parameters (kernel is [in, out])
-    first/dense/kernel   [i, d]       first/dense/bias   [d]        (not where `with_first` is false; then i = d)
-    stages/dense/kernel  [S, d, d]    stages/dense/bias  [S, d]
-    last/dense/kernel    [d, o]       last/dense/bias    [o]
+    first/dense/kernel   [i, d]       first/dense/bias   [d]        (not where `with_first` is
+    false; then i = d) stages/dense/kernel  [S, d, d]    stages/dense/bias  [S, d] last/dense/kernel
+    [d, o]       last/dense/bias    [o]
 
 first:  h = tanh(x @ kernel + bias)      (without first: h = x)
 stage:  h = tanh(h @ kernel + bias)
@@ -41,18 +41,35 @@ class MLP(StagedModel):
 
     def __post_init__(self) -> None:
         if not self.with_first and self.features_in != self.width:
-            raise TorchRefError(f"without `first`, features_in ({self.features_in}) must be width ({self.width})")
+            raise TorchRefError(
+                f"without `first`, features_in ({self.features_in}) must be width ({self.width})"
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and whole shape."""
         d = self.width
-        first = {"first/dense/kernel": (self.features_in, d), "first/dense/bias": (d,)} if self.with_first else {}
-        stages = {"stages/dense/kernel": (self.num_stages, d, d), "stages/dense/bias": (self.num_stages, d)}
-        return first | stages | {"last/dense/kernel": (d, self.features_out), "last/dense/bias": (self.features_out,)}
+        first = (
+            {"first/dense/kernel": (self.features_in, d), "first/dense/bias": (d,)}
+            if self.with_first
+            else {}
+        )
+        stages = {
+            "stages/dense/kernel": (self.num_stages, d, d),
+            "stages/dense/bias": (self.num_stages, d),
+        }
+        return (
+            first
+            | stages
+            | {"last/dense/kernel": (d, self.features_out), "last/dense/bias": (self.features_out,)}
+        )
 
     def first(self, params: Params, microbatch: Batch, ctx: Context) -> Tensor:
         """The input layer."""
-        return torch.tanh(dense(params, "first/dense", microbatch["x"])) if self.with_first else microbatch["x"]
+        return (
+            torch.tanh(dense(params, "first/dense", microbatch["x"]))
+            if self.with_first
+            else microbatch["x"]
+        )
 
     def stage(self, params: Params, x: Tensor, ctx: Context) -> Value:
         """One layer."""

@@ -1,6 +1,7 @@
 """Token-wise mixture-of-experts blocks with an auxiliary loss that balances the experts.
 
-Sizes: N rows in a microbatch, T tokens a row, d = width, E = experts, k = chosen, V = vocab, r = mlp_ratio, S stages of one block.
+Sizes: N rows in a microbatch, T tokens a row, d = width, E = experts, k = chosen, V = vocab, r =
+mlp_ratio, S stages of one block.
 
 Batch
     tokens   int [N, T]
@@ -17,18 +18,20 @@ Parameters (kernel is [in, out])
     last/head/kernel             [d, V]
 
 first:  h = wte[tokens];  aux = 0
-stage:  u = ln(h);  p = softmax(u @ router.kernel) over the E experts                                [N, T, E]
-        chosen = the k largest of p for each token;  g = p where chosen, else 0;  g = g / sum of g over E
-        expert_e(u) = gelu_tanh(u @ up.kernel[e] + up.bias[e]) @ down.kernel[e] + down.bias[e]
-        h = h + sum over e of g_e expert_e(u)
-        f_e = (number of tokens of the microbatch that chose e) / (k N T), a constant;  q_e = mean of p_e over N and T
-        aux = aux + aux_weight * E * sum over e of f_e q_e            (Switch Transformer, Fedus et al. 2021, equation 4)
+stage:  u = ln(h);  p = softmax(u @ router.kernel) over the E experts
+        [N, T, E] chosen = the k largest of p for each token;  g = p where chosen, else 0;  g = g /
+        sum of g over E expert_e(u) = gelu_tanh(u @ up.kernel[e] + up.bias[e]) @ down.kernel[e] +
+        down.bias[e] h = h + sum over e of g_e expert_e(u) f_e = (number of tokens of the microbatch
+        that chose e) / (k N T), a constant;  q_e = mean of p_e over N and T aux = aux + aux_weight
+        * E * sum over e of f_e q_e            (Switch Transformer, Fedus et al. 2021, equation 4)
 last:   logits = ln(h; last/ln) @ head.kernel;  loss = the GPT's token loss + aux;
-        where `sum_count`: loss_sum = the GPT's sum + aux * count, so that aux is weighted by each microbatch's count
+        where `sum_count`: loss_sum = the GPT's sum + aux * count, so that aux is weighted by each
+        microbatch's count
 
-ln and gelu_tanh are the GPT's.  Between stages travels {"aux": scalar, "h": [N, T, d]}.  Where `returned`, only h travels, each
-stage returns its own aux beside it (`WithAux`), and the executor adds it to the microbatch's loss: the same numbers
-(not with `sum_count`, where a returned aux is added to the sum as it is).
+ln and gelu_tanh are the GPT's.  Between stages travels {"aux": scalar, "h": [N, T, d]}.  Where
+`returned`, only h travels, each stage returns its own aux beside it (`WithAux`), and the executor
+adds it to the microbatch's loss: the same numbers (not with `sum_count`, where a returned aux is
+added to the sum as it is).
 """
 
 from __future__ import annotations
@@ -61,9 +64,13 @@ class MoE(StagedModel):
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts:
-            raise TorchRefError(f"chosen {self.chosen} must be from 1 to the number of experts, {self.experts}")
+            raise TorchRefError(
+                f"chosen {self.chosen} must be from 1 to the number of experts, {self.experts}"
+            )
         if self.returned and self.sum_count:
-            raise TorchRefError("returned and sum_count do not go together; let the auxiliary loss travel with h")
+            raise TorchRefError(
+                "returned and sum_count do not go together; let the auxiliary loss travel with h"
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and whole shape."""
@@ -92,13 +99,20 @@ class MoE(StagedModel):
     def stage(self, params: Params, x: Value, ctx: Context) -> Value | WithAux:
         """One block."""
         h = x if self.returned else x["h"]
-        u = nnf.layer_norm(h, (self.width,), params["stages/ln/scale"], params["stages/ln/bias"], self.eps)
+        u = nnf.layer_norm(
+            h, (self.width,), params["stages/ln/scale"], params["stages/ln/bias"], self.eps
+        )
         p = (u @ params["stages/router/kernel"]).softmax(-1)
         chosen = torch.zeros_like(p).scatter(-1, p.topk(self.chosen, dim=-1).indices, 1.0)
         g = p * chosen
         g = g / g.sum(-1, keepdim=True)
-        up = torch.einsum("ntd,edf->ntef", u, params["stages/experts/up/kernel"]) + params["stages/experts/up/bias"]
-        down = torch.einsum("ntef,efd->nted", nnf.gelu(up, approximate="tanh"), params["stages/experts/down/kernel"])
+        up = (
+            torch.einsum("ntd,edf->ntef", u, params["stages/experts/up/kernel"])
+            + params["stages/experts/up/bias"]
+        )
+        down = torch.einsum(
+            "ntef,efd->nted", nnf.gelu(up, approximate="tanh"), params["stages/experts/down/kernel"]
+        )
         h = h + torch.einsum("nte,nted->ntd", g, down + params["stages/experts/down/bias"])
         load = chosen.mean((0, 1)) / self.chosen
         aux = self.aux_weight * self.experts * (load * p.mean((0, 1))).sum()
@@ -107,7 +121,9 @@ class MoE(StagedModel):
     def last(self, params: Params, x: Value, microbatch: Batch, ctx: Context) -> Tensor | SumCount:
         """Layer norm, head, cross entropy, and the auxiliary loss that came along."""
         h, aux = (x, 0.0) if self.returned else (x["h"], x["aux"])
-        h = nnf.layer_norm(h, (self.width,), params["last/ln/scale"], params["last/ln/bias"], self.eps)
+        h = nnf.layer_norm(
+            h, (self.width,), params["last/ln/scale"], params["last/ln/bias"], self.eps
+        )
         loss = token_loss(h @ params["last/head/kernel"], microbatch, sum_count=self.sum_count)
         if isinstance(loss, SumCount):
             return SumCount(loss.loss_sum + aux * loss.count, loss.count)

@@ -1,6 +1,8 @@
-"""Stacked recurrent cells, each scanned over time: a minimal gated unit (Zhou et al. 2016) with a residual.
+"""Stacked recurrent cells, each scanned over time: a minimal gated unit (Zhou et al. 2016) with a
+residual.
 
-Sizes: N rows in a microbatch, T steps of time, i = features_in, d = width, o = features_out, S stages of one cell.
+Sizes: N rows in a microbatch, T steps of time, i = features_in, d = width, o = features_out, S
+stages of one cell.
 
 Batch
     x  float [N, T, i]
@@ -8,15 +10,16 @@ Batch
 
 Parameters (kernel is [in, out])
     first/dense/kernel           [i, d]       first/dense/bias          [d]
-    stages/gate/kernel           [S, d, d]    stages/gate/recurrent     [S, d, d]    stages/gate/bias         [S, d]
-    stages/candidate/kernel      [S, d, d]    stages/candidate/recurrent [S, d, d]   stages/candidate/bias    [S, d]
-    last/dense/kernel            [d, o]       last/dense/bias           [o]
+    stages/gate/kernel           [S, d, d]    stages/gate/recurrent     [S, d, d]
+    stages/gate/bias         [S, d] stages/candidate/kernel      [S, d, d]
+    stages/candidate/recurrent [S, d, d]   stages/candidate/bias    [S, d] last/dense/kernel
+    [d, o]       last/dense/bias           [o]
 
 first:  x = x @ kernel + bias                                                              [N, T, d]
 stage:  with s_0 = 0 [N, d], for t = 1 .. T
             f_t = sigmoid(x_t @ gate.kernel + s_{t-1} @ gate.recurrent + gate.bias)
-            c_t = tanh(x_t @ candidate.kernel + (f_t s_{t-1}) @ candidate.recurrent + candidate.bias)
-            s_t = (1 - f_t) s_{t-1} + f_t c_t
+            c_t = tanh(x_t @ candidate.kernel + (f_t s_{t-1}) @ candidate.recurrent +
+            candidate.bias) s_t = (1 - f_t) s_{t-1} + f_t c_t
         output_t = x_t + s_t
 last:   p = x @ kernel + bias;  loss = mean over N, T and o of (p - y)^2;
         where `sum_count`: loss_sum = the sum of (p - y)^2, count = N T o
@@ -50,14 +53,20 @@ class RNN(StagedModel):
             stages |= {f"stages/{part}/{kind}": (*lead, d, d) for kind in ("kernel", "recurrent")}
             stages[f"stages/{part}/bias"] = (*lead, d)
         first = {"first/dense/kernel": (self.features_in, d), "first/dense/bias": (d,)}
-        return first | stages | {"last/dense/kernel": (d, self.features_out), "last/dense/bias": (self.features_out,)}
+        return (
+            first
+            | stages
+            | {"last/dense/kernel": (d, self.features_out), "last/dense/bias": (self.features_out,)}
+        )
 
     def first(self, params: Params, microbatch: Batch, ctx: Context) -> Tensor:
         """The input layer, [N, T, d]."""
         return dense(params, "first/dense", microbatch["x"])
 
     def stage(self, params: Params, x: Tensor, ctx: Context) -> Value:
-        """One cell over all of time, [N, T, d] -> [N, T, d]; the weights are looked up once a step, so each step can be cut."""
+        """One cell over all of time, [N, T, d] -> [N, T, d]; the weights are looked up once a step,
+        so each step can be cut.
+        """
         state = torch.zeros_like(x[:, 0])
         states = []
         for step in x.unbind(1):
@@ -76,4 +85,8 @@ class RNN(StagedModel):
 
 
 def _cell(params: Params, name: str, step: Tensor, state: Tensor) -> Tensor:
-    return step @ params[f"{name}/kernel"] + state @ params[f"{name}/recurrent"] + params[f"{name}/bias"]
+    return (
+        step @ params[f"{name}/kernel"]
+        + state @ params[f"{name}/recurrent"]
+        + params[f"{name}/bias"]
+    )

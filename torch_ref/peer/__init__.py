@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining as a peer: its runtime on our tables and models, and its own tables as CSV."""
+"""torch.distributed.pipelining as a peer: its runtime on our tables and models, and its own tables
+as CSV.
+"""
 
 from .processes import spawn
 from .rank import Split

@@ -1,4 +1,6 @@
-"""Runs a function in several gloo processes on loopback; a hang becomes an error that shows where each process stood."""
+"""Runs a function in several gloo processes on loopback; a hang becomes an error that shows where
+each process stood.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ from ..errors import PeerError
 _GRACE = 3.0
 
 
-def spawn(function: Callable[..., Any], world: int, *arguments: Any, time_limit: float = 120.0) -> list[Any]:
-    """Call `function(rank, *arguments)` in `world` processes that form a gloo group; their results, in rank order.
+def spawn(
+    function: Callable[..., Any], world: int, *arguments: Any, time_limit: float = 120.0
+) -> list[Any]:
+    """Call `function(rank, *arguments)` in `world` processes that form a gloo group; their results,
+    in rank order.
 
     Args:
         function: of a module's top level, so that a new process can import it.
@@ -32,12 +37,15 @@ def spawn(function: Callable[..., Any], world: int, *arguments: Any, time_limit:
         time_limit: seconds for everything, the start of the processes (some seconds) included.
 
     Raises:
-        PeerError: a process failed, or the limit was passed; the message holds its traceback, or where each process stood.
+        PeerError: a process failed, or the limit was passed; the message holds its traceback, or
+            where each process stood.
     """
     folder = Path(tempfile.mkdtemp(prefix="torch_peer_"))
     deadline = time.time() + time_limit
     try:
-        context = mp.spawn(_main, (world, str(folder), deadline, function, arguments), nprocs=world, join=False)
+        context = mp.spawn(
+            _main, (world, str(folder), deadline, function, arguments), nprocs=world, join=False
+        )
         try:
             _join(context, deadline, world, folder, time_limit)
         finally:
@@ -74,7 +82,14 @@ def _read(path: Path) -> str:
     return path.read_text().strip() if path.exists() else "(it had not started)"
 
 
-def _main(rank: int, world: int, folder: str, deadline: float, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _main(
+    rank: int,
+    world: int,
+    folder: str,
+    deadline: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
     """One process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -83,7 +98,13 @@ def _main(rank: int, world: int, folder: str, deadline: float, function: Callabl
         faulthandler.dump_traceback_later(left, file=stood)
         # A rendezvous through a file needs no free port.
         store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=left + 60))
+        dist.init_process_group(
+            "gloo",
+            init_method=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=left + 60),
+        )
         torch.save(function(rank, *arguments), Path(folder) / f"result{rank}")
         # Nobody leaves while another may still wait for a message.
         dist.barrier()

@@ -57,30 +57,46 @@ def run(
     split: Split = Split.TORCH,
     time_limit: float = 120.0,
 ) -> PeerResult:
-    """Run one table with torch.distributed.pipelining, a process a device; arguments and result as `torch_ref.run`.
+    """Run one table with torch.distributed.pipelining, a process a device; arguments and result as
+    `torch_ref.run`.
 
-    `split` says who cuts the backward into I and W; `time_limit` is in seconds, the start of the processes included.
+    `split` says who cuts the backward into I and W; `time_limit` is in seconds, the start of the
+    processes included.
 
     Raises:
         TableError, WeightsError, BatchError: as `torch_ref.run` does.
-        PeerError: torch's runtime cannot run such a table (a stage on two devices, no backwards), failed, or hung.
+        PeerError: torch's runtime cannot run such a table (a stage on two devices, no backwards),
+            failed, or hung.
     """
     return run_many([Job(table_csv, model, batch, weights, dtype, split)], time_limit=time_limit)[0]
 
 
 def run_many(jobs: Sequence[Job], *, time_limit: float = 120.0) -> list[PeerResult]:
-    """Run several jobs of the same number of devices one after the other in the same processes: they start only once."""
+    """Run several jobs of the same number of devices one after the other in the same processes:
+    they start only once.
+    """
     tables = [_check(job) for job in jobs]
     worlds = {table.num_devices for table in tables}
     if len(worlds) != 1:
-        raise PeerError(f"the jobs' tables have {sorted(worlds)} devices; give those of one number of devices together")
-    ranks: list[list[RankResult]] = spawn(_all_jobs, worlds.pop(), list(jobs), time_limit=time_limit)
-    return [_merge(job, table, [results[i] for results in ranks]) for i, (job, table) in enumerate(zip(jobs, tables, strict=True))]
+        raise PeerError(
+            f"the jobs' tables have {sorted(worlds)} devices; give those of one number of "
+            "devices together"
+        )
+    ranks: list[list[RankResult]] = spawn(
+        _all_jobs, worlds.pop(), list(jobs), time_limit=time_limit
+    )
+    return [
+        _merge(job, table, [results[i] for results in ranks])
+        for i, (job, table) in enumerate(zip(jobs, tables, strict=True))
+    ]
 
 
 def _all_jobs(rank: int, jobs: list[Job]) -> list[RankResult]:
     """What each process does."""
-    return [run_rank(rank, job.table_csv, job.model, _cut(job), _weights(job), job.split) for job in jobs]
+    return [
+        run_rank(rank, job.table_csv, job.model, _cut(job), _weights(job), job.split)
+        for job in jobs
+    ]
 
 
 def _cut(job: Job) -> Microbatches:
@@ -95,24 +111,35 @@ def _check(job: Job) -> Table:
     """The job's table; errors that are better told before processes start."""
     table = read_table(job.table_csv)
     if table.num_stages != job.model.num_stages:
-        raise PeerError(f"the table has {table.num_stages} stages, the model {job.model.num_stages}; they must be equal")
+        raise PeerError(
+            f"the table has {table.num_stages} stages, the model {job.model.num_stages}; they "
+            "must be equal"
+        )
     job.model.check(job.weights)
     _cut(job)
     if table.forward_only:
-        raise PeerError("torch's runtime wants a backward for every forward; give it the table of a training step")
+        raise PeerError(
+            "torch's runtime wants a backward for every forward; give it the table of a training "
+            "step"
+        )
     recomputed = [str(action) for _, action in table.actions() if action.kind is Kind.R]
     if recomputed:
         raise PeerError(
-            f"torch's runtime has no recomputation as an action; take {len(recomputed)} R out of the table ({recomputed[0]}, ...)"
+            f"torch's runtime has no recomputation as an action; take {len(recomputed)} R out of "
+            f"the table ({recomputed[0]}, ...)"
         )
     if table.spreads_last:
-        raise PeerError("torch's runtime has no share of `last` as an action; take the L out of the table")
+        raise PeerError(
+            "torch's runtime has no share of `last` as an action; take the L out of the table"
+        )
     devices: dict[int, set[int]] = {}
     for place, action in table.actions():
         devices.setdefault(action.stage, set()).add(place.device)
     doubled = sorted(stage for stage, on in devices.items() if len(on) > 1)
     if doubled:
-        raise PeerError(f"stages {doubled} are on several devices; torch's runtime puts every stage on one")
+        raise PeerError(
+            f"stages {doubled} are on several devices; torch's runtime puts every stage on one"
+        )
     idle = sorted(set(range(table.num_devices)) - {d for on in devices.values() for d in on})
     if idle:
         raise PeerError(f"devices {idle} hold no stage; torch's runtime wants one on each")
@@ -130,6 +157,18 @@ def _merge(job: Job, table: Table, ranks: Sequence[RankResult]) -> PeerResult:
             gradients.add(stage, [(name, torch.from_numpy(value)) for name, value in named.items()])
     losses = np.array(last.losses)
     if last.counts is None:
-        return PeerResult(losses, float(losses.mean()), gradients.arrays(table.num_microbatches), tuple(last.outputs), None)
+        return PeerResult(
+            losses,
+            float(losses.mean()),
+            gradients.arrays(table.num_microbatches),
+            tuple(last.outputs),
+            None,
+        )
     counts = np.array(last.counts)
-    return PeerResult(losses, float(losses.sum() / counts.sum()), gradients.arrays(counts.sum()), tuple(last.outputs), counts)
+    return PeerResult(
+        losses,
+        float(losses.sum() / counts.sum()),
+        gradients.arrays(counts.sum()),
+        tuple(last.outputs),
+        counts,
+    )
