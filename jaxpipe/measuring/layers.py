@@ -10,14 +10,14 @@ import jax
 from jax.sharding import Mesh
 
 from ..arrays import PyTree
+from ..inspect.blocks import stage_work_space
+from ..inspect.step_memory import hoisted_bytes
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, LayerCost
 from ..schedules import build
 from ..spmd.entries import outer_specs
-from ..spmd.memory import hoisted_bytes
-from ..spmd.work_space import stage_work_space
 from .blocks import refuse_layers, shape_of
 from .measured import Measured, measure_blocks
 from .peak import Peak

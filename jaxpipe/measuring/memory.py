@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
+from ..inspect import memory
 from ..planner.result import PipelinePlan
 from .blocks import refuse_layers, shape_of
 
@@ -26,7 +27,7 @@ def traced_memory(
 
     The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
     may be described ones: nothing runs, and the step itself is not compiled
-    (`Pipeline.predict_memory`).
+    (`jaxpipe.inspect.memory`).
 
     Args:
         layers, params, microbatch, options: as for `measure_layers`.
@@ -47,9 +48,6 @@ def traced_memory(
                 sharding=whole,
             )
 
-        memory: dict[str, int] = pipe.predict_memory(
-            pipe.place(shapes), jax.tree.map(rows, microbatch)
-        )
-        return memory
+        return memory(pipe, pipe.place(shapes), jax.tree.map(rows, microbatch))
 
     return found

@@ -98,7 +98,7 @@ def test_layers_are_measured_apart_and_planned():
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     built = plans.best.pipeline(LAYERS, mesh=mesh)
     # What the plan says of parameters and pools, against the compiled program's own account.
-    report = built.compile_report(built.place(PARAMS), BATCH)
+    report = jp.inspect.report(built, built.place(PARAMS), BATCH)
     held = plans.best.parts
     residuals = sum(report["pool_bytes"][pool] for pool in ("residual_input", "residual_weight"))
     assert held.residuals == residuals
@@ -230,7 +230,7 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
     pipe = plan.pipeline(LAYERS, mesh=mesh, specs=specs)
     assert plan.seconds == step_seconds(Target.of(pipe.mesh, ("pipe",)), pipe._plan, pipe.costs)
     slots, held = pipe._plan.program().slots, plan.parts
-    predicted = pipe.predict_memory(pipe.place(PARAMS), BATCH)
+    predicted = jp.inspect.memory(pipe, pipe.place(PARAMS), BATCH)
     # A stage whose backward does not read its input gives that back sooner than the plan can know.
     others = predicted["pools"] - held.residuals - held.stash
     assert 0 <= others <= costs["t"].boundary * (slots.x + slots.cotangent)
