@@ -22,7 +22,7 @@ from ..spmd.mapped import on_cpus
 from ..table.kinds import SHARES, Kind
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
-from .blocks import partitioner_permutes
+from .blocks import Step
 
 
 def profile(
@@ -75,10 +75,9 @@ def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
     """PipelineError where the partitioner permutes in blocks on CPU devices: all devices then have
     to run every block at once, and no block has a time of its own.
     """
-    job, mesh, entries = traced.job, pipe.mesh, traced.entries
-    if entries is None or not on_cpus(mesh) or mesh.shape[job.axis] == 1:
-        return
-    if partitioner_permutes(job, mesh, traced.code, entries):
+    step = Step.of(pipe.mesh, traced)
+    waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
+    if step.is_shared and waits and step.permutes():
         raise PipelineError(CANNOT_BE_TIMED)
 
 

@@ -22,7 +22,7 @@ from ..table.schedule import Schedule
 from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
-from .memory import Memory, least_bytes, least_slots, memory_of, optimizer_bytes
+from .memory import Memory, layer_sizes, least_bytes, least_slots, memory_of
 from .question import Axes, Question, questions, refuse
 from .result import PipelinePlan, Plans, Rejected, gib
 from .running import program_of, step_seconds
@@ -236,12 +236,13 @@ class _Lowered:
     seconds: float
     memory: Memory
     traced: Mapping[str, int] | None = None
-    optimizer: float = 0.0
 
     @property
     def needs(self) -> float:
         """Bytes of one device."""
-        return self.memory.total if self.traced is None else self.traced["total"] + self.optimizer
+        if self.traced is None:
+            return self.memory.total
+        return self.traced["total"] + self.memory.optimizer
 
 
 def _candidates(
@@ -299,8 +300,9 @@ def _room(candidate: _Candidate) -> int:
     assert question.memory is not None, "where memory has no limit, nothing is computed again"
     slots = program_of(question.target, candidate.schedule, candidate.costs).program().slots
     held = _memory(candidate, slots)
-    each = held.residuals / slots.residual_weight
-    free = question.memory - (held.total - held.residuals)
+    residuals = held.pools["residual_weight"]
+    each = residuals / slots.residual_weight
+    free = question.memory - (held.total - residuals)
     return (
         int(free / each)
         if each
@@ -362,8 +364,10 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
     )
     slots = program_of(question.target, trial.schedule, trial.costs).program().slots
     held = _memory(trial, slots)
-    each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
-    room = question.memory - (held.total - held.residuals - held.boundaries)
+    residuals = held.pools["residual_weight"]
+    boundaries = held.pools["x"] + held.pools["cotangent"] + held.sent
+    each = residuals / slots.residual_weight + boundaries / (slots.x + slots.cotangent)
+    room = question.memory - (held.total - residuals - boundaries)
     fits = int(room / each) if each else 2 * enough
     return tuple(
         dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))])
@@ -402,18 +406,20 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     lowered = program_of(question.target, candidate.schedule, candidate.costs)
     seconds = step_seconds(question.target, lowered, candidate.costs)
     found = _Lowered(candidate, seconds, _memory(candidate, lowered.program().slots))
-    if traced is None:
-        return found
-    moments = optimizer_bytes(candidate.layout, candidate.schedule.placement, question.costs)
-    return replace(found, traced=traced(_plan(found)), optimizer=moments)
+    return found if traced is None else replace(found, traced=traced(_plan(found)))
 
 
 def _memory(candidate: _Candidate, slots: Slots) -> Memory:
     """What a device holds of it, by sums of layers' sizes."""
-    costs, in_place = candidate.question.costs, candidate.question.target.on_gpus
-    return memory_of(
-        candidate.layout, candidate.schedule, costs, slots, remat=candidate.remat, in_place=in_place
+    question = candidate.question
+    sizes = layer_sizes(
+        candidate.layout,
+        candidate.schedule,
+        question.costs,
+        remat=candidate.remat,
+        in_place=question.target.on_gpus,
     )
+    return memory_of(slots, sizes)
 
 
 def _least(candidate: _Candidate) -> _Lowered:
@@ -483,12 +489,12 @@ def _nothing_fits(
     assert question.memory is not None
     near = min(beyond, key=lambda b: b.needs)
     needs = near.needs - question.memory
-    part, held = max(vars(near.memory).items(), key=lambda item: item[1])
+    part, held = max(_parts(near.memory).items(), key=lambda item: item[1])
     return PlanError(
         f"nothing fits into {gib(question.memory)} a device: the nearest is "
         f"{near.candidate.words}, layout {near.candidate.layout}, "
         f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, "
-        f"{_PARTS[part]}); {_ADVICE}"
+        f"{part}); {_ADVICE}"
     )
 
 
@@ -498,16 +504,19 @@ _ADVICE = (
 )
 
 
-_PARTS = {
-    "stages": "parameters, gradients and optimizer state of its layers",
-    "outer": "the same of first and last",
-    "residuals": "residuals",
-    "stash": "stash",
-    "boundaries": "stage inputs and cotangents",
-    "workspace": "workspace",
-    "batch": "the batch",
-    "summed": "sums of the gradients of first and last",
-}
+def _parts(memory: Memory) -> dict[str, float]:
+    """A device's memory in words."""
+    return {
+        "parameters, gradients and optimizer state": memory.parameters
+        + memory.gradients
+        + memory.optimizer,
+        "residuals": memory.pools["residual_weight"],
+        "stash": memory.pools["stash"],
+        "stage inputs and cotangents": memory.pools["x"] + memory.pools["cotangent"] + memory.sent,
+        "workspace": memory.work,
+        "the batch": memory.batch + memory.hoisted,
+        "sums of the gradients of first and last": memory.summed,
+    }
 
 
 def _result(lowered: _Lowered) -> PipelinePlan:

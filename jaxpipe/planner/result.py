@@ -85,9 +85,7 @@ class PipelinePlan:
             "remat": self.remat,
             "seconds": self.seconds,
             "memory": list(self.memory),
-            "memory_parts": None
-            if self.parts is None
-            else vars(self.parts) | {"total": self.parts.total},
+            "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},
             "lower_bound": self.lower_bound,
             "gap": self.certificate and self.certificate.gap,
             "certificate": self.certificate and str(self.certificate),

@@ -109,11 +109,12 @@ def test_memory_is_that_of_the_program():
     assert (gpipe.remat, full.remat) == (None, "full")
     assert gpipe.layout in ("Et*3|t*3,L", "Et*4|ttL")
     inner = max(stage.count("t") for stage in jp.parse_layout(gpipe.layout, devices=2).stages)
-    assert gpipe.parts.stages == 4 * 4e8 * inner
-    assert gpipe.parts.outer == 4 * (2e8 + 2e8)
+    held = 4e8 * inner + 2e8 + 2e8
+    parts = gpipe.parts
+    assert (parts.parameters, parts.gradients, parts.optimizer) == (held, held, 2 * held)
     # A run of layers is a scan, which keeps what each of them takes besides.
-    assert gpipe.parts.residuals == 4 * inner * (1e8 + 1e7)
-    assert full.parts.residuals == 0
+    assert parts.pools["residual_weight"] == 4 * inner * (1e8 + 1e7)
+    assert full.parts.pools["residual_weight"] == 0
     assert full.seconds > gpipe.seconds
 
 
@@ -136,7 +137,8 @@ def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
         for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS)
     )
     assert there.summed == 0
-    assert here.total == here.stages + here.outer + here.batch + 2e9 + 2e8
+    held = here.parameters + here.gradients + here.optimizer
+    assert here.total == held + here.batch + 2e9 + 2e8
 
 
 def test_the_split_is_the_best_of_all_splits():
