@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import PlanError, ScheduleError
+from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
 from ..program.pools import Slots
 from ..schedules import build
@@ -18,6 +18,7 @@ from ..simulation.lower_bound import bound_beside
 from ..simulation.simulate import simulate
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
+from ..table.limits import is_number
 from ..table.schedule import Schedule
 from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
@@ -150,18 +151,9 @@ def plan(
     }
     refuse(given | {"axis": axis, "data_axes": data_axes})
     axes = Axes(axis, (data_axes,) if isinstance(data_axes, str) else tuple(data_axes))
+    names = SCHEDULES if schedules is None or not len(schedules) else schedules
     asked = questions(
-        layers,
-        costs,
-        devices,
-        microbatches,
-        memory,
-        transfer,
-        schedules or SCHEDULES,
-        chunks,
-        remat,
-        mesh,
-        axes,
+        layers, costs, devices, microbatches, memory, transfer, names, chunks, remat, mesh, axes
     )
     candidates, rejected = _candidates(_roomy(asked), progress)
     candidates.sort(key=lambda c: c.seconds)
@@ -337,6 +329,12 @@ def _built(
     schedule = build(
         name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options
     )
+    if schedule.num_stages != layout.num_stages:
+        per = schedule.num_stages // question.devices
+        raise ScheduleError(
+            f"{name} has {schedule.num_stages} stages, each on several devices; choose it by "
+            f"chunks=({per},)"
+        )
     return _Candidate(
         question,
         name,
@@ -405,7 +403,13 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     if traced is None:
         return found
     moments = optimizer_bytes(candidate.layout, candidate.schedule.placement, question.costs)
-    return replace(found, traced=traced(_plan(found)), optimizer=moments)
+    sizes = traced(_plan(found))
+    if not (isinstance(sizes, Mapping) and is_number(sizes.get("total"))):
+        raise PlanError(
+            "traced must return bytes by what they are for, and their 'total', as "
+            f"jaxpipe.traced_memory does; not {quoted(sizes)}"
+        )
+    return replace(found, traced=sizes, optimizer=moments)
 
 
 def _memory(candidate: _Candidate, slots: Slots) -> Memory:
@@ -428,9 +432,9 @@ def _least(candidate: _Candidate) -> _Lowered:
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
     """A shorter table for the best plan's layout and memory, if the search finds one."""
     old, question = best.candidate, best.candidate.question
-    if old.recomputing:
+    if old.recomputing or old.schedule.placement.is_bidirectional:
         return []
-    cap = max(*simulate(old.schedule, old.costs).peak_activations, old.schedule.num_chunks)
+    cap = max(simulate(old.schedule, old.costs).peak_activations)
     shape: dict[str, Any] = {
         "devices": question.devices,
         "microbatches": question.microbatches,

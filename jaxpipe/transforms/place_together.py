@@ -139,9 +139,10 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
         )
     if schedule.num_stages < schedule.num_devices:
         raise ScheduleError(
-            f"the table has {schedule.num_stages} stages on {schedule.num_devices} devices; "
-            f"{name} can be spread where every device "
-            "has a stage: use as many stages as devices, or more"
+            f"the table has fewer stages ({schedule.num_stages}) than devices "
+            f"({schedule.num_devices}), and the share of {name} on device "
+            "d is written as that of stage d: use as many stages as devices, or more, or a "
+            f"{name} that is not spread"
         )
 
 
