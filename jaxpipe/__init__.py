@@ -44,8 +44,10 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .debug import Nonfinite, find_nonfinite
-    from .measuring import Peak, measure, measure_layers, traced_memory
+    from .measuring import Peak, measure, traced_memory
     from .model.functions import Context, Loss
+    from .model.model import Model
+    from .model.settings import Memory, Sharding
     from .model.spread import spread
     from .model.vocabulary import VocabEmbedding, VocabHead
     from .optimizers import per_layer
@@ -65,6 +67,8 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Loss",
+    "Memory",
+    "Model",
     "Nonfinite",
     "Objective",
     "Offload",
@@ -82,6 +86,7 @@ __all__ = [
     "Release",
     "Schedule",
     "ScheduleError",
+    "Sharding",
     "Steps",
     "Timeline",
     "Transfers",
@@ -98,7 +103,6 @@ __all__ = [
     "find_nonfinite",
     "lower_bound",
     "measure",
-    "measure_layers",
     "megatron",
     "merge_backward",
     "parse_action",
@@ -129,12 +133,14 @@ _NEEDS_JAX = {
     "VocabHead": ".model.vocabulary",
     "spread": ".model.spread",
     "Loss": ".model.functions",
+    "Memory": ".model.settings",
+    "Model": ".model.model",
+    "Sharding": ".model.settings",
     "Nonfinite": ".debug",
     "Peak": ".measuring",
     "Pipeline": ".pipeline",
     "find_nonfinite": ".debug",
     "measure": ".measuring",
-    "measure_layers": ".measuring",
     "traced_memory": ".measuring",
     "per_layer": ".optimizers",
 }

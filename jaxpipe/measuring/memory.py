@@ -10,12 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
+from ..model.model import Model
 from ..planner.result import PipelinePlan
 from .blocks import refuse_layers, shape_of
 
 
 def traced_memory(
-    layers: Mapping[str, Callable[..., Any]],
+    model: Model,
     params: Mapping[str, PyTree],
     microbatch: PyTree,
     *,
@@ -29,14 +30,15 @@ def traced_memory(
     (`Pipeline.predict_memory`).
 
     Args:
-        layers, params, microbatch, options: as for `measure_layers`.
+        model, params, microbatch: as for `measure`.
         mesh: of the pipeline.
+        options: further ones of `Pipeline`, `sharding` for instance.
     """
-    refuse_layers(layers, params)
+    refuse_layers(model.stages, params)
     shapes = jax.tree.map(shape_of, dict(params))
 
     def found(plan: PipelinePlan) -> dict[str, int]:
-        pipe = plan.pipeline(layers, mesh=mesh, **options)
+        pipe = plan.pipeline(model, mesh, **options)
         count = plan.schedule.num_microbatches
 
         def rows(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from jax import lax
 from ..arrays import Leaves, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs import Piece
-from ..model.functions import Loss
+from ..model.functions import Loss, split_batch
 from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
 from ..model.spread import bare
@@ -22,7 +22,7 @@ from ..program.records import arrays
 from ..program.segments import Segment
 from ..stage.code import run
 from ..stage.job import Job
-from ..stage.model_code import ModelCode, split_batch, trace_model
+from ..stage.model_code import ModelCode, trace_model
 from .block import false
 from .entries import StageEntries
 from .host import Packing

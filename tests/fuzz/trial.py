@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 
 from .case import Case
 from .model import Model
@@ -94,7 +95,7 @@ class Trial:
         devices = jax.devices()[: int(np.prod(list(sizes.values())))]
         types = (AxisType.Explicit if c.explicit else AxisType.Auto,) * len(sizes)
         mesh = Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
-        return jp.Pipeline(
+        return flat_pipeline(
             **self.model.given,
             schedule=self.schedule,
             mesh=mesh,

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.compiled import Beside, Collective, GpuProgram, Move, compile_and_read
+from tests.flat import flat_pipeline
 from tests.gpu.programs import gpu_fault, gpu_mesh
 from tests.tiers import exhaustive, slow
 
@@ -77,7 +78,7 @@ def program(name: str, stage: Any, **axes: Any) -> GpuProgram:
         k: jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, *dims), jnp.bfloat16)
         for k, dims in shapes.items()
     }
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         stage,
         schedule=schedule,
         mesh=mesh,
