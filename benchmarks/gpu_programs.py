@@ -4,7 +4,7 @@ beside compute, memory.
     JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs -o benchmarks/results/gpu_programs.txt
 
 A small transformer is compiled for H100s that are only described, and the program is read
-(`jaxpipe.compiled`).  Nothing is run, and no GPU is needed; how long a wait or a copy takes is for
+(`jaxpipe.inspect`).  Nothing is run, and no GPU is needed; how long a wait or a copy takes is for
 `benchmarks.gpu_single` to say, where there is a GPU.
 """
 
@@ -26,18 +26,11 @@ import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.compiled import (
-    GpuProgram,
-    LargeMove,
-    Move,
-    compile_and_read,
-    count_waits,
-    flat,
-    most_waits,
-    never,
-    steady,
-)
-from jaxpipe.report import most_actions, most_of_each_kind
+from jaxpipe.inspect.collectives import steady
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from jaxpipe.inspect.moves import LargeMove, Move
+from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
+from jaxpipe.inspect.waits import count_waits, flat, most_waits, never
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30

@@ -36,7 +36,8 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from benchmarks.plans_time import by_count, even
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.measuring import stage_costs
+from jaxpipe.measuring import measure_stages
+from jaxpipe.planner.layer_cost import LayerCost, Remat, stage_costs
 from jaxpipe.planner.running import program_of, step_seconds
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
@@ -142,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     pipes = [jp.Pipeline(model, table, mesh, layout=layout) for _, table, layout in hand]
     microbatch = {name: jax.ShapeDtypeStruct((args.rows,), jnp.int32) for name in batch}
     costs = jp.measure(model, params, microbatch, repeats=args.repeats)
-    hop = float(stage_costs(pipes[0], pipes[0].place(params), batch, repeats=args.repeats).transfer)
+    hop = float(
+        measure_stages(pipes[0], pipes[0].place(params), batch, repeats=args.repeats).transfer
+    )
     given: dict[str, Any] = {
         "schedules": SCHEDULES,
         "chunks": (1, 2),

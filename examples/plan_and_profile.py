@@ -87,7 +87,7 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
         "the model without a pipeline; float32 sums in another order"
     )
 
-    ran = pipe.profile(placed, batch, repeats=1)
+    ran = jp.inspect.profile(pipe, placed, batch, repeats=1)
     print(ran.over(plans.best.timeline))
     return plans, ran
 

@@ -43,6 +43,7 @@ from .transforms.spread_last import remove_spread, spread_last
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import inspect
     from .debug import Nonfinite, find_nonfinite
     from .measuring import Peak, measure, traced_memory
     from .model.functions import Context, Loss
@@ -101,6 +102,7 @@ __all__ = [
     "defer_last",
     "even_layout",
     "find_nonfinite",
+    "inspect",
     "lower_bound",
     "measure",
     "megatron",
@@ -153,6 +155,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import the parts that need JAX when they are first asked for."""
+    if name == "inspect":
+        return import_module(".inspect", __name__)
     if name not in _NEEDS_JAX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_NEEDS_JAX[name], __name__), name)

@@ -63,8 +63,7 @@ class EagerExecutor:
             raise PipelineError(
                 "the eager executor runs one operation after the other and cannot be traced: "
                 "call the step outside of jax.jit and "
-                "`pipe.jit`; `lower`, `compile_report` and `predict_memory` need a pipeline "
-                "without executor="
+                "`pipe.jit`; `lower` and `jaxpipe.inspect` need a pipeline without executor="
             )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
         job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})

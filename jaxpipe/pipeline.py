@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -21,7 +20,6 @@ from .fingerprint import compare_first_step
 from .layouts.layout import Layout
 from .lowering.offload import Offload
 from .lowering.plan import forward_plan, plan_of
-from .lowering.step_time import StepTime, step_time
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
 from .model.leaf_plan import is_plan
@@ -40,10 +38,9 @@ from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
 from .simulation.costs import Costs
-from .simulation.timeline import Timeline
 from .spmd.compiler_options import options_for
-from .spmd.executor import SpmdExecutor
-from .stage.job import Executor, Job, Observe
+from .spmd.executor import SpmdExecutor, TracedStep
+from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.kinds import Kind
@@ -411,109 +408,44 @@ class Pipeline:
         What it compiles to is called with the same arguments: `compiled(params, batch)`, or
         `compiled(params, batch, rng=key)`.
         """
-        return self._lower(params, batch, rng, state)
+        return self.trace(params, batch, rng=rng, state=state).function.lower()
 
-    def compile_report(
+    def trace(
         self,
         params: dict[str, PyTree],
         batch: PyTree,
         *,
         rng: Any = None,
         state: Chunks | tuple[()] = (),
-    ) -> dict[str, Any]:
-        """Compile the step and describe it: ticks, segments, slots, transfers, makespans,
-        residuals, XLA's memory, compile seconds.
+        clock: Clock | None = None,
+    ) -> TracedStep:
+        """Trace the step that `lower` lowers: what the tools of `jaxpipe.inspect` start from.
 
-        Takes what `lower` takes and runs nothing.  `jaxpipe.report` lists the keys; those most
-        asked for are "ticks", "segments" (texts), "slots", "transfers", "temp_bytes", "flops" and
-        "compile_seconds".
+        Every block calls `clock` on the host at its begin and at its end.
 
         Raises:
             PipelineError: as `value_and_grad` does.
         """
-        from .compiled import compile_and_try_to_read
-        from .report import report
+        found: list[tuple[Job, ModelCode, Any]] = []
 
-        traced: list[tuple[Job, ModelCode, Any]] = []
-        begin = time.perf_counter()
-        lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
-        middle = time.perf_counter()
-        compiled, program = (
-            compile_and_try_to_read(lowered) if self._target.on_gpus else (lowered.compile(), None)
-        )
-        seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
-        held, memory = self._predicted(traced[0], params, batch)
-        described = report(
-            self.schedule,
-            self._plan,
-            traced[0][1],
-            compiled,
-            program,
-            params=held,
-            times=self._step_time(),
-        )
-        return described | {"predicted": memory} | seconds
+        def step(
+            params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()
+        ) -> tuple[Any, dict[str, PyTree]]:
+            results, grads = self._step(
+                params, batch, rng, state, lambda *traced: found.append(traced), clock
+            )
+            return self._answer(results, with_state=self.functions.has_state), grads
 
-    def predict_memory(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
-    ) -> dict[str, int]:
-        """Bytes that a step takes on one device, by what they are for, and their "total"
-        (`jaxpipe.spmd.memory` lists the keys).
-
-        Takes what `lower` takes.  The step is traced, and each block of it compiled alone; the step
-        itself is not compiled.
-
-        Raises:
-            PipelineError: as `value_and_grad` does.
-        """
-        traced: list[tuple[Job, ModelCode, Any]] = []
-        self._lower(params, batch, rng, state, lambda *found: traced.append(found))
-        return self._predicted(traced[0], params, batch)[1]
-
-    def _predicted(
-        self, traced: tuple[Job, ModelCode, Any], params: dict[str, PyTree], batch: PyTree
-    ) -> tuple[dict[str, PyTree], dict[str, int]]:
-        """Parameters as shapes where they lie, and the memory of a device."""
-        from .spmd.memory import predicted_memory
-
-        to = self.partition.shardings(self.mesh, params)
-        held = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+        jitted = self.jit(step)
+        function = self._call(
+            lambda params, batch, *_: jitted.trace(params, batch, **given),
             params,
-            to,
+            batch,
+            rng,
+            state,
         )
-        job, code, entries = traced
-        return held, predicted_memory(job, self.mesh, code, entries, with_outer(held), batch)
-
-    def profile(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: tuple[PyTree, ...] = (),
-        repeats: int = 3,
-    ) -> Timeline:
-        """Run the step and return when each action really began and ended, in seconds: a timeline
-        like `simulate`'s.
-
-        Every block calls the host at its begin and its end, so the step is a little slower than
-        without (tens of microseconds a block). The first block begins at 0; of `repeats` runs the
-        median one is returned.  `timeline.over(planned)` compares it with a simulated one.  What
-        devices share along axes that are left to the partitioner begins when the last of them has
-        come to it.  For backends where the host can be called from a program.
-
-        Raises:
-            PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
-        """
-        from .profiling import profile
-
-        return profile(self, params, batch, rng=rng, state=state, repeats=repeats)
+        return TracedStep(*found[0], function)
 
     # Compiling
 
@@ -571,35 +503,10 @@ class Pipeline:
             self._check_step(params, batch, rng, state)
             raise
 
-    def _lower(
-        self, params: Any, batch: Any, rng: Any, state: Any, observe: Observe | None = None
-    ) -> Any:
-        def step(
-            params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()
-        ) -> tuple[Any, dict[str, PyTree]]:
-            results, grads = self._step(params, batch, rng, state, observe, alone=True)
-            return self._answer(results, with_state=self.functions.has_state), grads
-
-        given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
-        jitted = self.jit(step)
-        return self._call(
-            lambda params, batch, _rng, _state: jitted.lower(params, batch, **given),
-            params,
-            batch,
-            rng,
-            state,
-        )
-
     @cached_property
     def _plan(self) -> Any:
         plan = plan_of(self.schedule, costs=self.costs, overheads=self._target.overheads)
         return replace(plan, offload=self.offload)
-
-    def _step_time(self) -> StepTime | None:
-        """What a training step takes by its plan; None but on GPUs."""
-        if not self._target.on_gpus or self.schedule.forward_only:
-            return None
-        return step_time(self._plan, self._target.overheads, self.costs)
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
@@ -614,8 +521,7 @@ class Pipeline:
         rng: Any,
         state: Any,
         observe: Observe | None = None,
-        *,
-        alone: bool = False,
+        clock: Clock | None = None,
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         self._check_last("a training step")
         if self.schedule.forward_only:
@@ -623,7 +529,7 @@ class Pipeline:
                 f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a "
                 "schedule with backwards"
             )
-        return self._run(params, batch, rng, state, training=True, observe=observe, alone=alone)
+        return self._run(params, batch, rng, state, training=True, observe=observe, clock=clock)
 
     def _forwards(
         self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
@@ -659,10 +565,10 @@ class Pipeline:
         told: bool | None = None,
         outputs: bool = False,
         observe: Observe | None = None,
-        alone: bool = False,
+        clock: Clock | None = None,
     ) -> Any:
         """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same
-        where it is None; `alone`: it is lowered, which one process may do by itself.
+        where it is None; `observe`: a tool traces it, which one process may do by itself.
         """
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
@@ -685,9 +591,8 @@ class Pipeline:
             training=training,
             outputs=outputs,
             cuts=self._cuts,
-            observe=observe
-            if alone or observe is not None
-            else self._comparing(params, batch, rng, state),
+            observe=observe or self._comparing(params, batch, rng, state),
+            clock=clock,
         )
         lie = self._result_shardings(job, params)
         if self._executor.compiles:

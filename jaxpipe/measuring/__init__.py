@@ -5,4 +5,4 @@ timed, or estimated from its flops.
 from .measure import measure as measure
 from .memory import traced_memory as traced_memory
 from .peak import Peak as Peak
-from .stages import stage_costs as stage_costs
+from .stages import measure_stages as measure_stages

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from ..arrays import PyTree
+from ..inspect.blocks import stage_work_space
+from ..inspect.step_memory import hoisted_bytes
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, LayerCost
 from ..spmd.entries import outer_specs
-from ..spmd.memory import hoisted_bytes
-from ..spmd.work_space import stage_work_space
 from .blocks import shape_of
 from .measured import Measured, measure_blocks
 from .peak import Peak

@@ -19,7 +19,7 @@ from ..simulation.costs import Costs
 from .blocks import refuse_layers, shape_of
 from .layers import layer_costs
 from .peak import Peak
-from .stages import stage_costs
+from .stages import measure_stages
 
 
 def measure(
@@ -103,7 +103,7 @@ def measure(
 
     if state:
         state = pipe.place_state(state)
-    return stage_costs(
+    return measure_stages(
         pipe, placed, jax.tree.map(whole, rows), rng=rng, state=state, repeats=repeats, peak=peak
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
+from ..inspect import memory
 from ..model.model import Model
 from ..planner.result import PipelinePlan
 from .blocks import refuse_layers, shape_of
@@ -27,7 +28,7 @@ def traced_memory(
 
     The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
     may be described ones: nothing runs, and the step itself is not compiled
-    (`Pipeline.predict_memory`).
+    (`jaxpipe.inspect.memory`).
 
     Args:
         model, params, microbatch: as for `measure`.
@@ -49,9 +50,6 @@ def traced_memory(
                 sharding=whole,
             )
 
-        memory: dict[str, int] = pipe.predict_memory(
-            pipe.place(shapes), jax.tree.map(rows, microbatch)
-        )
-        return memory
+        return memory(pipe, pipe.place(shapes), jax.tree.map(rows, microbatch))
 
     return found

@@ -11,7 +11,7 @@ from .measured import measure_blocks
 from .peak import Peak
 
 
-def stage_costs(
+def measure_stages(
     pipe: Pipeline,
     params: dict[str, PyTree],
     batch: PyTree,

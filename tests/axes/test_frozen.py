@@ -164,11 +164,7 @@ def test_an_optimizer_has_no_state_for_them_and_a_checkpoint_keeps_them(tmp_path
 
 def traced(pipe: jp.Pipeline) -> Any:
     """The code of the step."""
-    found: list[Any] = []
-    pipe._lower(
-        pipe.place(weights()), batch(), None, (), lambda job, code, entries: found.append(code)
-    )
-    return found[0]
+    return pipe.trace(pipe.place(weights()), batch()).code
 
 
 def test_w_of_frozen_weights_costs_nothing() -> None:

@@ -150,7 +150,7 @@ def check(
     found = pipe.outputs(params, rows).reshape(shards, M, -1, outputs[0].shape[-1]).swapaxes(0, 1)
     assert worst_error(found.reshape(M, *outputs[0].shape), np.stack(outputs)) <= FLOAT64
     with pytest.raises(jp.PipelineError, match="cannot be profiled on CPU devices"):
-        pipe.profile(params, rows)
+        jp.inspect.profile(pipe, params, rows)
 
 
 def forwards() -> None:

@@ -373,7 +373,7 @@ class Trial:
             same("place: state", self.pipe.canonical_state(self.state), self.model.state)
 
     def _call_report(self) -> None:
-        report = self.pipe.compile_report(self.placed, self.batch, **self._more)
+        report = jp.inspect.report(self.pipe, self.placed, self.batch, **self._more)
         assert report["predicted"]["total"] > 0
 
     def _call_nonfinite(self) -> None:

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.compiled import Beside, Collective, GpuProgram, Move, compile_and_read
+from jaxpipe.inspect.collectives import Beside, Collective
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from jaxpipe.inspect.moves import Move
 from tests.flat import flat_pipeline
 from tests.gpu.programs import gpu_fault, gpu_mesh
 from tests.tiers import exhaustive, slow

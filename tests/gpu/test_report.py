@@ -1,4 +1,4 @@
-"""What `compile_report` reads in the text of a GPU program."""
+"""What `jp.inspect.report` reads in the text of a GPU program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.compiled import compile_and_read
+from jaxpipe.inspect.gpu_program import compile_and_read
 from tests.gpu.programs import (
     ROWS,
     TIME,
@@ -43,7 +43,7 @@ def report(
     rows = jax.ShapeDtypeStruct(
         (microbatches * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
     )
-    return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
+    return jp.inspect.report(pipe, pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
 
 
 @pytest.mark.parametrize("defers", [False, slow(True)])

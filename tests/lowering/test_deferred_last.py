@@ -170,6 +170,6 @@ def test_what_waits_is_the_gradient_of_the_logits_and_the_hidden_state():
     table = late(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=3)))
     pipe = jp.Pipeline(jp.Model(stage, last=jp.VocabHead()), table, mesh_of(2))
     params = pipe.place(canonical(2, 10))
-    report = pipe.compile_report(params, rows(6, 10))
+    report = jp.inspect.report(pipe, params, rows(6, 10))
     assert report["slots"].share == 3
     assert report["slot_bytes"]["share"] == 8 * ROWS * TOKENS * (WIDTH + 10 // 2)

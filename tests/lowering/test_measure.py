@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.lowering.target import Target
-from jaxpipe.measuring import stage_costs
+from jaxpipe.measuring import measure_stages
 from jaxpipe.measuring.blocks import blocks_of, compile_block, traced
 from jaxpipe.planner.running import step_seconds
 from tests.flat import flat_pipeline
@@ -58,7 +58,7 @@ def pipe():
 
 def test_measured_costs_are_seconds_of_each_stage(pipe):
     """Times differ with the machine; sizes do not."""
-    costs = stage_costs(pipe, pipe.place(PARAMS), BATCH, repeats=3)
+    costs = measure_stages(pipe, pipe.place(PARAMS), BATCH, repeats=3)
     assert costs.unit.startswith("seconds, measured on")
     times = costs.for_stages(2)
     assert all(
@@ -77,7 +77,7 @@ def test_measured_costs_are_seconds_of_each_stage(pipe):
 
 def test_estimates_count_flops_and_say_so(pipe):
     peak = jp.Peak(flops=1e9, bandwidth=1e30, link=1e6, latency=1.0)
-    costs = stage_costs(pipe, pipe.place(PARAMS), BATCH, peak=peak)
+    costs = measure_stages(pipe, pipe.place(PARAMS), BATCH, peak=peak)
     assert costs.unit.startswith("seconds, estimated for 1e+09 flops")
     times = costs.for_stages(2)
     matmul = 2 * ROWS * WIDTH * 4 * WIDTH / 1e9
@@ -103,7 +103,7 @@ def test_layers_are_measured_apart_and_planned():
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     built = plans.best.pipeline(MODEL, mesh)
     # What the plan says of parameters and pools, against the compiled program's own account.
-    report = built.compile_report(built.place(PARAMS), BATCH)
+    report = jp.inspect.report(built, built.place(PARAMS), BATCH)
     held = plans.best.parts
     residuals = sum(report["pool_bytes"][pool] for pool in ("residual_input", "residual_weight"))
     assert held.residuals == residuals
@@ -243,7 +243,7 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
     pipe = plan.pipeline(MODEL, mesh, sharding=jp.Sharding(specs=specs))
     assert plan.seconds == step_seconds(Target.of(pipe.mesh, ("pipe",)), pipe._plan, pipe.costs)
     slots, held = pipe._plan.program().slots, plan.parts
-    predicted = pipe.predict_memory(pipe.place(PARAMS), BATCH)
+    predicted = jp.inspect.memory(pipe, pipe.place(PARAMS), BATCH)
     # A stage whose backward does not read its input gives that back sooner than the plan can know.
     others = predicted["pools"] - held.residuals - held.stash
     assert 0 <= others <= costs["t"].boundary * (slots.x + slots.cotangent)
@@ -267,10 +267,10 @@ def test_costs_as_json_that_make_no_sense():
             "model must be a jaxpipe.Model",
         ),
         (
-            lambda: stage_costs(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}),
+            lambda: measure_stages(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}),
             "pipe must be a jaxpipe.Pipeline",
         ),
-        (lambda: stage_costs(None, {}, {}, repeats="a", peak=3), "peak must be a jaxpipe.Peak"),
+        (lambda: measure_stages(None, {}, {}, repeats="a", peak=3), "peak must be a jaxpipe.Peak"),
         (lambda: jp.measure(MODEL, None, BATCH), "params must be a mapping with 'stages'"),
         (
             lambda: jp.measure(MODEL, {"stages": {}}, BATCH),
@@ -289,7 +289,7 @@ def test_arguments_of_another_kind_are_named(call, message):
 
 def test_no_rounds_are_refused(pipe):
     with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
-        stage_costs(pipe, pipe.place(PARAMS), BATCH, repeats=0)
+        measure_stages(pipe, pipe.place(PARAMS), BATCH, repeats=0)
 
 
 def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
@@ -310,7 +310,7 @@ def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
         )
         tokens = jax.ShapeDtypeStruct((rows * M, length), jnp.int32)
         peak = jp.Peak(flops=1.0, bandwidth=1e12)
-        return stage_costs(pipe, params, {"tokens": tokens, "targets": tokens}, peak=peak)
+        return measure_stages(pipe, params, {"tokens": tokens, "targets": tokens}, peak=peak)
 
     matmul = 2 * rows * length * WIDTH * vocabulary
     for devices in (1, 2, 4):

@@ -40,8 +40,8 @@ def compiled(name, microbatches, *, devices=4, **options):
     pipe = flat_pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
     shape = jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, WIDTH, WIDTH), jnp.float32)
     rows = jax.ShapeDtypeStruct((ROWS * microbatches, WIDTH), jnp.float32)
-    return pipe.compile_report(
-        pipe.place({"stages": {"w": shape}, "last": {}}), {"x": rows, "y": rows}
+    return jp.inspect.report(
+        pipe, pipe.place({"stages": {"w": shape}, "last": {}}), {"x": rows, "y": rows}
     )
 
 
@@ -147,7 +147,7 @@ def test_the_report_has_the_slots_that_were_compiled():
     pipe = jp.Pipeline(jp.Model(summed, last=last), schedule, mesh_of(2))
     params = pipe.place({"stages": {"b": np.ones((2, WIDTH), np.float32)}, "last": {}})
     rows = np.ones((8 * ROWS, WIDTH), np.float32)
-    report = pipe.compile_report(params, {"x": rows, "y": rows})
+    report = jp.inspect.report(pipe, params, {"x": rows, "y": rows})
     assert report["slots"].x < 8
     assert report["temp_bytes"] >= ACTIVATION * (report["slots"].x + report["slots"].cotangent)
 
@@ -188,7 +188,7 @@ def test_the_gradient_of_last_is_an_array_before_it_is_added_up():
         "x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32),
         "y": jax.ShapeDtypeStruct((2 * ROWS, 1), jnp.float32),
     }
-    assert pipe.predict_memory(pipe.place(shapes), rows)["work"] >= 4 * vocab * (ROWS + WIDTH)
+    assert jp.inspect.memory(pipe, pipe.place(shapes), rows)["work"] >= 4 * vocab * (ROWS + WIDTH)
 
 
 def lookup(params, microbatch, *, shared):
@@ -224,6 +224,6 @@ def test_what_a_large_table_needs_is_predicted(where):
     pipe = flat_pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), **ends)
     rows = {"tokens": jax.ShapeDtypeStruct((2 * ROWS,), jnp.int32)}
     rows |= {} if "first" in ends else {"x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32)}
-    report = pipe.compile_report(pipe.place(params), rows)
+    report = jp.inspect.report(pipe, pipe.place(params), rows)
     needs = sum(report[f"{part}_bytes"] for part in ("argument", "output", "temp"))
     assert report["predicted"]["total"] == pytest.approx(needs, rel=0.03)

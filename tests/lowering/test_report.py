@@ -1,4 +1,4 @@
-"""`Pipeline.compile_report` says what the table and the program are: every number against one that
+"""`jp.inspect.report` says what the table and the program are: every number against one that
 is counted otherwise.
 """
 
@@ -30,13 +30,13 @@ def report(name, microbatches=8, *, stage=stage, devices=P, dtype=jnp.float32, *
         "last": {},
     }
     rows = jax.ShapeDtypeStruct((ROWS * microbatches, WIDTH), jnp.float32)
-    return schedule, pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})
+    return schedule, jp.inspect.report(pipe, pipe.place(params), {"x": rows, "y": rows})
 
 
 def test_it_has_every_key_that_its_docstring_names():
     import re
 
-    from jaxpipe import report as module
+    from jaxpipe.inspect import step_report as module
 
     _, found = report("1f1b", devices=2, microbatches=2)
     lines = [
@@ -156,7 +156,7 @@ def test_parameter_bytes_are_what_a_device_holds():
     params["first"] = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
     rows = jax.ShapeDtypeStruct((ROWS * 4, WIDTH), jnp.float32)
     whole, split = (
-        pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"]
+        jp.inspect.report(pipe, pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"]
         for pipe in pipes
     )
     one = WIDTH * WIDTH * 4

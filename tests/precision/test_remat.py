@@ -60,7 +60,7 @@ def step(function: Any, remat: Any) -> tuple[Any, int]:
     params = pipe.place({"stages": own, "last": {}})
     batch = {name: rng.standard_normal((ROWS * MICROBATCHES, WIDTH)) for name in "xy"}
     loss, grads = pipe.value_and_grad(params, batch)
-    size = pipe.compile_report(params, batch)["slot_bytes"]
+    size = jp.inspect.report(pipe, params, batch)["slot_bytes"]
     return (loss, pipe.canonical(grads)), size["residual_input"] + size["residual_weight"]
 
 

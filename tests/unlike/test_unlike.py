@@ -373,7 +373,7 @@ def test_no_stage_computes_layers_that_it_does_not_have():
         "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})},
         "last": draw({"head": (4, 2)}),
     }
-    report = pipe.compile_report(pipe.place(canonical), tokens())
+    report = jp.inspect.report(pipe, pipe.place(canonical), tokens())
     assert report["stage_kinds"] == 2
     # Residuals of "ttt" and "t" share pools: the larger has one stacked input for two layers more.
     alone = jp.Pipeline(
@@ -383,7 +383,7 @@ def test_no_stage_computes_layers_that_it_does_not_have():
         layout="Ettt|tttL",
     )
     both = {**canonical, "stages": {"t": draw({"w": (6, 4, 4), "scale": (6, 4)})}}
-    even = alone.compile_report(alone.place(both), tokens())
+    even = jp.inspect.report(alone, alone.place(both), tokens())
     assert even["stage_kinds"] == 1
     total = lambda r: sum(r["slot_bytes"].values())  # noqa: E731
     assert total(report) <= total(even)
@@ -519,7 +519,7 @@ def test_a_remat_policy_for_each_stage():
     for functions in ([plain, plain], [jax.checkpoint(plain), plain]):
         pipe = jp.Pipeline(jp.Model(functions, last=head), schedule, mesh_of(2))
         found.append(pipe.value_and_grad(pipe.place(canonical), rows(width=4)))
-        assert pipe.compile_report(pipe.place(canonical), rows(width=4))["stage_kinds"] == len(
+        assert jp.inspect.report(pipe, pipe.place(canonical), rows(width=4))["stage_kinds"] == len(
             set(functions)
         )
     assert abs(float(found[0][0]) - float(found[1][0])) <= FLOAT64
