@@ -56,9 +56,8 @@ def held(
     mesh = jax.make_mesh(
         (devices, tensor), ("pipe", "tensor"), devices=jax.devices()[: devices * tensor]
     )
-    pipe = jp.Pipeline(
-        layers=example.LAYERS, layout=example.LAYOUT, schedule=table, mesh=mesh, **options
-    )
+    model = jp.Model(example.LAYERS, layers=example.LAYOUT.replace("|", ""))
+    pipe = jp.Pipeline(model, table, mesh, layout=example.LAYOUT, **options)
     if not shares:
         pipe.partition.__dict__["sharing"] = Sharing(lambda *_: None)
     params = pipe.place(example.initial(jax.random.key(0), example.LAYOUT.replace("|", "")[1:-1]))

@@ -43,9 +43,12 @@ from .transforms.spread_last import remove_spread, spread_last
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import inspect
     from .debug import Nonfinite, find_nonfinite
-    from .measuring import Peak, measure, measure_layers, traced_memory
+    from .measuring import Peak, measure, traced_memory
     from .model.functions import Context, Loss
+    from .model.model import Model
+    from .model.settings import Memory, Sharding
     from .model.spread import spread
     from .model.vocabulary import VocabEmbedding, VocabHead
     from .optimizers import per_layer
@@ -65,6 +68,8 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Loss",
+    "Memory",
+    "Model",
     "Nonfinite",
     "Objective",
     "Offload",
@@ -82,6 +87,7 @@ __all__ = [
     "Release",
     "Schedule",
     "ScheduleError",
+    "Sharding",
     "Steps",
     "Timeline",
     "Transfers",
@@ -96,9 +102,9 @@ __all__ = [
     "defer_last",
     "even_layout",
     "find_nonfinite",
+    "inspect",
     "lower_bound",
     "measure",
-    "measure_layers",
     "megatron",
     "merge_backward",
     "parse_action",
@@ -129,12 +135,14 @@ _NEEDS_JAX = {
     "VocabHead": ".model.vocabulary",
     "spread": ".model.spread",
     "Loss": ".model.functions",
+    "Memory": ".model.settings",
+    "Model": ".model.model",
+    "Sharding": ".model.settings",
     "Nonfinite": ".debug",
     "Peak": ".measuring",
     "Pipeline": ".pipeline",
     "find_nonfinite": ".debug",
     "measure": ".measuring",
-    "measure_layers": ".measuring",
     "traced_memory": ".measuring",
     "per_layer": ".optimizers",
 }
@@ -147,6 +155,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import the parts that need JAX when they are first asked for."""
+    if name == "inspect":
+        return import_module(".inspect", __name__)
     if name not in _NEEDS_JAX:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_NEEDS_JAX[name], __name__), name)

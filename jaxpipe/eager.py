@@ -16,13 +16,12 @@ import numpy as np
 
 from .arrays import Leaves, PyTree, summable, wider
 from .errors import PipelineError
-from .model.functions import Loss, Returned, inverse_count
+from .model.functions import Loss, Returned, inverse_count, make_extra, split_batch
 from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from .program.interpret import interpret
 from .program.liveness import Liveness
 from .program.verify import verify
 from .stage.job import Job
-from .stage.model_code import make_extra, split_batch
 from .stage.state_gradient import check_state_gradient
 
 _OUTER_WANTS = frozenset({"microbatch", "ctx"})
@@ -36,13 +35,9 @@ class EagerExecutor:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> from jaxpipe.eager import EagerExecutor
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
-        ...     lambda p, x: jnp.tanh(x @ p),
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
-        ...     executor=EagerExecutor(),
-        ...     last=lambda p, x, mb: jnp.mean(x**2),
-        ... )
+        >>> model = jp.Model(lambda p, x: jnp.tanh(x @ p), last=lambda p, x, mb: jnp.mean(x**2))
+        >>> mesh = jax.make_mesh((1,), ("pipe",))
+        >>> pipe = jp.Pipeline(model, s, mesh, executor=EagerExecutor())
         >>> loss, grads = pipe.value_and_grad(
         ...     pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}}), {"x": jnp.zeros((4, 3))}
         ... )
@@ -68,8 +63,7 @@ class EagerExecutor:
             raise PipelineError(
                 "the eager executor runs one operation after the other and cannot be traced: "
                 "call the step outside of jax.jit and "
-                "`pipe.jit`; `lower`, `compile_report` and `predict_memory` need a pipeline "
-                "without executor="
+                "`pipe.jit`; `lower` and `jaxpipe.inspect` need a pipeline without executor="
             )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
         job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})

@@ -2,7 +2,7 @@
 timed, or estimated from its flops.
 """
 
-from .layers import measure_layers as measure_layers
+from .measure import measure as measure
 from .memory import traced_memory as traced_memory
 from .peak import Peak as Peak
-from .stages import measure as measure
+from .stages import measure_stages as measure_stages

@@ -15,12 +15,12 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError, quoted
+from ..inspect.blocks import Block, outer_blocks, stage_blocks, whole_entries
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import prepare
 from ..spmd.entries import StageEntries, auto_axes, compiled_alone, split_entries
-from ..spmd.work_space import Block, outer_blocks, stage_blocks, whole_entries
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
@@ -51,11 +51,8 @@ def traced(
     pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
 ) -> Traced:
     """Trace the step, and ask the partitioner where axes are left to it."""
-    jobs: list[Job] = []
-    jax.eval_shape(
-        lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch
-    )
-    job, mesh = jobs[0], one_coordinate(pipe)
+    job = pipe.trace(params, batch, rng=rng, state=state).job
+    mesh = one_coordinate(pipe)
     told, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
     code = _retraced(mesh, told, shapes)
     split = auto_axes(mesh, job)

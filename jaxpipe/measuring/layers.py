@@ -2,77 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import compress
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from ..arrays import PyTree
+from ..inspect.blocks import stage_work_space
+from ..inspect.step_memory import hoisted_bytes
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, LayerCost
-from ..schedules import build
 from ..spmd.entries import outer_specs
-from ..spmd.memory import hoisted_bytes
-from ..spmd.work_space import stage_work_space
-from .blocks import refuse_layers, shape_of
+from .blocks import shape_of
 from .measured import Measured, measure_blocks
 from .peak import Peak
 from .sizes import gradient_bytes, parameter_bytes
 
 
-def measure_layers(
-    layers: Mapping[str, Callable[..., Any]],
+def layer_costs(
+    pipe: Pipeline,
+    letters: str,
     params: Mapping[str, PyTree],
     microbatch: PyTree,
-    *,
-    mesh: Mesh | None = None,
-    repeats: int = 10,
-    peak: Peak | None = None,
-    **options: Any,
+    repeats: int,
+    peak: Peak | None,
 ) -> dict[str, LayerCost]:
-    """What a layer of each letter costs, for `plan`: each is a stage of its own, traced, compiled
-    and timed as `measure` does.
-
-    Bytes of shared parameters, which every device has, are counted with those of "L" ("E" where
-    there is no "L").
-
-    Args:
-        layers: a function for each letter, as `Pipeline` takes them; "E" is `first`, "L" is `last`.
-        params: canonical parameters (arrays or shapes): {"first", "stages": {letter: leaves
-            [layers, ...]}, "last", "shared"}.
-        microbatch: the rows of one microbatch, arrays or shapes.
-        mesh: one device, or a mesh whose axis "pipe" has one coordinate; the first device where it
-            is None.  Where several devices share a layer (axes that are left to the partitioner,
-            with `specs`), bytes are those of one, and times those of all of them together.
-        repeats, peak: as for `measure`.
-        options: further ones of `Pipeline` (`has_metrics`, `specs`, ...).
-
-    Raises:
-        PipelineError: as `Pipeline` does.
-
-    >>> import jax, jax.numpy as jnp
-    >>> params = {"stages": {"t": jnp.ones((6, 8, 8), jnp.float32)}, "last": {}}
-    >>> layers = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}
-    >>> found = measure_layers(layers, params, {"x": jnp.ones((4, 8), jnp.float32)}, repeats=1)
-    >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
-    (256, 128, True)
-    """
-    refuse_layers(layers, params)
-    letters = "".join(letter for letter in layers if letter not in (FIRST, LAST))
-    layout = "|".join(letters)
-    layout = (FIRST if FIRST in layers else "") + layout + (LAST if LAST in layers else "")
-    mesh = jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]) if mesh is None else mesh
-    pipe = Pipeline(
-        layers=layers,
-        layout=layout,
-        schedule=build("no_pipelining", devices=1, microbatches=1, chunks=len(letters)),
-        mesh=mesh,
-        **options,
-    )
+    """What a layer of each letter costs, by a pipeline in which each is a stage of its own."""
     one = {
         **params,
         "stages": {
@@ -86,9 +44,12 @@ def measure_layers(
         letter: _stage_cost(measured, stage, one["stages"][letter])
         for stage, letter in enumerate(letters)
     }
-    rows, reader = sum(map(nbytes, jax.tree.leaves(batch))), LAST if LAST in layers else FIRST
+    rows, reader = (
+        sum(map(nbytes, jax.tree.leaves(batch))),
+        LAST if pipe.model.last is not None else FIRST,
+    )
     for letter in (FIRST, LAST):
-        if letter in layers:
+        if letter in pipe.model.stages:
             found[letter] = _end_cost(
                 measured, letter, params, rows if letter == reader else 0, shared=letter == reader
             )

@@ -10,12 +10,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
+from ..inspect import memory
+from ..model.model import Model
 from ..planner.result import PipelinePlan
 from .blocks import refuse_layers, shape_of
 
 
 def traced_memory(
-    layers: Mapping[str, Callable[..., Any]],
+    model: Model,
     params: Mapping[str, PyTree],
     microbatch: PyTree,
     *,
@@ -26,17 +28,18 @@ def traced_memory(
 
     The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
     may be described ones: nothing runs, and the step itself is not compiled
-    (`Pipeline.predict_memory`).
+    (`jaxpipe.inspect.memory`).
 
     Args:
-        layers, params, microbatch, options: as for `measure_layers`.
+        model, params, microbatch: as for `measure`.
         mesh: of the pipeline.
+        options: further ones of `Pipeline`, `sharding` for instance.
     """
-    refuse_layers(layers, params)
+    refuse_layers(model.stages, params)
     shapes = jax.tree.map(shape_of, dict(params))
 
     def found(plan: PipelinePlan) -> dict[str, int]:
-        pipe = plan.pipeline(layers, mesh=mesh, **options)
+        pipe = plan.pipeline(model, mesh, **options)
         count = plan.schedule.num_microbatches
 
         def rows(leaf: Any) -> Any:
@@ -47,9 +50,6 @@ def traced_memory(
                 sharding=whole,
             )
 
-        memory: dict[str, int] = pipe.predict_memory(
-            pipe.place(shapes), jax.tree.map(rows, microbatch)
-        )
-        return memory
+        return memory(pipe, pipe.place(shapes), jax.tree.map(rows, microbatch))
 
     return found

@@ -11,7 +11,7 @@ from .measured import measure_blocks
 from .peak import Peak
 
 
-def measure(
+def measure_stages(
     pipe: Pipeline,
     params: dict[str, PyTree],
     batch: PyTree,
@@ -21,25 +21,14 @@ def measure(
     repeats: int = 10,
     peak: Peak | None = None,
 ) -> Costs:
-    """What each stage of a pipeline costs for one microbatch, in seconds and bytes: costs for
-    `simulate`, `build` and `lower_bound`.
-
-    F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its
-    gradient, `last` with its gradient and a hop to the next device are compiled as the step would,
-    each alone, and run in turn on one coordinate of the pipe and data axes; the median of `repeats`
-    rounds counts.  `first` is in F of the first stage and its gradient in B and I, `last` in F of
-    the last one; where they are spread, a device's share is `Costs.last`, `first` and `first_grad`
-    instead, without the time of its collectives over the pipe axis. Devices that share a stage,
-    along axes that are left to the partitioner, run it together; bytes are those of one of them.
+    """What each stage of a pipeline costs for one microbatch, as `measure` says of a model.
 
     Args:
         pipe: the pipeline, whose schedule does not matter.
         params: placed parameters, or shapes (see `place`); values are not used.
         batch: as for `value_and_grad`; arrays or shapes.
         rng, state: as for `value_and_grad`.
-        repeats: rounds of timed runs.
-        peak: where it is given nothing is run: seconds are estimated from the blocks' flops and
-            bytes, and `unit` says so.
+        repeats, peak: as for `measure`.
 
     Raises:
         PipelineError: as `value_and_grad` does, and for repeats below 1.

@@ -57,12 +57,8 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
         ...     part = x @ params["w"].T  # a device's share of the outputs: rows of w
         ...     return jax.lax.psum(jnp.sum(part**2), ctx.axis)
         >>> s = jp.schedules.build("gpipe", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
-        ...     lambda p, x: x @ p,
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
-        ...     last=jp.spread(head),
-        ... )
+        >>> model = jp.Model(lambda p, x: x @ p, last=jp.spread(head))
+        >>> pipe = jp.Pipeline(model, s, jax.make_mesh((1,), ("pipe",)))
         >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {"w": jnp.ones((5, 3))}})
         >>> float(pipe.evaluate(params, {"x": jnp.ones((2, 3))}))
         405.0

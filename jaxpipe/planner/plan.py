@@ -47,7 +47,7 @@ _REFINED = 4  # candidates whose layout is improved
 
 
 def plan(
-    layers: str,
+    model: Any,
     costs: Mapping[str, LayerCost] | Mapping[int, Mapping[str, LayerCost]],
     *,
     devices: int,
@@ -76,8 +76,9 @@ def plan(
     parameters and optimizer state.
 
     Args:
-        layers: a layer a letter, such as "E" + "t" * 80 + "L"; "E" is `first`, "L" is `last`.
-        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure_layers`); by
+        model: the letters of the layers, such as "E" + "t" * 80 + "L" ("E" is `first`, "L" is
+            `last`), or a `jaxpipe.Model` that is given by letters.
+        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure`); by
             M, where that may vary.
         devices: P.
         microbatches: M, or some numbers to choose among: a step has the same rows, so each comes
@@ -100,7 +101,7 @@ def plan(
         mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.
             Among virtual CPU devices of one process, every transfer waits for all of them.  Where
             it has axes besides those below (tensor parallelism), costs are those of what one device
-            has of a layer (`measure_layers(mesh=)`), and on GPUs the host decides each predicate,
+            has of a layer (`measure(mesh=)`), and on GPUs the host decides each predicate,
             since blocks communicate.
         axis, data_axes: of the mesh, as for `Pipeline`.
 
@@ -133,6 +134,7 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
+    layers = getattr(model, "layers", model)
     given: dict[str, Any] = {
         "layers": layers,
         "costs": costs,

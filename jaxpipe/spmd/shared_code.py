@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax
 
 from ..arrays import Leaves, Scalar
+from ..model.functions import make_extra
 from ..stage.code import LastCode, StageCode
-from ..stage.model_code import make_extra
 from .block import Block
 from .operands import Operands, SharedBuffers, StageOperand
 

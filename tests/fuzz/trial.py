@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 
 from .case import Case
 from .model import Model
@@ -103,7 +104,7 @@ class Trial:
         devices = jax.devices()[: int(np.prod(list(sizes.values())))]
         types = (AxisType.Explicit if c.explicit else AxisType.Auto,) * len(sizes)
         mesh = Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
-        return jp.Pipeline(
+        return flat_pipeline(
             **self.model.given,
             schedule=self.schedule,
             mesh=mesh,
@@ -391,7 +392,7 @@ class Trial:
             same("place: state", self.pipe.canonical_state(self.state), self.model.state)
 
     def _call_report(self) -> None:
-        report = self.pipe.compile_report(self.placed, self.batch, **self._more)
+        report = jp.inspect.report(self.pipe, self.placed, self.batch, **self._more)
         assert report["predicted"]["total"] > 0
 
     def _call_nonfinite(self) -> None:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.compiled import LargeMove, Move, compile_and_read, large_moves, parse
+from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.moves import LargeMove, Move, large_moves
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 TRIPS, SIDE = 6, 1024

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.compiled import Buffer, compile_and_read
-from jaxpipe.compiled.memory import largest_buffers
+from jaxpipe.inspect.gpu_program import Buffer, compile_and_read, largest_buffers
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 REPORT = """Memory Space: default (color=0)

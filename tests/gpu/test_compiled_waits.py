@@ -10,18 +10,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpipe.compiled import (
-    GpuProgram,
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, graph_nodes
+from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.waits import (
+    Predicate,
     always,
-    compile_and_read,
     count_waits,
+    find_predicates,
     flat,
     most_waits,
     never,
-    parse,
 )
-from jaxpipe.compiled.thunks import graph_nodes
-from jaxpipe.compiled.waits import Predicate, find_predicates
 from tests.gpu import programs
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 

@@ -8,7 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rooms import PACKAGE, WITHOUT_JAX, climbing, floors, graph, imports, modules, room
+from tests.rooms import (
+    OPTIONAL,
+    PACKAGE,
+    ROOF,
+    WITHOUT_JAX,
+    climbing,
+    floors,
+    graph,
+    imports,
+    modules,
+    room,
+)
 
 PROBE = """
 import importlib, sys
@@ -46,6 +57,17 @@ def test_a_climbing_import_is_found(tmp_path: Path):
         "attic: room 'attic' is not declared in tests/rooms.py",
         "table.check imports lowering.plan, which is above it",
     ]
+
+
+def test_no_room_needs_an_optional_one():
+    needed = {
+        f"{name} imports {target}"
+        for name, targets in graph().items()
+        if name not in ROOF and room(name) not in OPTIONAL
+        for target in targets
+        if room(target) in OPTIONAL
+    }
+    assert needed == set()
 
 
 def test_files_import_in_no_circle():

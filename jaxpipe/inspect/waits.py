@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from .hlo import Computation, Instruction, Module
-from .walk import Frame, Place, inner
+from .hlo import Computation, Frame, Instruction, Module, Place, inner
 
 
 @dataclass(frozen=True)

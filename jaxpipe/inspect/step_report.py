@@ -1,4 +1,4 @@
-"""What a compiled step is: the numbers of `Pipeline.compile_report`.
+"""What a compiled step is: the numbers of `jaxpipe.inspect.report`.
 
 The table and the program made of it:
 
@@ -39,9 +39,8 @@ What XLA says of the compiled program, for one device:
     temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
     host_temp_bytes     in the memory of the host (`offload`); of CPU devices, whose memory that
                         is, it is in temp_bytes
-    predicted           bytes of one device by what they are for, and their "total"
-                        (`jaxpipe.spmd.memory`): from the program's slots and
-                        each block compiled alone, without the compiled step
+    predicted           what `jaxpipe.inspect.memory` returns: from the program's slots and each
+                        block compiled alone, without the compiled step
 
 What the text of the step compiled for NVIDIA GPUs says; None for other backends:
 
@@ -61,8 +60,9 @@ What the text of the step compiled for NVIDIA GPUs says; None for other backends
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -70,46 +70,60 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .compiled import GpuProgram, most_waits, steady
-from .jaxprs import needed_for
-from .jaxprs.sizes import nbytes
-from .jaxprs.slices import Split
-from .lowering.plan import Plan
-from .lowering.step_time import StepTime
-from .program.ir import Program
-from .program.pools import Slots
-from .program.templates import Payload
-from .simulation.costs import Costs
-from .simulation.simulate import simulate
-from .spmd.exchange import WITH_SLACK
-from .spmd.memory import local_bytes
-from .spmd.operands import SharedBuffers
-from .stage.model_code import ModelCode
-from .table.action import Kind, Overlap, parts
-from .table.schedule import Schedule
+from ..arrays import PyTree
+from ..jaxprs import needed_for
+from ..jaxprs.sizes import nbytes
+from ..jaxprs.slices import Split
+from ..lowering.plan import Plan
+from ..lowering.step_time import step_time
+from ..lowering.target import Target
+from ..pipeline import Pipeline
+from ..program.ir import Program
+from ..program.pools import Slots
+from ..program.templates import Payload
+from ..simulation.costs import Costs
+from ..simulation.simulate import simulate
+from ..spmd.exchange import WITH_SLACK
+from ..spmd.operands import SharedBuffers
+from ..stage.model_code import ModelCode
+from ..table.action import Kind, Overlap, parts
+from ..table.schedule import Schedule
+from .collectives import steady
+from .gpu_program import GpuProgram, compile_and_try_to_read
+from .step_memory import local_bytes, memory_of_traced, placed_shapes
+from .waits import most_waits
 
 
 def report(
-    schedule: Schedule,
-    plan: Plan,
-    code: ModelCode,
-    compiled: Any,
-    gpu_program: GpuProgram | None,
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
     *,
-    params: Mapping[str, Any],
-    times: StepTime | None,
+    rng: Any = None,
+    state: Any = (),
 ) -> dict[str, Any]:
-    """Describe a compiled step; the module's docstring lists the keys.
+    """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals,
+    XLA's memory, compile seconds.
 
-    Args:
-        schedule: the step's; that of `plan` may be an equal one of another name.
-        plan: ticks and segments that the step was made of.
-        code: what the step's functions were cut into.
-        compiled: the `jax.stages.Compiled` step.
-        gpu_program: what was read in its text, if it is for GPUs.
-        params: shapes of the placed parameters, with shardings.
-        times: what the step takes by its plan, if it is for GPUs.
+    Takes what `pipe.lower` takes and runs nothing.  `jaxpipe.inspect.step_report` lists the keys;
+    those most asked for are "ticks", "segments" (texts), "slots", "transfers", "temp_bytes",
+    "flops" and "compile_seconds".
+
+    Raises:
+        PipelineError: as `value_and_grad` does.
     """
+    begin = time.perf_counter()
+    traced = pipe.trace(params, batch, rng=rng, state=state)
+    lowered = traced.function.lower()
+    middle = time.perf_counter()
+    target = Target.of(pipe.mesh, (pipe.axis, *pipe.data_axes))
+    compiled, program = (
+        compile_and_try_to_read(lowered) if target.on_gpus else (lowered.compile(), None)
+    )
+    end = time.perf_counter()
+    schedule, code, held = pipe.schedule, traced.code, placed_shapes(pipe, params)
+    plan = traced.job.plan
+    times = step_time(plan, target.overheads, pipe.costs) if target.on_gpus else None
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
@@ -121,16 +135,19 @@ def report(
         "loses_to_1f1b": times and times.loses,
         **_memory(code),
         "parameter_bytes": {
-            key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in params.items()
+            key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
         },
         **_xla(compiled),
-        **_gpu(gpu_program, schedule),
+        **_gpu(program, schedule),
         "stage_kinds": len(code.kinds),
         "fallbacks": list(
             dict.fromkeys(
                 f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted))
             )
         ),
+        "predicted": memory_of_traced(pipe, traced, held, batch),
+        "trace_seconds": middle - begin,
+        "compile_seconds": end - middle,
     }
 
 

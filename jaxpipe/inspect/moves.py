@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .flow import Flow
-from .hlo import Array, Computation, Instruction, Module
-from .walk import Place, walk
+from .hlo import Array, Computation, Instruction, Module, Place, walk
 
 LARGE = 2**20
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from .hlo import Computation, Instruction, Module
-from .walk import Place, inner, walk
+from .hlo import Computation, Instruction, Module, Place, inner, walk
 
 # An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take
 # about 10 us on an H100.

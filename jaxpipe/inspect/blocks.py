@@ -16,12 +16,12 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
 from ..model.leaf_plan import leaf_plans
+from ..spmd.body import accumulator_dtype
+from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.kinds import RECOMPUTE, Kind
-from .body import accumulator_dtype
-from .entries import Group, StageEntries, compiled_alone, outer_specs
 
 _WHOLE = PartitionSpec()
 
@@ -79,6 +79,23 @@ def step_blocks(
         runs += [(block,) for name, block in blocks.items() if name in kinds]
         runs += [(blocks["B"], blocks["F"])] if len(table.encoded.pairs) and "B" in kinds else []
     return runs
+
+
+def partitioner_permutes(
+    job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries]
+) -> bool:
+    """Whether the partitioner puts a permute into a block of a training step: read off each,
+    compiled alone.
+
+    What is spread does not count: all devices run it at once.
+    """
+    spread = {"first", "first gradient"} if job.functions.spreads_first else set()
+    spread |= {"last"} if job.functions.spreads_last else set()
+    alone = [run for run in step_blocks(job, code, entries) if run[0].name not in spread]
+    return any(
+        " collective-permute" in compiled_blocks(job, mesh, run, asked=True).as_text()
+        for run in alone
+    )
 
 
 def work_without_gradients(

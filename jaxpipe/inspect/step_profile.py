@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .arrays import PyTree
-from .errors import PipelineError, quoted
-from .simulation.costs import Costs
-from .simulation.timeline import Timeline
-from .spmd.executor import SpmdExecutor
-from .stage.job import Job
-from .table.kinds import SHARES, Kind
-from .table.run_order import Transfers
-from .table.schedule import Schedule
+from ..arrays import PyTree
+from ..errors import PipelineError, quoted
+from ..pipeline import Pipeline
+from ..simulation.costs import Costs
+from ..simulation.timeline import Timeline
+from ..spmd.body import CANNOT_BE_TIMED
+from ..spmd.executor import TracedStep
+from ..spmd.mapped import on_cpus
+from ..table.kinds import SHARES, Kind
+from ..table.run_order import Transfers
+from ..table.schedule import Schedule
+from .blocks import partitioner_permutes
 
 
 def profile(
-    pipe: Any,
+    pipe: Pipeline,
     params: dict[str, PyTree],
     batch: PyTree,
     *,
@@ -32,35 +34,52 @@ def profile(
     state: Any = (),
     repeats: int = 3,
 ) -> Timeline:
-    """What `Pipeline.profile` says."""
+    """Run the step and return when each action really began and ended, in seconds: a timeline like
+    `simulate`'s.
+
+    Every block calls the host at its begin and its end, so the step is a little slower than without
+    (tens of microseconds a block).  The first block begins at 0; of `repeats` runs the median one
+    is returned.  `timeline.over(planned)` compares it with a simulated one.  What devices share
+    along axes that are left to the partitioner begins when the last of them has come to it.  For
+    backends where the host can be called from a program.
+
+    Args:
+        pipe: the pipeline.
+        params, batch, rng, state: as for `value_and_grad`.
+        repeats: runs of the step.
+
+    Raises:
+        PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
+    """
     if repeats < 1:
         raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
-    clock, jobs = _Clock([]), list[Job]()
-    step = pipe.jit(with_clock(pipe, clock, jobs)._step)
-    jax.block_until_ready(step(params, batch, rng, state))
-    jax.effects_barrier()  # the calls of this run shall not come into the next
+    clock = Clock([])
+    traced = pipe.trace(params, batch, rng=rng, state=state, clock=clock)
+    _refuse_permutes(pipe, traced)
+    compiled = traced.function.lower().compile()
+    given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
     runs = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         clock.events.clear()
-        jax.block_until_ready(step(params, batch, rng, state))
+        jax.block_until_ready(compiled(params, batch, **given))
         # Callbacks may still be on their way when the results are there.
         jax.effects_barrier()
-        runs.append(
-            timeline_of(
-                jobs[0].plan.ticks.schedule,
-                list(clock.events),
-                pipe.mesh.devices.flat[0].device_kind,
-            )
-        )
-    runs.sort(key=lambda timeline: timeline.makespan)
-    return runs[len(runs) // 2]
+        runs.append(list(clock.events))
+    kind = pipe.mesh.devices.flat[0].device_kind
+    schedule = traced.job.plan.ticks.schedule
+    timelines = [timeline_of(schedule, events, kind) for events in runs[1:]]  # the first warms up
+    return sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
 
 
-def with_clock(pipe: Any, clock: _Clock, jobs: list[Job]) -> Any:
-    """The pipeline with a clock at every block; what it does is added to `jobs`."""
-    twin = copy.copy(pipe)
-    twin._executor = _ClockedExecutor(SpmdExecutor(pipe.mesh, pipe.partition), clock, jobs)
-    return twin
+def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
+    """PipelineError where the partitioner permutes in blocks on CPU devices: all devices then have
+    to run every block at once, and no block has a time of its own.
+    """
+    job, mesh, entries = traced.job, pipe.mesh, traced.entries
+    if entries is None or not on_cpus(mesh) or mesh.shape[job.axis] == 1:
+        return
+    if partitioner_permutes(job, mesh, traced.code, entries):
+        raise PipelineError(CANNOT_BE_TIMED)
 
 
 class Event(NamedTuple):
@@ -78,38 +97,17 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)  # JAX hashes what it calls
-class _Clock:
+class Clock:
     """Writes down when the begin or end of a block came to pass."""
 
     events: list[Event]
 
     def __call__(self, numbers: Any, _wrote: Any) -> Any:
+        """Note one event: `numbers` as the `Clock` of a `Job` gets them."""
         now = time.perf_counter()
         partner, phase, shard, _, kind, stage, microbatch = np.asarray(numbers).tolist()
         self.events.append(Event(now, partner, phase, shard, kind, stage, microbatch))
         return np.int32(0)
-
-
-@dataclass(frozen=True)
-class _ClockedExecutor:
-    """The SPMD executor with a clock at every block."""
-
-    inner: SpmdExecutor
-    clock: _Clock
-    jobs: list[Job]
-    compiles = True
-
-    def run(
-        self,
-        job: Job,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
-    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-        """Do the job."""
-        self.jobs.append(job)
-        return self.inner.run(replace(job, clock=self.clock), params, batch, rng, state)
 
 
 def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:

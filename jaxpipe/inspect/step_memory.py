@@ -15,42 +15,75 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import LeafPlan, leaf_plans, trained
+from ..model.param_layout import with_outer
+from ..pipeline import Pipeline
 from ..program.ir import Program
 from ..program.pools import UNDER_WAY
 from ..program.templates import Payload
+from ..spmd.body import accumulator_dtype
+from ..spmd.entries import StageEntries, compiled_alone, outer_specs
+from ..spmd.executor import TracedStep
+from ..spmd.operands import SharedBuffers
+from ..spmd.shared_buffers import SharedBuffer
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.kinds import Kind
-from .body import accumulator_dtype
-from .entries import StageEntries, compiled_alone, outer_specs
-from .operands import SharedBuffers
-from .shared_buffers import SharedBuffer
-from .work_space import work_space, work_without_gradients
+from .blocks import work_space, work_without_gradients
 
 
-def predicted_memory(
-    job: Job,
-    mesh: Mesh,
-    code: ModelCode,
-    entries: Sequence[StageEntries] | None,
-    params: Mapping[str, PyTree],
+def memory(
+    pipe: Pipeline,
+    params: dict[str, PyTree],
     batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
 ) -> dict[str, int]:
-    """Bytes of one device, by what they are for, and their "total"; `params` are placed, with
-    shardings.
+    """Bytes that a step takes on one device, by what they are for, and their "total".
 
-    parameters, batch   what the step is given
-    gradients           what it returns
-    pools               the slots that the program has, each as large as a device's part of what it
-    holds host                what waits in the host's memory (`offload`); not in the total gathered
-    whole parameters and accumulators where only parts are given and returned (fsdp, outer,
-    DualPipe's copies) hoisted             what is computed from parameters once a step sent
-    what is to be sent next, what of it is under way while the next is made, and what arrives beside
-    a block raveled             copies of what lies raveled in a pool that unlike stages share work
-    of the block that needs most, its own arrays summed              results of sums of gradients
-    over CPU devices, but for what lies in their room before; GPUs sum in place
+    Takes what `pipe.lower` takes.  The step is traced, and each block of it compiled alone; the
+    step itself is not compiled.
+
+        parameters, batch   what the step is given
+        gradients           what it returns
+        pools               the slots that the program has, each as large as a device's part of what
+                            it holds
+        host                what waits in the host's memory (`offload`); not in the total
+        gathered            whole parameters and accumulators where only parts are given and
+                            returned (fsdp, outer, DualPipe's copies)
+        hoisted             what is computed from parameters once a step
+        sent                what is to be sent next, what of it is under way while the next is made,
+                            and what arrives beside a block
+        raveled             copies of what lies raveled in a pool that unlike stages share
+        work                of the block that needs most, its own arrays
+        summed              results of sums of gradients over CPU devices, but for what lies in
+                            their room before; GPUs sum in place
+
+    Raises:
+        PipelineError: as `value_and_grad` does.
     """
+    return memory_of_traced(
+        pipe, pipe.trace(params, batch, rng=rng, state=state), placed_shapes(pipe, params), batch
+    )
+
+
+def placed_shapes(pipe: Pipeline, params: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Parameters as shapes, with the shardings that a step has."""
+    found: dict[str, PyTree] = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        params,
+        pipe.partition.shardings(pipe.mesh, params),
+    )
+    return found
+
+
+def memory_of_traced(
+    pipe: Pipeline, traced: TracedStep, shapes: dict[str, PyTree], batch: PyTree
+) -> dict[str, int]:
+    """What `memory` returns; `shapes` are those of the placed parameters."""
+    job, code, entries = traced.job, traced.code, traced.entries
+    mesh, params = pipe.mesh, with_outer(shapes)
     buffers = SharedBuffers.of(code.kinds, entries)
     slots = code.program.slots
     splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
