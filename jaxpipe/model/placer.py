@@ -7,12 +7,13 @@ from copy import copy
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .drawn import place_drawn
 from .mesh import explicit_context, jit_on_mesh, trimmed
+from .packed import Packed, repacked
 from .param_layout import ParamLayout
 from .partition import Partition
 from .placed import Chunks, home_faults
@@ -52,9 +53,9 @@ class Placer:
                 lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to
             )
             return shapes
-        drawn, rules = _has(params, jax.core.Tracer), self._rules
+        traced, rules = _has(params, jax.core.Tracer), self._rules
         placed: dict[str, PyTree] = self._jitted(
-            rules._arranged_where_drawn if drawn else rules._arranged, params, to
+            rules._arranged_where_traced if traced else rules._arranged, params, to
         )(params)
         return placed
 
@@ -120,14 +121,48 @@ class Placer:
             "stages": self._layout.place_stages(tree["stages"], self._partition.sharing),
         }
 
-    def _arranged_where_drawn(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        """The same, of arrays that the program around it makes."""
+    def _arranged_where_traced(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The same, of arrays that the program around it makes: each device makes a part of each.
+
+        Stages in other than their order on the devices are picked out of the whole stack, which
+        every device would make.  So the stack is split along another dim, where one divides: each
+        device makes a part of every stage, and then they exchange these.  Leaves that share buffers
+        come to their devices first, and are packed there.
+        """
         if explicit_context(self._mesh):
             return self._arranged(tree)
-        stages = place_drawn(
-            self._layout, self._mesh, self._axis, tree["stages"], self._partition.sharing
+        layout, axis, stages = self._layout, self._axis, tree["stages"]
+        in_order = (*range(layout.placement.num_stages),)
+        if layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned)):
+            stages = jax.tree.map(self._split_along_another_dim, stages)
+        if not layout.unlike:
+            return {**self._padded_outer(tree), "stages": layout.place_stages(stages)}
+        like = jax.eval_shape(self._arranged, tree)["stages"]
+        separate = [Packed({}, chunk.layout.separate) for chunk in like]
+        placed = jax.tree.map(
+            lambda leaf: self._constrained(leaf, axis, *_free(leaf.ndim - 1)),
+            layout.place_stages(stages, like=separate),
         )
-        return {**self._padded_outer(tree), "stages": stages}
+        chunks = zip(placed, like, strict=True)
+        return {
+            **self._padded_outer(tree),
+            "stages": placed.like(repacked(self._mesh, axis, a, b.layout) for a, b in chunks),
+        }
+
+    def _split_along_another_dim(self, leaf: Any) -> Any:
+        """Over the longest dim that divides, other than the first, which is that of stages or
+        layers.
+        """
+        size = self._mesh.shape[self._axis]
+        fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]
+        if not fits:
+            return leaf
+        rest = _free(leaf.ndim - 1)
+        rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = self._axis
+        return self._constrained(leaf, None, *rest)
+
+    def _constrained(self, leaf: Any, *spec: Any) -> Any:
+        return lax.with_sharding_constraint(leaf, NamedSharding(self._mesh, PartitionSpec(*spec)))
 
     def _padded_outer(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
@@ -172,6 +207,10 @@ class Placer:
 
         alike = () if self._layout.unlike else (to["stages"][0],)
         return {**found, "stages": jax.tree.map(over_pipe, like["stages"], *alike)}
+
+
+def _free(count: int) -> list[Any]:
+    return [PartitionSpec.UNCONSTRAINED] * count
 
 
 def _has(tree: PyTree, kind: type) -> bool:

@@ -56,7 +56,7 @@ def has_own_forms(state: Mapping[str, PyTree], node: Mapping[str, PyTree]) -> bo
         return False
     chunks = zip(node["stages"], state["params"]["stages"], strict=False)
     return any(
-        isinstance(one, Packed) and isinstance(other, Packed) and one.forms != other.forms
+        isinstance(one, Packed) and isinstance(other, Packed) and one.layout.forms != other.layout.forms
         for one, other in chunks
     )
 
