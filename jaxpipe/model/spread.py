@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 
@@ -106,11 +105,22 @@ def cut_off(tree: PyTree) -> PyTree:
     """The tree with arrays of their own size, without padding."""
 
     def own(leaf: Any) -> Any:
-        if not is_padded(leaf) or leaf.array is None:
-            return bare(leaf)
-        return jax.lax.slice_in_dim(leaf.array, 0, leaf.size, axis=leaf.dim)
+        if not is_padded(leaf):
+            return leaf
+        if not jax.tree.leaves(leaf) or leaf.array.ndim <= leaf.dim:
+            return leaf.array
+        size = min(leaf.size, leaf.array.shape[leaf.dim])
+        return jax.lax.slice_in_dim(leaf.array, 0, size, axis=leaf.dim)
 
     return jax.tree.map(own, tree, is_leaf=is_padded)
+
+
+def pad_like(like: Any, leaf: Any) -> Any:
+    """The inverse, of one leaf."""
+    if not is_padded(like) or not jax.tree.leaves(like):
+        return like if is_padded(like) else leaf
+    widths = [(0, new - old) for new, old in zip(jnp.shape(like.array), leaf.shape, strict=True)]
+    return replace(like, array=jnp.pad(leaf, widths))
 
 
 def padded_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -133,33 +143,10 @@ def padded_like(tree: PyTree, like: PyTree) -> PyTree:
             if leaf is None or jnp.shape(leaf) == tuple(
                 to.size if dim == to.dim else size for dim, size in enumerate(shape)
             ):
-                return (
-                    to
-                    if leaf is None
-                    else replace(
-                        to,
-                        array=jnp.pad(
-                            leaf, [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)]
-                        ),
-                    )
-                )
+                return pad_like(to, leaf)
         return leaf
 
     return jax.tree_util.tree_map_with_path(pad, tree, is_leaf=lambda node: node is None)
-
-
-def cut_shardings(tree: PyTree) -> PyTree:
-    """Shardings for `cut_off` of what has these: a dim that does not divide is whole on every
-    device.
-    """
-
-    def own(leaf: Any) -> Any:
-        if not is_padded(leaf) or leaf.array is None:
-            return bare(leaf)
-        spec = [None if d == leaf.dim else entry for d, entry in enumerate(leaf.array.spec)]
-        return NamedSharding(leaf.array.mesh, PartitionSpec(*spec))
-
-    return jax.tree.map(own, tree, is_leaf=is_padded)
 
 
 @dataclass(frozen=True)

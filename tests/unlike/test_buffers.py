@@ -248,7 +248,7 @@ def test_rules_for_one_parameter_see_it_by_itself(tmp_path):
     found, runs = [], []
     for each in (pipe, alone):
         params = each.place(canonical())
-        assert any(chunk.buffers for chunk in params["stages"]) is (each is pipe)
+        assert any(chunk.layout.buffers for chunk in params["stages"]) is (each is pipe)
         optimizer = jp.per_layer(each, optax.chain(rule, optax.adam(0.1)))
         update, state = jax.jit(optimizer.update), each.init(optimizer, params)
         for _ in range(2):
