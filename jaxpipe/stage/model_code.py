@@ -20,8 +20,8 @@ from ..lowering.offload import Offload
 from ..model.functions import Functions, make_extra
 from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from ..program.ir import Program
-from ..program.liveness import Liveness, longest
 from ..program.verify import verify
+from ..table.effects import Liveness, longest
 from .code import LastCode, ParamUse, StageCode, reads
 from .first import trace_spread_first
 from .job import Job

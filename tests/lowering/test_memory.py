@@ -11,7 +11,7 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.program.liveness import LastUse, Liveness
+from jaxpipe.table.effects import LastUse, Liveness
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.passes import cut

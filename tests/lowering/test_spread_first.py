@@ -344,6 +344,6 @@ def test_a_wrong_share_is_found(kind, fields, rule):
         jp.spread_first(jp.schedules.build("gpipe", devices=2, microbatches=2))
     ).program()
     assert faults(program) == ()
-    (share,) = program.ticks.shares
+    (share,) = program.ticks.collectives
     tick = int(np.argmax(share.kind[:, 0] == jp.Kind[kind]))
     assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}
