@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .differentiable import differentiable_loss, without_gradient
+from .engine.costs import Costs
+from .engine.timeline import Timeline
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
@@ -50,8 +52,6 @@ from .model.specs import axes_of, frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
-from .simulation.costs import Costs
-from .simulation.timeline import Timeline
 from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor
 from .stage.job import Executor, Job, Observe

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from .arrays import PyTree
+from .engine.costs import Costs
+from .engine.timeline import Timeline
 from .errors import PipelineError, quoted
-from .simulation.costs import Costs
-from .simulation.timeline import Timeline
 from .spmd.executor import SpmdExecutor
 from .stage.job import Job
 from .table.kinds import SHARES, Kind

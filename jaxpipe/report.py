@@ -71,6 +71,8 @@ import numpy as np
 from jax.extend import core
 
 from .compiled import GpuProgram, most_waits, steady
+from .engine.costs import Costs
+from .engine.simulate import simulate
 from .jaxprs import needed_for
 from .jaxprs.sizes import nbytes
 from .jaxprs.slices import Split
@@ -79,8 +81,6 @@ from .lowering.step_time import StepTime
 from .program.ir import Program
 from .program.pools import Slots
 from .program.templates import Payload
-from .simulation.costs import Costs
-from .simulation.simulate import simulate
 from .spmd.exchange import WITH_SLACK
 from .spmd.memory import local_bytes
 from .spmd.operands import SharedBuffers

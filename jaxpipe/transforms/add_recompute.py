@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from ..engine.costs import Costs
+from ..engine.simulate import action_durations, simulate
+from ..engine.timeline import Timeline
 from ..errors import ScheduleError, quoted
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations, simulate
-from ..simulation.timeline import Timeline
 from ..table.action import Action, Cell, parts
 from ..table.check import check
 from ..table.kinds import Kind, Value, readers

@@ -8,9 +8,9 @@ from collections import deque
 
 import numpy as np
 
+from ..engine.costs import Costs
+from ..engine.simulate import Meetings, action_durations, simulate
 from ..errors import ScheduleError, quoted
-from ..simulation.costs import Costs
-from ..simulation.simulate import Meetings, action_durations, simulate
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
 from ..table.kinds import Value, readers

@@ -17,9 +17,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..engine.costs import Costs
+from ..engine.simulate import action_durations, simulate
 from ..errors import ScheduleError
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations, simulate
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
 from ..table.encoded import Encoded
