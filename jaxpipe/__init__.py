@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import megatron, render, schedules
 from .engine.bounds import lower_bound
 from .engine.costs import Costs
-from .engine.simulate import simulate
-from .engine.steps import Steps, simulate_steps
+from .engine.simulate import Steps, simulate, simulate_steps
 from .engine.timeline import Timeline
 from .errors import (
     CheckpointError,

@@ -5,17 +5,20 @@ memory they hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import ScheduleError, Violation
+from ..table.action import Cell
 from ..table.check import check
 from ..table.encoded import Encoded
-from ..table.kinds import KINDS
-from ..table.run_order import Transfers, mates, senders, waits
+from ..table.kinds import RECEIVES
+from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..table.typed import typed
-from .costs import Costs, StageCosts
+from .costs import Costs
+from .loop import Loop
 from .timeline import Timeline
 
 
@@ -59,121 +62,35 @@ def simulate(
     costs = costs or Costs()
     check(schedule, transfers=transfers)
     table = schedule.encoded
-    stage_costs = costs.for_stages(table.num_stages)
-    durations = action_durations(table, stage_costs)
-    if table.has_transfers and transfers is Transfers.RENDEZVOUS:
-        starts, ends = _rendezvous_times(schedule, durations, stage_costs)
-    else:
-        starts, ends = _times(schedule, durations, stage_costs, transfers)
+    times = costs.for_stages(table.num_stages)
+    loop = Loop.of(table, times, transfers)
+    loop.run(schedule.run_order(transfers).order)
+    starts, ends = loop.starts, loop.ends
+    if table.has_transfers:
+        _hold_transfers(table, transfers, starts, ends, times.transfer)
+    _join_pairs(table, starts, ends)
     timeline = Timeline(schedule, costs, transfers, tuple(starts), tuple(ends))
     if max_memory is not None:
         _check_memory(timeline, max_memory)
     return timeline
 
 
-def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
-    """Per action, its duration; a pair's is booked on its backward half, and the forward half takes
-    no time.
-    """
-    stages = table.num_stages
-    none = (0,) * stages
-    costs = costs.shortened() if table.defers_last else costs
-    flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
-    durations = [flat[k] for k in (table.kind * stages + table.stage).tolist()]
-    for i in table.pairs.tolist():
-        sum_of_halves = durations[i] + durations[i + 1]
-        durations[i + 1] = sum_of_halves if costs.overlap is None else costs.overlap[table.stage[i]]
-        durations[i] = 0
-    return durations
-
-
-def _times(
-    schedule: Schedule, durations: list[float], costs: StageCosts, transfers: Transfers
-) -> tuple[list[float], list[float]]:
-    """Start and end of each action where a SEND returns at once."""
-    table = schedule.encoded
-    wait = waits(table, transfers)
-    total = table.num_actions
-    latency = np.array(costs.transfer)[table.stage[senders(table, wait)]].tolist()
-    need, device = np.where(wait >= 0, wait, total).tolist(), table.device.tolist()
-    starts: list[float] = [0] * total
-    ends: list[float] = [0] * (total + 1)
-    free: list[float] = [0] * table.num_devices
-    met = Meetings(table, durations, costs)
-    meets = bool(met.all)
-    for i in schedule.run_order(transfers).order:
-        if meets and i in met.all:
-            met.run(i, starts, ends, free)
-            continue
-        d, j = device[i], need[i]
-        start = met.ready(i, ends, free[d]) if meets else free[d]
-        if j < total:
-            ready = ends[j] + latency[i]
-            if ready > start:
-                start = ready
-        starts[i] = start
-        free[d] = ends[i] = start + durations[i]
-    ends.pop()
-    _join_pairs(table, starts, ends)
-    return _stretch_receives(table, starts, ends, costs) if table.has_transfers else (starts, ends)
-
-
-class Meetings:
-    """What all devices do together, in a simulation: all start when the last is free and what they
-    read is everywhere.
-    """
-
-    def __init__(self, table: Encoded, durations: Sequence[float], costs: StageCosts) -> None:
-        self.all = table.meetings
-        self._durations = durations
-        # Alone, a device has all that it needs.
-        self._latency = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
-        self._before = {meeting.user: meeting for meeting in self.all.values() if meeting.user >= 0}
-        self._last_half = table.last_half
-
-    def run(self, number: int, starts: list[float], ends: list[float], free: list[float]) -> None:
-        """Book all shares at the first of them."""
-        members = self.all[number].members
-        if number != members[0]:
-            return
-        begin = self.begin(number, ends, free)
-        end = begin + max(self._durations[i] for i in members)
-        for device, i in enumerate(members):
-            starts[i], ends[i], free[device] = begin, end, end
-
-    def begin(self, number: int, ends: Sequence[float], free: Sequence[float]) -> float:
-        """When a share starts on all devices, which are free from these times on."""
-        _, stage, source, _ = self.all[number]
-        return max(*free, 0 if source < 0 else ends[self._last_half[source]] + self._latency[stage])
-
-    def ready(self, number: int, ends: Sequence[float], free: float) -> float:
-        """When an action of a device that is free from then on has what it needs of such
-        a share.
-        """
-        meeting = self._before.get(number)
-        return (
-            free
-            if meeting is None
-            else max(free, ends[meeting.members[0]] + self._latency[meeting.stage])
-        )
-
-
-def _stretch_receives(
-    table: Encoded, starts: list[float], ends: list[float], costs: StageCosts
-) -> tuple[list[float], list[float]]:
+def _hold_transfers(
+    table: Encoded,
+    transfers: Transfers,
+    starts: list[float],
+    ends: list[float],
+    latency: Sequence[float],
+) -> None:
     """A RECV starts when its device reaches it and ends when its message is there, whether or not
-    the device waits for it.
+    the device waits for it.  Where both sides wait, a SEND starts when its device reaches it.
     """
-    begin, end = np.array(starts), np.array(ends)
-    receives, sends = table.receives, table.producer[table.receives]
-    arrival = end[sends] + np.array(costs.transfer)[table.stage[sends]]
-    before = np.where(np.isin(receives, table.first), 0, end[receives - 1])
-    held = end[receives] >= arrival
-    # Held, the RECV's own booked time is that of the arrival; its device reached it at the end of
-    # what came before.
-    begin[receives] = np.where(held, np.minimum(begin[receives], before), begin[receives])
-    end[receives] = np.maximum(end[receives], arrival)
-    return begin.tolist(), end.tolist()
+    both = transfers is Transfers.RENDEZVOUS
+    held = ~table.is_compute if both else table.of_kinds(RECEIVES)
+    arrived = ends if both else [ends[send] + latency[table.stage[send]] for send in table.producer]
+    reached = {i: 0 if i in table.first else ends[i - 1] for i in np.flatnonzero(held).tolist()}
+    for i, start in reached.items():
+        starts[i], ends[i] = start, max(ends[i], arrived[i])
 
 
 def _join_pairs(table: Encoded, starts: list[float], ends: list[float]) -> None:
@@ -182,40 +99,61 @@ def _join_pairs(table: Encoded, starts: list[float], ends: list[float]) -> None:
         starts[i], ends[i] = starts[i + 1], ends[i + 1]
 
 
-def _rendezvous_times(
-    schedule: Schedule, durations: list[float], costs: StageCosts
-) -> tuple[list[float], list[float]]:
-    """Start and end of each action where SEND and RECV hold their devices until both are reached,
-    and for the transfer.
+@dataclass(frozen=True)
+class Steps:
+    """`rows[device][step]` is the cell that a device runs in a step, None while it waits; `len()`
+    counts the steps.
+
+    As text, a step's cells in order of devices, with `|` between steps.
     """
+
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __len__(self) -> int:
+        return max(map(len, self.rows), default=0)
+
+    def __str__(self) -> str:
+        return " | ".join(
+            " ".join(str(c) for c in step if c is not None) for step in zip(*self.rows, strict=True)
+        )
+
+
+@typed()
+def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFERED) -> Steps:
+    """Run a table in lock-step, each action as soon as it can: compute, SEND and RECV take a step
+    each.
+
+    A RECV may share a step with its SEND, but never precedes it (with RENDEZVOUS they always share
+    it).  Without SEND and RECV in the table, an action comes at least one step after what it needs
+    from another device.  The number of steps compares with that of torch 2.13's
+    `_simulate_comms_compute`.
+
+    Args:
+        schedule: a table that `check` accepts for these `transfers`.
+        transfers: BUFFERED or RENDEZVOUS; ASYNC means BUFFERED here, since a RECV takes a step.
+
+    Raises:
+        ScheduleError: the table breaks a rule.
+
+    >>> from jaxpipe import schedules
+    >>> str(simulate_steps(schedules.build("gpipe", devices=2, microbatches=1)))
+    '0F0 | 1F0 | 1B0 | 0B0'
+    """
+    held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
+    check(schedule, transfers=held)
     table = schedule.encoded
-    mate, device = mates(table).tolist(), table.device.tolist()
-    latency = [
-        costs.transfer[s]
-        for s in table.stage[np.where(table.producer >= 0, table.producer, 0)].tolist()
-    ]
-    starts: list[float] = [0] * table.num_actions
-    ends: list[float] = [0] * table.num_actions
-    free: list[float] = [0] * table.num_devices
-    booked = bytearray(table.num_actions)
-    met = Meetings(table, durations, costs)
-    for i in schedule.run_order(Transfers.RENDEZVOUS).order:
-        if booked[i]:
-            continue
-        if i in met.all:
-            met.run(i, starts, ends, free)
-            continue
-        d, j = device[i], mate[i]
-        starts[i] = met.ready(i, ends, free[d])
-        if j < 0:
-            free[d] = ends[i] = starts[i] + durations[i]
-            continue
-        other = device[j]
-        starts[j] = free[other]
-        ends[i] = ends[j] = free[d] = free[other] = max(free[d], free[other]) + latency[i]
-        booked[j] = 1
-    _join_pairs(table, starts, ends)
-    return starts, ends
+    loop = Loop.of(table, Costs().for_stages(table.num_stages), held)
+    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
+    # A RECV may share the step of its SEND.
+    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
+    loop.run(schedule.run_order(held).order)
+    _join_pairs(table, loop.starts, loop.ends)
+    count = int(max(loop.ends, default=0))
+    rows: list[list[Cell]] = [[None] * count for _ in schedule.rows]
+    cells = zip(table.device.tolist(), table.position.tolist(), loop.starts, strict=True)
+    for device, position, step in cells:
+        rows[device][int(step)] = schedule.rows[device][position]
+    return Steps(tuple(map(tuple, rows)))
 
 
 def _check_memory(timeline: Timeline, most: float) -> None:

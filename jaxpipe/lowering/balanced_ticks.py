@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..engine.costs import Costs
-from ..engine.simulate import action_durations
+from ..engine.loop import action_durations
 from ..table.encoded import Meeting
 from ..table.kinds import RUNS_FORWARD
 from ..table.schedule import Schedule

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.costs import Costs
-from ..engine.simulate import action_durations
+from ..engine.loop import action_durations
 from ..program.segments import Segment
 from ..program.templates import Part, parts_in_order
 from ..table.kinds import RUNS_FORWARD, Kind

@@ -18,7 +18,8 @@ from itertools import pairwise
 import numpy as np
 
 from ..engine.costs import Costs
-from ..engine.simulate import action_durations, simulate
+from ..engine.loop import action_durations
+from ..engine.simulate import simulate
 from ..errors import ScheduleError
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
