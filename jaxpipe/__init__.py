@@ -4,6 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import megatron, render, schedules
+from .engine.bounds import lower_bound
+from .engine.costs import Costs
+from .engine.simulate import Steps, simulate, simulate_steps
+from .engine.timeline import Timeline
 from .errors import (
     CheckpointError,
     CostError,
@@ -21,11 +25,6 @@ from .lowering.offload import Offload
 from .planner.layer_cost import LayerCost
 from .planner.plan import plan
 from .planner.result import PipelinePlan, Plans
-from .simulation.costs import Costs
-from .simulation.lockstep import Steps, simulate_steps
-from .simulation.lower_bound import lower_bound
-from .simulation.simulate import simulate
-from .simulation.timeline import Timeline
 from .table.action import Action, Cell, Kind, Overlap, parse_action, parse_cell
 from .table.activations import Release
 from .table.certificate import Certificate, Objective, Proof

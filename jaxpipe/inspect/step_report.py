@@ -71,6 +71,8 @@ import numpy as np
 from jax.extend import core
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..jaxprs import needed_for
 from ..jaxprs.sizes import nbytes
 from ..jaxprs.slices import Split
@@ -81,8 +83,6 @@ from ..pipeline import Pipeline
 from ..program.ir import Program
 from ..program.pools import Slots
 from ..program.templates import Payload
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
 from ..spmd.exchange import WITH_SLACK
 from ..spmd.operands import SharedBuffers
 from ..stage.model_code import ModelCode

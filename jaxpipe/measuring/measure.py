@@ -9,13 +9,13 @@ import jax
 from jax.sharding import Mesh
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
 from ..model.model import Model
 from ..model.settings import Memory, Sharding
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, LayerCost
 from ..schedules import build
-from ..simulation.costs import Costs
 from .blocks import refuse_layers, shape_of
 from .layers import layer_costs
 from .peak import Peak

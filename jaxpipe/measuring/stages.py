@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
 from ..pipeline import Pipeline
-from ..simulation.costs import Costs
 from .measured import measure_blocks
 from .peak import Peak
 

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError
-from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 from ..transforms.spread_first import spread_first
 from ..transforms.spread_last import spread_last

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 
+from ..engine.timeline import Timeline
 from ..layouts.layout import Layout
 from ..program.pools import Slots
-from ..simulation.timeline import Timeline
 from ..table.kinds import Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
+from ..engine.bounds import bound_beside
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
 from ..program.pools import Slots
 from ..schedules import build
 from ..schedules.registry import describe
-from ..simulation.costs import Costs
-from ..simulation.lower_bound import bound_beside
-from ..simulation.simulate import simulate
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
 from ..table.limits import is_number

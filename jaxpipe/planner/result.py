@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, overload
 
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
-from ..simulation.timeline import Timeline
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory

@@ -17,9 +17,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..engine.costs import Costs
+from ..engine.loop import action_durations
+from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations, simulate
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
 from ..table.encoded import Encoded

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe.simulation import lower_bound as bounds
-from jaxpipe.simulation.lower_bound import bound_beside, preemptive_one_machine
+from jaxpipe.engine import bounds
+from jaxpipe.engine.bounds import bound_beside, preemptive_one_machine
 from tests.strategies import random_schedule, randoms
 
 NAMES = (
