@@ -87,15 +87,15 @@ class Case:
         mesh = gpu_mesh((self.devices, *(2 for _ in second)), ("pipe", *second))
         model = Model(shape, remat_layer=_layer_policy(self.remat), sequence=tensor, tensor=tensor)
         pipe = jp.Pipeline(
-            model.stage,
-            schedule=schedule,
-            mesh=mesh,
-            first=model.first,
-            last=model.last,
-            data_axes=(DATA,) if data else (),
-            fsdp=DATA if self.axes is Axes.FSDP else None,
-            specs=specs() if tensor else None,
-            remat="full" if self.remat is Remat.FULL else None,
+            jp.Model(model.stage, first=model.first, last=model.last),
+            schedule,
+            mesh,
+            sharding=jp.Sharding(
+                data=(DATA,) if data else (),
+                fsdp=DATA if self.axes is Axes.FSDP else None,
+                specs=specs() if tensor else None,
+            ),
+            memory=jp.Memory(remat="full" if self.remat is Remat.FULL else None),
         )
         rows = self.microbatches * (2 if data else 1)
         sharding = NamedSharding(mesh, PartitionSpec(DATA if data else None))

@@ -69,11 +69,10 @@ def compared(
     """
     mesh = gpu_mesh((devices,), ("pipe",))
     alone = Mesh(mesh.devices[:1], ("pipe",))
-    costs = jp.measure_layers(
-        model.layers, model.parameters, model.microbatch, mesh=alone, peak=H100
-    )
+    functions = jp.Model(model.layers, layers=model.letters)
+    costs = jp.measure(functions, model.parameters, model.microbatch, mesh=alone, peak=H100)
     costs = {letter: replace(cost, optimizer=0) for letter, cost in costs.items()}
-    traced = jp.traced_memory(model.layers, model.parameters, model.microbatch, mesh=mesh)
+    traced = jp.traced_memory(functions, model.parameters, model.microbatch, mesh=mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     rows: Any = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), model.batch(microbatches)
@@ -90,7 +89,7 @@ def compared(
         plan = jp.plan(
             model.letters, costs, devices=devices, microbatches=microbatches, **options
         ).best
-        pipe = plan.pipeline(model.layers, mesh=mesh)
+        pipe = plan.pipeline(functions, mesh)
         found = pipe.lower(pipe.place(model.parameters), rows).compile().memory_analysis()
         yield Compared(
             plan,

@@ -60,12 +60,10 @@ class Case:
         canonical, split = parameters(self.shape, schedule.num_stages), specs()
         if self.layout is None:
             pipe = jp.Pipeline(
-                model.stage,
-                schedule=schedule,
-                mesh=mesh,
-                first=model.first,
-                last=model.last,
-                specs=split,
+                jp.Model(model.stage, first=model.first, last=model.last),
+                schedule,
+                mesh,
+                sharding=jp.Sharding(specs=split),
             )
         else:
             layers = {"E": model.first, "t": model.layer, "L": model.last}
@@ -77,7 +75,11 @@ class Case:
                 "t": {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}
             }
             pipe = jp.Pipeline(
-                layers=layers, layout=self.layout, schedule=schedule, mesh=mesh, specs=split
+                jp.Model(layers, layers=str(self.layout).replace("|", "")),
+                schedule,
+                mesh,
+                layout=self.layout,
+                sharding=jp.Sharding(specs=split),
             )
         params = pipe.place(canonical)
         rows = batch(self.shape, self.microbatches, NamedSharding(mesh, PartitionSpec()))

@@ -162,7 +162,7 @@ class Case:
         if self.ends is Ends.TIED:
             first, last = jp.spread(_tied_embedding), jp.spread(_tied_head, dims=None)
             whole |= {"first": {}, "shared": {"table": whole["last"].pop("head")}}
-        pipe = jp.Pipeline(model.stage, schedule=table, mesh=mesh, first=first, last=last)
+        pipe = jp.Pipeline(jp.Model(model.stage, first=first, last=last), table, mesh)
         rows = NamedSharding(mesh, PartitionSpec())
         return compile_and_read(
             pipe.lower(pipe.place(whole), batch(shape, self.microbatches, rows)),

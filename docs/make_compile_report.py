@@ -38,7 +38,7 @@ def catalogue() -> list[jp.Schedule]:
 def compile_report(schedule: jp.Schedule) -> dict[str, Any]:
     """Of the small model of tests/gpu on as many described H100s."""
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last)
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last), schedule, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     batch = {
         "tokens": jax.ShapeDtypeStruct(

@@ -188,15 +188,16 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
         chunks=schedule.num_stages // args.pipe,
     )
     pipe = jp.Pipeline(
-        layers={"E": first, "t": model.layer, "L": last},
+        jp.Model(
+            {"E": first, "t": model.layer, "L": last},
+            layers=str(layout).replace("|", ""),
+            loss=jp.Loss.SUM_OVER_COUNT,
+        ),
+        schedule,
+        mesh,
         layout=layout,
-        schedule=schedule,
-        mesh=mesh,
-        data_axes=("data",),
-        fsdp="data" if args.fsdp else None,
-        specs=specs,
-        loss=jp.Loss.SUM_OVER_COUNT,
-        remat="full" if args.remat is Remat.STAGE else None,
+        sharding=jp.Sharding(data=("data",), fsdp="data" if args.fsdp else None, specs=specs),
+        memory=jp.Memory(remat="full" if args.remat is Remat.STAGE else None),
     )
     return model, pipe
 

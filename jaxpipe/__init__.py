@@ -4,6 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import megatron, render, schedules
+from .engine.bounds import lower_bound
+from .engine.costs import Costs
+from .engine.simulate import Steps, simulate, simulate_steps
+from .engine.timeline import Timeline
 from .errors import (
     CheckpointError,
     CostError,
@@ -21,11 +25,6 @@ from .lowering.offload import Offload
 from .planner.layer_cost import LayerCost
 from .planner.plan import plan
 from .planner.result import PipelinePlan, Plans
-from .simulation.costs import Costs
-from .simulation.lockstep import Steps, simulate_steps
-from .simulation.lower_bound import lower_bound
-from .simulation.simulate import simulate
-from .simulation.timeline import Timeline
 from .table.action import Action, Cell, Kind, Overlap, parse_action, parse_cell
 from .table.activations import Release
 from .table.certificate import Certificate, Objective, Proof
@@ -45,8 +44,10 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from . import inspect
     from .debug import Nonfinite, find_nonfinite
-    from .measuring import Peak, measure, measure_layers, traced_memory
+    from .measuring import Peak, measure, traced_memory
     from .model.functions import Context, Loss
+    from .model.model import Model
+    from .model.settings import Memory, Sharding
     from .model.spread import spread
     from .model.vocabulary import VocabEmbedding, VocabHead
     from .optimizers import per_layer
@@ -66,6 +67,8 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Loss",
+    "Memory",
+    "Model",
     "Nonfinite",
     "Objective",
     "Offload",
@@ -83,6 +86,7 @@ __all__ = [
     "Release",
     "Schedule",
     "ScheduleError",
+    "Sharding",
     "Steps",
     "Timeline",
     "Transfers",
@@ -100,7 +104,6 @@ __all__ = [
     "inspect",
     "lower_bound",
     "measure",
-    "measure_layers",
     "megatron",
     "merge_backward",
     "parse_action",
@@ -131,12 +134,14 @@ _NEEDS_JAX = {
     "VocabHead": ".model.vocabulary",
     "spread": ".model.spread",
     "Loss": ".model.functions",
+    "Memory": ".model.settings",
+    "Model": ".model.model",
+    "Sharding": ".model.settings",
     "Nonfinite": ".debug",
     "Peak": ".measuring",
     "Pipeline": ".pipeline",
     "find_nonfinite": ".debug",
     "measure": ".measuring",
-    "measure_layers": ".measuring",
     "traced_memory": ".measuring",
     "per_layer": ".optimizers",
 }

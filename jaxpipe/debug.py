@@ -18,12 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .errors import PipelineError
-from .model.functions import Functions, Loss
+from .model.functions import Functions, Loss, make_extra, split_batch
 from .model.packed import Packed
 from .pipeline import Pipeline
 from .spmd.body import shard_key
 from .spmd.mapped import mapped
-from .stage.model_code import make_extra, split_batch
 
 OUTER_WANTS = frozenset({"microbatch", "ctx"})
 

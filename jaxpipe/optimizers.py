@@ -15,14 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .errors import PipelineError
-from .model.apart import apart, together
-from .model.forms import Own, Sharing, TreeForm, by_name
 from .model.mesh import explicit_context
 from .model.own_rules import inputs_of, is_probed, rules_of
-from .model.packed import Packed
+from .model.packed import ChunkLayout, Packed, Parameter, TreeForm, repacked
 from .model.packed_state import pack_state, state_sharing, unpack_state
 from .model.param_layout import OUTER
 from .model.placed import Chunks
+from .model.sharing import Sharing, by_name
 from .model.specs import path_text
 from .model.spread import cut_off, padded_like
 from .pipeline import Pipeline
@@ -96,10 +95,10 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
             )
         known = {
             form: _own_states(pipe, tree, form, optimizer, layer_axis=layer_axis)
-            for form in tree.forms
+            for form in tree.layout.forms
             if form is not None
         }
-        own = [None if form is None else known[form] for form in tree.forms]
+        own = [None if form is None else known[form] for form in tree.layout.forms]
         found = pack_state(pipe.mesh, pipe.axis, states, own, _state_sharing(pipe, tree, v))
         return tuple(states.values()) if found is None else found
 
@@ -121,11 +120,11 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
                 pipe,
                 optimizer,
                 params["stages"],
-                lambda chunk: view("stages", apart(pipe.mesh, pipe.axis, chunk)),
+                lambda chunk: view("stages", _separate(pipe, chunk)),
             )
 
         def start(key: str, tree: PyTree, v: int = 0) -> PyTree:
-            stacks = view(key, apart(pipe.mesh, pipe.axis, tree))
+            stacks = view(key, _separate(pipe, tree))
             return kept(
                 key,
                 v,
@@ -149,11 +148,7 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
         def one(
             key: str, chunk: PyTree, states: PyTree, own: PyTree, v: int = 0
         ) -> tuple[PyTree, PyTree]:
-            like, chunk, own = (
-                chunk,
-                apart(pipe.mesh, pipe.axis, chunk),
-                apart(pipe.mesh, pipe.axis, own),
-            )
+            like, chunk, own = chunk, _separate(pipe, chunk), _separate(pipe, own)
             stacks = view(key, chunk)
             weights = (
                 dict.fromkeys(stacks)
@@ -170,7 +165,8 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
                     weights[name],
                 )
             joined = _joined(key, chunk, updates, layered=pipe.layout.layers is not None)
-            return together(pipe.mesh, pipe.axis, joined, like), kept(key, v, like, after)
+            layout = like.layout if isinstance(like, Packed) else None
+            return repacked(pipe.mesh, pipe.axis, joined, layout), kept(key, v, like, after)
 
         both = {
             key: one(key, grads[key], state[key], None if params is None else params[key])
@@ -191,6 +187,12 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
     return PerLayer(init, update)
 
 
+def _separate(pipe: Pipeline, chunk: PyTree) -> PyTree:
+    """The chunk with an array for each parameter."""
+    layout = chunk.layout.separate if isinstance(chunk, Packed) else None
+    return repacked(pipe.mesh, pipe.axis, chunk, layout)
+
+
 def _check_stages(
     pipe: Pipeline,
     optimizer: Optimizer,
@@ -203,14 +205,16 @@ def _check_stages(
     own = {"stages": jax.eval_shape(pipe.layout.canonical_stages, stages)}
     faults = []
     for v, chunk in enumerate(stages):
-        seats = _seats(chunk.forms, layered=False)
+        seats = _seats(chunk.layout.forms, layered=False)
         for name, stack in stacks_of(chunk).items():
             tree = jax.tree.map(
                 lambda leaf, axes=stack.axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype),
                 stack.tree,
             )
             rules = rules_of(optimizer, own, tree)
-            for leaf, owns in by_name(chunk.forms, pipe.layout.stage_at(v), layered=False).items():
+            for leaf, owns in by_name(
+                chunk.layout.forms, pipe.layout.stage_at(v), layered=False
+            ).items():
                 path = "/".join(seats[leaf].names)
                 if rules is None or seats[leaf].stack != name or path not in rules[1]:
                     continue
@@ -233,15 +237,13 @@ def _own_states(
     pipe: Pipeline, chunk: Packed, form: TreeForm, optimizer: Optimizer, *, layer_axis: bool
 ) -> dict[str, PyTree]:
     """The states (shapes) of those layers that one device has, by stack."""
-    lies = zip(form.paths, form.shapes, chunk.of_form(form), strict=True)
-    own: dict[str, Any] = {
-        name: None for other in chunk.forms if other is not None for name in other.paths
-    }
-    own |= {
-        name: None if leaf is None else jax.ShapeDtypeStruct((1, *shape), leaf.dtype)
-        for name, shape, leaf in lies
-    }
-    stacks = _stacks(pipe, Packed(own, chunk.forms), layer_axis=layer_axis)
+    layout = ChunkLayout(chunk.layout.forms)
+    arrays = [chunk.leaves[name] for name in chunk.layout.names]
+    own: dict[str, Any] = dict.fromkeys(layout.names)
+    for name, place in zip(form.paths, chunk.layout.places(form), strict=True):
+        if (leaf := arrays[place.at]) is not None:
+            own[name] = jax.ShapeDtypeStruct((1, *place.shape), leaf.dtype)
+    stacks = _stacks(pipe, Packed(own, layout), layer_axis=layer_axis)
     states = {
         name: jax.eval_shape(partial(stack.apply, optimizer.init), stack.tree)
         for name, stack in stacks.items()
@@ -259,11 +261,13 @@ def _state_sharing(pipe: Pipeline, chunk: Packed, v: int) -> Sharing:
     layered = pipe.layout.layers is not None
     known = {
         name: owns[0]
-        for name, owns in by_name(chunk.forms, pipe.layout.stage_at(v), layered=layered).items()
+        for name, owns in by_name(
+            chunk.layout.forms, pipe.layout.stage_at(v), layered=layered
+        ).items()
     }
-    seats = _seats(chunk.forms, layered=layered)
+    seats = _seats(chunk.layout.forms, layered=layered)
 
-    def parameter_of(path: str, shape: tuple[int, ...]) -> Own | None:
+    def parameter_of(path: str, shape: tuple[int, ...]) -> Parameter | None:
         below = [
             name
             for name, seat in seats.items()
@@ -308,7 +312,7 @@ def _stacks(pipe: Pipeline, chunk: PyTree, *, layer_axis: bool) -> dict[str, _St
             )
         return {"": _Stack({"stages": chunk}, axes)} if jax.tree.leaves(chunk) else {}
     found: dict[str, dict[str, Any]] = {}
-    for leaf, (stack, names) in _seats(chunk.forms, layered=layered).items():
+    for leaf, (stack, names) in _seats(chunk.layout.forms, layered=layered).items():
         *above, last = names
         node = found.setdefault(stack, {})
         for name in above:
@@ -386,7 +390,8 @@ def _joined(key: str, like: PyTree, updates: Mapping[str, PyTree], *, layered: b
         return node
 
     return Packed(
-        {name: leaf(seat) for name, seat in _seats(like.forms, layered=layered).items()}, like.forms
+        {name: leaf(seat) for name, seat in _seats(like.layout.forms, layered=layered).items()},
+        like.layout,
     )
 
 
@@ -402,13 +407,14 @@ def _there(pipe: Pipeline, chunk: int, updates: PyTree) -> PyTree:
 
     if isinstance(updates, Packed):
         # which hold a device's own and zeros
-        inside = frozenset(buffer.name for buffer in updates.buffers)
-        have = [inside if form is None else inside.union(form.paths) for form in updates.forms]
+        layout = updates.layout
+        inside = frozenset(buffer.name for buffer in layout.buffers)
+        have = [inside if form is None else inside.union(form.paths) for form in layout.forms]
         leaves = {
             path: masked(leaf, [path in paths for paths in have])
             for path, leaf in updates.leaves.items()
         }
-        return Packed(leaves, updates.forms, updates.buffers)
+        return Packed(leaves, layout)
     return jax.tree.map(
         lambda leaf: masked(leaf, [stage >= 0 for stage in pipe.layout.stage_at(chunk)]), updates
     )
@@ -420,10 +426,10 @@ def _spread(pipe: Pipeline, state: PyTree) -> PyTree:
     """
     if explicit_context(pipe.mesh):
         return state
-    buffers = {buffer.name: buffer for buffer in state.buffers} if isinstance(state, Packed) else {}
+    layout = state.layout if isinstance(state, Packed) else None
 
     def constrain(path: Any, leaf: Any) -> Any:
-        buffer = buffers.get(jax.tree_util.keystr(path, simple=True))
+        buffer = None if layout is None else layout.of(path_text(path))
         spec = PartitionSpec(pipe.axis, *(PartitionSpec.UNCONSTRAINED,) * (leaf.ndim - 1))
         spec = spec if buffer is None else pipe.partition.buffer_spec(buffer, leaf.shape)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(pipe.mesh, spec))

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 def changed(program, **fields):
     """The program with other entries of its shares."""
-    (share,) = program.ticks.shares
+    (share,) = program.ticks.collectives
     new = {name: change(getattr(share, name).copy()) for name, change in fields.items()}
-    return replace(program, ticks=replace(program.ticks, shares=(replace(share, **new),)))
+    return replace(program, ticks=replace(program.ticks, collectives=(replace(share, **new),)))
 
 
 def put(tick, device, value):

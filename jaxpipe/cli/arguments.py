@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..engine.costs import Cost, Costs
 from ..errors import JaxpipeError, ScheduleError, quoted
 from ..schedules import build, names
 from ..schedules.registry import describe
-from ..simulation.costs import Cost, Costs
 from ..table.activations import Release
 from ..table.certificate import Objective
 from ..table.check import check

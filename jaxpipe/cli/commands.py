@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..engine.bounds import bound_beside
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..render import Theme, to_html, to_svg, to_trace
 from ..render.bars import costs_of, number, title_of
 from ..schedules import names
 from ..schedules.registry import describe
-from ..simulation.costs import Costs
-from ..simulation.lower_bound import bound_beside
-from ..simulation.simulate import simulate
-from ..simulation.timeline import Timeline
 from ..table.kinds import KINDS
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
+from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
 from ..pipeline import Pipeline
-from ..simulation.costs import Costs
-from ..simulation.timeline import Timeline
 from ..spmd.body import CANNOT_BE_TIMED
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus

@@ -69,6 +69,8 @@ import numpy as np
 from jax.extend import core
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..jaxprs import needed_for
 from ..jaxprs.sizes import nbytes
 from ..jaxprs.slices import Split
@@ -79,8 +81,6 @@ from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.templates import Payload
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
 from ..spmd.exchange import WITH_SLACK
 from ..spmd.operands import SharedBuffers
 from ..stage.model_code import ModelCode

@@ -3,6 +3,6 @@ timed, or estimated from its flops.
 """
 
 from .costs import measure as measure
-from .costs import measure_layers as measure_layers
+from .costs import measure_stages as measure_stages
 from .costs import traced_memory as traced_memory
 from .timing import Peak as Peak

@@ -9,22 +9,129 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .. import inspect
 from ..arrays import PyTree
-from ..inspect import memory
+from ..engine.costs import Costs
+from ..errors import PipelineError, quoted
 from ..inspect.blocks import stage_blocks
 from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans, trained
+from ..model.model import Model
+from ..model.settings import Memory, Sharding
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, LayerCost
 from ..planner.result import PipelinePlan
 from ..schedules import build
-from ..simulation.costs import Costs
 from .blocks import BLOCKS, Measured, measure_blocks, refuse_layers, shape_of
 from .timing import Peak
 
 
 def measure(
+    model: Model,
+    params: Mapping[str, PyTree],
+    microbatch: PyTree,
+    *,
+    mesh: Mesh | None = None,
+    sharding: Sharding = Sharding(),  # noqa: B008  it is frozen
+    memory: Memory = Memory(),  # noqa: B008
+    rng: Any = None,
+    state: Any = (),
+    repeats: int = 10,
+    peak: Peak | None = None,
+) -> Costs | dict[str, LayerCost]:
+    """What a model costs for one microbatch, in seconds and bytes: `Costs` with an entry for each
+    stage, or a `LayerCost` for each letter of a model that is given by letters.
+
+    F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its
+    gradient, `last` with its gradient and a hop to the next device are compiled as the step would,
+    each alone, and run in turn on one coordinate of the pipe and data axes.  The median of
+    `repeats` rounds counts.  In `Costs`, `first` is in F of the first stage and its gradient in B
+    and I, and `last` is in F of the last one.  Where they are spread, a device's share is
+    `Costs.last`, `first` and `first_grad` instead, without the time of its collectives over the
+    pipe axis.  Devices that share a stage, along axes that are left to the partitioner, run it
+    together; bytes are those of one of them.  Bytes of shared parameters are counted with those of
+    letter "L" ("E" where there is no "L").
+
+    Args:
+        model: the model, by stages or by letters.
+        params: canonical parameters (arrays or shapes); values are not used.
+        microbatch: the rows of one microbatch on each data shard, arrays or shapes.
+        mesh: the mesh of the pipeline; for letters its pipe axis has one coordinate.  None takes
+            local devices: one for letters, and as many as divide the stages otherwise.
+        sharding, memory: as for `Pipeline`.
+        rng, state: as for `Pipeline.value_and_grad`.
+        repeats: rounds of timed runs.
+        peak: where it is given nothing is run: seconds are estimated from the blocks' flops and
+            bytes, and `unit` says so.
+
+    Raises:
+        PipelineError: as `Pipeline` does, and for repeats below 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> layers = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}
+        >>> params = {"stages": {"t": jnp.ones((6, 8, 8), jnp.float32)}, "last": {}}
+        >>> model = jp.Model(layers, layers="t*6L")
+        >>> found = jp.measure(model, params, {"x": jnp.ones((4, 8), jnp.float32)}, repeats=1)
+        >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
+        (256, 128, True)
+    """
+    if not isinstance(model, Model):
+        raise PipelineError(f"model must be a jaxpipe.Model, not {quoted(model)}")
+    rows = jax.tree.map(shape_of, microbatch)
+    settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
+    if model.is_layered:
+        letters = "".join(letter for letter in model.stages if letter not in (FIRST, LAST))
+        refuse_layers(model.stages, params)
+        ends = [letter if letter in model.stages else "" for letter in (FIRST, LAST)]
+        one = model.with_layers(ends[0] + letters + ends[1])
+        schedule = build("no_pipelining", devices=1, microbatches=1, chunks=len(letters))
+        mesh = _mesh(1, sharding.pipe) if mesh is None else mesh
+        layout = ends[0] + "|".join(letters) + ends[1]
+        pipe = Pipeline(one, schedule, mesh, layout=layout, **settings)
+        return layer_costs(pipe, letters, params, rows, repeats, peak)
+    stages = _count(model, params)
+    if mesh is None:
+        mesh = _mesh(
+            max(d for d in range(1, len(jax.devices()) + 1) if stages % d == 0), sharding.pipe
+        )
+    devices = dict(mesh.shape).get(sharding.pipe, 1)
+    name, chunks = ("no_pipelining" if devices == 1 else "looped_bfs"), max(1, stages // devices)
+    schedule = build(name, devices=devices, microbatches=devices, chunks=chunks)
+    pipe = Pipeline(model, schedule, mesh, **settings)
+    placed = pipe.place(jax.tree.map(shape_of, dict(params)))
+    shards = pipe.schedule.num_microbatches * pipe._data_size
+
+    def whole(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((leaf.shape[0] * shards, *leaf.shape[1:]), leaf.dtype)
+
+    if state:
+        state = pipe.place_state(state)
+    return measure_stages(
+        pipe, placed, jax.tree.map(whole, rows), rng=rng, state=state, repeats=repeats, peak=peak
+    )
+
+
+def _mesh(devices: int, axis: str) -> Mesh:
+    """A mesh of the first local devices."""
+    return jax.make_mesh((devices,), (axis,), devices=jax.devices()[:devices])
+
+
+def _count(model: Model, params: Mapping[str, PyTree]) -> int:
+    """The number of stages of canonical parameters."""
+    if not callable(model.stages):
+        return len(model.stages)
+    leaves = jax.tree.leaves(params.get("stages"))
+    if not leaves or not leaves[0].shape:
+        raise PipelineError(
+            'params["stages"] has no leaves with a leading axis of stages; give canonical '
+            "parameters, as for Pipeline.place"
+        )
+    return int(leaves[0].shape[0])
+
+
+def measure_stages(
     pipe: Pipeline,
     params: dict[str, PyTree],
     batch: PyTree,
@@ -34,25 +141,14 @@ def measure(
     repeats: int = 10,
     peak: Peak | None = None,
 ) -> Costs:
-    """What each stage of a pipeline costs for one microbatch, in seconds and bytes: costs for
-    `simulate`, `build` and `lower_bound`.
-
-    F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its
-    gradient, `last` with its gradient and a hop to the next device are compiled as the step would,
-    each alone, and run in turn on one coordinate of the pipe and data axes; the median of `repeats`
-    rounds counts.  `first` is in F of the first stage and its gradient in B and I, `last` in F of
-    the last one; where they are spread, a device's share is `Costs.last`, `first` and `first_grad`
-    instead, without the time of its collectives over the pipe axis. Devices that share a stage,
-    along axes that are left to the partitioner, run it together; bytes are those of one of them.
+    """What each stage of a pipeline costs for one microbatch, as `measure` says of a model.
 
     Args:
         pipe: the pipeline, whose schedule does not matter.
         params: placed parameters, or shapes (see `place`); values are not used.
         batch: as for `value_and_grad`; arrays or shapes.
         rng, state: as for `value_and_grad`.
-        repeats: rounds of timed runs.
-        peak: where it is given nothing is run: seconds are estimated from the blocks' flops and
-            bytes, and `unit` says so.
+        repeats, peak: as for `measure`.
 
     Raises:
         PipelineError: as `value_and_grad` does, and for repeats below 1.
@@ -92,55 +188,15 @@ def measure(
     )
 
 
-def measure_layers(
-    layers: Mapping[str, Callable[..., Any]],
+def layer_costs(
+    pipe: Pipeline,
+    letters: str,
     params: Mapping[str, PyTree],
     microbatch: PyTree,
-    *,
-    mesh: Mesh | None = None,
-    repeats: int = 10,
-    peak: Peak | None = None,
-    **options: Any,
+    repeats: int,
+    peak: Peak | None,
 ) -> dict[str, LayerCost]:
-    """What a layer of each letter costs, for `plan`: each is a stage of its own, traced, compiled
-    and timed as `measure` does.
-
-    Bytes of shared parameters, which every device has, are counted with those of "L" ("E" where
-    there is no "L").
-
-    Args:
-        layers: a function for each letter, as `Pipeline` takes them; "E" is `first`, "L" is `last`.
-        params: canonical parameters (arrays or shapes): {"first", "stages": {letter: leaves
-            [layers, ...]}, "last", "shared"}.
-        microbatch: the rows of one microbatch, arrays or shapes.
-        mesh: one device, or a mesh whose axis "pipe" has one coordinate; the first device where it
-            is None.  Where several devices share a layer (axes that are left to the partitioner,
-            with `specs`), bytes are those of one, and times those of all of them together.
-        repeats, peak: as for `measure`.
-        options: further ones of `Pipeline` (`has_metrics`, `specs`, ...).
-
-    Raises:
-        PipelineError: as `Pipeline` does.
-
-    >>> import jax, jax.numpy as jnp
-    >>> params = {"stages": {"t": jnp.ones((6, 8, 8), jnp.float32)}, "last": {}}
-    >>> layers = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}
-    >>> found = measure_layers(layers, params, {"x": jnp.ones((4, 8), jnp.float32)}, repeats=1)
-    >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
-    (256, 128, True)
-    """
-    refuse_layers(layers, params)
-    letters = "".join(letter for letter in layers if letter not in (FIRST, LAST))
-    layout = "|".join(letters)
-    layout = (FIRST if FIRST in layers else "") + layout + (LAST if LAST in layers else "")
-    mesh = jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]) if mesh is None else mesh
-    pipe = Pipeline(
-        layers=layers,
-        layout=layout,
-        schedule=build("no_pipelining", devices=1, microbatches=1, chunks=len(letters)),
-        mesh=mesh,
-        **options,
-    )
+    """What a layer of each letter costs, by a pipeline in which each is a stage of its own."""
     one = {
         **params,
         "stages": {
@@ -151,9 +207,12 @@ def measure_layers(
     batch = jax.tree.map(shape_of, microbatch)
     measured = measure_blocks(pipe, placed, batch, None, (), repeats, peak)
     found = {letter: _stage_cost(measured, stage, placed) for stage, letter in enumerate(letters)}
-    rows, reader = sum(map(nbytes, jax.tree.leaves(batch))), LAST if LAST in layers else FIRST
+    rows, reader = (
+        sum(map(nbytes, jax.tree.leaves(batch))),
+        LAST if pipe.model.last is not None else FIRST,
+    )
     for letter in (FIRST, LAST):
-        if letter in layers:
+        if letter in pipe.model.stages:
             found[letter] = _end_cost(
                 measured, letter, placed, rows if letter == reader else 0, shared=letter == reader
             )
@@ -223,7 +282,7 @@ def _first_layer(leaf: Any) -> Any:
 
 
 def traced_memory(
-    layers: Mapping[str, Callable[..., Any]],
+    model: Model,
     params: Mapping[str, PyTree],
     microbatch: PyTree,
     *,
@@ -237,14 +296,15 @@ def traced_memory(
     (`jaxpipe.inspect.memory`).
 
     Args:
-        layers, params, microbatch, options: as for `measure_layers`.
+        model, params, microbatch: as for `measure`.
         mesh: of the pipeline.
+        options: further ones of `Pipeline`, `sharding` for instance.
     """
-    refuse_layers(layers, params)
+    refuse_layers(model.stages, params)
     shapes = jax.tree.map(shape_of, dict(params))
 
     def found(plan: PipelinePlan) -> dict[str, int]:
-        pipe = plan.pipeline(layers, mesh=mesh, **options)
+        pipe = plan.pipeline(model, mesh, **options)
         count = plan.schedule.num_microbatches
 
         def rows(leaf: Any) -> Any:
@@ -255,6 +315,6 @@ def traced_memory(
                 sharding=whole,
             )
 
-        return memory(pipe, pipe.place(shapes), jax.tree.map(rows, microbatch))
+        return inspect.memory(pipe, pipe.place(shapes), jax.tree.map(rows, microbatch))
 
     return found

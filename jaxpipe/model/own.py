@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from ..arrays import PyTree
-from .forms import Own, by_name
-from .packed import Packed
+from .packed import Packed, Parameter
 from .placed import Chunks
+from .sharing import by_name
 from .specs import path_text
 from .spread import is_padded
 
@@ -23,10 +23,10 @@ from .spread import is_padded
 class Owners:
     """The parameters that lie in one placed leaf, by the name that they have in their chunk."""
 
-    names: Mapping[str, tuple[Own, ...]]
+    names: Mapping[str, tuple[Parameter, ...]]
 
     @property
-    def of(self) -> tuple[Own, ...]:
+    def of(self) -> tuple[Parameter, ...]:
         """All of them."""
         return tuple(own for found in self.names.values() for own in found)
 
@@ -46,7 +46,7 @@ def gaps(params: Mapping[str, PyTree]) -> list[str]:
         for chunk, numbers in _chunks(tree) if isinstance(tree, Chunks) else [(tree, ())]:
             if isinstance(chunk, Packed):
                 layered = bool(tree.home.layers)
-                forms = zip(chunk.forms, numbers, strict=True)
+                forms = zip(chunk.layout.forms, numbers, strict=True)
                 found += [
                     gap
                     for form, stage in forms
@@ -65,11 +65,11 @@ def _of_outer(key: str, tree: PyTree) -> PyTree:
         if is_padded(leaf) and leaf.array is None:
             return leaf  # frozen
         if not is_padded(leaf):
-            return Owners({where: (Own(where, tuple(np.shape(leaf))),)})
+            return Owners({where: (Parameter(where, tuple(np.shape(leaf))),)})
         shape = tuple(
             leaf.size if dim == leaf.dim else size for dim, size in enumerate(np.shape(leaf.array))
         )
-        return replace(leaf, array=Owners({where: (Own(where, shape),)}))
+        return replace(leaf, array=Owners({where: (Parameter(where, shape),)}))
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_padded)
 
@@ -94,21 +94,21 @@ def _of_chunk(chunk: PyTree, numbers: Sequence[int], *, layered: bool) -> PyTree
 
         def alike(path: Any, leaf: Any) -> Owners:
             where = _joined("stages", path_text(path))
-            return Owners({where: (Own(where, tuple(np.shape(leaf)[1:])),)})
+            return Owners({where: (Parameter(where, tuple(np.shape(leaf)[1:])),)})
 
         return jax.tree_util.tree_map_with_path(alike, chunk)
     found = {
         name: tuple(own for own, _ in owns)
-        for name, owns in by_name(chunk.forms, numbers, layered=layered).items()
+        for name, owns in by_name(chunk.layout.forms, numbers, layered=layered).items()
     }
-    inside = {buffer.name: buffer.paths for buffer in chunk.buffers}
+    inside = {buffer.name: buffer.paths for buffer in chunk.layout.buffers}
     leaves = {
         name: None
         if leaf is None
         else Owners({path: found[path] for path in inside.get(name, (name,))})
         for name, leaf in chunk.leaves.items()
     }
-    return Packed(leaves, chunk.forms, chunk.buffers)
+    return Packed(leaves, chunk.layout)
 
 
 def _joined(key: str, path: str) -> str:

@@ -9,12 +9,11 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh
-from jax.tree_util import keystr
 
 from ..arrays import PyTree
-from .apart import apart, together
-from .forms import Group, Lie, Own, Sharing, TreeForm
-from .packed import Packed
+from .packed import ChunkLayout, Group, InBuffer, Packed, Parameter, TreeForm, repacked
+from .sharing import Sharing
+from .specs import path_text
 
 # trees by the name of a stack of layers, "t/0"; "" where a stage is one
 ByStack: TypeAlias = "Mapping[str, PyTree]"
@@ -27,39 +26,27 @@ def pack_state(
     has most.
 
     Args:
-        mesh, axis: where they lie.
+        mesh, axis: where they are.
         states: by stack, as if every device had each of them.
         own: by device, the states (shapes, without the axis of devices) of those stacks that it
             has, or None.
-        sharing: which leaves may lie in one buffer.
+        sharing: which leaves may be in one buffer.
 
     Returns:
         None where the state of a device's own layers is no part of that of all, so that it cannot
         be said what is whose.
     """
     forms = tuple(None if mine is None else TreeForm.of(_tree(mine)) for mine in own)
-    known = [form for form in forms if form is not None]
     leaves = {path: leaf for name, state in states.items() for path, leaf in _by_path(name, state)}
     shapes: dict[str, set[tuple[int, ...]]] = {}
-    for form in known:
-        for path, shape in form.shape_of().items():
+    for form in forms:
+        for path, shape in () if form is None else zip(form.paths, form.shapes, strict=True):
             shapes.setdefault(path, set()).add(shape)
     if shapes != {path: {tuple(leaf.shape[1:])} for path, leaf in leaves.items()}:
         return None
-    buffers = sharing.buffers(
-        forms, range(len(forms)), {path: leaf.dtype for path, leaf in leaves.items()}
-    )
-    inside = {path: buffer for buffer in buffers for path in buffer.paths}
-    rows = {
-        buffer.name: jax.ShapeDtypeStruct(
-            (len(forms), *buffer.counts, buffer.size), leaves[buffer.paths[0]].dtype
-        )
-        for buffer in buffers
-    }
-    like = Packed(
-        {path: leaf for path, leaf in leaves.items() if path not in inside} | rows, forms, buffers
-    )
-    found: Packed = together(mesh, axis, Packed(leaves, forms), like)
+    dtypes = {path: leaf.dtype for path, leaf in leaves.items()}
+    layout = ChunkLayout(forms, sharing.buffers(forms, range(len(forms)), dtypes))
+    found: Packed = repacked(mesh, axis, Packed(leaves, ChunkLayout(forms)), layout)
     return found
 
 
@@ -67,7 +54,7 @@ def unpack_state(mesh: Mesh, axis: str, packed: Packed, likes: ByStack) -> dict[
     """The inverse: states by stack, with zeros on devices that do not have it; `likes` are trees of
     their form.
     """
-    leaves = apart(mesh, axis, packed).leaves
+    leaves = repacked(mesh, axis, packed, packed.layout.separate).leaves
     return {
         name: jax.tree.unflatten(
             jax.tree.structure(like), [leaves[path] for path, _ in _by_path(name, like)]
@@ -77,7 +64,7 @@ def unpack_state(mesh: Mesh, axis: str, packed: Packed, likes: ByStack) -> dict[
 
 
 def state_sharing(
-    sharing: Sharing, parameter_of: Callable[[str, tuple[int, ...]], Own | None]
+    sharing: Sharing, parameter_of: Callable[[str, tuple[int, ...]], Parameter | None]
 ) -> Sharing:
     """Which leaves of such a state share a buffer: all of one dtype, those that follow a parameter
     split as it is.
@@ -86,15 +73,16 @@ def state_sharing(
     shape.
     """
 
-    def lie(own: Own, dtype: Any) -> Lie | None:
+    def kept(own: Parameter, dtype: Any) -> InBuffer:
         if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
-            return None
+            return InBuffer(Group.ALONE)
         # below "stages" and a number
         parameter = parameter_of(own.path.split("/", 2)[2], own.shape)
-        found = None if parameter is None else sharing.lie(parameter, dtype)
-        return Lie(Group.STATE, () if found is None else found.parts)
+        return InBuffer(
+            Group.STATE, () if parameter is None else sharing.kept(parameter, dtype).parts
+        )
 
-    return Sharing(lie, sharing.multiple, sharing.pinned)
+    return Sharing(kept, sharing.multiple, sharing.pinned)
 
 
 def _tree(own: ByStack) -> PyTree:
@@ -116,8 +104,5 @@ def _number(name: str) -> int:
 
 def _by_path(name: str, state: PyTree) -> list[tuple[str, Any]]:
     """The leaves of a stack's state by path."""
-    found = [
-        (keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
+    found = [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
     return [(f"{name}/{path}" if name else path, leaf) for path, leaf in found]

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import Part
-from .forms import Buffer, Group, Lie, Own, Sharing
 from .leaf_plan import LeafPlan, is_plan
 from .own import Owners, gaps, owners
-from .packed import Packed
+from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .placed import Chunks
+from .sharing import Sharing
 from .specs import Patterns, by_path, holds, names_of, path_text, spec_faults
 from .spread import Cuts
 
@@ -152,15 +152,15 @@ class Partition:
         return tree.like(found)
 
     def _leaves(self, key: str, tree: PyTree, lying: PyTree, faults: list[str]) -> PyTree:
-        buffers = (
-            {buffer.name: buffer for buffer in tree.buffers} if isinstance(tree, Packed) else {}
-        )
+        layout = tree.layout if isinstance(tree, Packed) else None
 
         def leaf_plan(path: Any, leaf: Any, owns: Owners) -> LeafPlan:
-            buffer = buffers.get(path_text(path))
-            if isinstance(tree, Packed):
+            buffer = None if layout is None else layout.of(path_text(path))
+            if layout is not None:
                 faults.extend(self.sharing.faults(owns.names, leaf.dtype, buffer))
             if buffer is not None:
+                for own in owns.of:
+                    faults.extend(self._spec_faults(own.path, own.shape, self._spec(own.path)))
                 plan = self._leaf(key, key, leaf, buffer.spec, faults, None)
                 return replace(plan, frozen=buffer.group is Group.FROZEN, pinned=buffer.pinned)
             own = owns.of[0]
@@ -183,23 +183,24 @@ class Partition:
         trained ones, split over the same axes.
         """
 
-        def lie(own: Own, dtype: Any) -> Lie | None:
+        def kept(own: Parameter, dtype: Any) -> InBuffer:
             spec = self._spec(own.path)
             if self._spec_faults(own.path, own.shape, spec):
-                return None  # told where the parameter is read by itself
+                return InBuffer(Group.ALONE)  # `plans` lists the faults
             parts = tuple(
                 Part(dim, names_of(entry), count)
                 for dim, entry in enumerate(self._of_stack(own.path) or ())
                 if (count := math.prod(self.mesh[axis] for axis in names_of(entry))) > 1
             )
             if self._is_frozen(own, dtype):
-                return Lie(Group.FROZEN, parts)
-            return Lie(Group.TRAINED, parts) if jnp.issubdtype(dtype, jnp.inexact) else None
+                return InBuffer(Group.FROZEN, parts)
+            trained = jnp.issubdtype(dtype, jnp.inexact)
+            return InBuffer(Group.TRAINED, parts) if trained else InBuffer(Group.ALONE)
 
         left = any(
             size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes)
         )
-        return Sharing(lie, 1 if self.fsdp is None else self.mesh[self.fsdp], left, self.layered)
+        return Sharing(kept, 1 if self.fsdp is None else self.mesh[self.fsdp], left, self.layered)
 
     def _leaf(
         self, key: str, where: str, leaf: Any, spec: Any, faults: list[str], cut: int | None
@@ -231,7 +232,7 @@ class Partition:
         held = None if cut is None else (self.axis, cut)
         return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), cut=held)
 
-    def _is_frozen(self, own: Own, dtype: Any) -> bool:
+    def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
         """What the user's filter says of a parameter."""
         return self.frozen is not None and bool(
             self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype))

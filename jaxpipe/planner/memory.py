@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby, zip_longest
 
+from ..engine.timeline import Timeline
 from ..layouts.layout import Layout
 from ..program.pools import UNDER_WAY, Slots
-from ..simulation.timeline import Timeline
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .layer_cost import FIRST, LAST, LayerCost, Remat, is_first, is_last, total

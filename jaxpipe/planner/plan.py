@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import PlanError, ScheduleError
+from ..engine.bounds import bound_beside
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
 from ..program.pools import Slots
 from ..schedules import build
 from ..schedules.registry import describe
-from ..simulation.costs import Costs
-from ..simulation.lower_bound import bound_beside
-from ..simulation.simulate import simulate
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
+from ..table.limits import is_number
 from ..table.schedule import Schedule
 from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
@@ -46,7 +47,7 @@ _REFINED = 4  # candidates whose layout is improved
 
 
 def plan(
-    layers: str,
+    model: Any,
     costs: Mapping[str, LayerCost] | Mapping[int, Mapping[str, LayerCost]],
     *,
     devices: int,
@@ -75,8 +76,9 @@ def plan(
     parameters and optimizer state.
 
     Args:
-        layers: a layer a letter, such as "E" + "t" * 80 + "L"; "E" is `first`, "L" is `last`.
-        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure_layers`); by
+        model: the letters of the layers, such as "E" + "t" * 80 + "L" ("E" is `first`, "L" is
+            `last`), or a `jaxpipe.Model` that is given by letters.
+        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure`); by
             M, where that may vary.
         devices: P.
         microbatches: M, or some numbers to choose among: a step has the same rows, so each comes
@@ -99,7 +101,7 @@ def plan(
         mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.
             Among virtual CPU devices of one process, every transfer waits for all of them.  Where
             it has axes besides those below (tensor parallelism), costs are those of what one device
-            has of a layer (`measure_layers(mesh=)`), and on GPUs the host decides each predicate,
+            has of a layer (`measure(mesh=)`), and on GPUs the host decides each predicate,
             since blocks communicate.
         axis, data_axes: of the mesh, as for `Pipeline`.
 
@@ -132,6 +134,7 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
+    layers = getattr(model, "layers", model)
     given: dict[str, Any] = {
         "layers": layers,
         "costs": costs,
@@ -150,18 +153,9 @@ def plan(
     }
     refuse(given | {"axis": axis, "data_axes": data_axes})
     axes = Axes(axis, (data_axes,) if isinstance(data_axes, str) else tuple(data_axes))
+    names = SCHEDULES if schedules is None or not len(schedules) else schedules
     asked = questions(
-        layers,
-        costs,
-        devices,
-        microbatches,
-        memory,
-        transfer,
-        schedules or SCHEDULES,
-        chunks,
-        remat,
-        mesh,
-        axes,
+        layers, costs, devices, microbatches, memory, transfer, names, chunks, remat, mesh, axes
     )
     candidates, rejected = _candidates(_roomy(asked), progress)
     candidates.sort(key=lambda c: c.seconds)
@@ -339,6 +333,12 @@ def _built(
     schedule = build(
         name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options
     )
+    if schedule.num_stages != layout.num_stages:
+        per = schedule.num_stages // question.devices
+        raise ScheduleError(
+            f"{name} has {schedule.num_stages} stages, each on several devices; choose it by "
+            f"chunks=({per},)"
+        )
     return _Candidate(
         question,
         name,
@@ -406,7 +406,15 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     lowered = program_of(question.target, candidate.schedule, candidate.costs)
     seconds = step_seconds(question.target, lowered, candidate.costs)
     found = _Lowered(candidate, seconds, _memory(candidate, lowered.program().slots))
-    return found if traced is None else replace(found, traced=traced(_plan(found)))
+    if traced is None:
+        return found
+    sizes = traced(_plan(found))
+    if not (isinstance(sizes, Mapping) and is_number(sizes.get("total"))):
+        raise PlanError(
+            "traced must return bytes by what they are for, and their 'total', as "
+            f"jaxpipe.traced_memory does; not {quoted(sizes)}"
+        )
+    return replace(found, traced=sizes)
 
 
 def _memory(candidate: _Candidate, slots: Slots) -> Memory:
@@ -434,9 +442,9 @@ def _least(candidate: _Candidate) -> _Lowered:
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
     """A shorter table for the best plan's layout and memory, if the search finds one."""
     old, question = best.candidate, best.candidate.question
-    if old.recomputing:
+    if old.recomputing or old.schedule.placement.is_bidirectional:
         return []
-    cap = max(*simulate(old.schedule, old.costs).peak_activations, old.schedule.num_chunks)
+    cap = max(simulate(old.schedule, old.costs).peak_activations)
     shape: dict[str, Any] = {
         "devices": question.devices,
         "microbatches": question.microbatches,

@@ -10,6 +10,7 @@ from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
 from ..lowering.target import RunsOn, Target
 from ..table.limits import is_number, is_whole
+from ..table.typed import plain
 from .layer_cost import LayerCost, Remat
 
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
@@ -29,12 +30,19 @@ def _is_count(value: object) -> bool:
 
 
 def _are(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether a value is a sequence of values that are accepted."""
-    return lambda value: (
-        isinstance(value, Collection)
-        and not isinstance(value, str | Mapping)
-        and all(map(accepts, value))
-    )
+    """Whether a value is a sequence of values that are accepted; NumPy's arrays of no dimension
+    only look like one.
+    """
+
+    def are(value: Any) -> bool:
+        listed = (
+            isinstance(value, Collection)
+            and not isinstance(value, str | bytes | Mapping)
+            and getattr(value, "ndim", 1) == 1
+        )
+        return listed and all(map(accepts, value))
+
+    return are
 
 
 def _is_text(value: object) -> bool:
@@ -155,6 +163,7 @@ class Question:
         ]
         if faults:
             raise PlanError.listing("there is no plan for this", faults)
+        memory, transfer = None if memory is None else plain(memory), plain(transfer)
         model = parse_layout(layers, devices=1, letters="".join(sorted({*"EtmL", *costs})))
         letters = model.layers
         if model.num_stages > 1:

@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
+from ..table.effects import Place
 from .templates import Payload
 
-
-class PoolName(enum.Enum):
-    """What a pool holds; the value is its field in `Slots`."""
-
-    X = "x"  # inputs of stages
-    RESIDUAL_INPUT = "residual_input"  # what a forward keeps for I (or B) alone
-    RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
-    COTANGENT = "cotangent"  # gradients of outputs of stages
-    STASH = "stash"  # what I leaves for W
-    # what `first` keeps for its gradient; gradients of the first stage's input that wait for G,
-    # where it is spread
-    FIRST = "first"
-    LAST = "last"  # outputs of the last stage that wait for L
-    SHARE = "share"  # what L leaves for H, on every device
-    # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
-    HOST = "host"
-
-    @property
-    def letter(self) -> str:
-        """How it is named in a printed program."""
-        return _LETTERS[self]
-
-
-_LETTERS = {
-    PoolName.X: "x",
-    PoolName.RESIDUAL_INPUT: "i",
-    PoolName.RESIDUAL_WEIGHT: "w",
-    PoolName.COTANGENT: "c",
-    PoolName.STASH: "s",
-    PoolName.FIRST: "f",
-    PoolName.LAST: "y",
-    PoolName.SHARE: "l",
-    PoolName.HOST: "h",
-}
 # Where a transfer's payload arrives.
-POOL_OF = {Payload.ACTIVATION: PoolName.X, Payload.COTANGENT: PoolName.COTANGENT}
+POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
 
 
 # Residuals of so many forwards are between the memories of a device and its host at a time: what
@@ -71,7 +37,7 @@ class Pool:
     8]", where shapes are known.
     """
 
-    name: PoolName
+    name: Place
     slots: int
     entry: tuple[str, ...] = ()
 

@@ -9,9 +9,9 @@ from html import escape
 from string import Template
 from xml.etree import ElementTree
 
+from ..engine.comparison import COLUMNS
+from ..engine.timeline import Timeline
 from ..errors import JaxpipeError
-from ..simulation.comparison import COLUMNS
-from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed
 from .bars import costs_of, number, title_of

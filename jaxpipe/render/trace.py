@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+from ..engine.timeline import Timeline
 from ..errors import JaxpipeError, quoted
-from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES
 from ..table.limits import MAX_COST
 from ..table.typed import typed

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..simulation.costs import StageCosts
+from ..engine.costs import StageCosts
 from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..simulation.costs import Costs
-from ..simulation.job_shop import JobShop
-from ..simulation.simulate import simulate
+from ..engine.costs import Costs
+from ..engine.job_shop import JobShop
+from ..engine.simulate import simulate
 from ..table.action import Action
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from ..simulation.costs import Costs, StageCosts
-from ..simulation.simulate import simulate
+from ..engine.costs import Costs, StageCosts
+from ..engine.simulate import simulate
 from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from ..engine.costs import Costs
 from ..errors import ScheduleError, listed, quoted
-from ..simulation.costs import Costs
 from ..table.certificate import Objective
 from ..table.garbage_collection import paused_collector
 from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole

@@ -27,7 +27,7 @@ from jax.extend import core
 
 from ..arrays import Leaves
 from ..jaxprs import results_of
-from ..program.liveness import Liveness
+from ..table.effects import Liveness
 
 
 @dataclass(frozen=True)

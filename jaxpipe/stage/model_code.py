@@ -11,18 +11,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..lowering.offload import Offload
-from ..model.functions import Context, Functions
+from ..model.functions import Functions, make_extra
 from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
 from ..program.ir import Program
-from ..program.liveness import Liveness, longest
 from ..program.verify import verify
+from ..table.effects import Liveness, longest
 from .code import LastCode, ParamUse, StageCode, reads
 from .first import trace_spread_first
 from .job import Job
@@ -88,31 +87,6 @@ class ModelCode:
     def liveness(self) -> Liveness:
         """Until when what is kept is needed by any stage."""
         return longest([code.liveness for code in self.kinds])
-
-
-def split_batch(batch: PyTree, count: int) -> PyTree:
-    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
-    )
-
-
-def make_extra(
-    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
-) -> dict[str, PyTree]:
-    """The microbatch's rows of the batch and the context, those of them that are wanted."""
-    extra: dict[str, PyTree] = {}
-    if "microbatch" in wants:
-        extra["microbatch"] = jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
-        )
-    if "ctx" in wants:
-        key = (
-            None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
-        )
-        common = None if rng is None else jax.random.fold_in(rng, microbatch)
-        extra["ctx"] = Context(stage, microbatch, key, common)
-    return extra
 
 
 def trace_model(

@@ -147,6 +147,11 @@ class Encoded:
         return wanted[self.kind]
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(map(Kind, np.unique(self.kind).tolist()))
+
+    @cached_property
     def is_compute(self) -> BoolArray:
         """Per action, whether it is no SEND and no RECV."""
         return self.of_kinds(COMPUTE)

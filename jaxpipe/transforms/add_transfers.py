@@ -21,10 +21,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..errors import ScheduleError
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
-from ..simulation.timeline import Timeline
 from ..table.action import Action, Cell, Kind
 from ..table.encoded import Encoded, IntArray
 from ..table.garbage_collection import paused_collector

@@ -17,9 +17,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..engine.costs import Costs
+from ..engine.loop import action_durations
+from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations, simulate
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
 from ..table.encoded import Encoded
@@ -139,9 +140,10 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
         )
     if schedule.num_stages < schedule.num_devices:
         raise ScheduleError(
-            f"the table has {schedule.num_stages} stages on {schedule.num_devices} devices; "
-            f"{name} can be spread where every device "
-            "has a stage: use as many stages as devices, or more"
+            f"the table has fewer stages ({schedule.num_stages}) than devices "
+            f"({schedule.num_devices}), and the share of {name} on device "
+            "d is written as that of stage d: use as many stages as devices, or more, or a "
+            f"{name} that is not spread"
         )
 
 

@@ -14,6 +14,7 @@ import jaxpipe as jp
 from jaxpipe.inspect.hlo import parse
 from jaxpipe.inspect.step_profile import Clock, Event, timeline_of
 from jaxpipe.table.kinds import Kind
+from tests.flat import flat_pipeline
 
 P, M, WIDTH = 2, 4, 64
 
@@ -25,7 +26,7 @@ def build(name, *, tensor=1, **options):
     schedule = jp.schedules.build(name, devices=P, microbatches=M)
     mesh = jax.make_mesh((P, tensor), ("pipe", "tensor"), devices=jax.devices()[: P * tensor])
     specs = {"stages": PartitionSpec(None, "tensor")}
-    return jp.Pipeline(
+    return flat_pipeline(
         lambda w, x: x + jnp.tanh(x @ w) @ w.T,
         schedule=schedule,
         mesh=mesh,
@@ -62,7 +63,7 @@ def test_every_action_has_its_time(name, tensor):
 
 def spread_model(schedule, mesh, **options):
     """An embedding and a head that are spread over the pipe axis, and a batch of tokens."""
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         lambda w, x: x + jnp.tanh(x @ w),
         schedule=schedule,
         mesh=mesh,
@@ -150,10 +151,9 @@ def test_no_block_runs_before_its_begin_is_noted(name):
     schedule = jp.schedules.build(name, devices=devices, microbatches=1)
     mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
     pipe = jp.Pipeline(
-        lambda w, x: x + jnp.tanh(x @ w),
-        schedule=schedule,
-        mesh=mesh,
-        last=lambda p, x, mb: jnp.mean(x**2),
+        jp.Model(lambda w, x: x + jnp.tanh(x @ w), last=lambda p, x, mb: jnp.mean(x**2)),
+        schedule,
+        mesh,
     )
     params = pipe.place({"stages": jnp.ones((devices, WIDTH, WIDTH)), "last": {}})
     traced = pipe.trace(params, {"x": np.ones((4, WIDTH))}, clock=Clock([]))

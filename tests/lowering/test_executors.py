@@ -11,6 +11,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
 from tests.tiers import slow
 
@@ -43,7 +44,9 @@ def pipelines(name, *, devices=4, microbatches=8, mesh=None, data_axes=()):
         "loss": jp.Loss.SUM_OVER_COUNT,
         "data_axes": data_axes,
     }
-    return [jp.Pipeline(stage, **common, executor=executor) for executor in (None, EagerExecutor())]
+    return [
+        flat_pipeline(stage, **common, executor=executor) for executor in (None, EagerExecutor())
+    ]
 
 
 def case(schedule, shards=1):
@@ -106,7 +109,7 @@ def test_state_outputs_and_unlike_layers():
     mesh = jax.make_mesh((2,), ("pipe",))
     common = {"schedule": schedule, "mesh": mesh, "last": lambda p, x, mb: jnp.mean(x**2)}
     compiled, eager = (
-        jp.Pipeline([layer, layer], **common, executor=executor)
+        flat_pipeline([layer, layer], **common, executor=executor)
         for executor in (None, EagerExecutor())
     )
     key = jax.random.key(1)

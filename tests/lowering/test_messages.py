@@ -121,7 +121,7 @@ def test_what_is_no_key() -> None:
 
 
 def test_without_a_loss() -> None:
-    pipe = jp.Pipeline(stage, schedule=pipe_of().schedule, mesh=mesh_of(P))
+    pipe = jp.Pipeline(jp.Model(stage), pipe_of().schedule, mesh_of(P))
     params = pipe.place({"stages": params_of()["stages"]})
     for name in ("evaluate", "losses", "loss", "value_and_grad"):
         with raises("needs a loss; give Pipeline(..., last="):

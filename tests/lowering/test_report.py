@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 
 P, WIDTH, ROWS = 4, 16, 8
@@ -23,7 +24,7 @@ def last(params, x, microbatch):
 
 def report(name, microbatches=8, *, stage=stage, devices=P, dtype=jnp.float32, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
+    pipe = flat_pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
     params = {
         "stages": {"w": jax.ShapeDtypeStruct((schedule.num_stages, WIDTH, WIDTH), dtype)},
         "last": {},
@@ -144,12 +145,10 @@ def test_parameter_bytes_are_what_a_device_holds():
     schedule = jp.schedules.build("1f1b", devices=P, microbatches=4)
     pipes = [
         jp.Pipeline(
-            stage,
-            schedule=schedule,
-            mesh=mesh_of(P),
-            first=lambda p, mb: mb["x"] @ p["w"],
-            last=last,
-            shard_outer=split,
+            jp.Model(stage, first=lambda p, mb: mb["x"] @ p["w"], last=last),
+            schedule,
+            mesh_of(P),
+            sharding=jp.Sharding(outer=split),
         )
         for split in (False, True)
     ]

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.tiers import slow
 
 
@@ -25,7 +26,7 @@ def last(params, x, microbatch):
 
 
 def run(schedule, function=stage, **options):
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         function,
         schedule=schedule,
         mesh=jax.make_mesh((schedule.num_devices,), ("pipe",)),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.engine.job_shop import JobShop
 from jaxpipe.schedules._beam import Beam
 from jaxpipe.schedules._local_search import improved
-from jaxpipe.simulation.job_shop import JobShop
 from tests.tiers import slow
 
 

@@ -27,6 +27,7 @@ from jaxpipe import Costs, Layout, Placement, Schedule, megatron, render
 from jaxpipe.cli.main import main
 from jaxpipe.errors import quoted
 from jaxpipe.schedules.registry import describe
+from jaxpipe.table.limits import is_number
 from tests.odd_values import BROKEN, GOOD, LAYOUT, SPREAD, TIMELINE, draw_value
 
 SECONDS = 10  # of the processor, for one call
@@ -127,6 +128,17 @@ def certified(**arguments: Any) -> None:
     str(jp.Certificate(**arguments))
 
 
+def use_plans(**arguments: Any) -> None:
+    """Plans made and written: without a search, which takes the time that it is given, and
+    functions, whose errors are their own.
+    """
+    arguments |= {name: None for name in ("progress", "traced") if callable(arguments[name])}
+    arguments |= {"search": 0} if is_number(arguments["search"]) and arguments["search"] > 0 else {}
+    plans = jp.plan(**arguments)
+    json.dumps([plan.facts() for plan in plans])
+    _ = str(plans), repr(plans)
+
+
 # A function or method, and arguments with which it works, where it has no defaults for them.
 TABLE, SIZE, DRAWN = (
     {"schedule": GOOD},
@@ -139,6 +151,16 @@ FIELDS = {
     "stage_to_device": [0, 1],
     "rows": [["0F0"], []],
     "name": "",
+}
+COST = jp.LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3, parameters=1e6)
+PLANNED: dict[str, Any] = {
+    name: parameter.default for name, parameter in inspect.signature(jp.plan).parameters.items()
+}
+PLANNED |= SIZE | {
+    "layers": "t*4",
+    "costs": {"t": COST},
+    "chunks": (1, 2),
+    "schedules": ("1f1b", "zb_h1", "dualpipe"),
 }
 TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     *(
@@ -191,6 +213,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (Costs.from_json, {"text": Costs().to_json()}),
     (read_costs, {"forward": 1, "release": "weight_grad", "unit": "", "last": None}),
     (Costs().for_stages, {"num_stages": 2}),
+    (use_plans, PLANNED),
     (jp.LayerCost, {"forward": 1, "input_grad": 1, "weight_grad": 1}),
     (TIMELINE.memory, {"device": 0}),
     (TIMELINE.over, {"planned": TIMELINE}),

@@ -1,0 +1,137 @@
+"""The blocks of collective actions: a device's share of `first` and `last` spread over the pipe
+axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..arrays import Flag, Leaves, Scalar
+from ..program.records import Collective
+from ..stage.code import run
+from ..table.effects import Access
+from ..table.kinds import TOGETHER, Kind
+from .block import Block
+from .outer import accumulate, first_inputs, last_inputs, noted, run_last, with_last_gradients
+from .pools import read, write
+from .shared_code import SharedCode
+from .state import State
+
+
+def collective_block(shared: SharedCode, kind: Kind, row: Collective[Scalar]) -> Block:
+    """A device's share of an action.  All devices run those that are done together in any case."""
+    changes = {e.place.value for e in shared.effects(kind) if e.access is not Access.READ}
+    run = _RUNS[kind]
+    return Block(
+        changes, lambda state: run(shared, row, state), shared.together and kind not in TOGETHER
+    )
+
+
+def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """E: the first stage's input; every device has it whole, and that of the first stage keeps
+    it.
+    """
+    code, buffer = shared.first, shared.buffers.x
+    found = run(code.evaluate, *first_inputs(shared, _ordered(shared, row.microbatch, state)))
+    return state | {"x": _taken(buffer, code.y_avals, found, row, row.is_source != 0, state["x"])}
+
+
+def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """G: the gradient of a device's share of the parameters of `first`.
+
+    The device of the first stage begins with the gradient of its input, the others with zeros: what
+    is differentiated is the input that this device keeps.  The sum that made it from the shares has
+    a gradient that takes it to all of them, so no transfer is needed besides.
+    """
+    dx = [_or_zeros(row.is_source != 0, leaf) for leaf in read(state["first"], row.y)]
+    arguments = [*first_inputs(shared, _ordered(shared, row.microbatch, state)), *dx]
+    return accumulate("first_gradients", shared.first.backward, arguments, state)
+
+
+def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """L: the loss of a microbatch, and its gradient.
+
+    The output of the last stage goes to all devices as a sum in which the others are zero: its
+    source differs from microbatch to microbatch where stages stand on two devices, and one sum is
+    one collective, where a tree of permutes is log2(P) of them, each of the same size.  Every
+    device gets the same loss.  Each begins its backward with 1/P of the loss's cotangent: what is
+    differentiated is the mean over devices of their equal losses, so that a collective inside,
+    which sums cotangents over devices, counts none twice.
+    """
+    code, buffer, avals = shared.last_code, shared.buffers.cotangent, shared.last_stage.dy_avals
+    source = row.is_source != 0
+    if shared.blocking:
+        source = jnp.logical_and(source, jnp.logical_not(state["token"]))
+
+    def everywhere(leaf: Any) -> Any:
+        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+        return lax.psum(_or_zeros(source, number), shared.axis).astype(leaf.dtype)
+
+    def on_source(loss: Any, aux: Leaves, state: State) -> State:
+        # Noted on one device: the end of the step sums over devices.
+        mine = [_or_zeros(source, leaf) for leaf in aux]
+        return noted(_or_zeros(source, loss), mine, row.microbatch, state)
+
+    y = [everywhere(leaf) for leaf in read(state["last"], row.y)]
+    arguments = last_inputs(shared, y, row.microbatch)
+    if not shared.training:
+        loss, aux, _ = run_last(shared, code.evaluate, arguments)
+        return on_source(loss, aux, state)
+    jaxpr = code.train if code.deferred is None else code.deferred.loss
+    seed = shared.operands.seed / lax.axis_size(shared.axis)
+    loss, aux, rest = run_last(shared, jaxpr, [*arguments, seed])
+    if code.deferred is None:
+        state, dy = with_last_gradients(rest, state)
+    else:
+        dy, stash = rest[: len(avals)], rest[len(avals) :]
+        state = state | {"share": write(state["share"], row.stash, stash)}
+    # One reduction of all leaves; only the device of the last stage has room for the result, the
+    # others keep what is in the slot.
+    whole = lax.psum(dy, shared.axis)
+    state = on_source(loss, aux, state)
+    pool = state["cotangent"]
+    return state | {"cotangent": _taken(buffer, avals, whole, row, source, pool)}
+
+
+def _last_weight_grad(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """H: the gradient of a device's own part of the parameters of `last`, from what its L left; no
+    other device takes part.
+    """
+    deferred = shared.last_code.deferred
+    assert deferred is not None
+    seed = shared.operands.seed / lax.axis_size(shared.axis)
+    stash = read(state["share"], row.stash)
+    arguments = [*last_inputs(shared, [], row.microbatch), seed, *stash]
+    return accumulate("last_gradients", deferred.weights, arguments, state)
+
+
+_RUNS: dict[Kind, Callable[[SharedCode, Collective[Scalar], State], State]] = {
+    Kind.E: _first,
+    Kind.G: _first_gradient,
+    Kind.L: _last,
+    Kind.H: _last_weight_grad,
+}
+
+
+def _ordered(shared: SharedCode, microbatch: Scalar, state: State) -> Scalar:
+    """The number, where a permute holds its device known no sooner than what ran before in the tick
+    is over: see `exchange.permuted`.
+    """
+    return jnp.where(state["token"], 0, microbatch) if shared.blocking else microbatch
+
+
+def _or_zeros(source: Flag, leaf: Any) -> Any:
+    return jnp.where(source, leaf, jnp.zeros_like(leaf))
+
+
+def _taken(
+    buffer: Any, avals: Any, new: Leaves, row: Collective[Scalar], source: Flag, pool: Leaves
+) -> Leaves:
+    """The pool with what all devices made, on the one that takes it."""
+    held = buffer.read(pool, row.out, avals)
+    kept = [jnp.where(source, n, old) for n, old in zip(new, held, strict=True)]
+    return buffer.write(pool, row.out, avals, kept)
