@@ -136,7 +136,7 @@ def plan(
     """
     layers = getattr(model, "layers", model)
     given: dict[str, Any] = {
-        "layers": layers,
+        "model": layers,
         "costs": costs,
         "microbatches": microbatches,
         "transfer": transfer,

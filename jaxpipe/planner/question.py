@@ -58,7 +58,9 @@ def _is_function(value: object) -> bool:
 
 
 _KINDS = {
-    "layers": _Kind(_is_text, "a text with a letter for each layer, such as 'Et*80,L'"),
+    "model": _Kind(
+        _is_text, "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters"
+    ),
     "costs": _Kind(lambda v: isinstance(v, Mapping), "a mapping, {'t': jaxpipe.LayerCost(...)}"),
     "microbatches": _Kind(
         lambda v: _is_count(v) or _are(_is_count)(v),
