@@ -78,7 +78,7 @@ class Costs:
         faults = (
             []
             if isinstance(self.release, Release)
-            else [f"release is {quoted(self.release)}; it is a jaxpipe.Release"]
+            else [f"release is {quoted(self.release)}; it is a jaxpipe.table.Release"]
         )
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)

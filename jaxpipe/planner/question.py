@@ -81,7 +81,7 @@ _KINDS = {
     "most": _Kind(_is_count, "a whole number of at least 1"),
     "progress": _Kind(_is_function, "a function of (done, of), or None"),
     "traced": _Kind(
-        _is_function, "a function of a plan, as jaxpipe.traced_memory makes it, or None"
+        _is_function, "a function of a plan, as jaxpipe.measuring.traced_memory makes it, or None"
     ),
     "axis": _Kind(_is_text, "the name of a mesh axis"),
     "data_axes": _Kind(lambda v: _is_text(v) or _are(_is_text)(v), "names of mesh axes"),

@@ -255,7 +255,7 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
             f"R in the table recomputes what the gradient of `{name}` needs, and that depends on "
             "the "
             "state, which later microbatches have changed by then; let x depend on the state only "
-            "where training=False, or take R out with jaxpipe.remove_recompute"
+            "where training=False, or take R out with jaxpipe.transforms.remove_recompute"
         )
 
 

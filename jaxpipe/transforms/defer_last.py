@@ -71,7 +71,7 @@ def defer_last(
     if plain.has_transfers:
         raise ScheduleError(
             "the table has SEND and RECV; defer what L does without them "
-            "(jaxpipe.remove_transfers takes them out)"
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if not plain.encoded.spreads_last:
         raise ScheduleError(
