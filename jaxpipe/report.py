@@ -63,7 +63,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -173,20 +172,17 @@ def _memory(code: ModelCode) -> dict[str, Any]:
     splits = any(
         use.block.kind is Kind.I for s in program.segments for p in s.templates for use in p.blocks
     )
-    kept: dict[str, Sequence[Any]] = {
+    kept: dict[str, Sequence[Any]] = dict.fromkeys(vars(Slots()), ()) | {
         "x": buffers.x.avals,
         "residual_input": buffers.residual_input.avals,
         "residual_weight": buffers.residual_weight.avals,
         "cotangent": buffers.cotangent.avals,
         "stash": buffers.stash.avals if splits else (),
-        "first": code.first_avals,
-        "last": code.last_avals,
-        "share": code.share_avals,
+        **{place.value: avals for place, avals in code.outer_pools.items()},
         "host": (*buffers.residual_input.avals, *buffers.residual_weight.avals)
         if program.slots.host
         else (),
     }
-    assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
     slot_bytes = {pool: _total(avals) for pool, avals in kept.items()}
     payload = {Payload.ACTIVATION: slot_bytes["x"], Payload.COTANGENT: slot_bytes["cotangent"]}
     sent: dict[int, int] = {}

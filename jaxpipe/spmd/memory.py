@@ -56,9 +56,8 @@ def predicted_memory(
     splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
     names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
     pools = {name: getattr(slots, name) * getattr(buffers, name).nbytes for name in names}
-    pools["last"] = slots.last * sum(map(nbytes, code.last_avals))
-    pools["share"] = slots.share * sum(map(nbytes, code.share_avals))
-    pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
+    for place, avals in code.outer_pools.items():
+        pools[place.value] = getattr(slots, place.value) * sum(map(nbytes, avals))
     residuals = buffers.residual_input.nbytes + buffers.residual_weight.nbytes if slots.host else 0
     work = work_space(job, mesh, code, entries)
     most = max(work.values(), default=0)

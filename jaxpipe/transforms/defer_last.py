@@ -99,7 +99,7 @@ class _Run:
         by_stage = costs.for_stages(table.num_stages)
         self._schedule, self._table, self._most = schedule, table, most
         self._late = by_stage.last_weight_grad
-        self._costs = by_stage.shortened()
+        self._costs = by_stage.shortened(_LATE)
         self._durations = action_durations(table, self._costs)
         self._free: list[float] = [0] * table.num_devices
         # the microbatches of H that a device has to do
