@@ -13,10 +13,12 @@ from ..simulation.costs import Costs
 from ..simulation.simulate import Meetings, action_durations, simulate
 from ..table.action import Action, Cell, Kind
 from ..table.check import check
+from ..table.contract import Contract
 from ..table.kinds import Value, readers
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
 from ..table.typed import typed
+from .contracts import keeps
 from .place_together import without
 
 _LATE = readers(Value.SHARE_STASH)
@@ -171,3 +173,8 @@ class _Run:
         for position, cell in enumerate(self._schedule.rows[device]):
             row += [*cells.get(position, ()), cell]
         return [*row, *(Action(device, kind, m) for m in self._left[device])]
+
+
+CONTRACT = Contract(
+    "defer_last", defer_last, keeps([kind for kind in Kind if kind not in _LATE], whole=True)
+)
