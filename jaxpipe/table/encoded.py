@@ -36,7 +36,6 @@ from .kinds import (
     Value,
     kinds_where,
     makers,
-    readers,
 )
 from .limits import is_whole
 
@@ -206,11 +205,6 @@ class Encoded:
     def recomputes(self) -> bool:
         """True where a forward is run again for its backward."""
         return bool(self.of_kinds(RECOMPUTE).any())
-
-    @cached_property
-    def defers_last(self) -> bool:
-        """True where L leaves the gradient of the parameters of `last` to H."""
-        return bool(self.of_kinds(readers(Value.SHARE_STASH)).any())
 
     @cached_property
     def meetings(self) -> dict[int, Meeting]:
