@@ -18,7 +18,7 @@ from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..lowering.offload import Offload
 from ..model.functions import Functions, make_extra
-from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
+from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
@@ -104,9 +104,7 @@ def trace_model(
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
-        uses = (
-            _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
-        )
+        uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"])) + shared_uses
         # and where they lie
         key = (
             function,
