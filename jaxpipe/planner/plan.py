@@ -24,24 +24,12 @@ from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
 from .memory import Memory, layer_sizes, least_bytes, least_slots, memory_of
-from .question import Axes, Question, questions, refuse
+from .request import SCHEDULES as SCHEDULES
+from .request import Request, requests
 from .result import PipelinePlan, Plans, Rejected, gib
 from .running import program_of, step_seconds
 
 _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
-# Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "zb_h2",
-    "interleaved_zb",
-    "zbv",
-    "v_half",
-    "v_min",
-    "auto",
-)
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
 
@@ -134,28 +122,26 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    layers = getattr(model, "layers", model)
-    given: dict[str, Any] = {
-        "layers": layers,
-        "costs": costs,
-        "microbatches": microbatches,
-        "transfer": transfer,
-        "schedules": schedules,
-    }
-    given |= {
-        "chunks": chunks,
-        "remat": remat,
-        "search": search,
-        "seed": seed,
-        "most": most,
-        "progress": progress,
-        "traced": traced,
-    }
-    refuse(given | {"axis": axis, "data_axes": data_axes})
-    axes = Axes(axis, (data_axes,) if isinstance(data_axes, str) else tuple(data_axes))
-    names = SCHEDULES if schedules is None or not len(schedules) else schedules
-    asked = questions(
-        layers, costs, devices, microbatches, memory, transfer, names, chunks, remat, mesh, axes
+    asked = requests(
+        {
+            "layers": getattr(model, "layers", model),
+            "costs": costs,
+            "devices": devices,
+            "microbatches": microbatches,
+            "memory": memory,
+            "transfer": transfer,
+            "schedules": schedules,
+            "chunks": chunks,
+            "remat": remat,
+            "search": search,
+            "seed": seed,
+            "most": most,
+            "progress": progress,
+            "traced": traced,
+            "mesh": mesh,
+            "axis": axis,
+            "data_axes": data_axes,
+        }
     )
     candidates, rejected = _candidates(_roomy(asked), progress)
     candidates.sort(key=lambda c: c.seconds)
@@ -194,7 +180,7 @@ def plan(
 class _Candidate(NamedTuple):
     """A choice, its table, and the table's simulated seconds."""
 
-    question: Question
+    request: Request
     name: str
     chunks: int
     remat: Remat
@@ -210,7 +196,7 @@ class _Candidate(NamedTuple):
         """As a table names it."""
         parts = [self.name, f"V {self.chunks}"]
         parts += [f"cap {self.cap}"] if self.cap else []
-        parts += [f"M {self.question.microbatches}"] if self.question.one_of_many else []
+        parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
         share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
         parts += (
             [f"recompute {share:.0%}"]
@@ -240,23 +226,23 @@ class _Lowered:
 
 
 def _candidates(
-    asked: Sequence[Question], progress: Callable[[int, int], None] | None
+    asked: Sequence[Request], progress: Callable[[int, int], None] | None
 ) -> tuple[list[_Candidate], list[Rejected]]:
     """Every choice that can be built."""
-    choices = [(question, *choice) for question in asked for choice in _choices(question)]
+    choices = [(request, *choice) for request in asked for choice in _choices(request)]
     found: list[_Candidate] = []
     rejected: list[Rejected] = []
-    for done, (question, name, chunks, remat) in enumerate(choices):
+    for done, (request, name, chunks, remat) in enumerate(choices):
         try:
             layout = balanced(
-                question.layers,
-                question.costs,
-                devices=question.devices,
+                request.layers,
+                request.costs,
+                devices=request.devices,
                 chunks=chunks,
                 remat=remat,
             )
-            caps = _caps(question, layout, chunks, remat) if name == "auto" else (None,)
-            built = [_built(question, name, chunks, remat, cap, layout) for cap in caps]
+            caps = _caps(request, layout, chunks, remat) if name == "auto" else (None,)
+            built = [_built(request, name, chunks, remat, cap, layout) for cap in caps]
             found += [
                 each
                 for one in built
@@ -277,7 +263,7 @@ def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
     """
     peak = max(simulate(candidate.schedule, candidate.costs).peak_activations)
     room = _room(candidate)
-    if room >= peak and Remat.NONE not in candidate.question.remat:
+    if room >= peak and Remat.NONE not in candidate.request.remat:
         yield candidate
     for cap in sorted({max(1, min(room, peak - 1)), max(1, min(room, peak) - 1), 1}, reverse=True):
         table = add_recompute(candidate.schedule, costs=candidate.costs, max_activations=cap)
@@ -290,13 +276,13 @@ def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
 
 def _room(candidate: _Candidate) -> int:
     """How many activations a device has room for, besides all else that it holds."""
-    question = candidate.question
-    assert question.memory is not None, "where memory has no limit, nothing is computed again"
-    slots = program_of(question.target, candidate.schedule, candidate.costs).program().slots
+    request = candidate.request
+    assert request.memory is not None, "where memory has no limit, nothing is computed again"
+    slots = program_of(request.target, candidate.schedule, candidate.costs).program().slots
     held = _memory(candidate, slots)
     residuals = held.pools["residual_weight"]
     each = residuals / slots.residual_weight
-    free = question.memory - (held.total - residuals)
+    free = request.memory - (held.total - residuals)
     return (
         int(free / each)
         if each
@@ -304,43 +290,43 @@ def _room(candidate: _Candidate) -> int:
     )
 
 
-def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
+def _choices(request: Request) -> Iterator[tuple[str, int, Remat]]:
     """Schedules with the chunks that they take and that the layers are enough for."""
-    for name in question.schedules:
+    for name in request.schedules:
         rule = describe(name).chunks
-        for chunks in question.chunks:
+        for chunks in request.chunks:
             # With one stage a device it is 1F1B with more activations.
-            same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in question.schedules
+            same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in request.schedules
             if (
                 not same
                 and rule.nearest(chunks) == chunks
-                and question.devices * chunks <= len(question.layers)
+                and request.devices * chunks <= len(request.layers)
             ):
-                for remat in question.remat:
+                for remat in request.remat:
                     # Where memory has no limit, nothing is computed again for it.
-                    if remat is not Remat.STAGES or question.memory is not None:
+                    if remat is not Remat.STAGES or request.memory is not None:
                         yield name, chunks, remat
 
 
 def _built(
-    question: Question, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout
+    request: Request, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout
 ) -> _Candidate:
     """A candidate with its table."""
-    costs = stage_costs(layout, question.costs, remat=remat, transfer=question.transfer)
+    costs = stage_costs(layout, request.costs, remat=remat, transfer=request.transfer)
     options: dict[str, Any] = {} if cap is None else {"max_activations": cap}
     if any(option.name == "costs" for option in describe(name).options):
         options["costs"] = costs
     schedule = build(
-        name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options
+        name, devices=request.devices, microbatches=request.microbatches, chunks=chunks, **options
     )
     if schedule.num_stages != layout.num_stages:
-        per = schedule.num_stages // question.devices
+        per = schedule.num_stages // request.devices
         raise ScheduleError(
             f"{name} has {schedule.num_stages} stages, each on several devices; choose it by "
             f"chunks=({per},)"
         )
     return _Candidate(
-        question,
+        request,
         name,
         chunks,
         remat,
@@ -352,22 +338,22 @@ def _built(
     )
 
 
-def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
+def _caps(request: Request, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
     """Caps for `auto`: as much as it asks for, 1F1B's memory, and what the limit leaves
     room for.
     """
-    enough = chunks * question.devices
-    if question.memory is None:
+    enough = chunks * request.devices
+    if request.memory is None:
         return None, enough
     trial = _built(
-        question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout
+        request, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout
     )
-    slots = program_of(question.target, trial.schedule, trial.costs).program().slots
+    slots = program_of(request.target, trial.schedule, trial.costs).program().slots
     held = _memory(trial, slots)
     residuals = held.pools["residual_weight"]
     boundaries = held.pools["x"] + held.pools["cotangent"] + held.sent
     each = residuals / slots.residual_weight + boundaries / (slots.x + slots.cotangent)
-    room = question.memory - (held.total - residuals - boundaries)
+    room = request.memory - (held.total - residuals - boundaries)
     fits = int(room / each) if each else 2 * enough
     return tuple(
         dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))])
@@ -376,16 +362,14 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
 
 def _refined(candidate: _Candidate) -> _Candidate:
     """The candidate with a better layout for its table, and the table fitted again to it."""
-    question = candidate.question
+    request = candidate.request
 
     def makespan(layout: Layout) -> float:
-        costs = stage_costs(
-            layout, question.costs, remat=candidate.remat, transfer=question.transfer
-        )
+        costs = stage_costs(layout, request.costs, remat=candidate.remat, transfer=request.transfer)
         return simulate(candidate.schedule, costs).makespan
 
     layout = improved(candidate.layout, makespan, tries=_MOVES)
-    costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
+    costs = stage_costs(layout, request.costs, remat=candidate.remat, transfer=request.transfer)
     if layout == candidate.layout:
         return candidate
     # What is certified of the table is so for the costs that it was made for.
@@ -395,16 +379,16 @@ def _refined(candidate: _Candidate) -> _Candidate:
         return same
     return min(
         same,
-        _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout),
+        _built(request, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout),
         key=lambda c: c.seconds,
     )
 
 
 def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
-    question = candidate.question
-    lowered = program_of(question.target, candidate.schedule, candidate.costs)
-    seconds = step_seconds(question.target, lowered, candidate.costs)
+    request = candidate.request
+    lowered = program_of(request.target, candidate.schedule, candidate.costs)
+    seconds = step_seconds(request.target, lowered, candidate.costs)
     found = _Lowered(candidate, seconds, _memory(candidate, lowered.program().slots))
     if traced is None:
         return found
@@ -419,13 +403,13 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
 
 def _memory(candidate: _Candidate, slots: Slots) -> Memory:
     """What a device holds of it, by sums of layers' sizes."""
-    question = candidate.question
+    request = candidate.request
     sizes = layer_sizes(
         candidate.layout,
         candidate.schedule,
-        question.costs,
+        request.costs,
         remat=candidate.remat,
-        in_place=question.target.on_gpus,
+        in_place=request.target.on_gpus,
     )
     return memory_of(slots, sizes)
 
@@ -441,13 +425,13 @@ def _least(candidate: _Candidate) -> _Lowered:
 
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
     """A shorter table for the best plan's layout and memory, if the search finds one."""
-    old, question = best.candidate, best.candidate.question
+    old, request = best.candidate, best.candidate.request
     if old.recomputing or old.schedule.placement.is_bidirectional:
         return []
     cap = max(simulate(old.schedule, old.costs).peak_activations)
     shape: dict[str, Any] = {
-        "devices": question.devices,
-        "microbatches": question.microbatches,
+        "devices": request.devices,
+        "microbatches": request.microbatches,
         "chunks": old.chunks,
     }
     table = build(
@@ -463,11 +447,11 @@ def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None)
         name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan
     )
     lowered = _lower(found, traced)
-    fits = question.memory is None or lowered.needs <= question.memory
+    fits = request.memory is None or lowered.needs <= request.memory
     return [lowered] if fits and lowered.seconds < best.seconds else []
 
 
-def _roomy(asked: Sequence[Question]) -> list[Question]:
+def _roomy(asked: Sequence[Request]) -> list[Request]:
     """Those for which parameters, gradients and optimizer state alone fit; PlanError where that is
     none.
     """
@@ -475,18 +459,18 @@ def _roomy(asked: Sequence[Question]) -> list[Question]:
     found = [q for needs, q in least if q.memory is None or needs <= q.memory]
     if found:
         return found
-    needs, question = min(least, key=lambda each: each[0])
-    assert question.memory is not None
+    needs, request = min(least, key=lambda each: each[0])
+    assert request.memory is not None
     raise PlanError(
-        f"nothing fits into {gib(question.memory)} a device: the nearest is an even split of the "
+        f"nothing fits into {gib(request.memory)} a device: the nearest is an even split of the "
         f"layers, which needs {gib(needs)} for "
-        f"parameters, gradients and optimizer state alone, {gib(needs - question.memory)} more; "
+        f"parameters, gradients and optimizer state alone, {gib(needs - request.memory)} more; "
         f"{_ADVICE}"
     )
 
 
 def _nothing_fits(
-    question: Question, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]
+    request: Request, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]
 ) -> PlanError:
     """By how much, and what comes nearest."""
     if not beyond:
@@ -494,12 +478,12 @@ def _nothing_fits(
             "no schedule can be built for this model",
             [f"{r.what}: {r.why}" for r in rejected] or ["none was asked for"],
         )
-    assert question.memory is not None
+    assert request.memory is not None
     near = min(beyond, key=lambda b: b.needs)
-    needs = near.needs - question.memory
+    needs = near.needs - request.memory
     part, held = max(_parts(near.memory).items(), key=lambda item: item[1])
     return PlanError(
-        f"nothing fits into {gib(question.memory)} a device: the nearest is "
+        f"nothing fits into {gib(request.memory)} a device: the nearest is "
         f"{near.candidate.words}, layout {near.candidate.layout}, "
         f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, "
         f"{part}); {_ADVICE}"
@@ -560,13 +544,13 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         schedule=c.schedule,
         remat=None if c.remat is Remat.STAGES else c.remat.value,
         seconds=lowered.seconds,
-        memory=(lowered.needs,) * c.question.devices,
+        memory=(lowered.needs,) * c.request.devices,
         lower_bound=0.0,
         why="",
         words=c.words,
         costs=c.costs,
         parts=lowered.memory,
         traced=lowered.traced,
-        axis=c.question.axes.pipe,
-        data_axes=c.question.axes.data,
+        axis=c.request.axis,
+        data_axes=c.request.data_axes,
     )
