@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import bound_beside
-from ..engine.costs import Costs
 from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
+from ..lowering.plan import Plan
 from ..program.pools import Slots
 from ..schedules import build
 from ..schedules.registry import describe
@@ -156,7 +157,9 @@ def plan(
             and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]
         ):
             break
-        lowered = _least(candidate)
+        # what its program takes and holds at the least
+        least = candidate.memory(least_slots(candidate.timeline))
+        lowered = _Lowered(candidate, candidate.seconds, least)
         # Sums of layers' sizes say nothing of a traced model.
         if memory is None or traced is not None or lowered.needs <= memory:
             lowered = _lower(candidate, traced)
@@ -178,7 +181,7 @@ def plan(
 
 
 class _Candidate(NamedTuple):
-    """A choice, its table, and the table's simulated seconds."""
+    """A choice with its table, simulated."""
 
     request: Request
     name: str
@@ -186,10 +189,32 @@ class _Candidate(NamedTuple):
     remat: Remat
     cap: int | None
     layout: Layout
-    schedule: Schedule
-    costs: Costs
-    seconds: float
+    timeline: Timeline
     recomputing: int = 0  # R in the table
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its table."""
+        return self.timeline.schedule
+
+    @property
+    def seconds(self) -> float:
+        """Of the table."""
+        return self.timeline.makespan
+
+    @property
+    def lowered(self) -> Plan:
+        """Its program."""
+        return program_of(self.request.target, self.schedule, self.timeline.costs)
+
+    def memory(self, slots: Slots) -> Memory:
+        """What a device holds of it, by sums of layers' sizes."""
+        request = self.request
+        in_place = request.target.on_gpus
+        sizes = layer_sizes(
+            self.layout, self.schedule, request.costs, remat=self.remat, in_place=in_place
+        )
+        return memory_of(slots, sizes)
 
     @property
     def words(self) -> str:
@@ -198,13 +223,8 @@ class _Candidate(NamedTuple):
         parts += [f"cap {self.cap}"] if self.cap else []
         parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
         share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
-        parts += (
-            [f"recompute {share:.0%}"]
-            if self.recomputing
-            else [f"remat {self.remat.value}"]
-            if self.remat is Remat.FULL
-            else []
-        )
+        parts += [f"recompute {share:.0%}"] if self.recomputing else []
+        parts += [f"remat {self.remat.value}"] if self.remat is Remat.FULL else []
         return ", ".join(parts)
 
 
@@ -234,20 +254,12 @@ def _candidates(
     rejected: list[Rejected] = []
     for done, (request, name, chunks, remat) in enumerate(choices):
         try:
-            layout = balanced(
-                request.layers,
-                request.costs,
-                devices=request.devices,
-                chunks=chunks,
-                remat=remat,
-            )
+            shape = {"devices": request.devices, "chunks": chunks}
+            layout = balanced(request.layers, request.costs, **shape, remat=remat)
             caps = _caps(request, layout, chunks, remat) if name == "auto" else (None,)
             built = [_built(request, name, chunks, remat, cap, layout) for cap in caps]
-            found += [
-                each
-                for one in built
-                for each in (_recomputing(one) if remat is Remat.STAGES else (one,))
-            ]
+            for one in built:
+                found += _recomputing(one) if remat is Remat.STAGES else (one,)
         except (ScheduleError, LayoutError) as error:
             rejected.append(
                 Rejected(f"{name}, V {chunks}", str(error).splitlines()[-1].strip(), None)
@@ -261,33 +273,21 @@ def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
     """The table with the fewest R for as many activations as there is room for, for one less, and
     for one: by sums of layers' sizes.
     """
-    peak = max(simulate(candidate.schedule, candidate.costs).peak_activations)
-    room = _room(candidate)
-    if room >= peak and Remat.NONE not in candidate.request.remat:
+    request, table, costs = candidate.request, candidate.schedule, candidate.timeline.costs
+    assert request.memory is not None, "where memory has no limit, nothing is computed again"
+    slots = candidate.lowered.program().slots
+    held = candidate.memory(slots)
+    residuals = held.pools["residual_weight"]
+    each, free = residuals / slots.residual_weight, request.memory - (held.total - residuals)
+    room = int(free / each) if each else table.num_stages * table.num_microbatches
+    peak = max(candidate.timeline.peak_activations)
+    if room >= peak and Remat.NONE not in request.remat:
         yield candidate
     for cap in sorted({max(1, min(room, peak - 1)), max(1, min(room, peak) - 1), 1}, reverse=True):
-        table = add_recompute(candidate.schedule, costs=candidate.costs, max_activations=cap)
-        count = sum(action.kind is Kind.R for _, _, action in table.actions())
+        found = add_recompute(table, costs=costs, max_activations=cap)
+        count = sum(action.kind is Kind.R for _, _, action in found.actions())
         if count:
-            yield candidate._replace(
-                schedule=table, seconds=simulate(table, candidate.costs).makespan, recomputing=count
-            )
-
-
-def _room(candidate: _Candidate) -> int:
-    """How many activations a device has room for, besides all else that it holds."""
-    request = candidate.request
-    assert request.memory is not None, "where memory has no limit, nothing is computed again"
-    slots = program_of(request.target, candidate.schedule, candidate.costs).program().slots
-    held = _memory(candidate, slots)
-    residuals = held.pools["residual_weight"]
-    each = residuals / slots.residual_weight
-    free = request.memory - (held.total - residuals)
-    return (
-        int(free / each)
-        if each
-        else candidate.schedule.num_stages * candidate.schedule.num_microbatches
-    )
+            yield candidate._replace(timeline=simulate(found, costs), recomputing=count)
 
 
 def _choices(request: Request) -> Iterator[tuple[str, int, Remat]]:
@@ -325,17 +325,7 @@ def _built(
             f"{name} has {schedule.num_stages} stages, each on several devices; choose it by "
             f"chunks=({per},)"
         )
-    return _Candidate(
-        request,
-        name,
-        chunks,
-        remat,
-        cap,
-        layout,
-        schedule,
-        costs,
-        simulate(schedule, costs).makespan,
-    )
+    return _Candidate(request, name, chunks, remat, cap, layout, simulate(schedule, costs))
 
 
 def _caps(request: Request, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
@@ -345,11 +335,10 @@ def _caps(request: Request, layout: Layout, chunks: int, remat: Remat) -> tuple[
     enough = chunks * request.devices
     if request.memory is None:
         return None, enough
-    trial = _built(
-        request, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout
-    )
-    slots = program_of(request.target, trial.schedule, trial.costs).program().slots
-    held = _memory(trial, slots)
+    name = "1f1b" if chunks == 1 else "interleaved_1f1b"
+    trial = _built(request, name, chunks, remat, None, layout)
+    slots = trial.lowered.program().slots
+    held = trial.memory(slots)
     residuals = held.pools["residual_weight"]
     boundaries = held.pools["x"] + held.pools["cotangent"] + held.sent
     each = residuals / slots.residual_weight + boundaries / (slots.x + slots.cotangent)
@@ -362,34 +351,29 @@ def _caps(request: Request, layout: Layout, chunks: int, remat: Remat) -> tuple[
 
 def _refined(candidate: _Candidate) -> _Candidate:
     """The candidate with a better layout for its table, and the table fitted again to it."""
-    request = candidate.request
-
-    def makespan(layout: Layout) -> float:
-        costs = stage_costs(layout, request.costs, remat=candidate.remat, transfer=request.transfer)
-        return simulate(candidate.schedule, costs).makespan
-
-    layout = improved(candidate.layout, makespan, tries=_MOVES)
-    costs = stage_costs(layout, request.costs, remat=candidate.remat, transfer=request.transfer)
-    if layout == candidate.layout:
-        return candidate
+    request, remat = candidate.request, candidate.remat
     # What is certified of the table is so for the costs that it was made for.
     table = replace(candidate.schedule, certificate=None)
-    same = candidate._replace(layout=layout, costs=costs, schedule=table, seconds=makespan(layout))
+
+    def timeline(layout: Layout) -> Timeline:
+        costs = stage_costs(layout, request.costs, remat=remat, transfer=request.transfer)
+        return simulate(table, costs)
+
+    layout = improved(candidate.layout, lambda each: timeline(each).makespan, tries=_MOVES)
+    if layout == candidate.layout:
+        return candidate
+    same = candidate._replace(layout=layout, timeline=timeline(layout))
     if candidate.recomputing:
         return same
-    return min(
-        same,
-        _built(request, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout),
-        key=lambda c: c.seconds,
-    )
+    again = _built(request, candidate.name, candidate.chunks, remat, candidate.cap, layout)
+    return min(same, again, key=lambda c: c.seconds)
 
 
 def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
-    request = candidate.request
-    lowered = program_of(request.target, candidate.schedule, candidate.costs)
-    seconds = step_seconds(request.target, lowered, candidate.costs)
-    found = _Lowered(candidate, seconds, _memory(candidate, lowered.program().slots))
+    lowered = candidate.lowered
+    seconds = step_seconds(candidate.request.target, lowered, candidate.timeline.costs)
+    found = _Lowered(candidate, seconds, candidate.memory(lowered.program().slots))
     if traced is None:
         return found
     sizes = traced(_plan(found))
@@ -401,51 +385,25 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     return replace(found, traced=sizes)
 
 
-def _memory(candidate: _Candidate, slots: Slots) -> Memory:
-    """What a device holds of it, by sums of layers' sizes."""
-    request = candidate.request
-    sizes = layer_sizes(
-        candidate.layout,
-        candidate.schedule,
-        request.costs,
-        remat=candidate.remat,
-        in_place=request.target.on_gpus,
-    )
-    return memory_of(slots, sizes)
-
-
-def _least(candidate: _Candidate) -> _Lowered:
-    """What its program takes and holds at the least."""
-    return _Lowered(
-        candidate,
-        candidate.seconds,
-        _memory(candidate, least_slots(simulate(candidate.schedule, candidate.costs))),
-    )
-
-
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
     """A shorter table for the best plan's layout and memory, if the search finds one."""
     old, request = best.candidate, best.candidate.request
-    if old.recomputing or old.schedule.placement.is_bidirectional:
+    placement, costs = old.schedule.placement, old.timeline.costs
+    if old.recomputing or placement.is_bidirectional:
         return []
-    cap = max(simulate(old.schedule, old.costs).peak_activations)
-    shape: dict[str, Any] = {
-        "devices": request.devices,
-        "microbatches": request.microbatches,
-        "chunks": old.chunks,
-    }
+    cap = max(old.timeline.peak_activations)
     table = build(
         "auto",
-        **shape,
-        placement=old.schedule.placement,
+        devices=request.devices,
+        microbatches=request.microbatches,
+        chunks=old.chunks,
+        placement=placement,
         max_activations=cap,
-        costs=old.costs,
+        costs=costs,
         search=seconds,
         seed=seed,
     )
-    found = old._replace(
-        name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan
-    )
+    found = old._replace(name="auto", cap=cap, timeline=simulate(table, costs))
     lowered = _lower(found, traced)
     fits = request.memory is None or lowered.needs <= request.memory
     return [lowered] if fits and lowered.seconds < best.seconds else []
@@ -514,13 +472,13 @@ def _parts(memory: Memory) -> dict[str, float]:
 def _result(lowered: _Lowered) -> PipelinePlan:
     """A plan as it is handed out."""
     c = lowered.candidate
-    timeline = simulate(c.schedule, c.costs)
+    timeline = c.timeline
     bound, cap = bound_beside(timeline)
     proof, own = Proof.RELAXATION, c.schedule.certificate
     if own is not None and own.objective is Objective.MAKESPAN and own.bound > bound:
         bound, proof = own.bound, own.proof
     certificate = Certificate(Objective.MAKESPAN, lowered.seconds, bound, proof, cap)
-    times = c.costs.for_stages(c.schedule.num_stages)
+    times = timeline.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
     slow = max(range(len(whole)), key=lambda s: whole[s])
     gap = (
@@ -548,7 +506,7 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         lower_bound=0.0,
         why="",
         words=c.words,
-        costs=c.costs,
+        costs=c.timeline.costs,
         parts=lowered.memory,
         traced=lowered.traced,
         axis=c.request.axis,
