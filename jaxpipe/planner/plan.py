@@ -125,7 +125,7 @@ def plan(
     """
     asked = requests(
         {
-            "layers": getattr(model, "layers", model),
+            "model": getattr(model, "layers", model),
             "costs": costs,
             "devices": devices,
             "microbatches": microbatches,

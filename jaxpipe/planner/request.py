@@ -116,7 +116,7 @@ def _request(
             if not isinstance(v, LayerCost)
         ),
     )
-    text = given["layers"]
+    text = given["model"]
     model = parse_layout(text, devices=1, letters="".join(sorted({*"EtmL", *costs})))
     letters, least = model.layers, min(chunks, default=1)
     missing = sorted(set(letters) - set(costs))
@@ -197,7 +197,10 @@ def _is_function(value: object) -> bool:
 
 # What each argument accepts, and what to write.
 _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "layers": (_is_text, "a text with a letter for each layer, such as 'Et*80,L'"),
+    "model": (
+        _is_text,
+        "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters",
+    ),
     "costs": (lambda v: isinstance(v, Mapping), "a mapping, {'t': jaxpipe.LayerCost(...)}"),
     "devices": (_is_count, "a whole number of at least 1"),
     "microbatches": (

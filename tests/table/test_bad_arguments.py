@@ -157,7 +157,7 @@ PLANNED: dict[str, Any] = {
     name: parameter.default for name, parameter in inspect.signature(jp.plan).parameters.items()
 }
 PLANNED |= SIZE | {
-    "layers": "t*4",
+    "model": "t*4",
     "costs": {"t": COST},
     "chunks": (1, 2),
     "schedules": ("1f1b", "zb_h1", "dualpipe"),
