@@ -30,7 +30,7 @@ from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from jaxpipe.inspect.moves import LargeMove, Move
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
-from jaxpipe.inspect.waits import count_waits, flat, most_waits, never
+from jaxpipe.inspect.waits import count_waits, flat, most_waits
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -156,7 +156,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     predicates = program.predicates
     schedule = case.build()
     least, most = (
-        count_waits(predicates, never),
+        count_waits(predicates, taken=False),
         most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)),
     )
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
