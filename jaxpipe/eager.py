@@ -17,12 +17,11 @@ import numpy as np
 
 from .arrays import Leaves, PyTree, summable, wider
 from .errors import PipelineError
-from .model.functions import Loss, Returned, inverse_count
-from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
+from .model.functions import Loss, Returned, inverse_count, make_extra, split_batch
+from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
 from .stage.job import Job
-from .stage.model_code import make_extra, split_batch
 from .stage.state_gradient import check_state_gradient
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
@@ -38,13 +37,9 @@ class EagerExecutor:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> from jaxpipe.eager import EagerExecutor
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
-        ...     lambda p, x: jnp.tanh(x @ p),
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
-        ...     executor=EagerExecutor(),
-        ...     last=lambda p, x, mb: jnp.mean(x**2),
-        ... )
+        >>> model = jp.Model(lambda p, x: jnp.tanh(x @ p), last=lambda p, x, mb: jnp.mean(x**2))
+        >>> mesh = jax.make_mesh((1,), ("pipe",))
+        >>> pipe = jp.Pipeline(model, s, mesh, executor=EagerExecutor())
         >>> loss, grads = pipe.value_and_grad(
         ...     pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}}), {"x": jnp.zeros((4, 3))}
         ... )
@@ -70,8 +65,7 @@ class EagerExecutor:
             raise PipelineError(
                 "the eager executor runs one operation after the other and cannot be traced: "
                 "call the step outside of jax.jit and "
-                "`pipe.jit`; `lower`, `compile_report` and `predict_memory` need a pipeline "
-                "without executor="
+                "`pipe.jit`; `lower` and `jaxpipe.inspect` need a pipeline without executor="
             )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
         job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})
@@ -129,7 +123,7 @@ class _Shard:
         plans = job.plans
         self.frozen = {key: _frozen(params[key], leaf_plans(plans[key])) for key in self.outer}
         self.frozen["stages"] = [
-            _frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan))
+            _frozen(own, job.layout.leaves_of(s, plans["stages"]))
             for s, own in enumerate(self.stages)
         ]
         self.like = params["stages"]
@@ -329,7 +323,7 @@ class _Shard:
         """Laid out as parameters are placed."""
         return {
             **self.total,
-            "stages": self.job.layout.place_trees(self.total["stages"], self.like),
+            "stages": self.job.layout.place_trees(self.total["stages"], like=self.like),
         }
 
 

@@ -17,7 +17,7 @@ WITHOUT_JAX = (
         "errors",
         "version",
         "table",
-        "simulation",
+        "engine",
         "solver",
         "transforms",
         "schedules",
@@ -30,24 +30,24 @@ WITHOUT_JAX = (
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
     *(
-        "compiled",
-        "report",
         "differentiable",
         "same_code",
-        "profiling",
         "processes",
         "fingerprint",
         "pipeline",
-        "measuring",
         "optimizers",
         "debug",
         "portable",
         "checkpoint",
         "distributed",
         "flax",
+        "inspect",
+        "measuring",
     ),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
+# Nothing outside of these rooms imports them: they may be deleted.
+OPTIONAL = ("inspect", "measuring")
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them
 
 

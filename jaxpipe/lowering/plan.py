@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..program.ir import Program
 from ..program.segments import Segment
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
 from ..transforms.forward_only import first_microbatches, forward_only

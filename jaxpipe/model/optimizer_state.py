@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..arrays import PyTree, wider
-from .forms import Buffer
 from .mesh import trimmed
-from .packed import Packed
+from .packed import Buffer, Packed
 
 
 def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTree]:
@@ -100,12 +99,12 @@ def state_shardings(
             for name, leaf in node.leaves.items()
             if leaf is not None
         }
-        for buffer in node.buffers:
+        for buffer in node.layout.buffers:
             leaf = node.leaves[buffer.name]
             # and no state of another form
-            if getattr(leaf, "shape", ())[1:] == (*buffer.counts, buffer.size):
+            if getattr(leaf, "shape", ())[1:] == buffer.shape:
                 found[buffer.name] = NamedSharding(mesh, buffer_spec(buffer, leaf.shape))
-        return Packed({name: found.get(name) for name in node.leaves}, node.forms, node.buffers)
+        return Packed({name: found.get(name) for name in node.leaves}, node.layout)
 
     return jax.tree_util.tree_map_with_path(
         of_node, state, is_leaf=lambda node: isinstance(node, Packed)

@@ -18,7 +18,7 @@ from .functions import Context, Loss
 
 @dataclass(frozen=True)
 class VocabEmbedding:
-    """Rows of a table by number, spread over the pipe axis: give it as `Pipeline(...,
+    """Rows of a table by number, spread over the pipe axis: give it as `Model(...,
     first=jaxpipe.VocabEmbedding())`.
 
     Each of P devices holds V / P rows of the table (the vocabulary need not divide), looks up those
@@ -34,13 +34,12 @@ class VocabEmbedding:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
+        >>> model = jp.Model(
         ...     lambda p, x: x @ p,
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
         ...     first=jp.VocabEmbedding(),
         ...     last=lambda p, x, microbatch: jnp.mean(x),
         ... )
+        >>> pipe = jp.Pipeline(model, s, jax.make_mesh((1,), ("pipe",)))
         >>> params = pipe.place(
         ...     {
         ...         "first": {"w": jnp.arange(8.0).reshape(4, 2)},
@@ -68,7 +67,7 @@ class VocabEmbedding:
 @dataclass(frozen=True)
 class VocabHead:
     """Projection onto the vocabulary and cross-entropy, spread over the pipe axis: give it as
-    `Pipeline(..., last=jaxpipe.VocabHead())`.
+    `Model(..., last=jaxpipe.VocabHead())`.
 
     Each of P devices holds V / P rows of the projection (the vocabulary need not divide) and has V
     / P logits of each token; the maximum and the sums of the softmax go over the axis.  Its
@@ -79,7 +78,7 @@ class VocabHead:
 
     The loss of a microbatch is the mean over its tokens; with `Loss.SUM_OVER_COUNT` the sum and the
     count of tokens, so that the step's loss is the mean over all tokens of the batch.  With
-    `Pipeline(..., has_metrics=True)` the metrics are {"accuracy": the share of tokens whose target
+    `Model(..., has_metrics=True)` the metrics are {"accuracy": the share of tokens whose target
     has the highest logit}, of a microbatch's weighed tokens and, as all metrics, the mean over
     microbatches.
 
@@ -96,12 +95,8 @@ class VocabHead:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
-        ...     lambda p, x: x @ p,
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
-        ...     last=jp.VocabHead(),
-        ... )
+        >>> model = jp.Model(lambda p, x: x @ p, last=jp.VocabHead())
+        >>> pipe = jp.Pipeline(model, s, jax.make_mesh((1,), ("pipe",)))
         >>> params = pipe.place({"stages": jnp.zeros((1, 4, 4)), "last": {"w": jnp.ones((8, 4))}})
         >>> loss = pipe.evaluate(
         ...     params, {"x": jnp.ones((2, 3, 4)), "targets": jnp.zeros((2, 3), int)}

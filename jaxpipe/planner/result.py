@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, overload
 
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
-from ..simulation.timeline import Timeline
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory
@@ -57,23 +57,21 @@ class PipelinePlan:
         """The table simulated under the planned costs: what a run is compared with."""
         return simulate(self.schedule, self.costs)
 
-    def pipeline(self, layers: Mapping[str, Any], *, mesh: Any, **options: Any) -> Any:
-        """The `jaxpipe.Pipeline` that runs it: `layers` is a function for each letter; options are
-        those of `Pipeline`.
+    def pipeline(self, model: Any, mesh: Any, **options: Any) -> Any:
+        """The `jaxpipe.Pipeline` that runs it; options are those of `Pipeline`.
 
         Its program is the one that was planned, chosen by the same costs.
         """
         # By name: plans are made where JAX is not installed.
-        made = import_module("jaxpipe.pipeline").Pipeline
+        settings = import_module("jaxpipe.model.settings")
         mine = {
-            "remat": self.remat,
+            "layout": self.layout,
             "costs": self.costs,
-            "axis": self.axis,
-            "data_axes": self.data_axes,
+            "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
+            "memory": settings.Memory(remat=self.remat),
         }
-        return made(
-            layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **mine | options
-        )
+        made = import_module("jaxpipe.pipeline").Pipeline
+        return made(model, self.schedule, mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -85,9 +83,7 @@ class PipelinePlan:
             "remat": self.remat,
             "seconds": self.seconds,
             "memory": list(self.memory),
-            "memory_parts": None
-            if self.parts is None
-            else vars(self.parts) | {"total": self.parts.total},
+            "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},
             "lower_bound": self.lower_bound,
             "gap": self.certificate and self.certificate.gap,
             "certificate": self.certificate and str(self.certificate),

@@ -14,14 +14,14 @@ from jax import lax
 from ..arrays import Leaves, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs import Piece
-from ..model.functions import Loss
+from ..model.functions import Loss, split_batch
 from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
 from ..model.spread import bare
 from ..program.records import arrays
 from ..stage.code import run
 from ..stage.job import Job
-from ..stage.model_code import ModelCode, split_batch, trace_model
+from ..stage.model_code import ModelCode, trace_model
 from ..table.effects import Place
 from .block import false
 from .collective import with_cuts
@@ -35,7 +35,7 @@ from .shared_code import SharedCode
 from .state import State, of_chunk
 from .tick import TickEmitter
 
-_CANNOT_BE_TIMED = (
+CANNOT_BE_TIMED = (
     "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
     "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
     "slice or concatenation along a dimension that is split); profile it without that axis, or "
@@ -96,13 +96,13 @@ def body(
     like `params`).
 
     It is given what `prepare` is.  `blocking`: the devices are CPUs.  `together`: the partitioner
-    permutes in blocks (see `permutes`).
+    permutes in blocks (see `SpmdExecutor`).
     """
     start = prepare(job, params, batch, rng, kept)
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
     together = together or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
     if together and job.clock is not None:
-        raise PipelineError(_CANNOT_BE_TIMED)
+        raise PipelineError(CANNOT_BE_TIMED)
     buffers = SharedBuffers.of(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)

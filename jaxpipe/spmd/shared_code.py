@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import jax
 
 from ..arrays import Leaves, Scalar
+from ..model.functions import make_extra
 from ..program.ir import Program
 from ..stage.code import LastCode, StageCode
-from ..stage.model_code import make_extra
 from ..table.effects import Effect
 from ..table.kinds import Kind
 from .operands import Operands, SharedBuffers, StageOperand

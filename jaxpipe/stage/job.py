@@ -41,8 +41,8 @@ class Job:
     outputs: bool = False
     # which parameters are cut over the pipe axis
     cuts: Cuts = field(default_factory=lambda: Cuts(1))
-    observe: Observe | None = None  # for reports
-    clock: Clock | None = None  # for profiles: called by every block
+    observe: Observe | None = None  # called as soon as the model is traced
+    clock: Clock | None = None  # called by every block
 
     @property
     def results(self) -> tuple[str, ...]:

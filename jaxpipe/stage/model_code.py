@@ -11,15 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..lowering.offload import Offload
-from ..model.functions import Context, Functions
-from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
+from ..model.functions import Functions, make_extra
+from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
@@ -75,31 +74,6 @@ class ModelCode:
         return longest([code.liveness for code in self.kinds])
 
 
-def split_batch(batch: PyTree, count: int) -> PyTree:
-    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
-    )
-
-
-def make_extra(
-    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
-) -> dict[str, PyTree]:
-    """The microbatch's rows of the batch and the context, those of them that are wanted."""
-    extra: dict[str, PyTree] = {}
-    if "microbatch" in wants:
-        extra["microbatch"] = jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
-        )
-    if "ctx" in wants:
-        key = (
-            None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
-        )
-        common = None if rng is None else jax.random.fold_in(rng, microbatch)
-        extra["ctx"] = Context(stage, microbatch, key, common)
-    return extra
-
-
 def trace_model(
     job: Job,
     owned: Sequence[PyTree],
@@ -129,9 +103,7 @@ def trace_model(
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
-        uses = (
-            _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
-        )
+        uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"])) + shared_uses
         # and where they lie
         key = (
             function,
@@ -263,7 +235,7 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
             f"R in the table recomputes what the gradient of `{name}` needs, and that depends on "
             "the "
             "state, which later microbatches have changed by then; let x depend on the state only "
-            "where training=False, or take R out with jaxpipe.remove_recompute"
+            "where training=False, or take R out with jaxpipe.transforms.remove_recompute"
         )
 
 

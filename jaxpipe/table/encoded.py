@@ -408,7 +408,7 @@ def _not_actions(cell: Cell) -> str:
         type(cell) is not Overlap or {type(half) for half in cell} == {Action}
     ):
         return ""
-    return "is not an Action, an Overlap or None; jaxpipe.parse_cell reads text"
+    return "is not an Action, an Overlap or None; jaxpipe.table.parse_cell reads text"
 
 
 def _not_numbers(cell: Cell) -> str:

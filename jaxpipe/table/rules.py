@@ -484,7 +484,7 @@ def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Violation:
 
 
 def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
-    """The run order of a table under one kind of transfer."""
-    if transfers is Transfers.RENDEZVOUS:
+    """The run order of a table under one kind of transfer, which matters with SEND and RECV."""
+    if transfers is Transfers.RENDEZVOUS and table.has_transfers:
         return rendezvous_order(table)
     return buffered_order(table, waits(table, transfers))

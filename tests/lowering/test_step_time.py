@@ -80,7 +80,7 @@ def test_1f1b_has_the_same_work():
 def pipe_with(costs):
     table = jp.schedules.build("1f1b", devices=1, microbatches=2)
     return jp.Pipeline(
-        lambda params, x: x, schedule=table, mesh=jax.make_mesh((1,), ("pipe",)), costs=costs
+        jp.Model(lambda params, x: x), table, jax.make_mesh((1,), ("pipe",)), costs=costs
     )
 
 

@@ -8,7 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rooms import PACKAGE, WITHOUT_JAX, climbing, floors, graph, imports, modules, room
+from tests.rooms import (
+    OPTIONAL,
+    PACKAGE,
+    ROOF,
+    WITHOUT_JAX,
+    climbing,
+    floors,
+    graph,
+    imports,
+    modules,
+    room,
+)
 
 PROBE = """
 import importlib, sys
@@ -23,7 +34,7 @@ assert not heavy(), ("imported", heavy()[:5])
 import jaxpipe as jp
 whole = jp.add_transfers(jp.check(jp.schedules.build("1f1b", devices=2, microbatches=3)))
 jp.simulate(jp.Schedule.from_json(whole.to_json()), jp.Costs(transfer=1)).critical_path
-jp.simulate_steps(whole), str(whole)
+jp.engine.simulate_steps(whole), str(whole)
 from jaxpipe.cli.main import main
 assert main(["compare", "1f1b", "gpipe", "-P", "2", "-M", "2"]) == 0
 assert not heavy(), ("used", heavy()[:5])
@@ -46,6 +57,17 @@ def test_a_climbing_import_is_found(tmp_path: Path):
         "attic: room 'attic' is not declared in tests/rooms.py",
         "table.check imports lowering.plan, which is above it",
     ]
+
+
+def test_no_room_needs_an_optional_one():
+    needed = {
+        f"{name} imports {target}"
+        for name, targets in graph().items()
+        if name not in ROOF and room(name) not in OPTIONAL
+        for target in targets
+        if room(target) in OPTIONAL
+    }
+    assert needed == set()
 
 
 def test_files_import_in_no_circle():

@@ -1,0 +1,330 @@
+"""What no schedule can go below: bounds of the makespan for given costs, placement and cap on
+activations.
+
+A schedule is a job shop in which every stage works in the order of microbatches (`job_shop`), and
+the bounds of job shops hold for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from ..errors import ScheduleError, listed, quoted
+from ..table.certificate import Objective
+from ..table.kinds import RECOMPUTE
+from ..table.limits import MAX_COUNT, is_whole
+from ..table.placement import Placement
+from ..table.typed import typed
+from .costs import Costs, StageCosts
+from .job_shop import JobShop
+from .timeline import Timeline
+
+# Pairs of stage and microbatch, and stages, up to which every action has a head and a tail of its
+# own.
+_MOST_PAIRS, _MOST_STAGES = 1 << 13, 128
+_ALMOST = 1 - 1e-12  # of sums of floats
+
+
+@typed()
+def lower_bound(
+    costs: Costs | None = None,
+    *,
+    microbatches: int | None = None,
+    devices: int | None = None,
+    chunks: int = 1,
+    placement: Placement | None = None,
+    max_activations: int | None = None,
+    objective: Objective = Objective.MAKESPAN,
+) -> float:
+    """A makespan below which no schedule goes that has these costs, this placement and at most so
+    many activations on a device.
+
+    The largest of three: the longest chain of actions that wait for each other; for each device the
+    preemptive one-machine problem in which every action has a head (what must come before it) and a
+    tail (what must come after it) (Carlier 1982, "The one-machine sequencing problem"); and for
+    each device the time for which activations occupy its places, divided by their number.  Heads
+    and tails count the releases that a cap demands.  Backwards may be whole, split or in overlapped
+    pairs, whichever is cheaper.
+
+    Tables with R (`add_recompute`) compute more and hold less: they may go below a bound with a
+    cap, and not below one without.
+
+    With `Objective.PERIOD`, a time of a microbatch in the steady state that no schedule goes below
+    (modulo scheduling, Rau 1994, section 2): what a device has to do for one microbatch, and how
+    long that occupies its memory, divided by the cap.
+
+    Args:
+        costs: as for `simulate`; all 1, and transfers 0, where it is None.
+        microbatches: M; not needed for a period.
+        devices: P; not needed where `placement` is given.
+        chunks: V, the stages per device, where no placement is given: the bound is then the lesser
+            of that of a loop and that of a V.
+        placement: the devices of the stages.
+        max_activations: the most activations (stage and microbatch pairs) on a device; no cap where
+            it is None.
+        objective: whether the bound is one of the makespan or of the period.
+
+    Raises:
+        ScheduleError: neither devices nor placement is given, a number is no whole number of at
+            least 1, or the cap is too small for one microbatch.
+        CostError: a sequence of costs does not have one entry per stage.
+
+    >>> (
+    ...     lower_bound(devices=4, microbatches=8),
+    ...     lower_bound(devices=4, microbatches=8, max_activations=2),
+    ... )
+    (27, 39)
+    >>> lower_bound(devices=4, max_activations=2, objective=Objective.PERIOD)
+    4.5
+    """
+    if objective is Objective.PERIOD and microbatches is None:
+        microbatches = 1
+    places = _placements(devices, chunks, placement, microbatches, max_activations)
+    # No table holds so many: a larger cap is none.
+    max_activations = None if max_activations is None else min(max_activations, MAX_COUNT)
+    costs = costs or Costs()
+    times = cheapest(costs.for_stages(places[0].num_stages))
+    assert microbatches is not None
+    shops = [
+        JobShop.of(place, times, costs.release, microbatches, max_activations) for place in places
+    ]
+    return min(map(bound_of if objective is Objective.MAKESPAN else period_bound_of, shops))
+
+
+def bound_beside(timeline: Timeline) -> tuple[float, int | None]:
+    """The bound of the makespan for a simulated table's costs, placement and peak of activations,
+    and that peak.
+
+    None is the peak of a table with R: its bound holds for any memory, since tables with R go below
+    those of a cap.
+    """
+    schedule = timeline.schedule
+    cap = None if schedule.encoded.of_kinds(RECOMPUTE).any() else max(timeline.peak_activations)
+    shape: dict[str, Any] = {
+        "placement": schedule.placement,
+        "microbatches": schedule.num_microbatches,
+    }
+    return lower_bound(timeline.costs, **shape, max_activations=cap), cap
+
+
+def _placements(
+    devices: object, chunks: object, placement: Placement | None, microbatches: object, cap: object
+) -> list[Placement]:
+    """Where stages may be; ScheduleError for arguments that make no sense."""
+    numbers = [("microbatches", microbatches), ("chunks", chunks)]
+    numbers += [("devices", devices)] if placement is None else []
+    numbers += [("max_activations", cap)] if cap is not None else []
+    faults = [
+        f"{name} must be a whole number of at least 1, not {quoted(n)}"
+        for name, n in numbers
+        if not (is_whole(n) and n >= 1)
+    ]
+    if faults:
+        raise ScheduleError(listed("there is no bound for this", faults))
+    if placement is not None:
+        found = [placement]
+    else:
+        assert is_whole(devices)
+        assert is_whole(chunks)
+        loop, vee = (
+            Placement.loop(devices=devices, chunks=chunks),
+            Placement.vee(devices=devices, chunks=chunks),
+        )
+        found = [loop] if chunks == 1 or devices == 1 else [loop, vee]
+    if is_whole(cap) and cap < least_activations(found[0]):
+        raise ScheduleError(
+            f"max_activations={cap} is less than the {least_activations(found[0])} that one "
+            "microbatch needs on a device: without R, the "
+            "stages of a device wait for their backwards at the same time; give a larger "
+            "max_activations or place fewer stages there"
+        )
+    return found
+
+
+def least_activations(placement: Placement) -> int:
+    """What one microbatch alone holds on some device before its first backward: of a stage on
+    several devices, it goes through one.
+    """
+    found = [devices[0] for devices in placement.devices_of if len(set(devices)) == 1]
+    return max((found.count(device) for device in set(found)), default=1)
+
+
+def bound_of(shop: JobShop) -> float:
+    """The largest of the bounds of a job shop."""
+    if shop.shared:
+        heads, _ = shop.alone()
+        chain = max(head + node.length for head, node in zip(heads, shop.nodes, strict=True))
+        return max(
+            sum(node.length for node in shop.nodes) * shop.microbatches / shop.devices, chain
+        )
+    if len(shop.nodes) > 3 * _MOST_STAGES or len(shop.nodes) * shop.microbatches > 3 * _MOST_PAIRS:
+        return max(_work(shop), _area(shop))
+    return max(_one_machine(shop), _area(shop))
+
+
+def period_bound_of(shop: JobShop) -> float:
+    """Of the time of a microbatch in the steady state: a device's work, and the time for which its
+    memory is occupied.
+    """
+    if shop.shared:
+        return sum(node.length for node in shop.nodes) / shop.devices
+    found = [
+        sum(node.length for node in shop.nodes if node.device == device)
+        for device in range(shop.devices)
+    ]
+    return max(
+        *found,
+        *(
+            0 if shop.cap is None else sum(_lives(shop, device)) / shop.cap
+            for device in range(shop.devices)
+        ),
+    )
+
+
+def _lives(shop: JobShop, device: int) -> list[float]:
+    """The least time from the F of each of a device's stages to its release: that of one microbatch
+    alone.
+    """
+    heads, _ = shop.alone()
+    begins = [n for n, node in enumerate(shop.nodes) if node.device == device and node.begins]
+    # Releases come in the opposite order of stages.
+    releases = [n for n, node in enumerate(shop.nodes) if node.device == device and node.releases][
+        ::-1
+    ]
+    return [
+        heads[r] + shop.nodes[r].length - heads[b] for b, r in zip(begins, releases, strict=True)
+    ]
+
+
+def _work(shop: JobShop) -> float:
+    """A device waits for its first action, then does all its work, then the rest of the last chain
+    must follow.
+    """
+    heads, tails = shop.alone()
+    found: list[float] = [0]
+    for device in range(shop.devices):
+        mine = [n for n, node in enumerate(shop.nodes) if node.device == device]
+        if not mine:
+            continue
+        work = sum(shop.nodes[n].length for n in mine) * shop.microbatches
+        found.append(min(heads[n] for n in mine) + work + min(tails[n] for n in mine))
+    return max(found)
+
+
+def _one_machine(shop: JobShop) -> float:
+    """Every device as one machine, with a head and a tail for every action."""
+    heads, tails = shop.heads(), shop.tails()
+    found: list[float] = [0]
+    for device in range(shop.devices):
+        jobs = [
+            (heads[n][k], node.length, tails[n][k])
+            for n, node in enumerate(shop.nodes)
+            if node.device == device
+            for k in range(shop.microbatches)
+        ]
+        found.append(preemptive_one_machine(jobs))
+    return max(found)
+
+
+def _area(shop: JobShop) -> float:
+    """Activations of a device live for so long in all, in as many places as the cap has."""
+    if shop.cap is None:
+        return 0
+    heads, tails = shop.alone()
+    found: list[float] = [0]
+    for device in range(shop.devices):
+        begins = [n for n, node in enumerate(shop.nodes) if node.device == device and node.begins]
+        releases = [
+            n for n, node in enumerate(shop.nodes) if node.device == device and node.releases
+        ]
+        if not begins:
+            continue
+        lives = _lives(shop, device)
+        places = min(shop.cap, len(begins) * shop.microbatches)
+        ramp = places * (places - 1) // 2
+        full = shop.microbatches * sum(lives) + ramp * min(shop.nodes[n].length for n in begins)
+        full += ramp * min(shop.nodes[n].length for n in releases)
+        found.append(
+            min(heads[n] for n in begins) + min(tails[n] for n in releases) + full / places
+        )
+    return _rounded_up(max(found), shop)
+
+
+def cheapest(costs: StageCosts) -> StageCosts:
+    """Times that no schedule goes below: of a whole backward and its halves the cheaper, of pairs
+    what their halves add at the least.
+    """
+    forward, whole, dgrad, wgrad = (
+        costs.forward,
+        costs.backward,
+        costs.input_grad,
+        costs.weight_grad,
+    )
+    if costs.overlap is not None:
+        pair = min(costs.overlap)
+        whole, dgrad = tuple(min(b, pair) for b in whole), tuple(min(i, pair) for i in dgrad)
+        longest = max((*whole, *dgrad))
+        forward = tuple(
+            min(f, max(0, o - longest)) for f, o in zip(forward, costs.overlap, strict=True)
+        )
+    first = tuple(min(i, b) for i, b in zip(dgrad, whole, strict=True))
+    rest = tuple(min(i + w, b) - f for i, w, b, f in zip(dgrad, wgrad, whole, first, strict=True))
+    return replace(
+        costs, forward=forward, input_grad=first, weight_grad=rest, backward=whole, overlap=None
+    )
+
+
+def is_cheapest_in_parts(costs: StageCosts) -> bool:
+    """Whether neither a whole backward nor an overlapped pair is cheaper than its parts: what no
+    table of F, I and W beats, none does.
+    """
+    parts = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
+    if any(whole < _ALMOST * both for whole, both in zip(costs.backward, parts, strict=True)):
+        return False
+    longest = max(costs.backward)
+    return costs.overlap is None or all(
+        o >= _ALMOST * (f + longest) for f, o in zip(costs.forward, costs.overlap, strict=True)
+    )
+
+
+def _rounded_up(value: float, shop: JobShop) -> float:
+    """The next whole number where all times are whole, since then every makespan is."""
+    whole = all(isinstance(n.length, int) for n in shop.nodes) and all(
+        isinstance(a.delay, int) for a in shop.arcs
+    )
+    return ceil(value - 1e-9) if whole else value
+
+
+def preemptive_one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
+    """The least time in which one machine can do jobs of (head, length, tail) if it may interrupt
+    them: always the longest tail first.
+
+    Jackson's preemptive schedule (Carlier and Pinson 1989), in n log n.
+
+    >>> preemptive_one_machine([(0, 2, 5), (1, 2, 9), (3, 1, 0)])
+    12
+    """
+    waiting: list[tuple[float, float]] = []  # (-tail, what is left)
+    time: float = 0
+    most: float = 0
+    coming = sorted(jobs)
+    at = 0
+    while at < len(coming) or waiting:
+        if not waiting:
+            time = max(time, coming[at][0])
+        while at < len(coming) and coming[at][0] <= time:
+            heapq.heappush(waiting, (-coming[at][2], coming[at][1]))
+            at += 1
+        tail, left = heapq.heappop(waiting)
+        until = coming[at][0] if at < len(coming) else float("inf")
+        if time + left <= until:
+            time += left
+            most = max(most, time - tail)
+        else:
+            heapq.heappush(waiting, (tail, left - (until - time)))
+            time = until
+    return most

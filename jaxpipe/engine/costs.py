@@ -1,0 +1,241 @@
+"""Costs of actions: one number for all stages, or one per stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+from ..errors import CostError, listed, quoted
+from ..table.kinds import KINDS, Kind, Release
+from ..table.limits import MAX_COST, MAX_STAGES, is_number
+from ..table.typed import plain, typed
+
+Cost: TypeAlias = float | Sequence[float]
+_NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
+MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs in any one unit of time (and of memory); each is a number, or a sequence with one entry
+    per stage.
+
+    Whole numbers (up to 2**40) stay whole, so `makespan` of whole costs is an int.
+
+    Args:
+        forward: time of F.
+        input_grad: time of I.
+        weight_grad: time of W.
+        transfer: time from the end of a producer until its result is on another device (latency of
+            one hop); an entry of a sequence is for what that stage sends, forwards or backwards.
+        backward: time of a full backward B; I + W where it is None.
+        overlap: time of an overlapped pair; the sum of its halves where it is None.  An entry of a
+            sequence is for pairs whose forward is of that stage.
+        activation: memory that a stage's activations of one microbatch take.
+        release: whether activations are freed at the end of W (the default) or of I, where the
+            backward is split.
+        recompute: time of R; that of `forward` where it is None.
+        last: time of L, a device's share of a spread `last` for one microbatch (1 where it is
+            None); entry d of a sequence is device d's.
+        last_weight_grad: time of H, a third of `last` where it is None; in a table with H, L takes
+            `last` less that.
+        first: the same as `last` of E, of a spread `first`.
+        first_grad: the same of G, of its gradient.
+        checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where
+            the table has an R for it.
+        unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds,
+            estimated ..."; empty where any unit will do.
+
+    Raises:
+        CostError: an entry is negative or not a finite number.  `simulate` raises it too, where a
+            sequence has another length than the schedule has stages.
+
+    >>> Costs(forward=[1, 2], transfer=0.5).forward
+    (1, 2)
+    """
+
+    forward: Cost = 1
+    input_grad: Cost = 1
+    weight_grad: Cost = 1
+    transfer: Cost = 0
+    backward: Cost | None = None
+    overlap: Cost | None = None
+    activation: Cost = 1
+    release: Release = Release.WEIGHT_GRAD
+    recompute: Cost | None = None
+    checkpoint: Cost = 0
+    last: Cost | None = None
+    first: Cost | None = None
+    first_grad: Cost | None = None
+    last_weight_grad: Cost | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.unit, str):
+            raise CostError(f"unit is {quoted(self.unit)}; it is a text, such as 'seconds'")
+        faults = (
+            []
+            if isinstance(self.release, Release)
+            else [f"release is {quoted(self.release)}; it is a jaxpipe.table.Release"]
+        )
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in _NO_COSTS or (value is None and field.default is None):
+                continue
+            entries = _entries(value)
+            if len(entries) > MAX_STAGES:
+                faults.append(
+                    f"{name} has {len(entries):,} entries; {MAX_STAGES:,} stages are the most"
+                )
+                continue
+            bad = [
+                f"{name} holds {quoted(e)}; a cost is a finite number >= 0, of {MAX_COST:g} at most"
+                for e in entries
+                if not _is_cost(e)
+            ]
+            if not bad:
+                object.__setattr__(
+                    self,
+                    name,
+                    _summable(value) if is_number(value) else tuple(map(_summable, entries)),
+                )
+            faults += bad
+        if faults:
+            raise CostError(listed("these are not costs", faults))
+
+    def to_json(self) -> str:
+        """Write one JSON object; `from_json` reads it."""
+        return json.dumps({**vars(self), "release": self.release.value})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what `to_json` writes; CostError says what is wrong.
+
+        >>> Costs.from_json(Costs(forward=[1, 2.5], unit="seconds").to_json()).forward
+        (1, 2.5)
+        """
+        try:
+            given = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise CostError(f"these are not costs as JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise CostError(f"costs as JSON are one object, not {quoted(given)}")
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise CostError(
+                f"there are no costs {', '.join(map(quoted, unknown))}; they are {', '.join(known)}"
+            )
+        if "release" in given:
+            named = [release for release in Release if release.value == given["release"]]
+            given["release"] = named[0] if named else given["release"]
+        return cls(**given)
+
+    def _given(self) -> list[tuple[str, Cost]]:
+        """(name, value) of each cost that is not None."""
+        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _NO_COSTS]
+        return [(name, value) for name, value in values if value is not None]
+
+    @typed(CostError)
+    def for_stages(self, num_stages: int) -> StageCosts:
+        """Every cost as a tuple with one entry per stage; CostError lists each sequence of another
+        length.
+        """
+        if not 0 <= num_stages <= MAX_STAGES:
+            raise CostError(f"num_stages must be 0 to {MAX_STAGES:,}, not {quoted(num_stages)}")
+        wrong = [
+            f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; "
+            "give one number, or one per stage"
+            for name, value in self._given()
+            if isinstance(value, tuple) and len(value) != num_stages
+        ]
+        if wrong:
+            raise CostError("\n".join(wrong))
+        every = {name: _spread(value, num_stages) for name, value in self._given()}
+        split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
+        last = every.get("last", (1,) * num_stages)
+        return StageCosts(
+            forward=every["forward"],
+            input_grad=every["input_grad"],
+            weight_grad=every["weight_grad"],
+            backward=every.get("backward", split),
+            transfer=every["transfer"],
+            overlap=every.get("overlap"),
+            activation=every["activation"],
+            recompute=every.get("recompute", every["forward"]),
+            checkpoint=every["checkpoint"],
+            last=last,
+            first=every.get("first", (1,) * num_stages),
+            first_grad=every.get("first_grad", (1,) * num_stages),
+            last_weight_grad=every.get("last_weight_grad", tuple(time / 3 for time in last)),
+        )
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """`Costs` with one entry per stage each; `overlap` is None where a pair costs the sum of its
+    halves.
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    backward: tuple[float, ...]
+    transfer: tuple[float, ...]
+    overlap: tuple[float, ...] | None
+    activation: tuple[float, ...]
+    recompute: tuple[float, ...]
+    checkpoint: tuple[float, ...]
+    last: tuple[float, ...]
+    first: tuple[float, ...]
+    first_grad: tuple[float, ...]
+    last_weight_grad: tuple[float, ...]
+
+    def of(self, kind: Kind) -> tuple[float, ...] | None:
+        """The time of each stage's actions of a kind; None where these take none of their own."""
+        name = KINDS[kind].cost
+        return None if name is None else getattr(self, name)
+
+    def shortened(self, kinds: Collection[Kind]) -> StageCosts:
+        """The same for a table with these kinds: of an action, without the part that another does
+        later.
+        """
+        found = self
+        for spec in (KINDS[kind] for kind in kinds):
+            if spec.part_of is not None and spec.cost is not None:
+                whole, name = found.of(spec.part_of), KINDS[spec.part_of].cost
+                pairs = zip(whole or (), found.of(spec.kind) or (), strict=True)
+                found = replace(found, **{str(name): tuple(max(0, w - p) for w, p in pairs)})
+        return found
+
+
+def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
+
+
+def _entries(value: object) -> tuple[object, ...]:
+    """The entries of a cost; a number, or anything that is not a sequence, is one entry."""
+    if (
+        is_number(value)
+        or isinstance(value, str | bytes | Mapping)
+        or not isinstance(value, Iterable)
+    ):
+        return (value,)
+    try:
+        return tuple(value)
+    except TypeError:  # an array without dimensions
+        return (value,)
+
+
+def _summable(value: Any) -> float:
+    """The number as Python's own; as a float where it is a whole one so large that sums of it could
+    exceed 64 bits.
+    """
+    number = plain(value)
+    return float(number) if number > MAX_WHOLE else number
+
+
+def _is_cost(value: object) -> bool:
+    return is_number(value) and 0 <= plain(value) <= MAX_COST
