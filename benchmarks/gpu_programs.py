@@ -30,7 +30,7 @@ from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from jaxpipe.inspect.moves import LargeMove, Move
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
-from jaxpipe.inspect.waits import count_waits, flat, most_waits, never
+from jaxpipe.inspect.waits import count_waits, flat, most_waits
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -156,7 +156,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     predicates = program.predicates
     schedule = case.build()
     least, most = (
-        count_waits(predicates, never),
+        count_waits(predicates, taken=False),
         most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)),
     )
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
@@ -180,8 +180,8 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
         *map(_group, groups),
         f"{sum(each.nbytes_a_step for each in anew) / GIB:.2f}",
         *(f"{sum(each.overlapped for each in those)}/{len(those)}" for those in (permutes, others)),
-        f"{program.memory.temp / GIB:.2f}",
-        f"{program.memory.total / GIB:.2f}",
+        f"{program.memory.temp_size_in_bytes / GIB:.2f}",
+        f"{program.total_bytes / GIB:.2f}",
         f"{seconds:.0f}",
     )
 
@@ -199,10 +199,6 @@ def details(program: GpuProgram) -> Iterator[str]:
     yield from (f"  {each}" for each in flat(program.predicates))
     yield from (f"  {each}" for each in program.large_moves if each.place.in_loop)
     yield from (f"  {each}" for each in program.collectives)
-    yield from (
-        f"  buffer {each.nbytes / 2**20:.1f} MiB: {each.shapes[:120]}"
-        for each in program.memory.largest
-    )
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -244,7 +244,13 @@ def line(case: Case) -> tuple[str, ...]:
         case.ends.value,
         *(
             f"{number / GIB:.2f}"
-            for number in (memory.arguments, memory.outputs, ends, memory.temp, memory.total)
+            for number in (
+                memory.argument_size_in_bytes,
+                memory.output_size_in_bytes,
+                ends,
+                memory.temp_size_in_bytes,
+                program.total_bytes,
+            )
         ),
         f"{step:.1f}",
         f"{bare:.1f}",

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .differentiable import differentiable_loss, without_gradient
+from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
@@ -36,7 +37,6 @@ from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
-from .simulation.costs import Costs
 from .spmd.compiler_options import options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job, Observe

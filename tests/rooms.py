@@ -17,7 +17,7 @@ WITHOUT_JAX = (
         "errors",
         "version",
         "table",
-        "simulation",
+        "engine",
         "solver",
         "transforms",
         "schedules",

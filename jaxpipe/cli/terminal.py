@@ -110,18 +110,11 @@ class Terminal:
         return tell
 
     def track(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """Iterate over items with a progress bar, on a terminal's stderr only."""
-        if not self.err.is_terminal:
-            yield from items
-            return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=self.err, transient=True) as progress:
-            yield from progress.track(items, description=what)
+        """Iterate over items, and show how many are done."""
+        with self.counting(what) as tell:
+            for done, item in enumerate(items):
+                yield item
+                tell(done + 1, len(items))
 
 
 def make_terminal() -> Terminal:

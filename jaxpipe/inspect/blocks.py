@@ -4,8 +4,8 @@ each block compiled alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -15,9 +15,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
+from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
-from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
+from ..spmd.entries import Group, StageEntries, auto_axes, compiled_alone, outer_specs
+from ..spmd.executor import TracedStep
+from ..spmd.operands import SharedBuffers
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -42,114 +45,114 @@ class Block:
     totals_at: int = 0  # the first of those outputs
 
 
-def work_space(
-    job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None
-) -> dict[str, int]:
-    """Bytes on one device of each block's own arrays, by block.
-
-    The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind of
-    stage that needs most; "first", "first gradient" and "last".
-
-    Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.
-    Takes a compilation of each block.
+@dataclass(frozen=True)
+class Step:
+    """A traced step on a mesh; `entries` say for each kind of stage how what it has and keeps is
+    split over the axes that are left to the partitioner.
     """
-    found: dict[str, int] = {}
-    for run in step_blocks(job, code, entries):
-        name = " with ".join(block.name for block in run)
-        found[name] = max(found.get(name, 0), _temp(job, mesh, run))
-    return found
 
+    job: Job
+    mesh: Mesh
+    code: ModelCode
+    entries: tuple[StageEntries, ...]
 
-def step_blocks(
-    job: Job, code: ModelCode, entries: Sequence[StageEntries] | None
-) -> list[tuple[Block, ...]]:
-    """The blocks of a training step, those together that are run as one."""
-    table = code.program.schedule
-    kinds = {
-        kind.name
-        for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
-        if table.encoded.of_kinds((kind,)).any()
-    }
-    kinds |= {"R"} if table.encoded.of_kinds(RECOMPUTE).any() else set()
-    runs: list[tuple[Block, ...]] = [
-        (block,) for block in outer_blocks(job, code, split=entries is not None)
-    ]
-    for number, kind in enumerate(code.kinds):
-        blocks = stage_blocks(kind, whole_entries(kind) if entries is None else entries[number])
-        runs += [(block,) for name, block in blocks.items() if name in kinds]
-        runs += [(blocks["B"], blocks["F"])] if len(table.encoded.pairs) and "B" in kinds else []
-    return runs
+    @classmethod
+    def of(cls, mesh: Mesh, traced: TracedStep) -> Step:
+        """A pipeline's own."""
+        code = traced.code
+        return cls(traced.job, mesh, code, traced.entries or tuple(map(whole_entries, code.kinds)))
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several devices share a stage."""
+        return bool(auto_axes(self.mesh, self.job))
 
-def partitioner_permutes(
-    job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries]
-) -> bool:
-    """Whether the partitioner puts a permute into a block of a training step: read off each,
-    compiled alone.
+    def entry(self, kind: int) -> dict[str, int]:
+        """Bytes on one device of what a kind of stage has and keeps of one microbatch, by pool."""
+        buffers = SharedBuffers.of([self.code.kinds[kind]], [self.entries[kind]])
+        return {field.name: getattr(buffers, field.name).nbytes for field in fields(buffers)}
 
-    What is spread does not count: all devices run it at once.
-    """
-    spread = {"first", "first gradient"} if job.functions.spreads_first else set()
-    spread |= {"last"} if job.functions.spreads_last else set()
-    alone = [run for run in step_blocks(job, code, entries) if run[0].name not in spread]
-    return any(
-        " collective-permute" in compiled_blocks(job, mesh, run, asked=True).as_text()
-        for run in alone
-    )
+    def boundary(self, kind: int) -> int:
+        """Bytes on one device of what a kind of stage returns."""
+        code = self.code.kinds[kind]
+        split = output_entries(code, self.entries[kind])
+        return sum(nbytes(a) // e.local_share for a, e in zip(code.y_avals, split, strict=True))
 
+    @property
+    def runs(self) -> list[tuple[Block, ...]]:
+        """The blocks of the step's table, those together that are run as one."""
+        table = self.code.program.schedule.encoded
+        kinds = {k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if table.of_kinds((k,)).any()}
+        kinds |= {"R"} if table.of_kinds(RECOMPUTE).any() else set()
+        found: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
+        for kind, entries in zip(self.code.kinds, self.entries, strict=True):
+            blocks = stage_blocks(kind, entries)
+            found += [(block,) for name, block in blocks.items() if name in kinds]
+            found += [(blocks["B"], blocks["F"])] if len(table.pairs) and "B" in kinds else []
+        return found
 
-def work_without_gradients(
-    job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None
-) -> dict[str, int]:
-    """The same of "first gradient" and "last", their gradients of parameters left out."""
-    found = {}
-    for block in outer_blocks(job, code, split=entries is not None):
-        if block.parameters:
-            rest = (
-                block.jaxpr.outvars[: block.totals_at]
-                + block.jaxpr.outvars[block.totals_at + len(block.parameters) :]
-            )
-            bare = replace(block, jaxpr=block.jaxpr.replace(outvars=rest), parameters=())
-            found[block.name] = _temp(job, mesh, (bare,))
-    return found
+    def work_space(self) -> dict[str, int]:
+        """Bytes on one device of each block's own arrays, by block.
 
+        The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind
+        of stage that needs most; "first", "first gradient" and "last".
 
-def stage_work_space(
-    job: Job, mesh: Mesh, code: StageCode, entries: StageEntries
-) -> dict[str, int]:
-    """The same for the blocks "F", "B", "I" and "W" of one kind of stage."""
-    return {
-        name: _temp(job, mesh, (block,))
-        for name, block in stage_blocks(code, entries).items()
-        if name != "R"
-    }
+        Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.
+        Takes a compilation of each block.
+        """
+        found: dict[str, int] = {}
+        for run in self.runs:
+            name = " with ".join(block.name for block in run)
+            found[name] = max(found.get(name, 0), self.temp(*run))
+        return found
 
+    def work_without_gradients(self) -> dict[str, int]:
+        """The same of "first gradient" and "last", their gradients of parameters left out."""
+        found = {}
+        for block in outer_blocks(self):
+            if block.parameters:
+                outs, end = block.jaxpr.outvars, block.totals_at + len(block.parameters)
+                rest = block.jaxpr.replace(outvars=outs[: block.totals_at] + outs[end:])
+                found[block.name] = self.temp(replace(block, jaxpr=rest, parameters=()))
+        return found
 
-def _temp(job: Job, mesh: Mesh, blocks: Sequence[Block]) -> int:
-    """Bytes besides inputs and outputs, of blocks that run as one."""
-    return int(
-        getattr(compiled_blocks(job, mesh, blocks).memory_analysis(), "temp_size_in_bytes", 0)
-    )
+    def permutes(self) -> bool:
+        """Whether the partitioner puts a permute into a block: read off each, compiled alone.
 
+        What is spread does not count: all devices run it at once.
+        """
+        functions = self.job.functions
+        spread = {"first", "first gradient"} if functions.spreads_first else set()
+        spread |= {"last"} if functions.spreads_last else set()
+        return any(
+            " collective-permute" in self.compiled(*run, asked=True).as_text()
+            for run in self.runs
+            if run[0].name not in spread
+        )
 
-def compiled_blocks(job: Job, mesh: Mesh, blocks: Sequence[Block], *, asked: bool = False) -> Any:
-    """Blocks that run as one, compiled alone; they read and write slots as in the step."""
-    parts = [_part(job, block) for block in blocks]
-    count = len(parts)
+    def temp(self, *blocks: Block) -> int:
+        """Bytes besides inputs and outputs, of blocks that run as one."""
+        memory = self.compiled(*blocks).memory_analysis()
+        return int(getattr(memory, "temp_size_in_bytes", 0))
 
-    def run(*groups: Leaves) -> Leaves:
-        codes = [part.code(*groups[3 * k : 3 * k + 3]) for k, part in enumerate(parts)]
-        if count == 1:
-            return run_in_slots(
-                codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes
-            )
-        return [leaf for outs in run_both_in_slots(codes[0], codes[1]) for leaf in outs]
+    def compiled(self, *blocks: Block, asked: bool = False) -> Any:
+        """Blocks that run as one, compiled alone; they read and write slots as in the step."""
+        parts = [_part(self.job, block) for block in blocks]
+        count = len(parts)
 
-    # Pools and accumulators are changed in place: were they outputs of their own, these would be
-    # room for the block's arrays.
-    donated = [3 * k + group for k in range(count) for group in (1, 2)]
-    groups = [group for part in parts for group in part.groups]
-    return compiled_alone(job, mesh, run, *groups, donated=donated, asked=asked)
+        def run(*groups: Leaves) -> Leaves:
+            codes = [part.code(*groups[3 * k : 3 * k + 3]) for k, part in enumerate(parts)]
+            if count == 1:
+                return run_in_slots(
+                    codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes
+                )
+            return [leaf for outs in run_both_in_slots(codes[0], codes[1]) for leaf in outs]
+
+        # Pools and accumulators are changed in place: were they outputs of their own, these would
+        # be room for the block's arrays.
+        donated = [3 * k + group for k in range(count) for group in (1, 2)]
+        groups = [group for part in parts for group in part.groups]
+        return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, asked=asked)
 
 
 @dataclass(frozen=True)
@@ -229,12 +232,13 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     return {block.name: block for block in blocks}
 
 
-def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
+def outer_blocks(step: Step) -> list[Block]:
     """`first`, its gradient, `last` with its gradient."""
+    job, free = step.job, None if step.is_shared else _WHOLE
 
     def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
         start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]
-        return (*start, *(None if split else _WHOLE for _ in range(len(jaxpr.invars) - len(start))))
+        return (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
 
     def trained(key: str) -> tuple[PartitionSpec, ...]:
         plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
@@ -242,7 +246,7 @@ def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
             spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen
         )
 
-    first, last = code.first, code.last
+    first, last = step.code.first, step.code.last
     found = [Block("first", first.forward, specs("first", len(first.consts), first.forward))]
     if first.num_trained:
         start = specs("first", len(first.consts), first.backward)
@@ -252,3 +256,10 @@ def outer_blocks(job: Job, code: ModelCode, *, split: bool) -> list[Block]:
         start, before = specs("last", len(last.consts), last.train), 1 + len(last.aux_avals)
         found.append(Block("last", last.train, start, parameters=trained("last"), totals_at=before))
     return found
+
+
+def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
+    """How each leaf of a stage's output is split: as its cotangent, where it has one."""
+    cotangents = iter(entries.cotangent)
+    for aval, wanted in zip(code.y_avals, code.y_wanted, strict=True):
+        yield next(cotangents) if wanted else Entry(tuple(aval.shape))

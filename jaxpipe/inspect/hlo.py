@@ -21,7 +21,6 @@ _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(
     r"(?P<role>condition|body|calls|to_apply|true_computation|false_computation)=%(?P<one>[\w.\-]+)|branch_computations=\{(?P<many>[^}]*)\}"
@@ -104,12 +103,6 @@ class Instruction:
         """What a custom call calls."""
         return _quoted(self.attributes, "custom_call_target=")
 
-    @property
-    def frame(self) -> int | None:
-        """The number of its stack frame in the module's tables of source lines."""
-        match = _FRAME.search(self.attributes)
-        return int(match[1]) if match else None
-
 
 def _quoted(text: str, key: str) -> str:
     match = re.search(re.escape(key) + r'"([^"]*)"', text)
@@ -149,16 +142,11 @@ class Module:
 
     entry: str
     computations: Mapping[str, Computation]
-    sources: Mapping[int, str]  # of stack frames: "file.py:12 function", the innermost line
 
     def calls(self, instruction: Instruction) -> Iterator[Computation]:
         """The computations that it runs: loops, branches, fusions, what a reduction applies."""
         for names in instruction.called.values():
             yield from (self.computations[name] for name in names)
-
-    def source(self, instruction: Instruction) -> str:
-        """The line of the program that it comes from, or ""."""
-        return self.sources.get(instruction.frame or 0, "")
 
 
 def parse(text: str) -> Module:
@@ -185,7 +173,7 @@ def parse(text: str) -> Module:
             name = ""
         elif name and (match := _INSTRUCTION.match(line)):
             current.append(_instruction(match, line))
-    return Module(entry, computations, _sources(lines))
+    return Module(entry, computations)
 
 
 def _instruction(match: re.Match[str], line: str) -> Instruction:
@@ -214,43 +202,6 @@ def _closing(line: str, start: int) -> int:
         if depth == 0:
             return match.end()
     raise ValueError(f"a parenthesis that is not closed: {line[:200]}")
-
-
-def _sources(lines: list[str]) -> dict[int, str]:
-    """The source line of each stack frame, from the tables at the head of the text."""
-    tables: dict[str, dict[int, str]] = {
-        "FileNames": {},
-        "FunctionNames": {},
-        "FileLocations": {},
-        "StackFrames": {},
-    }
-    table: dict[int, str] | None = None
-    for line in lines:
-        if line in tables:
-            table = tables[line]
-        elif line.startswith(("%", "ENTRY")):
-            break
-        elif table is not None and (match := re.match(r"^(\d+) (.*)$", line)):
-            table[int(match[1])] = match[2]
-    files, functions, locations = (
-        tables["FileNames"],
-        tables["FunctionNames"],
-        tables["FileLocations"],
-    )
-    places = {}
-    for number, text in locations.items():
-        file = files.get(_field(text, "file_name_id"), '""').strip('"').rsplit("/", 1)[-1]
-        function = functions.get(_field(text, "function_name_id"), '""').strip('"')
-        places[number] = f"{file}:{_field(text, 'line')} {function}"
-    return {
-        number: places.get(_field(text, "file_location_id"), "")
-        for number, text in tables["StackFrames"].items()
-    }
-
-
-def _field(text: str, name: str) -> int:
-    match = re.search(rf"\b{name}=(\d+)", text)
-    return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ class LargeMove:
     place: Place
     # op_name of what makes the array, or, where XLA has added that, of the first that reads it
     origin: str
-    source: str  # the innermost line of the program for that, "file.py:12 function"
     # The array is one that the outermost loop around it carries, or reads in each trip, or becomes
     # one: a pool, an accumulator, stacked parameters, what is sent; a whole one of them is made
     # again.  Others are a block's own.
@@ -70,11 +69,10 @@ class LargeMove:
 
     def __str__(self) -> str:
         often = f"{self.place.trips} x{' guarded' if self.place.guarded else ''}"
-        where = " ".join(filter(None, (self.origin, self.source)))
         whose = "carried " if self.is_carried else ""
         return (
             f"{self.move.value} {whose}{self.array} {self.nbytes / 2**20:.1f} MiB, {often}: "
-            f"{self.instruction.name} for {where or '?'}"
+            f"{self.instruction.name} for {self.origin or '?'}"
         )
 
 
@@ -99,7 +97,6 @@ def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
                             instruction,
                             place,
                             named.op_name,
-                            module.source(named),
                             is_carried,
                         )
                     )

@@ -5,31 +5,33 @@ each block compiled alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import LeafPlan, leaf_plans, trained
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
+from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
-from ..program.pools import UNDER_WAY
 from ..program.templates import Payload
 from ..spmd.body import accumulator_dtype
-from ..spmd.entries import StageEntries, compiled_alone, outer_specs
+from ..spmd.entries import compiled_alone, outer_specs
 from ..spmd.executor import TracedStep
+from ..spmd.mapped import on_cpus
 from ..spmd.operands import SharedBuffers
 from ..spmd.shared_buffers import SharedBuffer
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.kinds import Kind
-from .blocks import work_space, work_without_gradients
+from .blocks import Step
 
 
 def memory(
@@ -63,9 +65,15 @@ def memory(
     Raises:
         PipelineError: as `value_and_grad` does.
     """
-    return memory_of_traced(
-        pipe, pipe.trace(params, batch, rng=rng, state=state), placed_shapes(pipe, params), batch
-    )
+    traced = pipe.trace(params, batch, rng=rng, state=state)
+    return facts(traced, step_sizes(pipe, traced, params, batch))
+
+
+def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
+    """What `memory` returns."""
+    found = memory_of(traced.code.program.slots, sizes)
+    parts = {name: int(size) for name, size in found.facts().items() if name != "optimizer"}
+    return {**parts, "total": int(found.total)}
 
 
 def placed_shapes(pipe: Pipeline, params: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -78,43 +86,44 @@ def placed_shapes(pipe: Pipeline, params: dict[str, PyTree]) -> dict[str, PyTree
     return found
 
 
-def memory_of_traced(
-    pipe: Pipeline, traced: TracedStep, shapes: dict[str, PyTree], batch: PyTree
-) -> dict[str, int]:
-    """What `memory` returns; `shapes` are those of the placed parameters."""
-    job, code, entries = traced.job, traced.code, traced.entries
-    mesh, params = pipe.mesh, with_outer(shapes)
-    buffers = SharedBuffers.of(code.kinds, entries)
-    slots = code.program.slots
-    splits = bool(code.program.schedule.encoded.of_kinds((Kind.I,)).any())
-    names = ("x", "cotangent", "residual_input", "residual_weight", *(("stash",) if splits else ()))
-    pools = {name: getattr(slots, name) * getattr(buffers, name).nbytes for name in names}
-    pools["last"] = slots.last * sum(map(nbytes, code.last_avals))
-    pools["share"] = slots.share * sum(map(nbytes, code.share_avals))
-    pools["first"] = slots.first * sum(map(nbytes, code.first_avals))
-    residuals = buffers.residual_input.nbytes + buffers.residual_weight.nbytes if slots.host else 0
-    work = work_space(job, mesh, code, entries)
+def step_sizes(
+    pipe: Pipeline, traced: TracedStep, given: dict[str, PyTree], batch: PyTree
+) -> Sizes:
+    """Sizes of a traced model on one device."""
+    step, params = Step.of(pipe.mesh, traced), with_outer(placed_shapes(pipe, given))
+    job, code, program = step.job, step.code, step.code.program
+    buffers = SharedBuffers.of(code.kinds, step.entries)
+    splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
+    residuals = buffers.residual_input.nbytes, buffers.residual_weight.nbytes
+    work = step.work_space()
     most = max(work.values(), default=0)
-    found = {
-        "parameters": sum(map(local_bytes, jax.tree.leaves(dict(params)))),
-        "batch": sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
-        "gradients": sum(
-            _gradient_bytes(job, leaf)
-            for leaf in trained(jax.tree.leaves(dict(params)), leaf_plans(job.plans))
+    found = Sizes(
+        parameters=sum(map(local_bytes, jax.tree.leaves(params))),
+        gradients=sum(
+            gradient_bytes(job, leaf)
+            for leaf in trained(jax.tree.leaves(params), leaf_plans(job.plans))
         ),
-        "pools": sum(pools.values()) + UNDER_WAY * residuals,
-        "gathered": _gathered(job, mesh, code, params),
-        "hoisted": _hoisted(job, mesh, code, entries),
-        "sent": _sent_bytes(code.program, buffers)
-        + _with_arrivals(code.program, buffers, work)
-        - most,
-        "raveled": _raveled(buffers, code, splits=splits),
-        "work": most,
-    }
-    if {device.platform for device in mesh.devices.flat} == {"cpu"}:
-        ticks = sum(found[name] for name in ("pools", "hoisted", "sent", "raveled"))
-        found["summed"] = _summed(job, mesh, code, entries, params, ticks=ticks, work=most)
-    return {**found, "host": (slots.host + 1) * residuals, "total": sum(found.values())}
+        batch=sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
+        gathered=_gathered(step, params),
+        hoisted=_hoisted(step),
+        entry=dict.fromkeys(vars(program.slots), 0)
+        | {
+            "x": buffers.x.nbytes,
+            "residual_input": residuals[0],
+            "residual_weight": residuals[1],
+            "cotangent": buffers.cotangent.nbytes,
+            "stash": buffers.stash.nbytes if splits else 0,
+            **{
+                place.value: sum(nbytes(aval) for aval in avals)
+                for place, avals in code.outer_pools.items()
+            },
+            "host": sum(residuals) if program.slots.host else 0,
+        },
+        sent=_sent_bytes(program, buffers) + _with_arrivals(program, buffers, work) - most,
+        raveled=_raveled(buffers, code, splits=splits),
+        work=most,
+    )
+    return replace(found, **_summed(step, params, most)) if on_cpus(step.mesh) else found
 
 
 def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
@@ -173,126 +182,91 @@ def local_bytes(leaf: Any) -> int:
     return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 
 
-def _gradient_bytes(job: Job, leaf: Any) -> int:
-    return int(
-        local_bytes(leaf)
-        // leaf.dtype.itemsize
-        * accumulator_dtype(leaf.dtype, job.accumulate).itemsize
-    )
+def gradient_bytes(job: Job, leaf: Any) -> int:
+    """The same of its accumulator."""
+    wide = accumulator_dtype(leaf.dtype, job.accumulate).itemsize
+    return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
-def _summed(
-    job: Job,
-    mesh: Mesh,
-    code: ModelCode,
-    entries: Sequence[StageEntries] | None,
-    params: Mapping[str, PyTree],
-    *,
-    ticks: int,
-    work: int,
-) -> int:
+def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, Any]:
     """Room that the results of sums need beside what the ticks do: they are no accumulators there,
     but outputs of their own.
 
     What the ticks hold may lie there before.  XLA puts the largest of it there that fits: of
     `last`, the gradient of its own parameters.
     """
-    sizes = {key: _summed_bytes(job, mesh, key, params[key]) for key in params}
-    found = [0, sum(sizes.values()) - ticks - work]
+    sizes = {key: _summed_bytes(step, key, params[key]) for key in params}
+    ends: tuple[int, ...] = ()
     if any(size for key, size in sizes.items() if key != "stages"):
-        for name, rest in work_without_gradients(job, mesh, code, entries).items():
-            found.append(
-                min(rest, work) + sizes[name.removesuffix(" gradient")] + sizes["shared"] - work
-            )
-    return max(found)
+        ends = tuple(
+            min(rest, most) + sizes[name.removesuffix(" gradient")] + sizes["shared"] - most
+            for name, rest in step.work_without_gradients().items()
+        )
+    return {"summed": sum(sizes.values()), "ends": ends}
 
 
-def _summed_bytes(job: Job, mesh: Mesh, key: str, tree: PyTree) -> int:
+def _summed_bytes(step: Step, key: str, tree: PyTree) -> int:
     """Of gradients that are summed over devices as they are; those of gathered parameters are parts
     of their accumulators.
     """
+    job, mesh = step.job, step.mesh
     axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
     leaves = zip(jax.tree.leaves(tree), leaf_plans(job.plans[key]), strict=True)
-    whole = [
-        (leaf, plan.whole_axes(axes)) for leaf, plan in leaves if not (plan.frozen or plan.gathers)
-    ]
     return sum(
-        _gradient_bytes(job, leaf)
-        for leaf, names in whole
-        if math.prod(mesh.shape[name] for name in names) > 1
+        gradient_bytes(job, leaf)
+        for leaf, plan in leaves
+        if not (plan.frozen or plan.gathers)
+        and math.prod(mesh.shape[name] for name in plan.whole_axes(axes)) > 1
     )
 
 
-def _gathered(job: Job, mesh: Mesh, code: ModelCode, params: Mapping[str, PyTree]) -> int:
-    total = 0
+def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
+    job, total = step.job, 0
     for key in ("first", "last", "shared"):
         pairs = zip(jax.tree.leaves(params.get(key, ())), leaf_plans(job.plans[key]), strict=True)
-        total += sum(_whole_bytes(job, mesh, leaf, plan) for leaf, plan in pairs if plan.gathers)
+        total += sum(_whole_bytes(step, leaf, plan) for leaf, plan in pairs if plan.gathers)
     chunks = params["stages"]
-    for chunk in range(code.program.schedule.num_chunks):
+    for chunk in range(step.code.program.schedule.num_chunks):
         held = min(chunk, len(chunks) - 1)
-        for leaf, plan in zip(
-            jax.tree.leaves(chunks[held]), leaf_plans(job.plans["stages"][held]), strict=True
-        ):
+        plans = leaf_plans(job.plans["stages"][held])
+        for leaf, plan in zip(jax.tree.leaves(chunks[held]), plans, strict=True):
             # A chunk that another device owns is a copy.
-            total += (
-                _whole_bytes(job, mesh, leaf, plan) if plan.gathers or chunk >= len(chunks) else 0
-            )
+            total += _whole_bytes(step, leaf, plan) if plan.gathers or chunk >= len(chunks) else 0
     return total
 
 
-def _whole_bytes(job: Job, mesh: Mesh, leaf: Any, plan: LeafPlan) -> int:
+def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
     """A parameter with what its manual axes split brought together, and its accumulator."""
-    whole = local_bytes(leaf) * math.prod(mesh.shape[name] for name, _ in plan.gathers)
-    if plan.frozen:
-        return int(whole)
-    return int(
-        whole
-        + whole // leaf.dtype.itemsize * accumulator_dtype(leaf.dtype, job.accumulate).itemsize
-    )
+    share = math.prod(step.mesh.shape[name] for name, _ in plan.gathers)
+    return share * (local_bytes(leaf) + (0 if plan.frozen else gradient_bytes(step.job, leaf)))
 
 
 def hoisted_bytes(
-    job: Job, mesh: Mesh, consts: int, jaxpr: core.Jaxpr, specs: Iterable[PartitionSpec]
+    step: Step, consts: int, jaxpr: core.Jaxpr, specs: Sequence[PartitionSpec]
 ) -> int:
     """Of what is computed from parameters that are split so, once a step."""
     if not jaxpr.outvars:
         return 0
-    group = list(
-        zip(
-            [v.aval for v in jaxpr.invars],
-            [*(PartitionSpec() for _ in range(consts)), *specs],
-            strict=True,
-        )
-    )
-    memory = compiled_alone(job, mesh, lambda values: run(jaxpr, *values), group).memory_analysis()
-    return int(getattr(memory, "output_size_in_bytes", 0))
+    splits = [*(PartitionSpec() for _ in range(consts)), *specs]
+    group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
+    compiled = compiled_alone(step.job, step.mesh, lambda values: run(jaxpr, *values), group)
+    return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
 
 
-def _hoisted(job: Job, mesh: Mesh, code: ModelCode, entries: Sequence[StageEntries] | None) -> int:
+def _hoisted(step: Step) -> int:
     """Of every chunk of a device, and of first and last."""
-    specs = (
-        [[PartitionSpec()] * kind.num_params for kind in code.kinds]
-        if entries is None
-        else [each.parameters for each in entries]
-    )
+    job, code = step.job, step.code
     kinds = [
-        hoisted_bytes(job, mesh, len(kind.consts), kind.hoist, each)
-        for kind, each in zip(code.kinds, specs, strict=True)
+        hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters)
+        for kind, entries in zip(code.kinds, step.entries, strict=True)
     ]
     held = {
         (v, code.kind_of[s])
         for stages in code.program.schedule.placement.stages_of
         for v, s in enumerate(stages)
     }
-    outer = hoisted_bytes(
-        job, mesh, len(code.first.consts), code.first.hoist, outer_specs(job, "first")
+    outer: list[tuple[str, Any]] = [("first", code.first)]
+    outer += [] if code.last is None else [("last", code.last)]
+    return sum(kinds[kind] for _, kind in held) + sum(
+        hoisted_bytes(step, len(end.consts), end.hoist, outer_specs(job, key)) for key, end in outer
     )
-    outer += (
-        0
-        if code.last is None
-        else hoisted_bytes(
-            job, mesh, len(code.last.consts), code.last.hoist, outer_specs(job, "last")
-        )
-    )
-    return sum(kinds[kind] for _, kind in held) + outer

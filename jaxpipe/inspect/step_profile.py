@@ -12,17 +12,17 @@ import jax
 import numpy as np
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
+from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
 from ..pipeline import Pipeline
-from ..simulation.costs import Costs
-from ..simulation.timeline import Timeline
 from ..spmd.body import CANNOT_BE_TIMED
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus
-from ..table.kinds import SHARES, Kind
+from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
-from .blocks import partitioner_permutes
+from .blocks import Step
 
 
 def profile(
@@ -75,10 +75,9 @@ def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
     """PipelineError where the partitioner permutes in blocks on CPU devices: all devices then have
     to run every block at once, and no block has a time of its own.
     """
-    job, mesh, entries = traced.job, pipe.mesh, traced.entries
-    if entries is None or not on_cpus(mesh) or mesh.shape[job.axis] == 1:
-        return
-    if partitioner_permutes(job, mesh, traced.code, entries):
+    step = Step.of(pipe.mesh, traced)
+    waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
+    if step.is_shared and waits and step.permutes():
         raise PipelineError(CANNOT_BE_TIMED)
 
 
@@ -156,14 +155,7 @@ def _costs(
     in the gaps.
     """
     table = schedule.encoded
-    shares = {Kind.L: "last", Kind.H: "last_weight_grad", Kind.E: "first", Kind.G: "first_grad"}
-    names = shares | {
-        Kind.F: "forward",
-        Kind.I: "input_grad",
-        Kind.W: "weight_grad",
-        Kind.B: "backward",
-        Kind.R: "recompute",
-    }
+    names = {spec.kind: spec.cost for spec in KINDS if spec.cost is not None}
     found: dict[str, Any] = {}
     for kind, name in names.items():
         numbers = [
@@ -174,8 +166,8 @@ def _costs(
             found[name] = tuple(
                 statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
             )
-    if table.defers_last:  # what an L takes with all that it left to its H
-        found["last"] = tuple(
-            soon + late for soon, late in zip(found["last"], found["last_weight_grad"], strict=True)
-        )
+    for kind in table.kinds:  # what an action takes with all that it left for later
+        if (whole := KINDS[kind].part_of) is not None:
+            name, part = names[whole], names[kind]
+            found[name] = tuple(a + b for a, b in zip(found[name], found[part], strict=True))
     return Costs(**found, unit=unit)

@@ -20,14 +20,13 @@ The table and the program made of it:
     transfers           pairs of devices that the program's permutes send between, a step; more
                         than the table's where ticks share them
 
-Memory, for one coordinate of the pipe and data axes, before the partitioner splits anything over
-other axes:
+Memory of one device:
 
     slots               entries of each pool: the most that any device holds at one time
     slot_bytes          of one entry of each pool
     pool_bytes          slots times that; "host" is in the host's memory, the others on the device
     residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the
-                        backward, or I for W
+                        backward, or I for W, before the partitioner splits it
     hoisted_bytes       what is computed from parameters once a step and kept (casts), over all
                         chunks of a device
     parameter_bytes     of stages, first, last and shared, as one device holds them; gradients take
@@ -62,8 +61,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,6 +69,8 @@ import numpy as np
 from jax.extend import core
 
 from ..arrays import PyTree
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..jaxprs import needed_for
 from ..jaxprs.sizes import nbytes
 from ..jaxprs.slices import Split
@@ -78,19 +78,18 @@ from ..lowering.plan import Plan
 from ..lowering.step_time import step_time
 from ..lowering.target import Target
 from ..pipeline import Pipeline
+from ..planner.memory import Sizes
 from ..program.ir import Program
-from ..program.pools import Slots
 from ..program.templates import Payload
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
 from ..spmd.exchange import WITH_SLACK
 from ..spmd.operands import SharedBuffers
 from ..stage.model_code import ModelCode
-from ..table.action import Kind, Overlap, parts
+from ..table.action import Overlap, parts
+from ..table.effects import Place
 from ..table.schedule import Schedule
 from .collectives import steady
 from .gpu_program import GpuProgram, compile_and_try_to_read
-from .step_memory import local_bytes, memory_of_traced, placed_shapes
+from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 from .waits import most_waits
 
 
@@ -121,7 +120,8 @@ def report(
         compile_and_try_to_read(lowered) if target.on_gpus else (lowered.compile(), None)
     )
     end = time.perf_counter()
-    schedule, code, held = pipe.schedule, traced.code, placed_shapes(pipe, params)
+    schedule, code = pipe.schedule, traced.code
+    held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
     times = step_time(plan, target.overheads, pipe.costs) if target.on_gpus else None
     return {
@@ -133,7 +133,7 @@ def report(
         "seconds": times and times.seconds,
         "predicate_seconds": times and times.predicates,
         "loses_to_1f1b": times and times.loses,
-        **_memory(code),
+        **_pools(code, sizes),
         "parameter_bytes": {
             key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
         },
@@ -145,7 +145,7 @@ def report(
                 f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted))
             )
         ),
-        "predicted": memory_of_traced(pipe, traced, held, batch),
+        "predicted": facts(traced, sizes),
         "trace_seconds": middle - begin,
         "compile_seconds": end - middle,
     }
@@ -173,66 +173,37 @@ def table_makespan(schedule: Schedule) -> float:
     return simulate(schedule, Costs()).makespan
 
 
-def _sent(program: Program) -> dict[tuple[Payload, int], int]:
-    """How many times each device sends each payload, a step."""
-    found: dict[tuple[Payload, int], int] = {}
+def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
+    """Pools, residuals and what is sent."""
+    program, buffers = code.program, SharedBuffers.of(code.kinds)
+    kept = {
+        "residual_input": buffers.residual_input.avals,
+        "residual_weight": buffers.residual_weight.avals,
+        "stash": buffers.stash.avals if sizes.entry["stash"] else (),
+        "first": code.outer_pools[Place.FIRST],
+    }
+    of = {
+        Payload.ACTIVATION: sizes.entry["x"],
+        Payload.COTANGENT: sizes.entry["cotangent"],
+    }
+    sent: Counter[int] = Counter()
     for segment in program.segments:
         for permute in (permute for template in segment.templates for permute in template.permutes):
             for source, _ in permute.pairs:
-                key = (permute.payload, source)
-                found[key] = found.get(key, 0) + segment.repeats
-    return found
-
-
-def _memory(code: ModelCode) -> dict[str, Any]:
-    """Pools, residuals and what is sent."""
-    buffers, program = SharedBuffers.of(code.kinds), code.program
-    splits = any(
-        use.block.kind is Kind.I for s in program.segments for p in s.templates for use in p.blocks
-    )
-    kept: dict[str, Sequence[Any]] = {
-        "x": buffers.x.avals,
-        "residual_input": buffers.residual_input.avals,
-        "residual_weight": buffers.residual_weight.avals,
-        "cotangent": buffers.cotangent.avals,
-        "stash": buffers.stash.avals if splits else (),
-        "first": code.first_avals,
-        "last": code.last_avals,
-        "share": code.share_avals,
-        "host": (*buffers.residual_input.avals, *buffers.residual_weight.avals)
-        if program.slots.host
-        else (),
-    }
-    assert tuple(kept) == tuple(field.name for field in fields(Slots)), "a pool is missing"
-    slot_bytes = {pool: _total(avals) for pool, avals in kept.items()}
-    payload = {Payload.ACTIVATION: slot_bytes["x"], Payload.COTANGENT: slot_bytes["cotangent"]}
-    sent: dict[int, int] = {}
-    for (kind, device), count in _sent(program).items():
-        sent[device] = sent.get(device, 0) + count * payload[kind]
-    kinds = {
-        (v, code.kind_of[s])
-        for stages in program.schedule.placement.stages_of
-        for v, s in enumerate(stages)
-    }
-    outer = (*code.first.once_avals, *(code.last.once_avals if code.last else ()))
+                sent[source] += segment.repeats * int(of[permute.payload])
     return {
-        "slot_bytes": slot_bytes,
+        "slot_bytes": dict(sizes.entry),
         "pool_bytes": {
-            pool: size * getattr(program.slots, pool) for pool, size in slot_bytes.items()
+            pool: size * getattr(program.slots, pool) for pool, size in sizes.entry.items()
         },
         "residuals": [
             (pool, f"{aval.dtype}{list(aval.shape)}", nbytes(aval))
-            for pool in ("residual_input", "residual_weight", "stash", "first")
-            for aval in kept[pool]
+            for pool, avals in kept.items()
+            for aval in avals
         ],
-        "hoisted_bytes": sum(_total(code.kinds[kind].once_avals) for _, kind in kinds)
-        + _total(outer),
+        "hoisted_bytes": sizes.hoisted,
         "transfer_bytes": max(sent.values(), default=0),
     }
-
-
-def _total(avals: Iterable[Any]) -> int:
-    return sum(nbytes(aval) for aval in avals)
 
 
 def _xla(compiled: Any) -> dict[str, Any]:

@@ -9,13 +9,13 @@ trip count is known (XLA's WhileThunk and ConditionalThunk).
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
 
-from .hlo import Computation, Frame, Instruction, Module, Place, inner
+from .hlo import Computation, Instruction, Module, Place, inner
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,6 @@ class Predicate:
 
 # The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0".
 _SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)(?:/|$)")
-# Given a predicate and how often it is asked, how many trips it makes.
-Taken: TypeAlias = Callable[[Predicate, float], float]
 
 
 def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
@@ -80,14 +78,8 @@ def _predicates(
             )
         else:
             for body, frames in inside:
-                yield from _predicates(module, graph_nodes, body, times * _trips(frames))
-
-
-def _trips(frames: Sequence[Frame]) -> int:
-    trips = 1
-    for frame in frames:
-        trips *= frame.trips or 1
-    return trips
+                trips = math.prod(frame.trips or 1 for frame in frames)
+                yield from _predicates(module, graph_nodes, body, times * trips)
 
 
 def _sends(module: Module, computation: Computation) -> bool:
@@ -107,25 +99,15 @@ def flat(predicates: Sequence[Predicate]) -> Iterator[Predicate]:
         yield from flat(predicate.nested)
 
 
-def count_waits(predicates: Sequence[Predicate], taken: Taken, *, times: float = 1) -> float:
-    """Waits a step, of a device whose predicates are taken so often."""
-    total = 0.0
+def count_waits(predicates: Sequence[Predicate], *, taken: bool, times: int = 1) -> int:
+    """Waits a step of a device that takes each predicate once each time, or none."""
+    total = 0
     for predicate in predicates:
         asked = times * predicate.asked
-        trips = taken(predicate, asked)
+        trips = asked if taken else 0
         total += 0 if predicate.in_graph else asked + (trips if predicate.is_loop else 0)
-        total += count_waits(predicate.nested, taken, times=trips)
+        total += count_waits(predicate.nested, taken=taken, times=trips)
     return total
-
-
-def never(predicate: Predicate, asked: float) -> float:
-    """Nothing is taken: a bound from below."""
-    return 0.0
-
-
-def always(predicate: Predicate, asked: float) -> float:
-    """Each predicate is taken once each time: a bound from above."""
-    return asked
 
 
 def most_waits(
@@ -143,11 +125,9 @@ def most_waits(
         predicates, lambda each: (each.sends, each.place.computation.name)
     ):
         these = list(run)
-        total += count_waits(these, never)
-        each_gain = [
-            ((count_waits([p], always) - count_waits([p], never)) / max(1, p.asked), p.asked)
-            for p in these
-        ]
+        total += count_waits(these, taken=False)
+        gain_of = [count_waits([p], taken=True) - count_waits([p], taken=False) for p in these]
+        each_gain = [(g / max(1, p.asked), p.asked) for g, p in zip(gain_of, these, strict=True)]
         if sends:
             total += max(gain * times for gain, times in each_gain)
         else:

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations
+from ..engine.costs import Costs
+from ..engine.loop import action_durations
 from ..table.encoded import Meeting
 from ..table.kinds import RUNS_FORWARD
 from ..table.schedule import Schedule

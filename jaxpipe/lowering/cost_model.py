@@ -11,10 +11,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine.costs import Costs
+from ..engine.loop import action_durations
 from ..program.segments import Segment
 from ..program.templates import Part, parts_in_order
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations
 from ..table.kinds import RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
 from .overheads import NO_OVERHEADS, Overheads

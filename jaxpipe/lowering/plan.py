@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..program.ir import Program
-from ..program.liveness import Liveness
 from ..program.segments import Segment
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
+from ..table.effects import Liveness
 from ..table.schedule import Schedule
 from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks

@@ -96,7 +96,7 @@ class Requirements:
     @cached_property
     def meets(self) -> IntArray:
         """Per tick, a number that ticks of equal shares have in common; 0 where nobody meets."""
-        shares = self.counts[:, np.array([block.is_share for block in self.blocks], bool), 0] > 0
+        shares = self.counts[:, np.array([block.together for block in self.blocks], bool), 0] > 0
         return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
 
     @cached_property

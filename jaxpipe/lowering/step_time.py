@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..engine.costs import Cost, Costs
 from ..schedules.registry import build
-from ..simulation.costs import Cost, Costs
 from ..table.schedule import Schedule
 from .cost_model import cost_parts, program_makespan
 from .overheads import FORWARD, Overheads

@@ -2,7 +2,7 @@
 timed, or estimated from its flops.
 """
 
-from .measure import measure as measure
-from .memory import traced_memory as traced_memory
-from .peak import Peak as Peak
-from .stages import measure_stages as measure_stages
+from .costs import measure as measure
+from .costs import measure_stages as measure_stages
+from .costs import traced_memory as traced_memory
+from .timing import Peak as Peak

@@ -1,5 +1,5 @@
 """The blocks of a step, traced on one coordinate of the pipe and data axes, each compiled alone as
-the step would.
+the step would, with their seconds.
 """
 
 from __future__ import annotations
@@ -15,55 +15,32 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import Block, outer_blocks, stage_blocks, whole_entries
+from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks, whole_entries
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import prepare
-from ..spmd.entries import StageEntries, auto_axes, compiled_alone, split_entries
+from ..spmd.entries import auto_axes, compiled_alone, split_entries
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
+from ..table.limits import is_whole
+from .timing import Peak, call_of, hop_seconds, timed
 
-_BLOCKS = ("F", "B", "I", "W")
+BLOCKS = ("F", "B", "I", "W")
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A step's job, and the model's code on one coordinate of the pipe and data axes.
-
-    `entries` say for each kind of stage how what it has and keeps is split over the devices of that
-    coordinate.
+def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> Step:
+    """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
+    axes are left to it.
     """
-
-    job: Job
-    mesh: Mesh
-    code: ModelCode
-    entries: tuple[StageEntries, ...]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several devices share a stage."""
-        return bool(auto_axes(self.mesh, self.job))
-
-
-def traced(
-    pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
-) -> Traced:
-    """Trace the step, and ask the partitioner where axes are left to it."""
     job = pipe.trace(params, batch, rng=rng, state=state).job
     mesh = one_coordinate(pipe)
     told, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
     code = _retraced(mesh, told, shapes)
-    split = auto_axes(mesh, job)
-    return Traced(
-        job,
-        mesh,
-        code,
-        split_entries(job, mesh, code, shapes[0])
-        if split
-        else tuple(map(whole_entries, code.kinds)),
-    )
+    if auto_axes(mesh, job):
+        return Step(job, mesh, code, split_entries(job, mesh, code, shapes[0]))
+    return Step(job, mesh, code, tuple(map(whole_entries, code.kinds)))
 
 
 def _local_shapes(
@@ -124,14 +101,13 @@ def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
     return found[0]
 
 
-def blocks_of(step: Traced) -> dict[str, Block]:
+def blocks_of(step: Step) -> dict[str, Block]:
     """Every block by name."""
     found: dict[str, Block] = {}
     for number, (kind, entries) in enumerate(zip(step.code.kinds, step.entries, strict=True)):
         pieces = stage_blocks(kind, entries)
-        found |= {f"{name} {number}": pieces[name] for name in _BLOCKS}
-    outer = outer_blocks(step.job, step.code, split=step.is_shared)
-    return found | {block.name: block for block in outer}
+        found |= {f"{name} {number}": pieces[name] for name in BLOCKS}
+    return found | {block.name: block for block in outer_blocks(step)}
 
 
 def one_coordinate(pipe: Pipeline) -> Mesh:
@@ -143,7 +119,7 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     return Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(at))
 
 
-def compile_block(step: Traced, block: Block) -> Any:
+def compile_block(step: Step, block: Block) -> Any:
     """A block compiled by itself, its inputs split as in the step."""
     avals = [var.aval for var in block.jaxpr.invars]
 
@@ -189,3 +165,65 @@ def shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(
         np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"),
+    and bytes of its own arrays.
+    """
+
+    step: Step
+    seconds: Mapping[str, float]
+    temp: Mapping[str, int]
+    unit: str
+
+
+def measure_blocks(
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    rng: Any,
+    state: Any,
+    repeats: int,
+    peak: Peak | None,
+) -> Measured:
+    """Trace the step, compile every block of it alone, and time or estimate each."""
+    faults = (
+        []
+        if isinstance(pipe, Pipeline)
+        else [f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"]
+    )
+    faults += (
+        []
+        if is_whole(repeats) and repeats >= 1
+        else [f"repeats must be at least 1, not {quoted(repeats)}"]
+    )
+    faults += (
+        []
+        if peak is None or isinstance(peak, Peak)
+        else [f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"]
+    )
+    if faults:
+        raise PipelineError.listing("this cannot be measured", faults)
+    step = traced(pipe, params, batch, rng, state)
+    blocks = {
+        name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()
+    }
+    temp = {
+        name: int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+        for name, (compiled, _) in blocks.items()
+    }
+    if peak is not None:
+        seconds = {name: peak.seconds(jaxpr, step.mesh.size) for name, (_, jaxpr) in blocks.items()}
+        boundary = max(map(step.boundary, range(len(step.code.kinds))), default=0)
+        unit = (
+            f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+        )
+        hop = peak.hop(boundary) if pipe.schedule.num_devices > 1 else 0.0
+        return Measured(step, {**seconds, "hop": hop}, temp, unit)
+    runs = {name: call_of(compiled, jaxpr) for name, (compiled, jaxpr) in blocks.items()}
+    seconds = timed(runs, repeats)
+    seconds["hop"] = hop_seconds(pipe, step, repeats)
+    device = pipe.mesh.devices.flat[0]
+    return Measured(step, seconds, temp, f"seconds, measured on {device.device_kind}")

@@ -277,7 +277,8 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
             f'"Et*32L" for instance; got {layers!r}'
         )
     try:
-        found = parse_layout(layers, devices=1, letters="".join(sorted({*LETTERS, *stages})))
+        known = {*LETTERS, *stages, *(letter for letter in layers if letter.isalpha())}
+        found = parse_layout(layers, devices=1, letters="".join(sorted(known)))
     except LayoutError as error:
         raise PipelineError(f"layers={layers!r} cannot be read: {error}") from error
     if found.num_stages > 1:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from ..engine.costs import Costs
 from ..errors import CostError, listed, quoted
 from ..layouts.layout import Layout
-from ..simulation.costs import Costs
 from ..table.limits import MAX_COST, is_number
 from ..table.typed import plain
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, overload
 
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
-from ..simulation.timeline import Timeline
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory
@@ -83,9 +83,7 @@ class PipelinePlan:
             "remat": self.remat,
             "seconds": self.seconds,
             "memory": list(self.memory),
-            "memory_parts": None
-            if self.parts is None
-            else vars(self.parts) | {"total": self.parts.total},
+            "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},
             "lower_bound": self.lower_bound,
             "gap": self.certificate and self.certificate.gap,
             "certificate": self.certificate and str(self.certificate),

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine.costs import Costs
 from ..lowering.cost_model import cost_matrix, cost_parts, program_makespan
 from ..lowering.plan import Plan, plan_of
 from ..lowering.target import RunsOn, Target
 from ..program.segments import Segment
 from ..program.templates import Permute
-from ..simulation.costs import Costs
 from ..table.schedule import Schedule
 
 

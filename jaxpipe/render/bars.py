@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..simulation.timeline import Timeline
+from ..engine.timeline import Timeline
 from ..table.action import Action, parts
 from ..table.kinds import COMPUTE
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..engine.timeline import Timeline
 from ..errors import JaxpipeError, quoted
-from ..simulation.timeline import Timeline
 from ..table.kinds import KINDS
 from .bars import Bar, Part, bars_of, title_of
 

@@ -6,17 +6,17 @@ import json
 import math
 from collections.abc import Iterable
 from html import escape
+from importlib.resources import files
 from string import Template
 from xml.etree import ElementTree
 
+from ..engine.comparison import COLUMNS
+from ..engine.timeline import Timeline
 from ..errors import JaxpipeError
-from ..simulation.comparison import COLUMNS
-from ..simulation.timeline import Timeline
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed
 from .bars import costs_of, number, title_of
 from .chart import MOST_ASKED_WIDTH, Chart, require_printable
-from .page import PAGE
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
 
@@ -56,7 +56,8 @@ def to_html(
     heading = title or title_of(timeline)
     require_printable(heading)
     csv = timeline.schedule.to_csv()
-    return Template(PAGE).substitute(
+    page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return Template(page).substitute(
         title=escape(heading),
         style=_styles(chart.shades),
         chart=ElementTree.tostring(draw(chart, critical_path=True), encoding="unicode"),

@@ -8,8 +8,8 @@ import math
 from collections import defaultdict
 from xml.etree import ElementTree
 
+from ..engine.timeline import Timeline
 from ..errors import JaxpipeError
-from ..simulation.timeline import Timeline
 from ..table.action import parse_cell, parts
 from ..table.kinds import KINDS
 from ..table.typed import typed

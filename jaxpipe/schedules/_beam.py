@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..simulation.job_shop import JobShop
+from ..engine.job_shop import JobShop
 from ._banker import Banker, Flags, Numbers
 
 Times: TypeAlias = NDArray[np.float64]

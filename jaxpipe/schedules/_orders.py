@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..simulation.costs import Costs
+from ..engine.costs import Costs
 from ..table.action import Action, Kind
 from ..table.placement import Placement
 from ._list_scheduling import Rule, list_schedule

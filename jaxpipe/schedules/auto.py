@@ -8,11 +8,11 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+from ..engine.bounds import bound_of, is_cheapest_in_parts, least_activations, lower_bound
+from ..engine.costs import Costs
+from ..engine.job_shop import JobShop
+from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..simulation.costs import Costs
-from ..simulation.job_shop import JobShop
-from ..simulation.lower_bound import bound_of, is_cheapest_in_parts, least_activations, lower_bound
-from ..simulation.simulate import simulate
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.placement import Placement
 from ..table.schedule import Schedule

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from ..engine.costs import Costs
 from ..errors import ScheduleError, listed, quoted
-from ..simulation.costs import Costs
 from ..table.certificate import Objective
 from ..table.garbage_collection import paused_collector
 from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
@@ -142,10 +142,10 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
             count,
         ),
         "objective": _OptionKind(
-            "what is made short (a jaxpipe.Objective): the whole step, or the time of a "
+            "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
             "microbatch in its steady state",
             lambda v: isinstance(v, Objective),
-            "a jaxpipe.Objective",
+            "a jaxpipe.table.Objective",
         ),
         "search": _OptionKind(
             "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import Rule, least_peak, list_schedule

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..simulation.costs import Costs
+from ..engine.costs import Costs
 from ..table.action import Action, Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from math import lcm
 
-from ..simulation.costs import StageCosts
+from ..engine.costs import StageCosts
 
 try:
     from ortools.sat.python import cp_model as cp_model

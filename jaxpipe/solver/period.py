@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
 
-from ..simulation.costs import StageCosts
-from ..simulation.job_shop import JobShop
-from ..simulation.lower_bound import period_bound_of
+from ..engine.bounds import period_bound_of
+from ..engine.costs import StageCosts
+from ..engine.job_shop import JobShop
 from .cp import cp_model, tick_scale
 
 _TURNS = (1, 2, 3, 4)  # microbatches of a turn

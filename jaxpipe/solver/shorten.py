@@ -1,7 +1,7 @@
 """Shortens a schedule, and proves how short it can be, with OR-tools' CP-SAT, the extra
 `jaxpipe[solver]`.
 
-The model is the job shop of `simulation.job_shop`: every stage works in the order of microbatches,
+The model is the job shop of `engine.job_shop`: every stage works in the order of microbatches,
 which costs nothing.  A small table is ordered as a whole, which may prove it optimal; of a larger
 one, windows are put into a better order.  Which activations live is a matter of order alone, so the
 cap is written as clauses over "this W comes before that F"; as intervals that overlap it propagates
@@ -16,9 +16,9 @@ from math import ceil, floor
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
-from ..simulation.costs import Costs
-from ..simulation.lower_bound import lower_bound
-from ..simulation.simulate import simulate
+from ..engine.bounds import lower_bound
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
 from ..table.action import Action, Kind
 from ..table.kinds import Release
 from ..table.schedule import Schedule

@@ -23,7 +23,9 @@ from ..program.segments import Segment
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
+from ..table.effects import Place
 from .block import false
+from .collective import with_cuts
 from .entries import StageEntries
 from .host import Packing
 from .operands import Operands, SharedBuffers, StageOperand
@@ -31,7 +33,7 @@ from .pools import empty, empty_pool
 from .replicas import with_replicas
 from .results import finish
 from .shared_code import SharedCode
-from .state import Gradients, State
+from .state import State, of_chunk
 from .tick import TickEmitter
 
 CANNOT_BE_TIMED = (
@@ -76,7 +78,7 @@ def prepare(
             bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
     job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
-    code = trace_model(job, owned, kept, shared, first, last, batch, rng)
+    code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
 
 
@@ -109,10 +111,21 @@ def body(
         chunks = with_replicas(job, start.owned)
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
         operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
-        shared_code = _shared_code(job, code, operands, len(chunks), buffers, together=together)
-        emitter = TickEmitter(
-            code.program, job.axis, shared_code, job.data_axes, job.clock, blocking
+        shared_code = SharedCode(
+            kinds=code.kinds,
+            kind_of=code.kind_of,
+            wants=code.wants,
+            buffers=buffers,
+            first=code.first,
+            last=code.last,
+            operands=operands,
+            outer_wants=code.outer_wants,
+            program=code.program,
+            axis=job.axis,
+            together=together,
+            blocking=blocking,
         )
+        emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table, one slice of it a trip: dozens of arrays would be as many slices.
         table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
@@ -152,15 +165,18 @@ def _initial(
     slots, count = code.program.slots, job.num_microbatches
     losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
     losses += [] if code.last is None else [code.last.loss_dtype]
-    state = State(
-        token=false(),
-        x=buffers.x.empty(slots.x),
-        sent_x=empty(buffers.x.avals),
-        stage_state=tuple(jax.tree.leaves(kept[v]) if kept else [] for v in range(len(chunks))),
-        losses=jnp.zeros(count, wider(*losses) if losses else jnp.float32),
-        aux=None if code.last is None else empty_pool(code.last.aux_avals, count),
-        last=empty_pool(code.last_avals, slots.last) if code.last_avals else None,
-    )
+    state: State = {
+        "token": false(),
+        "x": buffers.x.empty(slots.x),
+        "sent_x": empty(buffers.x.avals),
+        "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
+        "aux": None if code.last is None else empty_pool(code.last.aux_avals, count),
+    }
+    for v in range(len(chunks)):
+        state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
+    for place, avals in code.outer_pools.items():
+        if job.training or place is Place.LAST:
+            state[place.value] = empty_pool(avals, getattr(slots, place.value))
     if not job.training:
         return state
 
@@ -173,25 +189,20 @@ def _initial(
         ]
 
     plans = job.plans["stages"]
-    return replace(
-        state,
-        gradients=Gradients(
-            chunks=tuple(
-                accumulators(chunk, plans[min(v, len(plans) - 1)]) for v, chunk in enumerate(chunks)
-            ),
-            first=accumulators(first, job.plans["first"]),
-            last=accumulators(last, job.plans["last"]),
-            shared=accumulators(shared, job.plans["shared"]),
-        ),
-        cotangent=buffers.cotangent.empty(slots.cotangent),
-        sent_dx=empty(buffers.cotangent.avals),
-        residual_input=buffers.residual_input.empty(slots.residual_input),
-        residual_weight=buffers.residual_weight.empty(slots.residual_weight),
-        stash=buffers.stash.empty(slots.stash),
-        host=Packing.of(buffers).empty(slots.host),
-        first=empty_pool(code.first_avals, slots.first),
-        share=empty_pool(code.share_avals, slots.share) if code.share_avals else None,
-    )
+    for v, chunk in enumerate(chunks):
+        own = plans[min(v, len(plans) - 1)]
+        state[of_chunk(Place.STAGE_GRADIENTS, v)] = accumulators(chunk, own)
+    return state | {
+        "first_gradients": accumulators(first, job.plans["first"]),
+        "last_gradients": accumulators(last, job.plans["last"]),
+        "shared_gradients": accumulators(shared, job.plans["shared"]),
+        "cotangent": buffers.cotangent.empty(slots.cotangent),
+        "sent_dx": empty(buffers.cotangent.avals),
+        "residual_input": buffers.residual_input.empty(slots.residual_input),
+        "residual_weight": buffers.residual_weight.empty(slots.residual_weight),
+        "stash": buffers.stash.empty(slots.stash),
+        "host": Packing.of(buffers).empty(slots.host),
+    }
 
 
 def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
@@ -226,33 +237,6 @@ def _operands(
         batch=batch,
         rng=rng,
         seed=jnp.asarray(seed, jnp.result_type(float)),
-    )
-
-
-def _shared_code(
-    job: Job,
-    code: ModelCode,
-    operands: Operands,
-    num_chunks: int,
-    buffers: SharedBuffers,
-    *,
-    together: bool,
-) -> SharedCode:
-    """What all blocks share."""
-    return SharedCode(
-        kinds=code.kinds,
-        kind_of=code.kind_of,
-        wants=code.wants,
-        buffers=buffers,
-        first=code.first,
-        last=code.last,
-        operands=operands,
-        outer_wants=code.outer_wants,
-        num_chunks=num_chunks,
-        spreads_first=code.program.schedule.encoded.spreads_first,
-        spreads_last=code.program.schedule.encoded.spreads_last,
-        training=job.training,
-        together=together,
     )
 
 

@@ -5,7 +5,7 @@ blocks of a tick.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from ..program.ir import Program
 from ..program.records import NOBODY, Move, TickRecord
 from .operands import SharedBuffers
 from .pools import zeros
-from .state import State, given
+from .state import State
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
@@ -149,7 +149,7 @@ class Luggage:
         """
         if not (self.moving.stores or self.moving.fetches):
             return OnTheWay([], []), state
-        move, pools = self._move, (given(state.residual_input), given(state.residual_weight))
+        move, pools = self._move, (state["residual_input"], state["residual_weight"])
         stored: Leaves = []
         if self.moving.stores:
             slots = (move.from_input, move.from_weight)
@@ -158,24 +158,24 @@ class Luggage:
             )
         # No sooner than the blocks before, or what is stored beside them would be awaited before
         # them; and no later than the blocks after.
-        slot = jnp.where(given(state.token), 0, jnp.maximum(move.from_host, 0))
-        slot, stored, token = lax.optimization_barrier((slot, stored, given(state.token)))
+        slot = jnp.where(state["token"], 0, jnp.maximum(move.from_host, 0))
+        slot, stored, token = lax.optimization_barrier((slot, stored, state["token"]))
         fetched = (
-            [_to(_Space.Device, _at(leaf, slot)) for leaf in given(state.host)]
+            [_to(_Space.Device, _at(leaf, slot)) for leaf in state["host"]]
             if self.moving.fetches
             else []
         )
-        way, state = OnTheWay(stored, fetched), state.updated(State(token=token))
+        way, state = OnTheWay(stored, fetched), state | {"token": token}
         return self.store(way, state) if stored and not fetched else (way, state)
 
     def store(self, way: OnTheWay, state: State) -> tuple[OnTheWay, State]:
         """Start to store, if that has not been done; what was fetched is there by now."""
         if not way.stored:
             return way, state
-        fetched, host = _after(way.fetched, given(state.host))
+        fetched, host = _after(way.fetched, state["host"])
         spare = jnp.int32(len(host[0]) - 1)
         slot = jnp.where(
-            jnp.logical_or(given(state.token), self._move.stores == NOBODY),
+            jnp.logical_or(state["token"], self._move.stores == NOBODY),
             spare,
             self._move.to_host,
         )
@@ -183,21 +183,25 @@ class Luggage:
             lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, v), slot, 0)
             for leaf, v in zip(host, way.stored, strict=True)
         ]
-        return OnTheWay([], fetched), state.updated(State(host=new))
+        return OnTheWay([], fetched), state | {"host": new}
 
     def end(self, way: OnTheWay, state: State) -> State:
         """Put what was fetched into its slots."""
         way, state = self.store(way, state)
         if not way.fetched:
             return state
-        fetched, host = _after(way.fetched, given(state.host))
+        fetched, host = _after(way.fetched, state["host"])
         move, leaves, count = self._move, self.packing.unpack(fetched), self.packing.num_input
-        by_input = self._put(given(state.residual_input), move.to_input, leaves[:count], state)
-        by_weight = self._put(given(state.residual_weight), move.to_weight, leaves[count:], state)
-        return replace(state, host=host, residual_input=by_input, residual_weight=by_weight)
+        by_input = self._put(state["residual_input"], move.to_input, leaves[:count], state)
+        by_weight = self._put(state["residual_weight"], move.to_weight, leaves[count:], state)
+        return state | {
+            "host": host,
+            "residual_input": by_input,
+            "residual_weight": by_weight,
+        }
 
     def _put(self, pool: Leaves, slot: Scalar, values: Leaves, state: State) -> Leaves:
-        at = jnp.where(given(state.token), 0, jnp.maximum(slot, 0))
+        at = jnp.where(state["token"], 0, jnp.maximum(slot, 0))
         if not self.moving.always:
             takes = self._move.fetches != NOBODY
             values = [

@@ -8,8 +8,10 @@ import jax
 
 from ..arrays import Leaves, Scalar
 from ..model.functions import make_extra
+from ..program.ir import Program
 from ..stage.code import LastCode, StageCode
-from .block import Block
+from ..table.effects import Effect
+from ..table.kinds import Kind
 from .operands import Operands, SharedBuffers, StageOperand
 
 
@@ -25,12 +27,40 @@ class SharedCode:
     last: LastCode | None
     operands: Operands
     outer_wants: frozenset[str]
-    num_chunks: int
-    # `first` and its gradient are shares on every device, and blocks of their own
-    spreads_first: bool
-    spreads_last: bool  # `last` is a share on every device, and a block of its own
-    training: bool  # False: forwards only, nothing is kept and `last` has no gradient
+    program: Program
+    axis: str  # of the pipeline
     together: bool  # blocks permute, so all devices run each: see `permutes`
+    blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
+
+    @property
+    def training(self) -> bool:
+        """False: forwards only, nothing is kept and `last` has no gradient."""
+        return not self.program.schedule.forward_only
+
+    @property
+    def spreads_first(self) -> bool:
+        """Whether `first` and its gradient are shares on every device, and blocks of their own."""
+        return self.program.schedule.encoded.spreads_first
+
+    @property
+    def spreads_last(self) -> bool:
+        """Whether `last` is a share on every device, and a block of its own."""
+        return self.program.schedule.encoded.spreads_last
+
+    @property
+    def last_code(self) -> LastCode:
+        """That of a model that has a `last`."""
+        assert self.last is not None
+        return self.last
+
+    @property
+    def last_stage(self) -> StageCode:
+        """The code of the last stage."""
+        return self.kinds[self.kind_of[-1]]
+
+    def effects(self, kind: Kind) -> tuple[Effect, ...]:
+        """What actions of a kind read and write."""
+        return self.program.effects(kind)
 
     def outer_extra(self, stage: Scalar, microbatch: Scalar) -> Leaves:
         """Leaves of what `first` and `last` are given besides parameters and x."""
@@ -47,7 +77,7 @@ class SharedCode:
 
     def fits_last(self, code: StageCode) -> bool:
         """Whether the last stage may be of this kind: `last` takes what it returns."""
-        return self.kinds[self.kind_of[-1]].y_avals == code.y_avals
+        return self.last_stage.y_avals == code.y_avals
 
     def fits_first(self, code: StageCode) -> bool:
         """Whether the first stage may be of this kind: it takes what `first` returns."""
@@ -57,15 +87,3 @@ class SharedCode:
         return jax.tree.leaves(
             make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants)
         )
-
-
-@dataclass(frozen=True)
-class CodeBlock(Block):
-    """A block of the user's functions, which some devices run while others do not."""
-
-    shared: SharedCode
-
-    @property
-    def together(self) -> bool:
-        """Whether all devices run it at once."""
-        return self.shared.together

@@ -16,23 +16,26 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ..arrays import Leaves, Scalar
-from ..program.code_rules import half_of
 from ..program.ir import Program
-from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, map_fields, pairs_of
+from ..program.records import (
+    NOBODY,
+    Arrival,
+    TickRecord,
+    map_fields,
+    pairs_of,
+)
 from ..program.segments import Loop, Point, Segment, Transit
 from ..program.templates import BlockUse, Payload, Presence
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
-from .backward import RunBackward
 from .block import run_in_order, run_where
-from .clock import Clocked
+from .clock import clocked
+from .collective import collective_block
 from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
-from .forward import RunForward, RunRecompute
 from .host import Luggage, Moving, Packing
-from .pair import RunPair
-from .share import RunDeferred, RunFirstGradient, RunFirstShare, RunShare
 from .shared_code import SharedCode
-from .state import State, given
+from .stage_block import StageAction, pair_block
+from .state import State
 
 
 class _Pair(NamedTuple):
@@ -57,10 +60,9 @@ class _Code:
     segment: Segment
     kinds: list[list[tuple[int, ...]]]
     keeps: list[list[bool]]
-    before: TickRecord[Scalar] | None  # the last tick of the trip before
 
 
-# What this device does in ticks of a trip.
+# What this device does in ticks of a trip, and by -1 in the last tick of the trip before.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
 # What permutes that are issued have brought, and is not yet in its slots.
 _Brought: TypeAlias = dict[Transit, Leaves]
@@ -94,12 +96,14 @@ def _is_pair(row: TickRecord[Scalar]) -> Any:
 class TickEmitter:
     """Turns templates into code."""
 
-    program: Program
-    axis: str
     shared: SharedCode
     data_axes: tuple[str, ...]
     clock: Clock | None
-    blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self.shared.program
 
     @cached_property
     def _packing(self) -> Packing:
@@ -122,10 +126,11 @@ class TickEmitter:
         `before`: the last tick of the trip before, whose transfers in flight are issued first of
         all; None where there are none.
         """
-        code = self._code(segment, before)
+        code = self._code(segment)
+        own = dict(enumerate(rows)) | ({} if before is None else {-1: before})
         brought: _Brought = {}
         for j in range(segment.period):
-            state = self._tick(code, j, dict(enumerate(rows)), state, brought)
+            state = self._tick(code, j, own, state, brought)
         assert not brought, "a transfer is awaited after its trip"
         return state
 
@@ -133,7 +138,7 @@ class TickEmitter:
         """The same where ticks of a trip share their code.  `numbers`: what this device does, a
         line for each tick, int32.
         """
-        return self._loops(self._code(segment, None), segment.loops, 0, numbers, state)
+        return self._loops(self._code(segment), segment.loops, 0, numbers, state)
 
     def _loops(
         self, code: _Code, loops: Sequence[Loop], start: int, numbers: Any, state: State
@@ -162,8 +167,8 @@ class TickEmitter:
         column, like = iter(range(line.shape[0])), cast("TickRecord[Any]", self.program.ticks)
         return map_fields(lambda _: line[next(column)], like)
 
-    def _code(self, segment: Segment, before: TickRecord[Scalar] | None) -> _Code:
-        return _Code(segment, self._kinds_at(segment), self._keeps_at(segment), before)
+    def _code(self, segment: Segment) -> _Code:
+        return _Code(segment, self._kinds_at(segment), self._keeps_at(segment))
 
     def _tick(self, code: _Code, j: int, rows: _Rows, state: State, brought: _Brought) -> State:
         """One tick; what is under way in it is noted in `brought`."""
@@ -211,20 +216,16 @@ class TickEmitter:
         """The permutes that are issued at a point of the trip, and what is written there of those
         under way.
         """
-        under_way = [
-            t for t in code.segment.transits if code.before is not None or not t.from_before
-        ]
+        under_way = [t for t in code.segment.transits if -1 in rows or not t.from_before]
         for transit in under_way:
             if self._issued(code.segment, transit) == at:
                 with jax.named_scope(scope_of(transit)):
-                    brought[transit], state = permuted(
-                        transit.permute, self.axis, state, blocking=self.blocking
-                    )
+                    brought[transit], state = self._permuted(transit, state)
         # A transfer with slack is written to its slot ticks later, so that nothing in between
         # depends on it; what reads the pool in between must be done by then (see `run_in_order`),
         # or XLA makes the write on a copy.
         for transit in [t for t in brought if t.written == at]:
-            row = given(code.before) if transit.from_before else rows[transit.tick]
+            row = rows[-1 if transit.from_before else transit.tick]
             keep = transit.from_before or code.keeps[transit.tick][transit.lane]
             state = self._arrive(
                 transit.permute.payload,
@@ -235,6 +236,10 @@ class TickEmitter:
             )
         return state
 
+    def _permuted(self, transit: Transit, state: State) -> tuple[Leaves, State]:
+        shared = self.shared
+        return permuted(transit.permute, shared.axis, state, blocking=shared.blocking)
+
     def _issued(self, segment: Segment, transit: Transit) -> Point:
         """Where a permute is issued: where it would hold up the blocks of its tick, when they are
         over.
@@ -242,7 +247,7 @@ class TickEmitter:
         issued = transit.issued
         return (
             Point(issued.tick, len(segment.templates[issued.tick].blocks))
-            if self.blocking and issued.block
+            if self.shared.blocking and issued.block
             else issued
         )
 
@@ -250,7 +255,9 @@ class TickEmitter:
         """What is in flight after the last trip; `last`: its last tick."""
         for transit in segment.in_flight:
             with jax.named_scope(EXCHANGE):
-                brought, state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
+                brought, state = permuted(
+                    transit.permute, self.shared.axis, state, blocking=self.shared.blocking
+                )
             state = self._arrive(
                 transit.permute.payload, last.arrivals[transit.lane], brought, state, keep=True
             )
@@ -269,7 +276,7 @@ class TickEmitter:
         with jax.named_scope(EXCHANGE):
             # Both, since a pool of one slot has no slot to ask for: XLA would then write all
             # arrivals of a trip in one fusion.
-            at = map_fields(lambda number: jnp.where(given(state.token), 0, number), arrival)
+            at = map_fields(lambda number: jnp.where(state["token"], 0, number), arrival)
             return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
 
     def _block(
@@ -285,39 +292,41 @@ class TickEmitter:
         """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run
         it too; `alone`: pairs run apart.
         """
-        if use.block.is_share:
-            return self._share(use, row, state)
-        half: Forward[Scalar] | Backward[Scalar] = (
-            row.forward if use.block.runs_forward else row.backward
-        )
-        predicate, stage = half.chunk == use.block.chunk, half.stage
-        if isinstance(half, Backward) or self._has_recompute:
-            predicate = jnp.logical_and(predicate, half.kind == int(use.block.kind))
-        if isinstance(half, Forward):
-            if self._has_recompute and use.block.kind is Kind.F:
-                predicate = jnp.logical_and(predicate, (half.keeps != 0) == use.block.keeps)
-            run = RunForward if use.block.kind is Kind.F else RunRecompute
-            code: RunForward | RunRecompute | RunBackward | RunDeferred = run(
-                self.shared, use, kind, half
+        action = use.block.kind
+        record: Any = row.of(action)
+        predicate = record.kind == int(action)
+        if use.block.collective:
+            stage, block = (
+                lax.axis_index(self.shared.axis),
+                collective_block(self.shared, action, record),
             )
-        elif use.block.of_device:
-            code = RunDeferred(self.shared, self.axis, half)
         else:
-            code = RunBackward(self.shared, use, kind, half)
-        if alone and use.block.kind in (Kind.F, Kind.B):
-            predicate = jnp.logical_and(predicate, jnp.logical_not(_is_pair(row)))
-        if asks:
-            predicate = jnp.logical_and(predicate, jnp.array(self.shared.kind_of)[stage] == kind)
-        if self.clock is None:
-            return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, code, state)
-        # Under a predicate always: a loop's body begins when all that it reads is there.
-        clocked = Clocked(code, int(use.block.kind), stage, self.clock, self.axis, self.data_axes)
-        return run_in_order(
-            Presence.NEVER if use.active is Presence.NEVER else Presence.SOMETIMES,
-            predicate,
-            clocked,
-            state,
-        )
+            stage, block = (
+                record.stage,
+                StageAction(self.shared, use, kind, record).block(),
+            )
+            there = record.chunk == use.block.chunk
+            asks_kind = not use.block.runs_forward or self._has_recompute
+            predicate = jnp.logical_and(there, predicate) if asks_kind else there
+            if action is Kind.F and self._has_recompute:
+                predicate = jnp.logical_and(predicate, (record.keeps != 0) == use.block.keeps)
+            if alone and action in (Kind.F, Kind.B):
+                predicate = jnp.logical_and(predicate, jnp.logical_not(_is_pair(row)))
+            if asks:
+                predicate = jnp.logical_and(
+                    predicate, jnp.array(self.shared.kind_of)[stage] == kind
+                )
+        active, run = Presence.SOMETIMES if asks else use.active, run_in_order
+        if self.clock is not None:
+            # Under a predicate always: a loop's body begins when all that it reads is there.
+            active = Presence.NEVER if active is Presence.NEVER else Presence.SOMETIMES
+            what = (jnp.int32(int(action)), stage, record.microbatch)
+            block = clocked(block, what, self.clock, self.shared.axis, self.data_axes)
+        elif use.block.together and active is Presence.ALWAYS:
+            run = run_where  # in order by what it exchanges
+        state = run(active, predicate, block, state)
+        waits = self.shared.blocking and use.block.together
+        return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
     def _pairs_at(self, segment: Segment, j: int) -> list[_Pair]:
         """The overlapped pairs of a template's ticks: a forward and a whole backward of one device
@@ -363,60 +372,27 @@ class TickEmitter:
         self, pair: _Pair, kinds: Sequence[int], row: TickRecord[Scalar], state: State
     ) -> State:
         """A forward and a backward, of these kinds of stages, in one block."""
-        forward = RunForward(self.shared, pair.ahead, kinds[0], row.forward)
-        backward = RunBackward(self.shared, pair.back, kinds[1], row.backward)
+        forward = StageAction(self.shared, pair.ahead, kinds[0], row.forward)
+        backward = StageAction(self.shared, pair.back, kinds[1], row.backward)
         here = jnp.logical_and(
             row.forward.chunk == pair.ahead.block.chunk, row.backward.chunk == pair.back.block.chunk
         )
         return run_in_order(
-            pair.active, jnp.logical_and(_is_pair(row), here), RunPair(forward, backward), state
+            pair.active, jnp.logical_and(_is_pair(row), here), pair_block(forward, backward), state
         )
 
     def _scope(self, use: BlockUse, kind: int) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this
         code, else "F chunk 0".
         """
-        if use.block.of_device:
+        if use.block.collective:
             return use.block.kind.name
-        half = half_of(self.program, use.block)
-        here = (half.chunk == use.block.chunk) & (half.kind == int(use.block.kind))
-        stages = {int(s) for s in np.unique(half.stage[here]) if self.shared.kind_of[s] == kind}
+        every = np.unique(self._stages(use, np.arange(self.program.num_ticks))).tolist()
+        stages = [s for s in every if self.shared.kind_of[s] == kind]
         return (
             f"{use.block.kind.name} "
             f"{f'stage {stages.pop()}' if len(stages) == 1 else f'chunk {use.block.chunk}'}"
         )
-
-    def _share(self, use: BlockUse, row: TickRecord[Scalar], state: State) -> State:
-        """What all devices do together: under a predicate, where there is one, that all of them
-        answer alike.
-        """
-        (share,) = row.shares
-        shared = self.shared
-        block: RunShare | RunFirstShare | RunFirstGradient
-        block = RunShare(
-            shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking
-        )
-        if use.block.kind is Kind.E:
-            block = RunFirstShare(shared, share, waits=self.blocking)
-        elif use.block.kind is Kind.G:
-            block = RunFirstGradient(shared, share, waits=self.blocking)
-        if self.clock is not None:
-            clocked = Clocked(
-                block,
-                int(use.block.kind),
-                lax.axis_index(self.axis),
-                self.clock,
-                self.axis,
-                self.data_axes,
-            )
-            state = run_in_order(
-                Presence.SOMETIMES, share.kind == int(use.block.kind), clocked, state
-            )
-        elif use.active is not Presence.ALWAYS:
-            state = run_in_order(use.active, share.kind == int(use.block.kind), block, state)
-        else:
-            state = run_where(use.active, share.kind == int(use.block.kind), block, state)
-        return settled(jax.tree.leaves(block.writes(state)), state) if self.blocking else state
 
     def _kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
         """For each template and each of its blocks, the kinds of the stages that run it."""
@@ -427,7 +403,7 @@ class TickEmitter:
             found.append(
                 [
                     (0,)
-                    if use.block.of_device
+                    if use.block.collective
                     else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist())
                     for use in template.blocks
                 ]
@@ -436,10 +412,10 @@ class TickEmitter:
 
     def _stages(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int32]:
         """The stages that run a block in these ticks."""
-        half = half_of(self.program, use.block)
-        return half.stage[ticks][
-            (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))
-        ]
+        record: Any = self.program.ticks.of(use.block.kind)
+        runs = (record.chunk == use.block.chunk) & (record.kind == int(use.block.kind))
+        found: NDArray[np.int32] = record.stage[ticks][runs[ticks]]
+        return found
 
     def _keeps_at(self, segment: Segment) -> list[list[bool]]:
         """For each template and lane, whether a slot may keep what it has."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import drop_dead, flatten
-from ..program.liveness import Liveness
+from ..table.effects import Liveness
 from .code import ParamUse, StageCode, inexact
 from .split import hoist_known
 from .spread import without_axes

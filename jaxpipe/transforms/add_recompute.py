@@ -9,18 +9,16 @@ next stage, so it can fill the wait for a gradient.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-import numpy as np
-
+from ..engine.costs import Costs
+from ..engine.loop import Insertion
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..errors import ScheduleError, quoted
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations, simulate
-from ..simulation.timeline import Timeline
 from ..table.action import Action, Cell, parts
 from ..table.check import check
 from ..table.kinds import Kind, Value, readers
-from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
 from ..table.typed import typed
 from .fewest_recomputed import fewest_recomputed
@@ -125,8 +123,8 @@ def _refuse(
     check(schedule)
     if schedule.has_transfers:
         raise ScheduleError(
-            "the table has SEND and RECV; add R first, then transfers (jaxpipe.remove_transfers "
-            "takes them out)"
+            "the table has SEND and RECV; add R first, then transfers "
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if schedule.forward_only:
         raise ScheduleError(
@@ -160,53 +158,6 @@ def _recompute_of(cell: Cell) -> Action | None:
     return None if user is None else user._replace(kind=Kind.R)
 
 
-class _Row:
-    """A device's row while it is built and simulated.
-
-    `waiting` are the R that are placed while their B or I is still to come; `pending` those to be
-    placed, in the order of use.
-    """
-
-    def __init__(
-        self,
-        row: Sequence[Cell],
-        wanted: Collection[Action],
-        times: Sequence[float],
-        lead: int | None,
-    ) -> None:
-        self.cells: list[Cell] = []
-        self.free: float = 0
-        self._times, self._lead = times, lead
-        self._pending = deque(
-            found for cell in row if (found := _recompute_of(cell)) is not None and found in wanted
-        )
-        self._waiting: set[Action | None] = set()
-        self._done: set[Action] = set()
-
-    def add(self, cell: Cell, ready: float) -> None:
-        """Append a cell whose input is there at `ready`, after its own R and those that fit into
-        the wait.
-        """
-        own = _recompute_of(cell)
-        if self._pending and self._pending[0] == own:
-            self._place()
-        self._waiting.discard(own)
-        while self._pending and self.free < ready and len(self._waiting) != self._lead:
-            following = self._pending[0]
-            too_long = self.free + self._times[following.stage] > ready
-            if too_long or following._replace(kind=Kind.F) not in self._done:
-                break
-            self._place()
-        self.cells.append(cell)
-        self._done.update(parts(cell))
-
-    def _place(self) -> None:
-        recompute = self._pending.popleft()
-        self._waiting.add(recompute)
-        self.cells.append(recompute)
-        self.free += self._times[recompute.stage]
-
-
 def _with_recompute(
     plain: Schedule, wanted: Collection[Action], costs: Costs, *, lead: int | None
 ) -> Schedule:
@@ -217,16 +168,33 @@ def _with_recompute(
     """
     table = plain.encoded
     by_stage = costs.for_stages(table.num_stages)
-    durations, wait = action_durations(table, by_stage), waits(table, Transfers.ASYNC)
-    latency = np.array(by_stage.transfer)[table.stage[senders(table, wait)]].tolist()
-    rows = [_Row(row, wanted, by_stage.recompute, lead) for row in plain.rows]
-    ends: list[float] = [0] * table.num_actions
-    for i in plain.run_order(Transfers.ASYNC).order:
-        device, position = table.cell_of(i)
-        row = rows[device]
-        ready = ends[wait[i]] + latency[i] if wait[i] >= 0 else 0
-        # not the second half of a pair, before which there is no place
-        if not i or table.last_half[i - 1] != i:
-            row.add(plain.rows[device][position], ready)
-        row.free = ends[i] = max(row.free, ready) + durations[i]
-    return plain.with_rows([row.cells for row in rows])
+    insertion = Insertion(plain, by_stage)
+    loop = insertion.loop
+    cells = [plain.rows[d][p] for d, p in map(table.cell_of, range(table.num_actions))]
+    # Per device, the R that are still to be placed, in the order of their use.
+    pending = [
+        deque(r for cell in row if (r := _recompute_of(cell)) is not None and r in wanted)
+        for row in plain.rows
+    ]
+    # Per device, the R that are placed and not used yet.
+    early: list[set[Action | None]] = [set() for _ in plain.rows]
+
+    def place(device: int) -> int:
+        recompute = pending[device].popleft()
+        early[device].add(recompute)
+        return insertion.add(device, recompute, by_stage.recompute[recompute.stage])
+
+    def before(number: int, devices: Sequence[int]) -> Iterator[int]:
+        own, begin = _recompute_of(cells[number]), loop.begin(number)
+        for d in devices:
+            if pending[d] and pending[d][0] == own:
+                yield place(d)
+            early[d].discard(own)
+            while pending[d] and loop.free[d] < begin and len(early[d]) != lead:
+                stage, _, microbatch = pending[d][0]
+                kept = loop.ends[int(table.at[Kind.F, stage, microbatch])] <= loop.free[d]
+                if loop.free[d] + by_stage.recompute[stage] > begin or not kept:
+                    break
+                yield place(d)
+
+    return insertion.run(insertion.filled(before))

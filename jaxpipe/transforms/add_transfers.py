@@ -21,10 +21,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
 from ..errors import ScheduleError
-from ..simulation.costs import Costs
-from ..simulation.simulate import simulate
-from ..simulation.timeline import Timeline
 from ..table.action import Action, Cell, Kind
 from ..table.encoded import Encoded, IntArray
 from ..table.garbage_collection import paused_collector
@@ -60,12 +60,12 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     """
     if schedule.has_transfers:
         raise ScheduleError(
-            "the table has SEND and RECV already; jaxpipe.remove_transfers removes them"
+            "the table has SEND and RECV already; jaxpipe.transforms.remove_transfers removes them"
         )
     if schedule.encoded.together.any():
         raise ScheduleError(
-            "the table has L or E, for which no SEND and RECV are defined; jaxpipe.remove_spread "
-            "takes them out"
+            "the table has L or E, for which no SEND and RECV are defined; "
+            "jaxpipe.transforms.remove_spread takes them out"
         )
     with paused_collector():
         plan = _plan(simulate(schedule, costs))

@@ -5,18 +5,19 @@ actions H.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-
+from ..engine.costs import Costs
+from ..engine.loop import Insertion
+from ..engine.simulate import simulate
 from ..errors import ScheduleError, quoted
-from ..simulation.costs import Costs
-from ..simulation.simulate import Meetings, action_durations, simulate
-from ..table.action import Action, Cell, Kind
+from ..table.action import Action, Kind
 from ..table.check import check
+from ..table.contract import Contract
 from ..table.kinds import Value, readers
-from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
 from ..table.typed import typed
+from .contracts import keeps
 from .place_together import without
 
 _LATE = readers(Value.SHARE_STASH)
@@ -72,7 +73,7 @@ def defer_last(
     if plain.has_transfers:
         raise ScheduleError(
             "the table has SEND and RECV; defer what L does without them "
-            "(jaxpipe.remove_transfers takes them out)"
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if not plain.encoded.spreads_last:
         raise ScheduleError(
@@ -81,93 +82,43 @@ def defer_last(
     costs = costs or Costs()
     if plain.encoded.forward_only:
         return plain
-    later = _Run(plain, costs, max_deferred).table()
-    return (
-        later
-        if simulate(later, costs).makespan < (1 - _ROUNDING) * simulate(plain, costs).makespan
-        else plain
-    )
+    later = _with_late_parts(plain, costs, max_deferred)
+    shorter = simulate(later, costs).makespan < (1 - _ROUNDING) * simulate(plain, costs).makespan
+    return later if shorter else plain
 
 
-class _Run:
-    """Runs a table as `simulate` does, with L without what H does, and an H wherever one fits
-    before an action that has to wait.
-    """
+def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
+    """The table with an H wherever one fits before an action that has to wait."""
+    table = plain.encoded
+    by_stage = costs.for_stages(table.num_stages)
+    late = by_stage.last_weight_grad
+    insertion = Insertion(plain, by_stage.shortened(_LATE))
+    loop = insertion.loop
+    # Per device, the H that are left to do.
+    left: list[deque[int]] = [deque() for _ in plain.rows]
+    (kind,) = _LATE
 
-    def __init__(self, schedule: Schedule, costs: Costs, most: int) -> None:
-        table = schedule.encoded
-        by_stage = costs.for_stages(table.num_stages)
-        self._schedule, self._table, self._most = schedule, table, most
-        self._late = by_stage.last_weight_grad
-        self._costs = by_stage.shortened()
-        self._durations = action_durations(table, self._costs)
-        self._free: list[float] = [0] * table.num_devices
-        # the microbatches of H that a device has to do
-        self._left: list[deque[int]] = [deque() for _ in schedule.rows]
-        # by the first action of a cell, the H that come before it
-        self._before: dict[int, list[Action]] = {}
+    def before(number: int, devices: Sequence[int]) -> Iterator[int]:
+        is_last = table.kind[number] == Kind.L
+        for d in devices:
+            if is_last and len(left[d]) == most:
+                yield left[d].popleft()
+        begin = loop.begin(number)
+        for d in devices:
+            while left[d] and loop.free[d] + (1 - _ROUNDING) * late[d] <= begin:
+                yield left[d].popleft()
+            if is_last:
+                action = Action(d, kind, int(table.microbatch[number]))
+                left[d].append(insertion.add(d, action, late[d]))
 
-    def table(self) -> Schedule:
-        """Run it to its end."""
-        table, free = self._table, self._free
-        wait = waits(table, Transfers.ASYNC)
-        latency = np.array(self._costs.transfer)[table.stage[senders(table, wait)]].tolist()
-        need, device = wait.tolist(), table.device.tolist()
-        starts: list[float] = [0] * table.num_actions
-        ends: list[float] = [0] * table.num_actions
-        met = Meetings(table, self._durations, self._costs)
-        for i in self._schedule.run_order(Transfers.ASYNC).order:
-            if i in met.all:
-                if i == met.all[i].members[0]:
-                    self._meet(i, met, starts, ends)
-                continue
-            d = device[i]
-            start = met.ready(i, ends, free[d])
-            if need[i] >= 0:
-                start = max(start, ends[need[i]] + latency[i])
-            self._fill(d, start, i)
-            free[d] = ends[i] = max(start, free[d]) + self._durations[i]
-        return self._schedule.with_rows([self._row(d) for d in range(table.num_devices)])
+    def policy() -> Iterator[int]:
+        yield from insertion.filled(before)
+        for waiting in left:
+            yield from waiting
 
-    def _meet(self, number: int, met: Meetings, starts: list[float], ends: list[float]) -> None:
-        """All devices do their shares; before an L, a device that has as many H to do as it may
-        does one.
-        """
-        members = met.all[number].members
-        is_last = int(self._table.kind[number]) == Kind.L
-        for d, i in enumerate(members):
-            if is_last and len(self._left[d]) == self._most:
-                self._do(d, i)
-        begin = met.begin(number, ends, self._free)
-        for d, i in enumerate(members):
-            self._fill(d, begin, i)
-        met.run(number, starts, ends, self._free)
-        for left in self._left if is_last else ():
-            left.append(int(self._table.microbatch[number]))
+    return insertion.run(policy())
 
-    def _fill(self, device: int, start: float, before: int) -> None:
-        """As many H as a device can do until it starts this action."""
-        while (
-            self._left[device]
-            and self._free[device] + (1 - _ROUNDING) * self._late[device] <= start
-        ):
-            self._do(device, before)
 
-    def _do(self, device: int, before: int) -> None:
-        """The H that waits longest."""
-        self._free[device] += self._late[device]
-        (kind,) = _LATE
-        self._before.setdefault(before, []).append(
-            Action(device, kind, self._left[device].popleft())
-        )
-
-    def _row(self, device: int) -> list[Cell]:
-        """The device's cells with its H, those that are left at the end."""
-        table, (kind,) = self._table, _LATE
-        cells: dict[int, list[Action]] = {}
-        for i in range(table.first[device], table.first[device + 1]):
-            cells.setdefault(int(table.position[i]), []).extend(self._before.get(i, ()))
-        row: list[Cell] = []
-        for position, cell in enumerate(self._schedule.rows[device]):
-            row += [*cells.get(position, ()), cell]
-        return [*row, *(Action(device, kind, m) for m in self._left[device])]
+CONTRACT = Contract(
+    "defer_last", defer_last, keeps([kind for kind in Kind if kind not in _LATE], whole=True)
+)

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-
+from ..engine.costs import Costs
+from ..engine.loop import NEVER, Insertion
+from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..simulation.costs import Costs
-from ..simulation.simulate import action_durations, simulate
-from ..table.action import Action, Cell, Kind
+from ..table.action import Action, Kind
 from ..table.check import check
 from ..table.encoded import Encoded
-from ..table.kinds import KINDS, TOGETHER, End, Value, makers, readers
-from ..table.run_order import Transfers, senders, waits
+from ..table.kinds import KINDS, Value, makers, readers
 from ..table.schedule import Schedule
 from .align_shares import align_shares
 from .split_backward import split_backward
@@ -134,8 +132,8 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
     name = "`last`" if Kind.L in kinds else "`first`"
     if schedule.has_transfers:
         raise ScheduleError(
-            f"the table has SEND and RECV; spread {name} without them (jaxpipe.remove_transfers "
-            "takes them out)"
+            f"the table has SEND and RECV; spread {name} without them "
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if schedule.num_stages < schedule.num_devices:
         raise ScheduleError(
@@ -146,256 +144,193 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
         )
 
 
-@dataclass
-class _Device:
-    """A device while the table is run: the cells that are left, when it is free, and its
-    new row.
-    """
-
-    left: deque[int]  # by the number of a cell's last action
-    free: float = 0
-    row: list[Cell] = field(default_factory=list)
-
-
 class _Run:
-    """Runs a table action by action, as early as each can start, with meetings as soon as they are
-    due.
+    """Runs a table action by action, as early as each can start, with collectives as soon as they
+    are due.
 
     An L is due when the last stage's output is there, an E when the first stage's device has
     nothing else to do before its F.  Whenever all devices meet they also do the E of the first
-    stage's next F, and the G whose gradients are there: that makes nobody wait.  A G has a meeting
-    of its own where more than one would wait, and when no other meeting is to come.
+    stage's next F, and the G whose gradients are there: that makes nobody wait.  A G is due by
+    itself where more than one would wait, and when no other collective is to come.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, kinds: frozenset[Kind]) -> None:
         table = schedule.encoded
         by_stage = costs.for_stages(table.num_stages)
-        self._schedule, self._table, self._placed = schedule, table, kinds
-        self._durations = action_durations(table, by_stage)
-        wait = waits(table, Transfers.ASYNC)
-        latency = np.array(by_stage.transfer)[table.stage[senders(table, wait)]]
-        self._needs = _needs_of_cells(table, wait.tolist(), latency.tolist())
-        self._users: dict[int, list[int]] = {}
-        for user, needs in self._needs.items():
-            for need, _ in needs:
-                self._users.setdefault(need, []).append(user)
-        whole = table.last_half == np.arange(table.num_actions)
-        self._devices = [
-            _Device(deque((a + np.flatnonzero(whole[a:b])).tolist()))
-            for a, b in pairwise(table.first)
+        self._table, self._placed = table, kinds
+        self._insertion = Insertion(schedule, by_stage)
+        self._loop = self._insertion.loop
+        seconds = set(self._loop.second_half.values())
+        # Per device, the cells that are left, by the number of their first action.
+        self._left = [
+            deque(i for i in range(a, b) if i not in seconds) for a, b in pairwise(table.first)
         ]
-        self._ends: dict[int, float] = {}
-        alone = table.num_devices == 1
-        stages = {kind: _end(kind).stage % table.num_stages for kind in TOGETHER}
-        self._hop = {
-            kind: 0 if alone else by_stage.transfer[stage] for kind, stage in stages.items()
-        }
-        self._length = {
-            kind: max((by_stage.of(kind) or (0,))[: table.num_devices]) for kind in TOGETHER
-        }
-        # By cell: what it makes for a meeting, and what meetings must be over before it.
-        self._sources: dict[int, list[tuple[Kind, int]]] = {}
-        self._held: dict[int, list[tuple[Kind, int]]] = {}
-        for kind in {*kinds, *(Kind(k) for k in table.kind[table.together].tolist())}:
-            for found, value in ((self._sources, _end(kind).needs), (self._held, _end(kind).feeds)):
-                for m, cell in enumerate(_cells(table, value, stages[kind])):
-                    if cell >= 0:
-                        found.setdefault(cell, []).append((kind, m))
-        self._met: dict[tuple[Kind, int], float] = {}  # when what is made in a meeting is there
-        # meetings that are to be held for their own sake
+        # By number, the actions that need its result.
+        self._users: dict[int, list[int]] = {}
+        for user, need in enumerate(self._loop.need):
+            self._users.setdefault(need, []).append(user)
+        devices, hop = table.num_devices, by_stage.transfer if table.num_devices > 1 else None
+        # By action: the collective that reads what it makes, and the E that it waits for.
+        self._source: dict[int, tuple[Kind, int]] = {}
+        self._input: dict[int, int] = {}
+        self._collective: dict[tuple[Kind, int], int] = {}
+        for kind in sorted(kinds):
+            end = KINDS[kind].end
+            assert end is not None
+            stage = end.stage % table.num_stages
+            latency = 0 if hop is None else hop[stage]
+            length = max((by_stage.of(kind) or (0,))[:devices])
+            sources, users = (_makers(table, value, stage) for value in (end.needs, end.feeds))
+            for m in range(table.num_microbatches):
+                members = tuple(
+                    self._insertion.add(d, Action(d, kind, m), length) for d in range(devices)
+                )
+                self._loop.groups |= dict.fromkeys(members, members)
+                self._collective[kind, m] = members[0]
+                if sources:
+                    self._loop.wait(members[0], int(table.last_half[sources[m]]), latency)
+                    self._source[int(table.last_half[sources[m]])] = (kind, m)
+                if users and users[m] >= 0:
+                    self._loop.wait(users[m], members[0], latency)
+                    if kind is Kind.E:
+                        self._input[users[m]] = m
+        # Collectives that are to run for their own sake; the G whose gradient is there.
         self._due: list[tuple[float, Kind, int]] = []
-        self._asked: set[tuple[Kind, int]] = set()  # those that have been in `_due`
-        self._waiting: list[tuple[float, int]] = []  # microbatches of G whose gradient is there
+        self._asked: set[tuple[Kind, int]] = set()
+        self._waiting: list[tuple[float, int]] = []
         self._to_come = (
             len(kinds & {Kind.E, Kind.L}) * schedule.num_microbatches
-            + len(table.meetings) // table.num_devices
+            + len(table.meetings) // devices
         )
         self._queue: list[tuple[float, int, int]] = []  # (start, device, cell)
 
     def table(self) -> Schedule:
         """Run it to its end."""
-        for device in range(len(self._devices)):
+        found = self._insertion.run(self._policy())
+        assert not any(self._left), "a valid table runs to its end"
+        return found if self._placed == {Kind.L} else align_shares(found)
+
+    def _policy(self) -> Iterator[int]:
+        for device in range(len(self._left)):
             self._offer(device)
         while self._queue or self._due:
             if self._due and (not self._queue or self._due[0][0] <= self._queue[0][0]):
                 due, kind, microbatch = heapq.heappop(self._due)
-                if (kind, microbatch) not in self._met:
-                    self._meet(due, kind, microbatch)
+                if self._loop.ends[self._number(kind, microbatch)] == NEVER:
+                    yield from self._meet(due, kind, microbatch)
                 continue
             start, device, cell = heapq.heappop(self._queue)
-            mine = self._devices[device]
-            if mine.left and mine.left[0] == cell and start == self._start(device):
-                self._run(device, start)
-        assert not any(device.left for device in self._devices), "a valid table runs to its end"
-        found = self._schedule.with_rows([device.row for device in self._devices])
-        return found if self._placed == {Kind.L} else align_shares(found)
+            if start == self._start(device) and self._left[device][0] == cell:
+                yield from self._run(device)
 
-    def _start(self, device: int) -> float | None:
-        """When a device's next cell can start; None where it lacks something, waits for all
-        devices, or there is none.
+    def _number(self, kind: Kind, microbatch: int) -> int:
+        found = self._collective.get((kind, microbatch))
+        return int(self._table.at[kind, 0, microbatch]) if found is None else found
+
+    def _start(self, device: int) -> float:
+        """When a device's next cell can start; `NEVER` where it lacks something, is a collective,
+        or there is none.
         """
-        mine = self._devices[device]
-        if not mine.left or mine.left[0] in self._table.meetings:
-            return None
-        ready = mine.free
-        cell = mine.left[0]
-        for need, latency in self._needs.get(cell, ()):
-            if need not in self._ends:
-                return None
-            ready = max(ready, self._ends[need] + latency)
-        for meeting in self._held.get(cell, ()):
-            if meeting not in self._met:
-                return None
-            ready = max(ready, self._met[meeting])
-        return ready
+        left = self._left[device]
+        return NEVER if not left or left[0] in self._loop.groups else self._loop.begin(left[0])
 
     def _offer(self, device: int) -> None:
-        """Put a device's next cell into the queue, if it can start; ask for the meeting that it
+        """Put a device's next cell into the queue, if it can start; ask for the collective that it
         waits for.
         """
-        start, mine = self._start(device), self._devices[device]
-        if start is not None:
-            heapq.heappush(self._queue, (start, device, mine.left[0]))
-        elif mine.left and mine.left[0] in self._table.meetings:
-            self._ask_for_own(mine.left[0])
-        elif mine.left:
-            for kind, microbatch in self._held.get(mine.left[0], ()):
-                if kind is Kind.E and kind in self._placed:
-                    self._ask(mine.free, kind, microbatch)
+        start, left = self._start(device), self._left[device]
+        if start < NEVER:
+            heapq.heappush(self._queue, (start, device, left[0]))
+        elif left and left[0] in self._loop.groups:
+            # One that the table has itself, when all devices are there.
+            members = self._loop.groups[left[0]]
+            if all(row and row[0] == i for row, i in zip(self._left, members, strict=True)):
+                kind = Kind(int(self._table.kind[left[0]]))
+                self._ask(self._loop.ready(members[0]), kind, int(self._table.microbatch[left[0]]))
+        elif left:
+            halves = (left[0], self._loop.second_half.get(left[0], left[0]))
+            for microbatch in {self._input[half] for half in halves if half in self._input}:
+                self._ask(self._loop.free[device], Kind.E, microbatch)
 
     def _ask(self, due: float, kind: Kind, microbatch: int) -> None:
-        """Have a meeting for this, once."""
+        """Have a collective for this, once."""
         if (kind, microbatch) not in self._asked:
             self._asked.add((kind, microbatch))
             heapq.heappush(self._due, (due, kind, microbatch))
 
-    def _ask_for_own(self, cell: int) -> None:
-        """Have a meeting that the table has itself, when all devices are there and what it needs
-        is.
-        """
-        meeting = self._table.meetings[cell]
-        if any(
-            not d.left or d.left[0] != i
-            for d, i in zip(self._devices, meeting.members, strict=True)
-        ):
-            return
-        kind = Kind(int(self._table.kind[cell]))
-        ready = (
-            0.0
-            if meeting.source < 0
-            else self._ends[int(self._table.last_half[meeting.source])] + self._hop[kind]
-        )
-        self._ask(ready, kind, int(self._table.microbatch[cell]))
-
-    def _run(self, device: int, start: float) -> None:
-        mine = self._devices[device]
-        cell = mine.left.popleft()
-        mine.row.append(self._schedule.rows[device][int(self._table.position[cell])])
-        mine.free = self._ends[cell] = start + self._durations[cell]
-        for kind, microbatch in self._sources.get(cell, ()):
-            if kind in self._placed:
-                self._made(mine.free + self._hop[kind], kind, microbatch)
+    def _run(self, device: int) -> Iterator[int]:
+        cell = self._left[device].popleft()
+        yield cell
+        last = self._loop.second_half.get(cell, cell)
+        if last != cell:
+            yield last
+        if last in self._source:
+            kind, microbatch = self._source[last]
+            there = self._loop.ready(self._collective[kind, microbatch])
+            if kind is not Kind.G:
+                self._ask(there, kind, microbatch)
+            else:
+                heapq.heappush(self._waiting, (there, microbatch))
+                if not self._to_come or len(self._waiting) > _MOST_WAITING:
+                    self._ask(self._waiting[0][0], kind, self._waiting[0][1])
         self._offer(device)
-        for user in self._users.get(cell, ()):
-            other = int(self._table.device[user])
-            if self._devices[other].left and self._devices[other].left[0] == user:
+        for user in self._users.get(last, ()):
+            other = self._loop.device[user]
+            if other != device:
                 self._offer(other)
 
-    def _made(self, there: float, kind: Kind, microbatch: int) -> None:
-        """What a meeting reads is there."""
-        if kind is not Kind.G:
-            self._ask(there, kind, microbatch)
-            return
-        heapq.heappush(self._waiting, (there, microbatch))
-        if not self._to_come or len(self._waiting) > _MOST_WAITING:
-            self._ask(*self._waiting[0][:1], kind, self._waiting[0][1])
-
-    def _meet(self, due: float, kind: Kind, microbatch: int) -> None:
+    def _meet(self, due: float, kind: Kind, microbatch: int) -> Iterator[int]:
         """All devices meet when the last of them is free; before that, each does what fits."""
-        begin = max(due, *(device.free for device in self._devices))
+        begin = max(due, *self._loop.free)
         moved = True
         while moved:
             moved = False
-            for number, device in enumerate(self._devices):
-                start = self._start(number)
-                if start is not None and start + self._durations[device.left[0]] <= begin:
-                    self._run(number, start)
+            for device, left in enumerate(self._left):
+                start = self._start(device)
+                if start == NEVER:
+                    continue
+                last = self._loop.second_half.get(left[0], left[0])
+                if start + self._loop.duration[last] <= begin:
+                    yield from self._run(device)
                     moved = True
-        self._together(begin, kind, microbatch)
-        for next_microbatch in self._next_inputs() if kind is not Kind.E else ():
-            self._together(begin, Kind.E, next_microbatch)
+        yield self._together(kind, microbatch)
+        for following in self._next_inputs() if kind is not Kind.E else ():
+            yield self._together(Kind.E, following)
         while self._waiting and self._waiting[0][0] <= begin:
-            there, waiting = heapq.heappop(self._waiting)
-            if (Kind.G, waiting) not in self._met:
-                self._together(there, Kind.G, waiting)
+            waiting = heapq.heappop(self._waiting)[1]
+            if self._loop.ends[self._collective[Kind.G, waiting]] == NEVER:
+                yield self._together(Kind.G, waiting)
         if not self._to_come:
             while self._waiting:
                 there, waiting = heapq.heappop(self._waiting)
                 self._ask(there, Kind.G, waiting)
-        for number in range(len(self._devices)):
-            self._offer(number)
+        for device in range(len(self._left)):
+            self._offer(device)
 
     def _next_inputs(self) -> list[int]:
         """The microbatches of the first stage's next F on each device that has it, where their E is
         not done.
         """
-        if Kind.E not in self._placed:
-            return []
         found = []
-        for device in self._devices:
-            held = (
-                meeting
-                for cell in device.left
-                for meeting in self._held.get(cell, ())
-                if meeting[0] is Kind.E
-            )
-            found += [
-                microbatch
-                for kind, microbatch in (next(held, (Kind.E, -1)),)
-                if microbatch >= 0 and (kind, microbatch) not in self._met
-            ]
+        for left in self._left if self._input else ():
+            halves = (half for i in left for half in (i, self._loop.second_half.get(i, -1)))
+            following = next((self._input[half] for half in halves if half in self._input), -1)
+            if following >= 0 and self._loop.ends[self._collective[Kind.E, following]] == NEVER:
+                found.append(following)
         return found
 
-    def _together(self, begin: float, kind: Kind, microbatch: int) -> None:
-        """All devices do this, as soon as all are free."""
-        begin = max(begin, *(device.free for device in self._devices))
-        end = begin + self._length[kind]
-        self._met[kind, microbatch] = end + self._hop[kind]
+    def _together(self, kind: Kind, microbatch: int) -> int:
+        """The number of a collective; one of the table's own leaves the rows."""
         self._to_come -= kind is not Kind.G or kind not in self._placed
-        for number, device in enumerate(self._devices):
-            if kind not in self._placed:
-                self._ends[device.left.popleft()] = end
-            device.row.append(Action(number, kind, microbatch))
-            device.free = end
+        if kind not in self._placed:
+            for left in self._left:
+                left.popleft()
+        return self._number(kind, microbatch)
 
 
-def _end(kind: Kind) -> End:
-    end = KINDS[kind].end
-    assert end is not None
-    return end
-
-
-def _cells(table: Encoded, value: Value | None, stage: int) -> list[int]:
-    """By microbatch, the cell that makes a value of a stage; -1 for none."""
+def _makers(table: Encoded, value: Value | None, stage: int) -> list[int]:
+    """By microbatch, the action that makes a value of a stage; -1 for none."""
     if value is None:
         return []
-    found = np.full(table.num_microbatches, -1)
-    for kind in makers(value):
-        made = table.at[kind, stage]
-        found = np.where(made >= 0, table.last_half[made], found)
-    return found.tolist()
-
-
-def _needs_of_cells(
-    table: Encoded, wait: list[int], latency: list[float]
-) -> dict[int, list[tuple[int, float]]]:
-    """By cell, the cells of other devices that feed it and how long their results take
-    to arrive.
-    """
-    found: dict[int, list[tuple[int, float]]] = {}
-    for i, need in enumerate(wait):
-        if need >= 0:
-            found.setdefault(int(table.last_half[i]), []).append(
-                (int(table.last_half[need]), latency[i])
-            )
+    found: list[int] = table.at[list(makers(value)), stage].max(axis=0).tolist()
     return found

@@ -4,7 +4,7 @@ time.
 
 from __future__ import annotations
 
-from ..simulation.costs import Costs
+from ..engine.costs import Costs
 from ..table.action import Kind
 from ..table.schedule import Schedule
 from ..table.typed import typed

@@ -4,7 +4,7 @@ same time.
 
 from __future__ import annotations
 
-from ..simulation.costs import Costs
+from ..engine.costs import Costs
 from ..table.action import Action, Kind
 from ..table.kinds import SHARES
 from ..table.schedule import Schedule

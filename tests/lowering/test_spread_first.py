@@ -318,7 +318,9 @@ def test_what_waits_for_meetings_takes_few_slots(name):
     )
     costs = jp.Costs(last=0.2, first=0, first_grad=0)
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
-    mine, bare = (plan_of(table).program().slots for table in (spread, jp.remove_spread(spread)))
+    mine, bare = (
+        plan_of(table).program().slots for table in (spread, jp.transforms.remove_spread(spread))
+    )
     assert mine.last == 1
     assert mine.first <= 2 + (name == "interleaved_1f1b")
     assert mine.x - bare.x <= 1 + (name == "interleaved_zb")
@@ -344,6 +346,6 @@ def test_a_wrong_share_is_found(kind, fields, rule):
         jp.spread_first(jp.schedules.build("gpipe", devices=2, microbatches=2))
     ).program()
     assert faults(program) == ()
-    (share,) = program.ticks.shares
+    (share,) = program.ticks.collectives
     tick = int(np.argmax(share.kind[:, 0] == jp.Kind[kind]))
     assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}

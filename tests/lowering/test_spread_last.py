@@ -426,7 +426,7 @@ def test_a_wrong_share_is_found(fields, rule):
         jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))
     ).program()
     assert faults(program) == ()
-    tick = int(np.argmax(program.ticks.shares[0].kind[:, 0] >= 0))
+    tick = int(np.argmax(program.ticks.collectives[0].kind[:, 0] >= 0))
     assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}
 
 
@@ -528,7 +528,7 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
 
 
 def _without_shares(template):
-    return replace(template, blocks=tuple(use for use in template.blocks if not use.block.is_share))
+    return replace(template, blocks=tuple(use for use in template.blocks if not use.block.together))
 
 
 def test_shares_are_placed_by_the_pipeline_s_costs():

@@ -110,11 +110,12 @@ def test_memory_is_that_of_the_program():
     assert (gpipe.remat, full.remat) == (None, "full")
     assert gpipe.layout in ("Et*3|t*3,L", "Et*4|ttL")
     inner = max(stage.count("t") for stage in jp.parse_layout(gpipe.layout, devices=2).stages)
-    assert gpipe.parts.stages == 4 * 4e8 * inner
-    assert gpipe.parts.outer == 4 * (2e8 + 2e8)
+    held = 4e8 * inner + 2e8 + 2e8
+    parts = gpipe.parts
+    assert (parts.parameters, parts.gradients, parts.optimizer) == (held, held, 2 * held)
     # A run of layers is a scan, which keeps what each of them takes besides.
-    assert gpipe.parts.residuals == 4 * inner * (1e8 + 1e7)
-    assert full.parts.residuals == 0
+    assert parts.pools["residual_weight"] == 4 * inner * (1e8 + 1e7)
+    assert full.parts.pools["residual_weight"] == 0
     assert full.seconds > gpipe.seconds
 
 
@@ -137,7 +138,8 @@ def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
         for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS)
     )
     assert there.summed == 0
-    assert here.total == here.stages + here.outer + here.batch + 2e9 + 2e8
+    held = here.parameters + here.gradients + here.optimizer
+    assert here.total == held + here.batch + 2e9 + 2e8
 
 
 def test_the_split_is_the_best_of_all_splits():
@@ -474,7 +476,9 @@ def test_a_stage_on_two_devices_is_planned_once_and_not_searched_for():
     )
     assert [plan.words for plan in plans] == ["dualpipe, V 1"]
     assert plans[0].layout.count("|") == 1
-    assert plans[0].parts.stages == T.held_bytes * 6  # every device holds all layers
+    parts = plans[0].parts
+    held = T.held_bytes * 6 + EMBED.held_bytes + HEAD.held_bytes  # every device holds all layers
+    assert parts.parameters + parts.gradients + parts.optimizer == held
     assert "chunks=(1,)" in plans.rejected[0].why
 
 

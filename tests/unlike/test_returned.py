@@ -377,7 +377,7 @@ def test_faults_of_state():
     stateless = jp.Pipeline(jp.Model(lambda p, x: x @ p["w"], last=last), build("1f1b"), mesh_of(2))
     with pytest.raises(jp.PipelineError, match="no stage takes `state`"):
         stateless.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
-    with pytest.raises(jp.PipelineError, match="cannot stand on two devices"):
+    with pytest.raises(jp.PipelineError, match="cannot be on two devices"):
         jp.Pipeline(jp.Model(normalised, last=last), build("dualpipe"), mesh_of(2))
 
     def scaled(params, x, *, state):

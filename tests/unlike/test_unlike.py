@@ -203,7 +203,7 @@ def test_a_stage_that_does_not_fit_the_one_before_is_named_with_its_shapes():
 def test_wrong_lists_of_functions_and_parameters():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     with pytest.raises(
-        jp.PipelineError, match="a list of 3 functions, but the schedule has 2 stages"
+        jp.PipelineError, match="a list of 3 stage functions, but the schedule has 2 stages"
     ):
         jp.Pipeline(jp.Model([narrow] * 3), schedule, mesh_of(2))
     pipe = jp.Pipeline(jp.Model([narrow, narrow], last=head), schedule, mesh_of(2))
@@ -392,15 +392,27 @@ def test_no_stage_computes_layers_that_it_does_not_have():
 def test_faults_of_layers_and_layout():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     make = lambda **options: flat_pipeline(schedule=schedule, mesh=mesh_of(2), **options)  # noqa: E731
-    with pytest.raises(jp.PipelineError, match="belong together"):
-        make(layers=LAYERS)
-    with pytest.raises(jp.PipelineError, match="leave stage, last out"):
-        make(stage=narrow, last=head, layers=LAYERS, layout="Et|tL")
+    with pytest.raises(jp.PipelineError, match="a dict of functions needs layers="):
+        jp.Model(LAYERS)
+    with pytest.raises(jp.PipelineError, match="leave last out"):
+        jp.Model(LAYERS, last=head, layers="EttL")
     with pytest.raises(
         jp.PipelineError,
-        match=r"(?s)has layers 'q', but layers= has no function.*has a function for 'm', which",
+        match=r"(?s)has letters 'm', for which there is no function.*is a function for 'q', which",
     ):
-        make(layers=LAYERS, layout=jp.parse_layout("Et|qL", devices=2, letters="EtqL"))
+        jp.Model({k: LAYERS[k] for k in "EtL"} | {"q": narrow}, layers="EtmL")
+    with pytest.raises(jp.PipelineError, match=r"(?s)cannot be read.*character 3"):
+        jp.Model(LAYERS, layers="Et?L")
+    with pytest.raises(jp.PipelineError, match=r"holds '\|'; write the letters of the whole model"):
+        jp.Model({k: LAYERS[k] for k in "EtL"}, layers="Et|tL")
+    with pytest.raises(jp.PipelineError, match="give Model a dict with a function for each letter"):
+        jp.Model(narrow, layers="EtL")
+    model = jp.Model({k: LAYERS[k] for k in "EtL"}, layers="EttL")
+    with pytest.raises(jp.PipelineError, match="has other layers than the model"):
+        jp.Pipeline(model, schedule, mesh_of(2), layout="Et|L")
+    with pytest.raises(jp.PipelineError, match="the model is not given by letters"):
+        jp.Pipeline(jp.Model([narrow, narrow]), schedule, mesh_of(2), layout="t|t")
+    assert jp.Pipeline(model, schedule, mesh_of(2)).layout.layers.stages == ("t", "t")
     with pytest.raises(jp.PipelineError, match=r"has 4 stages but the schedule has 2.*chunks=2"):
         make(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|t|t|tL")
     with pytest.raises(jp.PipelineError, match="L can only be the last layer"):
@@ -415,10 +427,9 @@ def test_faults_of_layers_and_layout():
         pipe.place(wrong)
     with pytest.raises(jp.PipelineError, match=r"a dict with the letters \['t'\]"):
         pipe.place({**wrong, "stages": {"x": {}}})
-    with pytest.raises(
-        jp.PipelineError, match="give Pipeline a stage function, a list of them, or layers"
-    ):
-        make()
+    for nothing in (None, [], "t"):
+        with pytest.raises(jp.PipelineError, match="Model takes a stage function, a list of them"):
+            jp.Model(nothing)
 
 
 def test_specs_of_layers_split_every_stack_of_theirs():

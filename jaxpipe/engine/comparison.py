@@ -100,7 +100,8 @@ class Comparison:
         critical path beyond the planned times along the run's.
         """
         table = self.ran.schedule.encoded
-        chain = critical_chain(table, self.ran.transfers, self.ran.ends, (0,) * table.num_stages)
+        at_once = Costs(transfer=0).for_stages(table.num_stages)
+        chain = critical_chain(table, self.ran.transfers, self.ran.ends, at_once)
         transfer = self.planned.costs.for_stages(table.num_stages).transfer
         found: dict[str, float] = {}
         planned_path = 0.0

@@ -262,7 +262,7 @@ class Timeline:
         """
         table = self.schedule.encoded
         chain = critical_chain(
-            table, self.transfers, self.ends, self.costs.for_stages(table.num_stages).transfer
+            table, self.transfers, self.ends, self.costs.for_stages(table.num_stages)
         )
         return tuple(table.cell_text(i) for i in chain)
 
