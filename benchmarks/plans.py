@@ -6,7 +6,7 @@
 Each of three models is measured layer by layer (shapes alone; blocks compiled for a described
 H100), planned, and the step of each plan compiled.  "layers" is the sum of the layers' sizes that
 `plan` makes by itself; "traced" is what it takes instead where it is given the traced model
-(`plan(traced=jp.traced_memory(...))`), before the step is compiled.
+(`plan(traced=jp.measuring.traced_memory(...))`), before the step is compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.output import Result, add_output
 from benchmarks.planned_models import Planned, llama, mixed
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
-H100 = jp.Peak(flops=6e14, bandwidth=3e12, link=5e10, latency=1e-5)
+H100 = jp.measuring.Peak(flops=6e14, bandwidth=3e12, link=5e10, latency=1e-5)
 CHOICES = (
     ("1f1b", 1, None),
     ("zb_h1", 1, None),
@@ -46,7 +46,7 @@ TINY = (mixed(pairs=4, width=64, rows=256),)
 class Compared:
     """Bytes of one device."""
 
-    plan: jp.PipelinePlan
+    plan: jp.planner.PipelinePlan
     xla: int
 
     @property
@@ -72,7 +72,7 @@ def compared(
     functions = jp.Model(model.layers, layers=model.letters)
     costs = jp.measure(functions, model.parameters, model.microbatch, mesh=alone, peak=H100)
     costs = {letter: replace(cost, optimizer=0) for letter, cost in costs.items()}
-    traced = jp.traced_memory(functions, model.parameters, model.microbatch, mesh=mesh)
+    traced = jp.measuring.traced_memory(functions, model.parameters, model.microbatch, mesh=mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     rows: Any = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), model.batch(microbatches)

@@ -181,7 +181,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     schedule = jp.schedules.build(
         args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
     )
-    layout = args.layout or jp.balanced_layout(
+    layout = args.layout or jp.layouts.balanced_layout(
         f"Et*{sizes.layers}L",
         sizes.flops(args.context),
         devices=args.pipe,

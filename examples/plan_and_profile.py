@@ -52,7 +52,7 @@ def parameters() -> Any:
     }
 
 
-def main() -> tuple[jp.Plans, jp.Timeline]:
+def main() -> tuple[jp.planner.Plans, jp.engine.Timeline]:
     """Print each step's result; returns the plans and what ran."""
     params = parameters()
     tokens = jax.random.randint(jax.random.key(4), (MICROBATCHES * ROWS, TIME + 1), 0, VOCAB)
@@ -67,7 +67,7 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
         )
 
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
-    traced = jp.traced_memory(MODEL, params, microbatch, mesh=mesh)
+    traced = jp.measuring.traced_memory(MODEL, params, microbatch, mesh=mesh)
     options: dict[str, Any] = {
         "schedules": ("1f1b", "interleaved_1f1b"),
         "chunks": (1, 2),

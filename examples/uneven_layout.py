@@ -70,7 +70,9 @@ def parameters() -> dict[str, Any]:
 def main() -> None:
     # An embedding and a head that cost as much as a layer each: what a stage does is what counts,
     # not how many layers it has.
-    layout = jp.balanced_layout(f"Et*{LAYERS},L", {"E": 0.8, "t": 1.0, "L": 1.2}, devices=DEVICES)
+    layout = jp.layouts.balanced_layout(
+        f"Et*{LAYERS},L", {"E": 0.8, "t": 1.0, "L": 1.2}, devices=DEVICES
+    )
     print(layout.table())
     functions = {"E": embed, "t": layer, "L": loss}
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))

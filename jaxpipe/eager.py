@@ -18,7 +18,7 @@ import numpy as np
 from .arrays import Leaves, PyTree, summable, wider
 from .errors import PipelineError
 from .model.functions import Loss, Returned, inverse_count, make_extra, split_batch
-from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
+from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
 from .stage.job import Job
@@ -123,7 +123,7 @@ class _Shard:
         plans = job.plans
         self.frozen = {key: _frozen(params[key], leaf_plans(plans[key])) for key in self.outer}
         self.frozen["stages"] = [
-            _frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan))
+            _frozen(own, job.layout.leaves_of(s, plans["stages"]))
             for s, own in enumerate(self.stages)
         ]
         self.like = params["stages"]

@@ -23,7 +23,6 @@ from .lowering.offload import Offload
 from .lowering.plan import forward_plan, plan_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
-from .model.leaf_plan import is_plan
 from .model.mesh import automatic, jit_on_mesh, on_mesh
 from .model.model import Model
 from .model.optimizer_state import init_as_updated, state_shardings
@@ -224,7 +223,7 @@ class Pipeline:
         """
         placed = self.trained(self._placer.checked(params))
         if not as_placed:
-            check_rules(optimizer, *self._placer.shapes(placed))
+            check_rules(optimizer, *self._placer.shapes(placed), self.partition.plans(placed))
         begin = init_as_updated(optimizer, self.accumulate_dtype)
         state = jax.eval_shape(begin, placed)
         beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
@@ -251,9 +250,7 @@ class Pipeline:
             params = pipe.with_trained(params, optax.apply_updates(trained, updates))
         """
         plans = self.partition.plans(tree if like is None else like)
-        return jax.tree.map(
-            lambda plan, leaf: None if plan.frozen else leaf, plans, tree, is_leaf=is_plan
-        )
+        return jax.tree.map(lambda plan, leaf: None if plan.frozen else leaf, plans, tree)
 
     def with_trained(
         self, params: dict[str, PyTree], trained: dict[str, PyTree]
@@ -265,7 +262,6 @@ class Pipeline:
             plans,
             params,
             trained,
-            is_leaf=is_plan,
         )
 
     def place_state(self, state: PyTree) -> Chunks | tuple[()]:

@@ -5,6 +5,7 @@ options.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -28,16 +29,10 @@ from ..table.text import csv_lines, csv_place, json_place, json_value
 # Columns of a table's grid that are printed around the marked cells.
 MOST_COLUMNS = 60
 # Costs with a flag of their own name.
-_OTHER_COSTS = (
-    "backward",
-    "overlap",
-    "recompute",
-    "activation",
-    "checkpoint",
-    "last",
-    "last_weight_grad",
-    "first",
-    "first_grad",
+_OTHER_COSTS = tuple(
+    field.name
+    for field in dataclasses.fields(Costs)
+    if field.name not in ("forward", "input_grad", "weight_grad", "transfer", "release", "unit")
 )
 MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 

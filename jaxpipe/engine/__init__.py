@@ -2,3 +2,8 @@
 
 May import `table`.
 """
+
+from .simulate import Steps, simulate_steps
+from .timeline import Timeline
+
+__all__ = ["Steps", "Timeline", "simulate_steps"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -272,20 +273,8 @@ def cheapest(costs: StageCosts) -> StageCosts:
         )
     first = tuple(min(i, b) for i, b in zip(dgrad, whole, strict=True))
     rest = tuple(min(i + w, b) - f for i, w, b, f in zip(dgrad, wgrad, whole, first, strict=True))
-    return StageCosts(
-        forward=forward,
-        input_grad=first,
-        weight_grad=rest,
-        backward=whole,
-        transfer=costs.transfer,
-        overlap=None,
-        activation=costs.activation,
-        recompute=costs.recompute,
-        checkpoint=costs.checkpoint,
-        last=costs.last,
-        first=costs.first,
-        first_grad=costs.first_grad,
-        last_weight_grad=costs.last_weight_grad,
+    return replace(
+        costs, forward=forward, input_grad=first, weight_grad=rest, backward=whole, overlap=None
     )
 
 

@@ -7,7 +7,7 @@ two actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -43,11 +43,10 @@ class Loop:
         need: list[int],
         latency: Sequence[float],
         duration: list[float],
-        groups: Mapping[int, tuple[int, ...]],
     ) -> None:
         self.device, self.need, self.duration = device, need, duration
         self.latency = list(latency)
-        self.groups = dict(groups)
+        self.groups: dict[int, tuple[int, ...]] = {}
         self.second_half: dict[int, int] = {}
         self.starts: list[float] = [NEVER] * len(device)
         self.ends: list[float] = [NEVER] * len(device)
@@ -66,7 +65,7 @@ class Loop:
         else:
             wait = waits(table, transfers)
             latency = np.array(costs.transfer)[table.stage[senders(table, wait)]].tolist()
-        loop = cls(table.num_devices, table.device.tolist(), wait.tolist(), latency, durations, {})
+        loop = cls(table.num_devices, table.device.tolist(), wait.tolist(), latency, durations)
         # Alone, a device has all that it needs.
         hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
         loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
@@ -193,7 +192,7 @@ def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     """
     stages = table.num_stages
     none = (0,) * stages
-    costs = costs.shortened() if table.defers_last else costs
+    costs = costs.shortened(table.kinds)
     flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
     durations = [flat[k] for k in (table.kind * stages + table.stage).tolist()]
     for i in table.pairs.tolist():

@@ -106,15 +106,17 @@ def step_sizes(
         batch=sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
-        entry={
+        entry=dict.fromkeys(vars(program.slots), 0)
+        | {
             "x": buffers.x.nbytes,
             "residual_input": residuals[0],
             "residual_weight": residuals[1],
             "cotangent": buffers.cotangent.nbytes,
             "stash": buffers.stash.nbytes if splits else 0,
-            "first": sum(map(nbytes, code.first_avals)),
-            "last": sum(map(nbytes, code.last_avals)),
-            "share": sum(map(nbytes, code.share_avals)),
+            **{
+                place.value: sum(nbytes(aval) for aval in avals)
+                for place, avals in code.outer_pools.items()
+            },
             "host": sum(residuals) if program.slots.host else 0,
         },
         sent=_sent_bytes(program, buffers) + _with_arrivals(program, buffers, work) - most,

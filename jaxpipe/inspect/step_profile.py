@@ -19,7 +19,7 @@ from ..pipeline import Pipeline
 from ..spmd.body import CANNOT_BE_TIMED
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus
-from ..table.kinds import SHARES, Kind
+from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from .blocks import Step
@@ -155,14 +155,7 @@ def _costs(
     in the gaps.
     """
     table = schedule.encoded
-    shares = {Kind.L: "last", Kind.H: "last_weight_grad", Kind.E: "first", Kind.G: "first_grad"}
-    names = shares | {
-        Kind.F: "forward",
-        Kind.I: "input_grad",
-        Kind.W: "weight_grad",
-        Kind.B: "backward",
-        Kind.R: "recompute",
-    }
+    names = {spec.kind: spec.cost for spec in KINDS if spec.cost is not None}
     found: dict[str, Any] = {}
     for kind, name in names.items():
         numbers = [
@@ -173,8 +166,8 @@ def _costs(
             found[name] = tuple(
                 statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
             )
-    if table.defers_last:  # what an L takes with all that it left to its H
-        found["last"] = tuple(
-            soon + late for soon, late in zip(found["last"], found["last_weight_grad"], strict=True)
-        )
+    for kind in table.kinds:  # what an action takes with all that it left for later
+        if (whole := KINDS[kind].part_of) is not None:
+            name, part = names[whole], names[kind]
+            found[name] = tuple(a + b for a, b in zip(found[name], found[part], strict=True))
     return Costs(**found, unit=unit)

@@ -85,6 +85,7 @@ from ..spmd.exchange import WITH_SLACK
 from ..spmd.operands import SharedBuffers
 from ..stage.model_code import ModelCode
 from ..table.action import Overlap, parts
+from ..table.effects import Place
 from ..table.schedule import Schedule
 from .collectives import steady
 from .gpu_program import GpuProgram, compile_and_try_to_read
@@ -179,7 +180,7 @@ def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
         "residual_input": buffers.residual_input.avals,
         "residual_weight": buffers.residual_weight.avals,
         "stash": buffers.stash.avals if sizes.entry["stash"] else (),
-        "first": code.first_avals,
+        "first": code.outer_pools[Place.FIRST],
     }
     of = {
         Payload.ACTIVATION: sizes.entry["x"],

@@ -2,3 +2,15 @@
 
 May import `table`.
 """
+
+from .balance import balanced_layout, even_layout, split_layers
+from .layout import Layout, LayoutError, check_layout
+
+__all__ = [
+    "Layout",
+    "LayoutError",
+    "balanced_layout",
+    "check_layout",
+    "even_layout",
+    "split_layers",
+]

@@ -126,8 +126,8 @@ class _Writer:
         """Write the actions, then for each pool the slots of its values."""
         self._write_actions()
         pools = []
-        for place in Place:
-            uses = list(self._uses(place)) if place.is_pool else []
+        for place in sorted((p for p in Place if p.is_pool), key=lambda p: p in ALWAYS):
+            uses = list(self._uses(place))
             if uses or place in ALWAYS:
                 pools.append(Pool(place, self._allocate(place, uses)))
         return Program(self._schedule, self._segments, self._ticks, tuple(pools), self._liveness)

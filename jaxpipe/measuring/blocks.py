@@ -202,7 +202,7 @@ def measure_blocks(
     faults += (
         []
         if peak is None or isinstance(peak, Peak)
-        else [f"peak must be a jaxpipe.Peak, or None, not {quoted(peak)}"]
+        else [f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"]
     )
     if faults:
         raise PipelineError.listing("this cannot be measured", faults)

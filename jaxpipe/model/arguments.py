@@ -75,8 +75,8 @@ def with_shares(
         if there and not spread:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
-                f"but `{name}` is not spread; give "
-                f"{name}=jaxpipe.spread(...), or take {kind} out with jaxpipe.remove_spread"
+                f"but `{name}` is not spread; give {name}=jaxpipe.spread(...), or take {kind} out "
+                "with jaxpipe.transforms.remove_spread"
             )
     for name, _, spread, there, put in ends:
         if there or not spread:

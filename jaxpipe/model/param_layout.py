@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -197,11 +197,10 @@ class ParamLayout:
         self,
         stage: int,
         chunks: Sequence[PyTree],
-        is_leaf: Callable[[Any], bool] | None = None,
     ) -> list[Any]:
         """What trees like owned chunks hold for the leaves of one stage, in its own order."""
         v, _ = self.where(stage)
-        leaves = jax.tree.leaves(chunks[v], is_leaf=is_leaf)
+        leaves = jax.tree.leaves(chunks[v])
         places = self.places(stage, chunks, v)
         return leaves if places is None else [leaves[place.at] for place in places]
 

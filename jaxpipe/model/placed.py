@@ -53,6 +53,13 @@ class Chunks(tuple[PyTree, ...]):
         """Other trees in the same places."""
         return Chunks(chunks, self.home)
 
+    def numbered(self) -> list[tuple[PyTree, list[int]]]:
+        """Each chunk, and by device the number of the stage that it is, or -1."""
+        return [
+            (chunk, [row[v] if v < len(row) else -1 for row in self.home.owned])
+            for v, chunk in enumerate(self)
+        ]
+
     def map(self, function: Callable[[PyTree], PyTree]) -> Chunks:
         """Change the tree of every chunk."""
         return self.like(map(function, self))

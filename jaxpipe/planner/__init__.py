@@ -3,3 +3,7 @@ the lowered program.
 
 May import `layouts`, `schedules`, `lowering` and what they may.
 """
+
+from .result import PipelinePlan, Plans
+
+__all__ = ["PipelinePlan", "Plans"]

@@ -380,7 +380,7 @@ def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     if not (isinstance(sizes, Mapping) and is_number(sizes.get("total"))):
         raise PlanError(
             "traced must return bytes by what they are for, and their 'total', as "
-            f"jaxpipe.traced_memory does; not {quoted(sizes)}"
+            f"jaxpipe.measuring.traced_memory does; not {quoted(sizes)}"
         )
     return replace(found, traced=sizes)
 

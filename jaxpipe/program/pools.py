@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from ..table.effects import Place
 from .templates import Payload
@@ -16,19 +17,13 @@ POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
 UNDER_WAY = 2
 
 
-@dataclass(frozen=True)
-class Slots:
-    """How many entries each pool has: the most that any device holds at one time (at least one)."""
+class Slots(SimpleNamespace):
+    """How many entries each pool has, by the value of its `Place`: the most that any device holds
+    at one time, at least one; 0 where the program has no such pool.
+    """
 
-    x: int
-    residual_input: int
-    residual_weight: int
-    cotangent: int
-    stash: int
-    first: int
-    last: int = 0  # of a table without L there is no such pool
-    share: int = 0  # nor this one of a table without H
-    host: int = 0  # nor is there this one where nothing waits on the host
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{place.value: 0 for place in Place if place.is_pool} | sizes)
 
 
 @dataclass(frozen=True)

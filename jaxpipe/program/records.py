@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..table.effects import EFFECTS
 from ..table.kinds import RUNS_FORWARD, SHARES, Kind
 
 IntTable: TypeAlias = NDArray[np.int32]
@@ -61,15 +62,26 @@ class Backward(Generic[A]):
 
 @dataclass(frozen=True)
 class Collective(Generic[A]):
-    """A device's share of a collective action (L, E, G, or H) and its slots."""
+    """A device's share of a collective action, and its slots: the fields that `EFFECTS` names for
+    such actions.
+    """
 
-    kind: A  # Kind.L, Kind.E, Kind.G or Kind.H, or NOBODY; but for H the same on all devices
+    kind: A  # or NOBODY
     microbatch: A
     # 1 on the device that gives all others what they read, and takes what they make
     is_source: A
-    y: A  # slot of what the source gives
-    out: A  # slot of what the source takes
-    stash: A  # on every device, slot of what L leaves for H
+    slots: dict[str, A]
+
+    def __getattr__(self, name: str) -> A:
+        """The slot in a field."""
+        slots: dict[str, A] = self.__dict__.get("slots", {})
+        if name not in slots:
+            raise AttributeError(name)
+        return slots[name]
+
+
+# The slots of what the source gives, of what it takes, of what stays on every device.
+_SLOTS = tuple(dict.fromkeys(e.field for e in EFFECTS if e.kind in SHARES and e.field))
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,8 @@ def map_fields(function: Callable[[Any], Any], record: R) -> R:
     """The record with a function of every array in it."""
     if isinstance(record, tuple):
         return tuple(map_fields(function, item) for item in record)  # type: ignore[return-value]
+    if isinstance(record, dict):
+        return {name: function(item) for name, item in record.items()}  # type: ignore[return-value]
     if is_dataclass(record) and not isinstance(record, type):
         return replace(
             record,
@@ -142,6 +156,8 @@ def arrays(record: object) -> Iterator[IntTable]:
     if isinstance(record, tuple):
         for item in record:
             yield from arrays(item)
+    elif isinstance(record, dict):
+        yield from record.values()
     elif isinstance(record, np.ndarray):
         yield record
     else:
@@ -167,14 +183,13 @@ def empty_ticks(
 ) -> TickRecord[IntTable]:
     """Ticks in which nobody does anything; whoever makes a program fills them."""
 
+    def filled(value: int) -> IntTable:
+        return np.full((num_ticks, num_devices), value, np.int32)
+
     def empty(record: Any, nobody: Sequence[str] = ("kind", "chunk")) -> Any:
-        shape = (num_ticks, num_devices)
-        return record(
-            **{
-                f.name: np.full(shape, NOBODY if f.name in nobody else 0, np.int32)
-                for f in fields(record)
-            }
-        )
+        names = [f.name for f in fields(record) if f.name != "slots"]
+        slots = {"slots": {name: filled(0) for name in _SLOTS}} if record is Collective else {}
+        return record(**{name: filled(NOBODY if name in nobody else 0) for name in names}, **slots)
 
     return TickRecord(
         empty(Forward),

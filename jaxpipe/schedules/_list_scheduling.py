@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..engine.costs import StageCosts
+from ..engine.loop import NEVER, Loop
 from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
-NEVER = float("inf")
 
 
 class Rule(NamedTuple):
@@ -72,19 +73,17 @@ def list_schedule(
     Every stage is on one device, and each device's cap is at least `least_peak` of its row.
     """
     run = _Run(order, placement, costs, microbatches, caps, rule, release)
-    events, devices = run.events, run.devices
-    while events:
-        time, number = events[0]
-        device = devices[number]
-        action = run.choose(device, time) if device.free <= time else None
-        if action is None:
-            heapq.heappop(events)
-        else:
-            run.start(device, action, time)
+    run.loop.run(run.policy())
     assert all(device.is_done for device in run.devices), "a reference order got stuck"
+    actions = [
+        Action(stage, kind, m)
+        for kind in (F, I, W)
+        for stage in range(placement.num_stages)
+        for m in range(microbatches)
+    ]
     return ListSchedule(
-        [d.out for d in run.devices],
-        max(d.free for d in run.devices),
+        [[actions[i] for i in d.out] for d in run.devices],
+        max(run.loop.free),
         max(d.peak for d in run.devices),
     )
 
@@ -94,63 +93,50 @@ class _Lane:
     can run.
     """
 
-    __slots__ = ("at", "duration", "is_forward", "places", "ready")
+    __slots__ = ("at", "duration", "is_forward", "places")
 
-    def __init__(
-        self, places: list[int], ready: list[float], duration: float, is_forward: bool
-    ) -> None:
-        self.places = places
-        self.ready = ready  # when each may start
+    def __init__(self, duration: float, is_forward: bool) -> None:
+        self.places: list[int] = []
         self.duration = duration
         self.is_forward = is_forward
         self.at = 0  # how many have run
 
 
 class _Device:
-    """One simulated device: what is left of its order, what it holds, and what it has run."""
+    """One device: what is left of its order, what it holds, and what it has run."""
 
     __slots__ = (
         "cap",
         "done",
-        "free",
         "head",
         "lane_of",
         "lanes",
         "live",
-        "number",
+        "numbers",
         "order",
         "out",
         "peak",
         "pending",
     )
 
-    def __init__(
-        self, number: int, order: Sequence[Action], cap: int, lanes: dict[tuple[int, Kind], _Lane]
-    ) -> None:
-        self.number = number
-        self.cap = cap
-        self.order = order
+    def __init__(self, order: Sequence[Action], numbers: list[int], cap: int) -> None:
+        self.cap, self.order, self.numbers = cap, order, numbers
         self.done = bytearray(len(order))
-        self.lane_of = [lanes[stage, kind] for stage, kind, _ in order]
-        self.lanes = list(dict.fromkeys(self.lane_of))
-        for place, lane in enumerate(self.lane_of):
-            lane.places.append(place)
-        self.head = 0
-        self.live = 0
-        self.peak = 0
-        self.free: float = 0
-        self.pending: deque[Action] = deque()
-        self.out: list[Action] = []
+        self.lane_of: list[_Lane] = []
+        self.lanes: list[_Lane] = []
+        self.head = self.live = self.peak = 0
+        self.pending: deque[int] = deque()
+        self.out: list[int] = []
 
     @property
     def is_done(self) -> bool:
         return all(self.done) and not self.pending
 
-    def take(self, place: int) -> Action:
+    def take(self, place: int) -> int:
         """Take the action at this place out of the order."""
         self.done[place] = 1
         self.lane_of[place].at += 1
-        return self.order[place]
+        return self.numbers[place]
 
     def skip_done(self) -> int:
         """Move the head to the first action that is not done; return its place."""
@@ -162,7 +148,7 @@ class _Device:
 
 
 class _Run:
-    """A running simulation."""
+    """The policy of a run: actions are numbered kind by kind (F, I, W), stage by stage."""
 
     def __init__(
         self,
@@ -175,32 +161,93 @@ class _Run:
         release: Release,
     ) -> None:
         stages = placement.num_stages
-        self.device_of = [devices[0] for devices in placement.devices_of]
-        self.costs, self.rule = costs, rule
-        self.last = W if release is Release.WEIGHT_GRAD else I
-        self.duration = {F: costs.forward, I: costs.input_grad, W: costs.weight_grad}
-        # When an action may start, by (kind, stage, microbatch).  The first F may start at once.
-        self.ready = {kind: [[NEVER] * microbatches for _ in range(stages)] for kind in (F, I)}
-        self.ready[F][0] = [0] * microbatches
-        lanes = {
-            (stage, kind): _Lane([], self.ready[kind][stage], self.duration[kind][stage], kind is F)
-            for kind in (F, I)
-            for stage in range(stages)
-        }
-        self.devices = [
-            _Device(d, row, cap, lanes)
-            for d, (row, cap) in enumerate(zip(order, caps, strict=True))
-        ]
-        self.events: list[tuple[float, int]] = [(0, d) for d in range(len(order))]
+        self.rule, self.microbatches, self.per_kind = rule, microbatches, stages * microbatches
+        self.last = 2 if release is Release.WEIGHT_GRAD else 1
+        times = (costs.forward, costs.input_grad, costs.weight_grad)
+        durations = [time for each in times for time in each for _ in range(microbatches)]
+        on = [devices[0] for devices in placement.devices_of]
+        need, latency = [-1] * len(durations), [0.0] * len(durations)
+        self.loop = Loop(
+            len(order), [d for d in on * 3 for _ in range(microbatches)], need, latency, durations
+        )
+        self.need, self.ends, self.latency = need, self.loop.ends, self.loop.latency
+        # By kind and stage, the step from an action to the one that reads its result.
+        self.reader = [0] * (3 * stages)
+        path = [*range(stages), *reversed(range(stages, 2 * stages))]
+        for source, target in pairwise(path):
+            self.reader[source] = (target - source) * microbatches
+            here, there = on[source % stages], on[target % stages]
+            hop = 0 if here == there else costs.transfer[source % stages]
+            for m in range(microbatches):
+                self.loop.wait(target * microbatches + m, source * microbatches + m, hop)
+        self.devices: list[_Device] = []
+        for row, cap in zip(order, caps, strict=True):
+            device = _Device(
+                row,
+                [(stage + (kind is I) * stages) * microbatches + m for stage, kind, m in row],
+                cap,
+            )
+            lanes: dict[tuple[int, Kind], _Lane] = {}
+            for place, (stage, kind, _) in enumerate(row):
+                lane = lanes.get((stage, kind))
+                if lane is None:
+                    length = (costs.forward if kind is F else costs.input_grad)[stage]
+                    lane = lanes[stage, kind] = _Lane(length, kind is F)
+                lane.places.append(place)
+                device.lane_of.append(lane)
+            device.lanes = list(lanes.values())
+            self.devices.append(device)
 
-    def choose(self, device: _Device, time: float) -> Action | None:
+    def policy(self) -> Iterator[int]:
+        """Each device, in order of time, chooses what it starts when it is free or an input has
+        arrived.
+        """
+        free, ends, latency, on = (
+            self.loop.free,
+            self.loop.ends,
+            self.loop.latency,
+            self.loop.device,
+        )
+        events: list[tuple[float, int]] = [(0, d) for d in range(len(self.devices))]
+        while events:
+            time, number = events[0]
+            device = self.devices[number]
+            i = self.choose(device, time) if free[number] <= time else None
+            if i is None:
+                heapq.heappop(events)
+                continue
+            yield i
+            self._book(device, i)
+            heapq.heapreplace(events, (free[number], number))
+            reader = i + self.reader[i // self.microbatches]
+            if reader == i:
+                continue
+            there, start = on[reader], ends[i] + latency[reader]
+            # A device that is busy until then looks at what is ready when it is free.
+            if there != number and (free[there] < start or start <= time):
+                heapq.heappush(events, (start, there))
+
+    def _book(self, device: _Device, number: int) -> None:
+        """What a device holds after an action."""
+        device.out.append(number)
+        kind = number // self.per_kind
+        if kind == self.last:
+            device.live -= 1
+        if kind == 0:
+            device.live += 1
+            device.peak = max(device.peak, device.live)
+        elif kind == 1:
+            device.pending.append(number + self.per_kind)
+
+    def choose(self, device: _Device, time: float) -> int | None:
         """The action that the device starts now, taken out of its order, or None to wait."""
         head = device.skip_done()
         if head == len(device.order):
             return device.pending.popleft() if device.pending else None
-        lane = device.lane_of[head]
-        start = lane.ready[device.order[head].microbatch]
-        full = lane.is_forward and device.live >= device.cap
+        i = device.numbers[head]
+        j = self.need[i]
+        start = 0 if j < 0 else self.ends[j] + self.latency[i]
+        full = device.lane_of[head].is_forward and device.live >= device.cap
         if start <= time:
             return device.pending.popleft() if full else device.take(head)  # a W, to make room
         place = self._forward(device, time, head, start)
@@ -210,19 +257,21 @@ class _Run:
             return device.pending.popleft()
         return None
 
-    def _has_time_for(self, weight: Action, time: float, until: float) -> bool:
-        length = self.costs.weight_grad[weight.stage]
+    def _has_time_for(self, weight: int, time: float, until: float) -> bool:
+        length = self.loop.duration[weight]
         return time + length <= until + self.rule.patience * length
 
     def _forward(self, device: _Device, time: float, head: int, until: float) -> int | None:
         """The place of the first action after the head that can be moved up, or None."""
         found: list[tuple[int, bool]] = []
+        need, ends, latency = self.need, self.ends, self.latency
         for lane in device.lanes:
             # Microbatches stay in order within a stage and kind.
             if lane.at == len(lane.places):
                 continue
             place = lane.places[lane.at]
-            if lane.ready[device.order[place].microbatch] <= time and (
+            i = device.numbers[place]
+            if (need[i] < 0 or ends[need[i]] + latency[i] <= time) and (
                 until == NEVER or time + lane.duration <= until
             ):
                 found.append((place, lane.is_forward))
@@ -245,39 +294,3 @@ class _Run:
             elif not self.rule.reserve:
                 live -= 1
         return most
-
-    def start(self, device: _Device, action: Action, time: float) -> None:
-        """Start an action, for the event that comes first, and wake the device that gets its
-        result.
-        """
-        stage, kind, microbatch = action
-        end = time + self.duration[kind][stage]
-        device.free = end
-        device.out.append(action)
-        heapq.heapreplace(self.events, (end, device.number))
-        if kind is self.last:
-            device.live -= 1
-        if kind is F:
-            device.live += 1
-            device.peak = max(device.peak, device.live)
-            self._hand_over(stage, stage + 1, kind, microbatch, time, end)
-        elif kind is I:
-            device.pending.append(Action(stage, W, microbatch))
-            self._hand_over(stage, stage - 1, kind, microbatch, time, end)
-
-    def _hand_over(
-        self, source: int, target: int, kind: Kind, microbatch: int, time: float, end: float
-    ) -> None:
-        """The result of a stage reaches the next one (for I: the one before); the last stage's F is
-        followed by its own I.
-        """
-        if target < 0:
-            return
-        if target == len(self.device_of):
-            target, kind = source, I
-        here, there = self.device_of[source], self.device_of[target]
-        start = end if here == there else end + self.costs.transfer[source]
-        self.ready[kind][target][microbatch] = start
-        # A device that is busy until then looks at what is ready when it is free.
-        if here != there and (self.devices[there].free < start or start <= time):
-            heapq.heappush(self.events, (start, there))

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
+from ..engine.loop import Loop
 from ..engine.simulate import simulate
 from ..table.action import Action
 from ..table.run_order import Transfers
@@ -82,10 +83,8 @@ class _Search:
         self.shop, self.at_least, self.budget = shop, at_least * (1 + _EQUAL), budget
         self.beam = Beam(shop)
         self.waits = shop.cap is not None and shop.chunks > 1
-        self.into: list[list[tuple[int, int, float]]] = [[] for _ in shop.nodes]
         self.out: list[list[tuple[int, int, float]]] = [[] for _ in shop.nodes]
         for source, target, lag, delay in shop.arcs:
-            self.into[target].append((source, lag, delay))
             self.out[source].append((target, lag, delay))
 
     def run(self, nodes: list[int]) -> list[int]:
@@ -188,21 +187,26 @@ class _Search:
 
     def timed(self, nodes: Sequence[int]) -> _Times:
         """When the actions of an order end, and the order by their starts."""
-        shop = self.shop
-        lengths = [node.length for node in shop.nodes]
-        devices = [node.device for node in shop.nodes]
-        ends: list[list[float]] = [[] for _ in shop.nodes]
-        free: list[float] = [0.0] * shop.devices
-        starts: list[tuple[float, int, int]] = []
-        for place, n in enumerate(nodes):
-            k = len(ends[n])
-            start = free[devices[n]]
-            for source, lag, delay in self.into[n]:
-                if k >= lag:
-                    ready = ends[source][k - lag] + delay
-                    if ready > start:
-                        start = ready
-            ends[n].append(start + lengths[n])
-            free[devices[n]] = start + lengths[n]
-            starts.append((start, place, n))
-        return _Times([n for _, _, n in sorted(starts)], np.array(ends), max(free))
+        shop, m = self.shop, self.shop.microbatches
+        devices, lengths = ([n.device for n in shop.nodes], [n.length for n in shop.nodes])
+        loop = Loop(
+            shop.devices,
+            [device for device in devices for _ in range(m)],
+            [-1] * (len(devices) * m),
+            [0] * (len(devices) * m),
+            [length for length in lengths for _ in range(m)],
+        )
+        # What an action needs of its own device comes before it in any order.
+        for source, target, _, delay in shop.arcs:
+            if devices[source] != devices[target]:
+                for k in range(m):
+                    loop.wait(target * m + k, source * m + k, delay)
+        done = [n * m for n in range(len(devices))]
+        numbers = []
+        for n in nodes:
+            numbers.append(done[n])
+            done[n] += 1
+        loop.run(numbers)
+        starts = sorted((loop.starts[i], place, i // m) for place, i in enumerate(numbers))
+        ends = np.array(loop.ends, np.float64).reshape(len(devices), m)
+        return _Times([n for *_, n in starts], ends, max(loop.free))

@@ -13,12 +13,13 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from ..engine.costs import Costs, StageCosts
+from ..engine.loop import NEVER
 from ..engine.simulate import simulate
 from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import NEVER, ListSchedule, Rule, least_peak, list_schedule
+from ._list_scheduling import ListSchedule, Rule, least_peak, list_schedule
 
 Order: TypeAlias = list[list[Action]]
 # microbatches -> the reference order of F and I of each device

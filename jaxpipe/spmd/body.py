@@ -25,6 +25,7 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
 from ..table.effects import Place
 from .block import false
+from .collective import with_cuts
 from .entries import StageEntries
 from .host import Packing
 from .operands import Operands, SharedBuffers, StageOperand
@@ -77,7 +78,7 @@ def prepare(
             bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
     job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
-    code = trace_model(job, owned, kept, shared, first, last, batch, rng)
+    code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
 
 
@@ -170,10 +171,12 @@ def _initial(
         "sent_x": empty(buffers.x.avals),
         "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
         "aux": None if code.last is None else empty_pool(code.last.aux_avals, count),
-        "last": empty_pool(code.last_avals, slots.last),
     }
     for v in range(len(chunks)):
         state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
+    for place, avals in code.outer_pools.items():
+        if job.training or place is Place.LAST:
+            state[place.value] = empty_pool(avals, getattr(slots, place.value))
     if not job.training:
         return state
 
@@ -199,8 +202,6 @@ def _initial(
         "residual_weight": buffers.residual_weight.empty(slots.residual_weight),
         "stash": buffers.stash.empty(slots.stash),
         "host": Packing.of(buffers).empty(slots.host),
-        "first": empty_pool(code.first_avals, slots.first),
-        "share": empty_pool(code.share_avals, slots.share),
     }
 
 

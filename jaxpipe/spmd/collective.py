@@ -5,15 +5,20 @@ axis.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
+from ..errors import PipelineError
+from ..jaxprs import Cut, collectives
 from ..program.records import Collective
 from ..stage.code import run
-from ..table.effects import Access
+from ..stage.model_code import ModelCode
+from ..stage.weight_cut import cut_weights
+from ..table.effects import Access, Place
 from ..table.kinds import TOGETHER, Kind
 from .block import Block
 from .outer import accumulate, first_inputs, last_inputs, noted, run_last, with_last_gradients
@@ -29,6 +34,13 @@ def collective_block(shared: SharedCode, kind: Kind, row: Collective[Scalar]) ->
     return Block(
         changes, lambda state: run(shared, row, state), shared.together and kind not in TOGETHER
     )
+
+
+def with_cuts(code: ModelCode, axis: str) -> ModelCode:
+    """The model's code as its table's actions need it."""
+    for kind in code.program.schedule.encoded.kinds & _CUTS.keys():
+        code = _CUTS[kind](code, axis)
+    return code
 
 
 def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
@@ -81,10 +93,10 @@ def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     if not shared.training:
         loss, aux, _ = run_last(shared, code.evaluate, arguments)
         return on_source(loss, aux, state)
-    jaxpr = code.train if code.deferred is None else code.deferred.loss
+    jaxpr = code.parts.get(Kind.L, code.train)
     seed = shared.operands.seed / lax.axis_size(shared.axis)
     loss, aux, rest = run_last(shared, jaxpr, [*arguments, seed])
-    if code.deferred is None:
+    if Kind.L not in code.parts:
         state, dy = with_last_gradients(rest, state)
     else:
         dy, stash = rest[: len(avals)], rest[len(avals) :]
@@ -101,14 +113,60 @@ def _last_weight_grad(shared: SharedCode, row: Collective[Scalar], state: State)
     """H: the gradient of a device's own part of the parameters of `last`, from what its L left; no
     other device takes part.
     """
-    deferred = shared.last_code.deferred
-    assert deferred is not None
     seed = shared.operands.seed / lax.axis_size(shared.axis)
     stash = read(state["share"], row.stash)
     arguments = [*last_inputs(shared, [], row.microbatch), seed, *stash]
-    return accumulate("last_gradients", deferred.weights, arguments, state)
+    return accumulate("last_gradients", shared.last_code.parts[Kind.H], arguments, state)
 
 
+def _cut_last(code: ModelCode, axis: str) -> ModelCode:
+    """The model whose L leaves the gradient of its parameters to an H: `train(parameters, once, y,
+    extra, seed) -> loss, aux, dparams, dy` by the smallest cut, as W is cut from B.
+
+    H is run by one device alone, at any time after its L.  So it has no collective over the pipe
+    axis, and what it reads of y, which devices have only while they are in L, is in the stash too.
+    """
+    last = code.last
+    assert last is not None, "a table with L has a loss"
+    train, before = last.train, 1 + len(last.aux_avals)
+    start = len(last.hoist.invars) + len(last.once_avals)
+    inputs = slice(start, start + len(code.kinds[code.kind_of[-1]].y_avals))
+    outs = train.outvars
+    late = outs[before : before + last.num_trained]
+    rest = [*outs[:before], *outs[before + last.num_trained :]]
+
+    def alone(made: Cut) -> bool:
+        return all(axis not in axes for _, axes in collectives(made.second))
+
+    made = cut_weights(
+        train.replace(outvars=[*late, *rest]),
+        params=last.num_trained,
+        residuals=inputs,
+        fits=alone,
+    )
+    if made is None:
+        raise PipelineError(
+            "the gradient of a parameter of `last` needs communication over the pipe axis "
+            f"{axis!r}, so an H cannot make it while other "
+            "devices do something else; use the table without H: jaxpipe.spread_last(schedule)"
+        )
+    first, second = made.first, made.second
+    read = [i for i in range(inputs.start, inputs.stop) if made.second_reads[i]]
+    crossing = len(made.crossing)
+    ins = second.invars[: len(second.invars) - crossing]
+    kept = [*(second.invars[i] for i in read), *second.invars[len(ins) :]]
+    count = len(first.outvars) - crossing
+    crossed = [*(first.invars[i] for i in read), *first.outvars[count:]]
+    parts = {
+        Kind.L: first.replace(outvars=[*first.outvars[:count], *crossed]),
+        Kind.H: second.replace(invars=[*ins[: inputs.start], *ins[inputs.stop :], *kept]),
+    }
+    left = {Place.SHARE: tuple(var.aval for var in kept)}
+    return replace(code, last=replace(last, parts=parts, left=left))
+
+
+# The kinds that take a part of another's code.
+_CUTS: dict[Kind, Callable[[ModelCode, str], ModelCode]] = {Kind.H: _cut_last}
 _RUNS: dict[Kind, Callable[[SharedCode, Collective[Scalar], State], State]] = {
     Kind.E: _first,
     Kind.G: _first_gradient,

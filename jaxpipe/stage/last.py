@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from ..arrays import Leaves, PyTree
 from ..jaxprs import drop_dead, flatten
 from .code import LastCode, ParamUse, inexact
-from .deferred import defer_weights
 from .split import hoist_known
 from .spread import without_axes
 from .trace import filled
@@ -23,13 +22,9 @@ def trace_last(
     y: PyTree,
     extra: PyTree,
     uses: Sequence[ParamUse] | None = None,
-    *,
-    defers: str | None = None,
 ) -> LastCode:
     """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends
     on parameters alone.
-
-    `defers`: the pipe axis, where the gradients of the parameters are to wait for an H.
     """
     y_leaves, y_tree = jax.tree.flatten(y)
     wanted = [inexact(leaf) for leaf in y_leaves]
@@ -72,8 +67,6 @@ def trace_last(
     count = len(jaxpr.invars)
     ins = apart.second.invars
     body = apart.second.replace(invars=[*ins[:head], *ins[count:], *ins[head:count]])
-    start = len(body.invars) - (count - head)
-    inputs = slice(start, start + len(y_leaves))
     evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: 1 + len(aux_leaves)]))
     return LastCode(
         consts=tuple(flat.consts),
@@ -84,9 +77,5 @@ def trace_last(
         aux_tree=aux_tree,
         aux_avals=tuple(aux_leaves),
         loss_dtype=shapes[0].dtype,
-        deferred=None
-        if defers is None
-        else defer_weights(
-            body, y=inputs, before=1 + len(aux_leaves), params=sum(trained), axis=defers
-        ),
+        num_trained=sum(trained),
     )

@@ -18,10 +18,10 @@ from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..lowering.offload import Offload
 from ..model.functions import Functions, make_extra
-from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
+from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
-from ..table.effects import Liveness, longest
+from ..table.effects import Liveness, Place, longest
 from .code import LastCode, ParamUse, StageCode, reads
 from .first import trace_spread_first
 from .job import Job
@@ -44,29 +44,15 @@ class ModelCode:
     outer_wants: frozenset[str]
 
     @property
-    def first_avals(self) -> tuple[Any, ...]:
-        """What waits for the gradient of `first`: what it keeps itself, or where it is spread the
-        gradient of the first stage's input.
-        """
-        return (
-            self.first.dy_avals
-            if self.program.schedule.encoded.spreads_first
-            else self.first.residual_avals
-        )
-
-    @property
-    def last_avals(self) -> tuple[Any, ...]:
-        """What waits for a spread `last`: the last stage's output."""
-        return (
-            self.kinds[self.kind_of[-1]].y_avals
-            if self.program.schedule.encoded.spreads_last
-            else ()
-        )
-
-    @property
-    def share_avals(self) -> tuple[Any, ...]:
-        """What waits for H: what L leaves for it."""
-        return () if self.last is None or self.last.deferred is None else self.last.deferred.stash
+    def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
+        """What waits in pools for `first` and `last`."""
+        table, first = self.program.schedule.encoded, self.first
+        found = {
+            # what the gradient needs: what `first` keeps, or of all devices the input's gradient
+            Place.FIRST: first.dy_avals if table.spreads_first else first.residual_avals,
+            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if table.spreads_last else (),
+        }
+        return found if self.last is None else found | dict(self.last.left)
 
     @property
     def permutes(self) -> bool:
@@ -118,9 +104,7 @@ def trace_model(
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
-        uses = (
-            _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
-        )
+        uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"])) + shared_uses
         # and where they lie
         key = (
             function,
@@ -143,10 +127,7 @@ def trace_model(
     last_code = None
     if functions.last is not None:
         last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
-        defers = job.axis if job.training and job.plan.ticks.schedule.encoded.defers_last else None
-        last_code = trace_last(
-            functions.run_last, (last, shared), x, outer, last_uses, defers=defers
-        )
+        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
         if not functions.last.spread:
             _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     offloads = job.training and any(code.offloads for code in codes)
@@ -255,7 +236,7 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
             f"R in the table recomputes what the gradient of `{name}` needs, and that depends on "
             "the "
             "state, which later microbatches have changed by then; let x depend on the state only "
-            "where training=False, or take R out with jaxpipe.remove_recompute"
+            "where training=False, or take R out with jaxpipe.transforms.remove_recompute"
         )
 
 

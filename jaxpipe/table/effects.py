@@ -17,16 +17,16 @@ from .kinds import SPREAD_FIRST, Kind
 class Place(enum.Enum):
     """Where a value is.  Those with a letter are pools of slots; the others exist once a device."""
 
-    LAST = "last"  # outputs of the last stage that wait for L
-    SHARE = "share"  # what L leaves for H, on every device
-    # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
-    HOST = "host"
     X = "x"  # inputs of stages
     RESIDUAL_INPUT = "residual_input"  # what a forward keeps for I (or B) alone
     RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
     COTANGENT = "cotangent"  # gradients of outputs of stages
     STASH = "stash"  # what I leaves for W
     FIRST = "first"  # what waits for the gradient of `first`
+    LAST = "last"  # outputs of the last stage that wait for L
+    SHARE = "share"  # what L leaves for H, on every device
+    # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
+    HOST = "host"
     SENT_X = "sent_x"  # the last output of a stage, which the tick's transfers send
     SENT_DX = "sent_dx"  # the last gradient of a stage's input
     STAGE_STATE = "stage_state"  # what a stage hands from microbatch to microbatch
@@ -49,9 +49,9 @@ class Place(enum.Enum):
         return self in _LETTERS
 
 
-_LETTERS = dict(zip(Place, "ylhxiwcsf", strict=False))
+_LETTERS = dict(zip(Place, "xiwcsfylh", strict=False))
 # The pools that a program has even where nothing is in them.
-ALWAYS = tuple(_LETTERS)[3:]
+ALWAYS = tuple(_LETTERS)[:6]
 
 
 class Access(enum.IntEnum):

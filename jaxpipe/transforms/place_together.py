@@ -132,8 +132,8 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
     name = "`last`" if Kind.L in kinds else "`first`"
     if schedule.has_transfers:
         raise ScheduleError(
-            f"the table has SEND and RECV; spread {name} without them (jaxpipe.remove_transfers "
-            "takes them out)"
+            f"the table has SEND and RECV; spread {name} without them "
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if schedule.num_stages < schedule.num_devices:
         raise ScheduleError(

@@ -81,7 +81,7 @@ def test_every_entry_refuses_another_placement(tmp_path: Path) -> None:
     with pytest.raises(jp.PipelineError, match=says):
         pipe.canonical(wrong)
     with pytest.raises(jp.PipelineError, match=says):
-        jp.find_nonfinite(pipe, wrong, rows)
+        jp.debug.find_nonfinite(pipe, wrong, rows)
     with Checkpoints(tmp_path, pipe) as checkpoints:
         with pytest.raises(CheckpointError, match=says):
             checkpoints.save(1, {"params": wrong})

@@ -397,7 +397,7 @@ class Text:
         jp.Costs(overlap=10**400)
 
     def a_cost_that_is_a_letter():
-        jp.split_layers(["a"], stages=1)
+        jp.layouts.split_layers(["a"], stages=1)
 
 
 class CommandLine:

@@ -396,7 +396,7 @@ class Trial:
         assert report["predicted"]["total"] > 0
 
     def _call_nonfinite(self) -> None:
-        found = jp.find_nonfinite(self.pipe, self.placed, self.batch, rng=self.key)
+        found = jp.debug.find_nonfinite(self.pipe, self.placed, self.batch, rng=self.key)
         if found is not None:
             raise Wrong(f"nonfinite: {found}")
 

@@ -76,7 +76,7 @@ def test_measured_costs_are_seconds_of_each_stage(pipe):
 
 
 def test_estimates_count_flops_and_say_so(pipe):
-    peak = jp.Peak(flops=1e9, bandwidth=1e30, link=1e6, latency=1.0)
+    peak = jp.measuring.Peak(flops=1e9, bandwidth=1e30, link=1e6, latency=1.0)
     costs = measure_stages(pipe, pipe.place(PARAMS), BATCH, peak=peak)
     assert costs.unit.startswith("seconds, estimated for 1e+09 flops")
     times = costs.for_stages(2)
@@ -92,7 +92,9 @@ def test_estimates_count_flops_and_say_so(pipe):
 @pytest.mark.slow
 def test_layers_are_measured_apart_and_planned():
     microbatch = {"x": shapes(ROWS, WIDTH)}
-    costs = jp.measure(MODEL, PARAMS, microbatch, peak=jp.Peak(flops=1e12, bandwidth=1e30))
+    costs = jp.measure(
+        MODEL, PARAMS, microbatch, peak=jp.measuring.Peak(flops=1e12, bandwidth=1e30)
+    )
     assert set(costs) == set("EtL")
     assert costs["t"].parameters == costs["t"].gradients == 2 * 4 * WIDTH * WIDTH * 4
     assert costs["t"].boundary == ROWS * WIDTH * 4
@@ -117,7 +119,7 @@ def test_layers_are_measured_apart_and_planned():
         chunks=(1,),
         schedules=("1f1b",),
         remat=(None,),
-        traced=jp.traced_memory(MODEL, PARAMS, {"x": shapes(ROWS, WIDTH)}, mesh=mesh),
+        traced=jp.measuring.traced_memory(MODEL, PARAMS, {"x": shapes(ROWS, WIDTH)}, mesh=mesh),
     )
     assert traced.best.traced == report["predicted"]
     gradients = 2 * (costs["t"].gradients * 3 + costs["E"].gradients + costs["L"].gradients)
@@ -142,7 +144,7 @@ def test_shared_parameters_are_planned_with_the_last_layer():
         "shared": {"table": shapes(512, 16)},
     }
     rows = {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)}
-    peak = jp.Peak(flops=1e12, bandwidth=1e30)
+    peak = jp.measuring.Peak(flops=1e12, bandwidth=1e30)
     costs = jp.measure(model, params, rows, peak=peak)
     assert (costs["E"].parameters, costs["L"].parameters, costs["L"].gradients) == (0, table, table)
     given = {
@@ -156,7 +158,7 @@ def test_shared_parameters_are_planned_with_the_last_layer():
     parts = jp.plan("EttL", costs, **given).best.parts
     assert parts.parameters + parts.gradients + parts.optimizer == 4 * (table + 2 * width)
     traced = jp.plan(
-        "EttL", costs, **given, traced=jp.traced_memory(model, params, rows, mesh=mesh)
+        "EttL", costs, **given, traced=jp.measuring.traced_memory(model, params, rows, mesh=mesh)
     ).best
     assert max(traced.memory) == traced.traced["total"] + 2 * (table + 2 * width), "'Ett|L'"
     model = jp.Model(tied, layers="EttL", frozen=lambda path, leaf: path.startswith("stages"))
@@ -175,7 +177,7 @@ def test_devices_that_share_a_layer_have_a_part_of_it():
     mesh = jax.make_mesh((1, 2), ("pipe", "tensor"), devices=jax.devices()[:2])
     columns, rows = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
     specs = {"stages": {"t": {"up": columns, "down": rows}}, "last": columns}
-    microbatch, peak = {"x": shapes(ROWS, WIDTH)}, jp.Peak(flops=1e12, bandwidth=1e30)
+    microbatch, peak = {"x": shapes(ROWS, WIDTH)}, jp.measuring.Peak(flops=1e12, bandwidth=1e30)
     alone = jp.measure(MODEL, PARAMS, microbatch, peak=peak)
     shared = jp.measure(
         MODEL, PARAMS, microbatch, peak=peak, mesh=mesh, sharding=jp.Sharding(specs=specs)
@@ -226,7 +228,7 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
         jax.make_mesh((count, 2), names, devices=jax.devices()[: 2 * count]) for count in (1, 2)
     )
     given = {
-        "peak": jp.Peak(flops=1e12, bandwidth=1e30),
+        "peak": jp.measuring.Peak(flops=1e12, bandwidth=1e30),
         "mesh": one,
         "sharding": jp.Sharding(specs=specs),
     }
@@ -271,14 +273,17 @@ def test_costs_as_json_that_make_no_sense():
             lambda: measure_stages(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}),
             "pipe must be a jaxpipe.Pipeline",
         ),
-        (lambda: measure_stages(None, {}, {}, repeats="a", peak=3), "peak must be a jaxpipe.Peak"),
+        (
+            lambda: measure_stages(None, {}, {}, repeats="a", peak=3),
+            "peak must be a jaxpipe.measuring.Peak",
+        ),
         (lambda: jp.measure(MODEL, None, BATCH), "params must be a mapping with 'stages'"),
         (
             lambda: jp.measure(MODEL, {"stages": {}}, BATCH),
             "nothing for the layers E, t, L",
         ),
         (
-            lambda: jp.traced_memory(MODEL, 3, BATCH, mesh=None),
+            lambda: jp.measuring.traced_memory(MODEL, 3, BATCH, mesh=None),
             "params must be a mapping with 'stages'",
         ),
     ],
@@ -310,7 +315,7 @@ def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
             {"first": table, "stages": shapes(devices, WIDTH, WIDTH), "last": table}
         )
         tokens = jax.ShapeDtypeStruct((rows * M, length), jnp.int32)
-        peak = jp.Peak(flops=1.0, bandwidth=1e12)
+        peak = jp.measuring.Peak(flops=1.0, bandwidth=1e12)
         return measure_stages(pipe, params, {"tokens": tokens, "targets": tokens}, peak=peak)
 
     matmul = 2 * rows * length * WIDTH * vocabulary

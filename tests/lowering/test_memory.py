@@ -109,8 +109,8 @@ def test_slots_are_the_simulated_peak(name, devices, microbatches):
     slots = program_of(schedule).slots
     pairs = any(isinstance(cell, jp.Overlap) for row in schedule.rows for cell in row)
     for found, release in (
-        (slots.residual_weight, jp.Release.WEIGHT_GRAD),
-        (slots.residual_input, jp.Release.INPUT_GRAD),
+        (slots.residual_weight, jp.table.Release.WEIGHT_GRAD),
+        (slots.residual_input, jp.table.Release.INPUT_GRAD),
     ):
         peak = max(jp.simulate(schedule, jp.Costs(release=release)).peak_activations)
         # The simulator lets both halves of a pair run at once; the program runs the backward first,

@@ -318,7 +318,9 @@ def test_what_waits_for_meetings_takes_few_slots(name):
     )
     costs = jp.Costs(last=0.2, first=0, first_grad=0)
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
-    mine, bare = (plan_of(table).program().slots for table in (spread, jp.remove_spread(spread)))
+    mine, bare = (
+        plan_of(table).program().slots for table in (spread, jp.transforms.remove_spread(spread))
+    )
     assert mine.last == 1
     assert mine.first <= 2 + (name == "interleaved_1f1b")
     assert mine.x - bare.x <= 1 + (name == "interleaved_zb")

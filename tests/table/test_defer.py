@@ -91,7 +91,7 @@ def test_what_a_head_as_long_as_a_forward_gains(name, most, gain):
             left += (cell.kind is Kind.L) - (cell.kind is Kind.H)
             kept = max(kept, left)
     assert gain == 0 or kept == most
-    assert jp.remove_spread(after).rows == jp.remove_spread(before).rows
+    assert jp.transforms.remove_spread(after).rows == jp.transforms.remove_spread(before).rows
     assert jp.defer_last(after, max_deferred=most, costs=costs) == after
     assert jp.spread_last(after, costs=costs, split=False) == before
 

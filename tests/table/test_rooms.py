@@ -34,7 +34,7 @@ assert not heavy(), ("imported", heavy()[:5])
 import jaxpipe as jp
 whole = jp.add_transfers(jp.check(jp.schedules.build("1f1b", devices=2, microbatches=3)))
 jp.simulate(jp.Schedule.from_json(whole.to_json()), jp.Costs(transfer=1)).critical_path
-jp.simulate_steps(whole), str(whole)
+jp.engine.simulate_steps(whole), str(whole)
 from jaxpipe.cli.main import main
 assert main(["compare", "1f1b", "gpipe", "-P", "2", "-M", "2"]) == 0
 assert not heavy(), ("used", heavy()[:5])

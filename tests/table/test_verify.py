@@ -102,7 +102,8 @@ def test_a_wrong_entry_is_found(half, field, most):
 def test_the_error_lists_the_faults():
     program = with_entry(sound_program(), "forward", "x", 2, 0, 99)
     with pytest.raises(
-        jp.ProgramError, match=r"bug in jaxpipe.*\n.*slot \[tick 2, device 0\]: slot 99 of pool x"
+        jp.errors.ProgramError,
+        match=r"bug in jaxpipe.*\n.*slot \[tick 2, device 0\]: slot 99 of pool x",
     ) as caught:
         verify(program)
     assert len(caught.value.faults) >= 1
