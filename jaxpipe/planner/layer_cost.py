@@ -135,15 +135,9 @@ def stage_costs(
             "weight_grad": total(inner, "weight_grad"),
             "backward": total(inner, "backward_seconds") + gradient + again * run,
         }
-        for name, seconds in (
-            found | ({"recompute": run} if remat is Remat.STAGES else {})
-        ).items():
-            times.setdefault(name, []).append(seconds)
-    return Costs(
-        **{name: tuple(seconds) for name, seconds in times.items()},
-        transfer=transfer,
-        unit="seconds",
-    )
+        for name, seconds in found.items():
+            times[name] = (*times.get(name, ()), seconds)
+    return Costs(**times, transfer=transfer, unit="seconds")
 
 
 def is_first(stage: int, letter: str) -> bool:
