@@ -15,7 +15,7 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..render import Theme, to_html, to_svg, to_trace
-from ..render.bars import costs_of, number, title_of
+from ..render.bars import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
 from ..schedules import names
 from ..schedules.registry import describe
 from ..table.kinds import KINDS
@@ -116,14 +116,7 @@ def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
     head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
     terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
-    rows = []
-    for d, (busy, idle) in enumerate(zip(t.busy, t.idle, strict=True)):
-        times = map(number, (busy, sum(idle), *idle))
-        rows.append((str(d), *times, str(t.peak_activations[d]), number(t.peak_memory[d])))
-    terminal.table(
-        ("device", "busy", "idle", "warmup", "waiting", "drain", "peak activations", "peak memory"),
-        rows,
-    )
+    terminal.table(DEVICE_COLUMNS, device_rows(t))
     if not t.schedule.forward_only:
         terminal.write(_gap_words(t))
     return True

@@ -21,12 +21,14 @@ from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import prepare
 from ..spmd.entries import auto_axes, compiled_alone, split_entries
+from ..spmd.mapped import mapped
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
 from ..table.limits import is_whole
 from .timing import Peak, call_of, hop_seconds, timed
 
+_WHOLE = PartitionSpec()
 BLOCKS = ("F", "B", "I", "W")
 
 
@@ -52,31 +54,16 @@ def _local_shapes(
     found: list[tuple[Job, tuple[Any, ...]]] = []
 
     def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
-        given = prepare(job, p, b, r, s)
-        parts = (
-            given.owned,
-            given.kept,
-            given.shared,
-            given.first,
-            given.last,
-            given.batch,
-            given.rng,
-        )
+        start = prepare(job, p, b, r, s)
+        parts = (start.owned, start.kept, start.shared, start.first, start.last, start.batch)
         told = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
-        found.append((told, jax.tree.map(shape_of, parts)))
+        found.append((told, jax.tree.map(shape_of, (*parts, start.rng))))
         return ()
 
-    rows, kept, whole = (
-        PartitionSpec(job.data_axes or None),
-        PartitionSpec(job.axis),
-        PartitionSpec(),
-    )
-    specs = (pipe.partition.manual_specs(params), rows, whole, kept)
+    rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+    specs = (pipe.partition.manual_specs(params), rows, _WHOLE, kept)
     axes = {job.axis, *job.data_axes}
-    mapped = jax.shard_map(
-        look, mesh=pipe.mesh, in_specs=specs, out_specs=whole, axis_names=axes, check_vma=False
-    )
-    jax.eval_shape(mapped, params, batch, rng, state)
+    jax.eval_shape(mapped(look, pipe.mesh, axes, specs, _WHOLE), params, batch, rng, state)
     return found[0]
 
 
@@ -90,14 +77,8 @@ def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
         found.append(trace_model(job, *given))
         return ()
 
-    whole = PartitionSpec()
     axes = {job.axis, *job.data_axes}
-    jax.eval_shape(
-        jax.shard_map(
-            look, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False
-        ),
-        shapes,
-    )
+    jax.eval_shape(mapped(look, mesh, axes, _WHOLE, _WHOLE), shapes)
     return found[0]
 
 
@@ -125,11 +106,8 @@ def compile_block(step: Step, block: Block) -> Any:
 
     def spec(aval: Any, given: PartitionSpec | None) -> PartitionSpec | None:
         # The partitioner splits no keys.
-        return (
-            PartitionSpec()
-            if not step.is_shared or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-            else given
-        )
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+        return PartitionSpec() if is_key or not step.is_shared else given
 
     inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
     return compiled_alone(step.job, step.mesh, lambda values: run(block.jaxpr, *values), inputs)
@@ -189,21 +167,16 @@ def measure_blocks(
     peak: Peak | None,
 ) -> Measured:
     """Trace the step, compile every block of it alone, and time or estimate each."""
-    faults = (
-        []
-        if isinstance(pipe, Pipeline)
-        else [f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"]
+    is_peak = peak is None or isinstance(peak, Peak)
+    checks = (
+        (isinstance(pipe, Pipeline), f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"),
+        (
+            is_whole(repeats) and repeats >= 1,
+            f"repeats must be at least 1, not {quoted(repeats)}",
+        ),
+        (is_peak, f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"),
     )
-    faults += (
-        []
-        if is_whole(repeats) and repeats >= 1
-        else [f"repeats must be at least 1, not {quoted(repeats)}"]
-    )
-    faults += (
-        []
-        if peak is None or isinstance(peak, Peak)
-        else [f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"]
-    )
+    faults = [fault for is_right, fault in checks if not is_right]
     if faults:
         raise PipelineError.listing("this cannot be measured", faults)
     step = traced(pipe, params, batch, rng, state)
