@@ -19,7 +19,7 @@ from ..table.placement import Placement
 from .layers import LayerMap
 from .packed import Packed, TreeForm
 from .placed import Chunks, Home
-from .places import Places
+from .places import Place, Places
 from .sharing import Sharing
 
 OUTER = ("first", "last", "shared")
@@ -170,44 +170,39 @@ class ParamLayout:
             return placed[v].stage(device)
         return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
-    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm | None:
-        """What a stage has of its owned chunk; None where stages are alike."""
-        v, device = self.where(stage)
-        return chunks[v].layout.forms[device] if isinstance(chunks[v], Packed) else None
-
-    def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
-        """One stage's own tree of shapes, given each owned chunk on one device (leaves without the
-        axis of devices).
+    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm:
+        """What a stage has of its owned chunk, given chunks on one device (leaves without the axis
+        of devices).
         """
-        if not owned:
-            return ()
-        form, chunk = self.form_of(stage, owned), owned[self.where(stage)[0]]
-        if form is None:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
-        leaves = self.leaves_of(stage, owned)
-        return jax.tree.unflatten(
-            form.tree,
-            [
-                jax.ShapeDtypeStruct(shape, leaf.dtype)
-                for shape, leaf in zip(form.shapes, leaves, strict=True)
-            ],
-        )
+        v, device = self.where(stage)
+        if not isinstance(chunks[v], Packed):
+            return TreeForm.of(chunks[v])
+        form: TreeForm = chunks[v].layout.forms[device]
+        return form
 
-    def leaves_of(
-        self,
-        stage: int,
-        chunks: Sequence[PyTree],
-    ) -> list[Any]:
+    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places:
+        """Where a stage's leaves are among those of a chunk."""
+        form = self.form_of(stage, chunks)
+        if isinstance(chunks[chunk], Packed):
+            found: Places = chunks[chunk].layout.places(form, pinned=True)
+            return found
+        return tuple(Place(i, shape, flat=False) for i, shape in enumerate(form.shapes))
+
+    def leaves_of(self, stage: int, chunks: Sequence[PyTree]) -> list[Any]:
         """What trees like owned chunks hold for the leaves of one stage, in its own order."""
         v, _ = self.where(stage)
         leaves = jax.tree.leaves(chunks[v])
-        places = self.places(stage, chunks, v)
-        return leaves if places is None else [leaves[place.at] for place in places]
+        return [leaves[place.at] for place in self.places(stage, chunks, v)]
 
-    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
-        """Where a stage's leaves are among those of a chunk; None where stages are alike."""
-        form = self.form_of(stage, chunks)
-        return None if form is None else chunks[chunk].layout.places(form, pinned=True)
+    def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
+        """One stage's own tree of shapes, given each owned chunk on one device."""
+        if not owned:
+            return ()
+        form = self.form_of(stage, owned)
+        leaves = zip(form.shapes, self.leaves_of(stage, owned), strict=True)
+        return jax.tree.unflatten(
+            form.tree, [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in leaves]
+        )
 
     def faults(self, stages: PyTree) -> list[str]:
         """What is wrong with the canonical parameters, or state, of the stages."""

@@ -256,7 +256,7 @@ def _stage_operands(
                 places=layout.places(stage, chunks, chunk),
                 shared=shared,
                 once=[],
-                state_places=layout.places(stage, kept, chunk) if kept else None,
+                state_places=layout.places(stage, kept, chunk) if kept else (),
                 gradient_places=_gradient_places(
                     job, stage, chunk, layout.places(stage, chunks, chunk)
                 ),
@@ -266,10 +266,8 @@ def _stage_operands(
     return found
 
 
-def _gradient_places(job: Job, stage: int, chunk: int, places: Places | None) -> Places | None:
+def _gradient_places(job: Job, stage: int, chunk: int, places: Places) -> Places:
     """Where a stage's leaves that have a gradient lie among the accumulators of its chunk."""
-    if places is None:
-        return None
     plans = job.plans["stages"]
     held = leaf_plans(plans[min(chunk, len(plans) - 1)])
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()

@@ -129,8 +129,7 @@ def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[Partition
     chunk = job.layout.owned[device].index(stage)
     own = _split_as(job.plans["stages"][chunk])
     places = job.layout.places(stage, owned, chunk)
-    if places is not None:
-        own = [place.entry.spec if place.flat else own[place.at] for place in places]
+    own = [place.entry.spec if place.flat else own[place.at] for place in places]
     return [*own, *_split_as(job.plans["shared"])]
 
 
