@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING, Any
 from . import engine as engine
 from . import errors as errors
 from . import layouts as layouts
-from . import megatron as megatron
-from . import planner as planner
-from . import render as render
 from . import schedules
 from . import table as table
 from . import transforms as transforms
@@ -25,8 +22,6 @@ from .errors import (
 )
 from .layouts.layout import parse_layout
 from .lowering.offload import Offload
-from .planner.layer_cost import LayerCost
-from .planner.plan import plan
 from .table.action import Action, Kind, Overlap
 from .table.check import check
 from .table.placement import Placement
@@ -45,14 +40,19 @@ if TYPE_CHECKING:
     from . import debug as debug
     from . import inspect
     from . import measuring as measuring
+    from . import megatron as megatron
+    from . import planner as planner
+    from . import render as render
     from .measuring import measure
     from .model.functions import Context, Loss
     from .model.model import Model
     from .model.settings import Memory, Sharding
     from .model.spread import spread
-    from .model.vocabulary import VocabEmbedding, VocabHead
     from .optimizers import per_layer
     from .pipeline import Pipeline
+    from .planner.layer_cost import LayerCost
+    from .planner.plan import plan
+    from .vocabulary import VocabEmbedding, VocabHead
 
 __all__ = [
     "Action",
@@ -98,21 +98,23 @@ __all__ = [
 ]
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is
-# not installed.
-_NEEDS_JAX = {
+# not installed.  So is what may be deleted.
+_ON_FIRST_USE = {
     "Context": "model.functions",
+    "LayerCost": "planner.layer_cost",
     "Loss": "model.functions",
     "Memory": "model.settings",
     "Model": "model.model",
     "Pipeline": "pipeline",
     "Sharding": "model.settings",
-    "VocabEmbedding": "model.vocabulary",
-    "VocabHead": "model.vocabulary",
+    "VocabEmbedding": "vocabulary",
+    "VocabHead": "vocabulary",
     "measure": "measuring",
     "per_layer": "optimizers",
+    "plan": "planner.plan",
     "spread": "model.spread",
 }
-_MODULES_WITH_JAX = ("debug", "inspect", "measuring")
+_MODULES = ("debug", "inspect", "measuring", "megatron", "planner", "render")
 
 
 def __dir__() -> list[str]:
@@ -122,8 +124,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import the parts that need JAX when they are first asked for."""
-    if name in _MODULES_WITH_JAX:
+    if name in _MODULES:
         return import_module(f".{name}", __name__)
-    if name not in _NEEDS_JAX:
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_NEEDS_JAX[name]}", __name__), name)
+    return getattr(import_module(f".{_ON_FIRST_USE[name]}", __name__), name)

@@ -23,9 +23,9 @@ from .lowering.offload import Offload
 from .lowering.plan import forward_plan, plan_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
-from .model.mesh import automatic, jit_on_mesh, on_mesh
+from .model.follow import init_as_updated
+from .model.mesh import automatic, on_mesh
 from .model.model import Model
-from .model.optimizer_state import init_as_updated, state_shardings
 from .model.own_rules import check_rules
 from .model.param_layout import check_canonical, with_outer
 from .model.partition import Partition
@@ -225,18 +225,7 @@ class Pipeline:
         if not as_placed:
             check_rules(optimizer, *self._placer.shapes(placed), self.partition.plans(placed))
         begin = init_as_updated(optimizer, self.accumulate_dtype)
-        state = jax.eval_shape(begin, placed)
-        beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
-        to = state_shardings(
-            self.mesh, state, placed, beside, buffer_spec=self.partition.buffer_spec
-        )
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
-            return jax.tree.map(
-                lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
-                state,
-                to,
-            )
-        return jit_on_mesh(self.mesh, begin, to)(placed)
+        return self._placer.init(begin, placed, params)
 
     def trained(
         self, tree: dict[str, PyTree], *, like: Mapping[str, PyTree] | None = None

@@ -9,3 +9,19 @@ from .step_profile import profile as profile
 from .step_report import report as report
 
 __all__ = ["memory", "profile", "report"]
+
+IMPORTS = (
+    "arrays",
+    "engine",
+    "errors",
+    "jaxprs",
+    "lowering",
+    "model",
+    "pipeline",
+    "planner",
+    "program",
+    "schedules",
+    "spmd",
+    "stage",
+    "table",
+)

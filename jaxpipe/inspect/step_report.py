@@ -75,7 +75,6 @@ from ..jaxprs import needed_for
 from ..jaxprs.sizes import nbytes
 from ..jaxprs.slices import Split
 from ..lowering.plan import Plan
-from ..lowering.step_time import step_time
 from ..lowering.target import Target
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
@@ -90,6 +89,7 @@ from ..table.schedule import Schedule
 from .collectives import steady
 from .gpu_program import GpuProgram, compile_and_try_to_read
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
+from .step_time import step_time
 from .waits import most_waits
 
 

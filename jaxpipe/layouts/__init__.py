@@ -1,7 +1,4 @@
-"""Layers -> stages: layout strings, and balanced layouts.
-
-May import `table`.
-"""
+"""Layers -> stages: layout strings, and balanced layouts."""
 
 from .balance import balanced_layout, even_layout, split_layers
 from .layout import Layout, LayoutError, check_layout
@@ -14,3 +11,5 @@ __all__ = [
     "even_layout",
     "split_layers",
 ]
+
+IMPORTS = ("errors", "table")

@@ -6,3 +6,18 @@ from .costs import measure as measure
 from .costs import measure_stages as measure_stages
 from .costs import traced_memory as traced_memory
 from .timing import Peak as Peak
+
+IMPORTS = (
+    "arrays",
+    "engine",
+    "errors",
+    "inspect",
+    "jaxprs",
+    "model",
+    "pipeline",
+    "planner",
+    "schedules",
+    "spmd",
+    "stage",
+    "table",
+)

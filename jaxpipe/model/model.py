@@ -24,7 +24,6 @@ from .functions import (
 )
 from .layers import EMBEDDING, LOSS, LayerMap
 from .spread import Cuts, Spread
-from .vocabulary import VocabEmbedding, VocabHead
 
 Call: TypeAlias = Callable[..., Any]
 _OUTER_WANTS = frozenset({"microbatch", "ctx"})
@@ -126,11 +125,10 @@ class Model:
         names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]") if self.is_layered else _OUTER_NAMES
         first = _outer(self.first, names[0], ("params", "microbatch"))
         last = _outer(self.last, names[1], ("params", "x", "microbatch"))
-        if isinstance(self.last, VocabHead) or isinstance(getattr(self.last, "call", 0), VocabHead):
+        returning = None if last is None else getattr(last.call, "returning", None)
+        if last is not None and returning is not None:
             # A ready-made head returns what the loss contract asks for.
-            assert last is not None
-            made = last.call.returning(self.contract, has_metrics=self.has_metrics)  # type: ignore[attr-defined]
-            last = replace(last, call=made)
+            last = replace(last, call=returning(self.contract, has_metrics=self.has_metrics))
         return first, last
 
     def with_layers(self, layers: str) -> Model:
@@ -311,7 +309,7 @@ def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
 
 def _spread(call: Any) -> Spread | None:
     """The function with how it is spread over all devices; None for any other function."""
-    if isinstance(call, (VocabHead, VocabEmbedding)):
+    if getattr(call, "spreads", False):
         return Spread(call)
     return call if isinstance(call, Spread) else None
 

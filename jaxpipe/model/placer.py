@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,30 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .mesh import explicit_context, trimmed
+from .follow import Follow, Followers, shardings
+from .mesh import explicit_context
 from .mover import Mover, has
 from .packed import Packed, is_missing, repacked
 from .param_layout import ParamLayout
 from .partition import Partition
 from .placed import Chunks, home_faults
 from .spread import Cuts, cut_off, is_padded, pad_like
-
-
-@dataclass(frozen=True)
-class Follow:
-    """How a leaf of a tree like the placed parameters belongs to its parameter."""
-
-    lead: int = 0  # axes of its own, before the parameter's
-    follows: bool = True  # False: one value for all stages
-    spec: tuple[Any, ...] = ()  # of the parameter's dims, without the axis of devices
-
-    def sharding(self, mesh: Mesh, *axis: str) -> NamedSharding:
-        """Where the placed leaf is; `axis`: that of devices, if it has one."""
-        lead = (None,) * self.lead
-        return NamedSharding(mesh, trimmed(*lead, *axis, *self.spec) if self.follows else _WHOLE)
-
-
-_WHOLE = PartitionSpec()
 
 
 class Placer:
@@ -84,12 +68,8 @@ class Placer:
         """
         tree = self.checked(placed)
 
-        def follow(key: str, sharding: NamedSharding) -> Follow:
-            return Follow(spec=tuple(sharding.spec[1:] if key == "stages" else sharding.spec))
-
-        to = self._partition.shardings(self._mesh, placed) if spread else {}
-        follows = {key: jax.tree.map(partial(follow, key), tree) for key, tree in to.items()}
-        return self.in_model_order(tree, follows or None)
+        followers = Followers(placed, self._layout, self._partition)
+        return self.in_model_order(tree, followers.of(tree) if spread else None)
 
     def in_model_order(
         self, tree: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
@@ -119,15 +99,7 @@ class Placer:
     ) -> dict[str, PyTree]:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
         arrange = partial(self._rules._arranged_like, like, follows, layer_axis)
-        to = {
-            key: jax.tree.map(
-                lambda rule, key=key: rule.sharding(
-                    self._mesh, *([self._axis] if key == "stages" else [])
-                ),
-                rules,
-            )
-            for key, rules in follows.items()
-        }
+        to = shardings(self._mesh, self._axis, follows)
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(like))
         key = ("like", layer_axis, jax.tree.structure(like), shapes, *jax.tree.leaves(follows))
         found: dict[str, PyTree] = self._mover.run(key, arrange, tree, lambda _: to)
@@ -157,6 +129,14 @@ class Placer:
         if faults := home_faults(placed["stages"], self._layout.home, "these parameters", "place"):
             raise PipelineError("\n".join(faults), tuple(faults))
         return dict(placed)
+
+    def init(
+        self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
+    ) -> PyTree:
+        """What an optimizer's `init` makes of the trained parameters, beside the placed ones."""
+        followers = Followers(params, self._layout, self._partition)
+        to = partial(followers.shardings, self._mesh)
+        return Mover(self._mesh).run("init", begin, trained, to)
 
     def place_state(self, state: PyTree) -> PyTree:
         """The stages' own state, canonical to placed; shapes to shapes."""
@@ -301,7 +281,8 @@ class Placer:
             whole = (None if dim == rule.dim else entry for dim, entry in enumerate(spec))
             return replace(rule.array, spec=tuple(whole)).sharding(self._mesh)
 
-        def over_pipe(leaf: Any, rule: Follow = Follow()) -> NamedSharding:
+        def over_pipe(leaf: Any, *rules: Follow) -> NamedSharding:
+            rule = rules[0] if rules else Follow()
             dims = leaf.shape[rule.lead :]
             divides = bool(dims) and dims[0] % self._mesh.shape[self._axis] == 0
             spec = (self._axis if divides else None, *rule.spec[1 if layer_axis else 0 :])

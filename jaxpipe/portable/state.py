@@ -14,13 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..arrays import PyTree
 from ..errors import CheckpointError
+from ..model.follow import Follow, Followers, is_params
 from ..model.mover import has
 from ..model.packed import Packed
-from ..model.placed import Chunks
-from ..model.placer import Follow, Placer
+from ..model.placed import Chunks, home_faults
+from ..model.placer import Placer
 from ..model.specs import path_text
 from ..pipeline import Pipeline
-from .follow import OWN_STATE, Following, Path, is_params
+
+OWN_STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class PortableState:
         """
         state = _wrapped(state)
 
-        def outside(path: Path, node: PyTree, follows: PyTree) -> PyTree:
+        def outside(path: Any, node: PyTree, follows: PyTree) -> PyTree:
             if not is_params(node):
                 return _on_host(node)
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
@@ -60,7 +62,7 @@ class PortableState:
             _check_single_values(path, node["stages"], follows["stages"])
             return self._placer.in_model_order(node, follows, layer_axis=self.layer_axis)
 
-        follows = self._following.of(state)
+        follows = self._follows(state)
         found = jax.tree_util.tree_map_with_path(outside, state, follows, is_leaf=is_params)
         return dict(found)
 
@@ -82,12 +84,71 @@ class PortableState:
 
         tree: Any = jax.tree.structure(like, is_leaf=is_params)
         values = tree.unflatten(jax.tree.leaves(dict(canonical), is_leaf=is_params))
-        state = jax.tree.map(inside, like, self._following.of(like), values, is_leaf=is_params)
+        state = jax.tree.map(inside, like, self._follows(like), values, is_leaf=is_params)
         return {key: value["stages"] if key == OWN_STATE else value for key, value in state.items()}
 
-    @cached_property
-    def _following(self) -> Following:
-        return Following(self.pipe, self.layer_axis)
+    def _follows(self, state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """The state with a `Follow` for each leaf of trees laid out like parameters; None for
+        others.
+
+        Raises:
+            CheckpointError: trees that are not the pipeline's, leaves that cannot be laid out; all
+                are listed.
+        """
+        if not is_params(state.get("params")):
+            raise CheckpointError(
+                'a state must hold parameters under "params", as `Pipeline.place` gives them'
+            )
+        params = state["params"]
+        if home := self._home_faults(params, "params"):
+            raise CheckpointError.listing("this state is not the pipeline's", home)
+        if self.pipe is None:
+            followers = Followers(params, None, None)
+        else:
+            layout, partition = self.pipe.layout, self.pipe.partition
+            followers = Followers(params, layout, partition, layer_axis=self.layer_axis)
+        faults: list[str] = []
+        unlike: list[str] = []
+
+        def of_node(path: Any, node: PyTree) -> PyTree:
+            if not is_params(node):
+                return None
+            name = path_text(path)
+            home = self._home_faults(node, name or "parameters")
+            faults.extend(home)
+            if home:
+                return None
+            alike = self.pipe is not None and not followers.unlike
+            if alike and len(set(map(jax.tree.structure, node["stages"]))) > 1:
+                faults.append(
+                    f"{name}: chunks of stages have unlike structures; a mask must treat every "
+                    "stage the same"
+                )
+            found = followers.of(node, own=path == (jax.tree_util.DictKey(OWN_STATE),))
+            leaves = jax.tree_util.tree_leaves_with_path(node)
+            for (p, leaf), rule in zip(leaves, jax.tree.leaves(found), strict=True):
+                where = path_text((*path, *p))
+                if not rule.fits:
+                    faults.append(
+                        f"{where} of shape {leaf.shape} fits no axis of its parameter to the stages"
+                    )
+                elif followers.unlike and p[0].key == "stages" and (rule.lead or not rule.follows):
+                    unlike.append(f"{where} does not have its parameter's shape")
+            return found
+
+        found = jax.tree_util.tree_map_with_path(of_node, dict(state), is_leaf=is_params)
+        if faults:
+            raise CheckpointError.listing("this state has no canonical layout", faults)
+        if unlike:
+            raise CheckpointError.listing(
+                "with unlike stages every leaf must be as its parameter is, but", unlike
+            )
+        return dict(found)
+
+    def _home_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:
+        if self.pipe is None or not (name == "params" or isinstance(node["stages"], Chunks)):
+            return []
+        return home_faults(node["stages"], self.pipe.layout.home, name, "place")
 
     @cached_property
     def _placer(self) -> Placer | None:
@@ -129,7 +190,7 @@ def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return {key: {"stages": value} if key == OWN_STATE else value for key, value in state.items()}
 
 
-def _check_single_values(path: Path, stages: PyTree, follows: PyTree) -> None:
+def _check_single_values(path: Any, stages: PyTree, follows: PyTree) -> None:
     """One value a chunk, where it does not follow stages, has no place in model order unless all
     are equal.
     """

@@ -19,7 +19,6 @@ from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
 from ..model.spread import bare
 from ..program.records import arrays
-from ..program.segments import Segment
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
@@ -132,7 +131,7 @@ def body(
         rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
     with jax.named_scope("ticks"):
         for segment in code.program.segments:
-            state = _run_segment(emitter, segment, rows, state)
+            state = emitter.run_segment(segment, rows, state)
     with jax.named_scope("finish"):
         return finish(job, code, state, params, kept)
 
@@ -276,33 +275,6 @@ def _gradient_places(job: Job, stage: int, chunk: int, places: Places | None) ->
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()
     return tuple(
         place._replace(at=before[place.at]) for place in places if not held[place.at].frozen
-    )
-
-
-def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: State) -> State:
-    """Emit one period of ticks; scan it over the segment's rows of the table where it repeats."""
-    rows = table[segment.start : segment.stop].reshape(
-        segment.repeats, segment.period, table.shape[1]
-    )
-
-    def trip(state: State, rows: Any) -> tuple[State, None]:
-        if segment.loops:
-            return emitter.looped_trip(segment, rows.astype(jnp.int32), state), None
-        *before, last = [emitter.record(row) for row in rows.astype(jnp.int32)]
-        if not segment.in_flight:
-            return emitter.trip(segment, [*before, last], None, state), None
-        return emitter.trip(segment, [*before[1:], last], before[0], state), None
-
-    if segment.in_flight:
-        # Beside its own ticks a trip has the last of the trip before: zeros, so that nothing is
-        # taken, before the first.
-        nothing = jnp.zeros_like(rows[:1, -1:])
-        rows = jnp.concatenate([jnp.concatenate([nothing, rows[:-1, -1:]]), rows], axis=1)
-    state = trip(state, rows[0])[0] if segment.repeats == 1 else lax.scan(trip, state, rows)[0]
-    return (
-        emitter.land(segment, emitter.record(rows[-1, -1].astype(jnp.int32)), state)
-        if segment.in_flight
-        else state
     )
 
 

@@ -23,9 +23,8 @@ from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
 from .code import LastCode, ParamUse, StageCode, reads
-from .first import trace_spread_first
 from .job import Job
-from .last import trace_last
+from .outer import trace_last, trace_spread_first
 from .state_gradient import check_state_gradient
 from .trace import trace_stage
 

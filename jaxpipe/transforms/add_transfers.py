@@ -240,7 +240,7 @@ class _Run:
         self._advance(list(range(len(head)))[::-1])
         while standing := {d: peer[at] for d, at in enumerate(head) if at < last[d]}:
             for cycle in cycles_of(standing):
-                self._take_early(*self._cheapest(cycle))
+                self._advance([self._take_early(*self._cheapest(cycle))])
 
     def _cheapest(self, cycle: Sequence[int]) -> tuple[int, int]:
         """The SEND of a cycle that is cheapest to receive early, and the transfer at which its
@@ -262,8 +262,10 @@ class _Run:
                 found, least = (send, at), price
         return found
 
-    def _take_early(self, send: int, at: int) -> None:
-        """Let the receiver of a SEND receive it before `at`, where it waits; then run on."""
+    def _take_early(self, send: int, at: int) -> int:
+        """Let the receiver of a SEND receive it before `at`, where it waits; return the sender,
+        which can run on.
+        """
         plan, lag = self._plan, self._lag
         sender, receiver = plan.owner[send], plan.owner[at]
         self.early.append(plan.mate[send])
@@ -272,7 +274,7 @@ class _Run:
         lag[receiver] = 1 + max(lag[receiver], lag[sender] + plan.cells[send] - plan.cells[at])
         lag[sender] += 1
         self._head[sender] = self._next(send)
-        self._advance([sender])
+        return sender
 
     def _next(self, transfer: int) -> int:
         """The transfer that its device reaches next."""
@@ -282,66 +284,34 @@ class _Run:
         return transfer
 
     def _advance(self, runnable: list[int]) -> None:
-        """Run until all devices wait in cycles of more than two; cycles of two, the most frequent,
-        are resolved here, for speed.
-        """
-        plan, head, taken, lag, last = (
-            self._plan,
-            self._head,
-            self._taken,
-            self._lag,
-            self._plan.first[1:],
-        )
+        """Run until all devices wait in cycles of more than two."""
+        plan, head, lag, last = self._plan, self._head, self._lag, self._plan.first[1:]
         mate, peer, is_send, cells = plan.mate, plan.peer, plan.is_send, plan.cells
         while runnable:
             device = runnable.pop()
             here = head[device]
             while here < last[device]:
-                there = mate[here]
-                other = peer[here]
+                there, other = mate[here], peer[here]
                 at = head[other]
-                if at != there and peer[at] != device:
-                    break
-                # By how many steps the other device is later at its transfer than this one at its
-                # own.
-                later = lag[other] + cells[at] - lag[device] - cells[here]
-                if at == there:
-                    # Both sides are reached, and the message passes; a RECV comes no sooner than
-                    # its SEND.
-                    if is_send[here]:
-                        lag[other] -= later if later < 0 else 0
-                    else:
-                        lag[device] += later if later > 0 else 0
-                    lag[device] += 1
-                    lag[other] += 1
-                    here = head[device] = self._next(here)
-                    head[other] = self._next(there)
-                    runnable.append(other)
-                elif is_send[here] and not (is_send[at] and self._rather(at, here, later)):
-                    self.early.append(there)
-                    self.before.append(at)
-                    taken[there] = 1
-                    lag[other] += 1 - (later if later < 0 else 0)
-                    lag[device] += 1
-                    here = head[device] = self._next(here)
+                if at != there:
+                    if peer[at] != device:
+                        break
+                    # The most frequent cycle: the two wait for each other.
+                    runnable.append(self._take_early(*self._cheapest((device, other))))
+                    here = head[device]
+                    continue
+                # Both sides are reached, and the message passes; a RECV comes no sooner than its
+                # SEND.  `later`: by how many steps the other device is later.
+                later = lag[other] + cells[there] - lag[device] - cells[here]
+                if is_send[here]:
+                    lag[other] -= min(later, 0)
                 else:
-                    self.early.append(mate[at])
-                    self.before.append(here)
-                    taken[mate[at]] = 1
-                    lag[device] += 1 + (later if later > 0 else 0)
-                    lag[other] += 1
-                    head[other] = self._next(at)
-                    runnable.append(other)
-
-    def _rather(self, send: int, other: int, later: int) -> bool:
-        """Whether `send` is cheaper to receive early than `other`, where each one's receiver waits
-        at the other (as in `_cheapest`).
-        """
-        plan = self._plan
-        too_late = plan.ready[send] > plan.wanted[other]
-        if too_late != (plan.ready[other] > plan.wanted[send]):
-            return not too_late
-        return later < 0 or (later == 0 and plan.deadline[other] > plan.deadline[send])
+                    lag[device] += max(later, 0)
+                lag[device] += 1
+                lag[other] += 1
+                here = head[device] = self._next(here)
+                head[other] = self._next(there)
+                runnable.append(other)
 
 
 def _insert(schedule: Schedule, plan: _Plan, early: IntArray, before: IntArray) -> list[list[Cell]]:

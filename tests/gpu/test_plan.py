@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.inspect.step_time import step_time
 from jaxpipe.lowering.overheads import GUESSED
-from jaxpipe.lowering.step_time import step_time
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 LAYERS = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}

@@ -17,9 +17,9 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli import terminal
 from jaxpipe.cli.main import main
+from jaxpipe.inspect.step_time import step_time
 from jaxpipe.lowering.overheads import ON_HOST
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.step_time import step_time
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner import plan as planner
 from jaxpipe.planner.layer_cost import Remat

@@ -5,15 +5,15 @@ pipe axis.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import PyTree
-from ..errors import PipelineError
-from .functions import Context, Loss
+from .arrays import PyTree
+from .errors import PipelineError
+from .model.functions import Context, Loss
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class VocabEmbedding:
         >>> float(pipe.evaluate(params, {"tokens": jnp.array([[0], [3]])}))  # of 0, 1, 6 and 7
         3.5
     """
+
+    spreads: ClassVar[bool] = True  # it runs on all devices of the pipe axis
 
     def __call__(
         self, params: PyTree, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
@@ -104,6 +106,8 @@ class VocabHead:
         >>> round(float(loss), 4)  # all 8 words are equally likely: log(8)
         2.0794
     """
+
+    spreads: ClassVar[bool] = True  # it runs on all devices of the pipe axis
 
     ignore: int = -100
     label_smoothing: float = 0.0

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.costs import Cost, Costs
+from ..lowering.cost_model import cost_parts, program_makespan
+from ..lowering.overheads import FORWARD, Overheads
+from ..lowering.plan import Plan, plan_of
 from ..schedules.registry import build
 from ..table.schedule import Schedule
-from .cost_model import cost_parts, program_makespan
-from .overheads import FORWARD, Overheads
-from .plan import Plan, plan_of
 
 
 class StepTime(NamedTuple):
