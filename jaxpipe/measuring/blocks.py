@@ -62,7 +62,7 @@ def _local_shapes(
             given.batch,
             given.rng,
         )
-        told = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
+        told = job.with_axis({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
         found.append((told, jax.tree.map(shape_of, parts)))
         return ()
 
