@@ -130,7 +130,7 @@ class _Call:
 def _x_of_stage(
     functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree
 ) -> PyTree:
-    """What a stage hands on."""
+    """The output of a stage."""
     return functions.run_stage(stage, params, x, extra)[0]
 
 
@@ -332,7 +332,7 @@ def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
 
 def _floating(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    # what stands for the gradient of a frozen parameter that is not floating
+    # the gradient of a parameter that is not floating
     if dtype == jax.dtypes.float0:
         return False
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

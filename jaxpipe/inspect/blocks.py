@@ -1,4 +1,4 @@
-"""The memory that a block needs while it runs, besides what it reads, stores and hands on: read off
+"""The memory that a block needs while it runs, besides what it reads, stores and returns: read off
 each block compiled alone.
 """
 
@@ -31,7 +31,7 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code, how its inputs are split, and which inputs and outputs lie in slots or
+    """A piece of code, how its inputs are split, and which inputs and outputs are in slots or
     accumulators.
     """
 

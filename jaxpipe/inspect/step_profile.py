@@ -112,8 +112,7 @@ class Clock:
 def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
     """Of data shard 0; its first block begins at 0."""
     table = schedule.encoded
-    # Of a block that several devices share, along axes that the partitioner has, each tells its own
-    # times.
+    # Each of the devices that share a block, along axes of the partitioner, notes its own times.
     times = np.full(
         (2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan
     )
