@@ -18,7 +18,7 @@ from ..errors import PipelineError
 from ..table.placement import Placement
 from .layers import LayerMap
 from .packed import Packed, TreeForm
-from .placed import Chunks, Home
+from .placed import Chunks, StageOwners
 from .places import Place, Places
 from .sharing import Sharing
 
@@ -67,24 +67,22 @@ class ParamLayout:
         return int(not self.unlike or self.layers is not None) + self.stacks
 
     @cached_property
-    def home(self) -> Home:
+    def owners(self) -> StageOwners:
         """What placed trees say that they are for."""
-        return Home(self.owned, () if self.layers is None else self.layers.stages)
+        return StageOwners(self.owned, () if self.layers is None else self.layers.stages)
 
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
-        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
+        return self.owners.stage_at(chunk)
 
     def replicas(self) -> tuple[tuple[int, int, int, int], ...]:
         """(owner, owner's chunk, holder, holder's chunk) for every further copy of a stage."""
         found = []
         for stage, devices in enumerate(self.placement.devices_of):
+            chunk, owner = self.where(stage)
             # The middle stage of an odd bidirectional pipeline lists one device twice.
-            for holder in dict.fromkeys(d for d in devices[1:] if d != devices[0]):
-                owner_chunk = self.owned[devices[0]].index(stage)
-                found.append(
-                    (devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder))
-                )
+            for holder in dict.fromkeys(d for d in devices[1:] if d != owner):
+                found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
     def place_stages(
@@ -118,7 +116,7 @@ class ParamLayout:
                 jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages)
                 for at in map(self.stage_at, range(self.num_owned))
             ),
-            self.home,
+            self.owners,
         )
 
     def place_trees(
@@ -139,7 +137,7 @@ class ParamLayout:
             if like is None
             else [chunk.layout for chunk in like]
         )
-        return Chunks(map(Packed.of, chunks, layouts), self.home)
+        return Chunks(map(Packed.of, chunks, layouts), self.owners)
 
     def _by_chunk(self, trees: Sequence[PyTree]) -> list[list[PyTree | None]]:
         """The stages' trees by chunk and device."""
