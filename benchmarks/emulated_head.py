@@ -86,7 +86,7 @@ def step_of(args: argparse.Namespace, table: jp.Schedule, head: Head) -> Callabl
     mesh = Mesh(np.array(jax.devices()[: args.devices]), ("pipe",))
     function = jp.spread(spread, dims=None) if head.on_all else last
     pipe = jp.Pipeline(
-        stage_of(args.unit, split=split), schedule=table, mesh=mesh, first=first, last=function
+        jp.Model(stage_of(args.unit, split=split), first=first, last=function), table, mesh
     )
     one = {"w": np.ones(1, np.float32)}
     own = {} if head is Head.NOWHERE else one

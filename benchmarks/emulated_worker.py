@@ -164,7 +164,13 @@ def layered(
     }
     one = {"w": np.ones(1, np.float32)}
     costs = case.stage_costs(unit or 0.01)
-    pipe = jp.Pipeline(layers=layers, layout=case.layout, schedule=schedule, mesh=mesh, costs=costs)
+    pipe = jp.Pipeline(
+        jp.Model(layers, layers=str(case.layout).replace("|", "")),
+        schedule,
+        mesh,
+        layout=case.layout,
+        costs=costs,
+    )
     return pipe, pipe.place({"first": one, "stages": stages, "last": one})
 
 
@@ -179,15 +185,14 @@ def step_of(case: Case, unit: float) -> Callable[[], Any]:
     if case.layout:
         pipe, params = layered(case, schedule, mesh, unit, split=split)
         return lambda: jax.block_until_ready(pipe.value_and_grad(params, batch))
-    pipe = jp.Pipeline(
+    model = jp.Model(
         stage_of(unit, split=split),
-        schedule=schedule,
-        mesh=mesh,
         # Its gradient needs that of the first stage's input: XLA would drop the call that makes it
         # where nothing does.
         first=lambda params, microbatch: params["w"] * microbatch["x"],
         last=lambda params, x, microbatch: jnp.mean(x),
     )
+    pipe = jp.Pipeline(model, schedule, mesh)
     one, stages = np.ones(1, np.float32), np.ones((schedule.num_stages, 1), np.float32)
     params = pipe.place({"first": {"w": one}, "stages": {"w": stages}, "last": {}})
     return lambda: jax.block_until_ready(pipe.value_and_grad(params, batch))

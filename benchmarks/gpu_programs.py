@@ -4,7 +4,7 @@ beside compute, memory.
     JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs -o benchmarks/results/gpu_programs.txt
 
 A small transformer is compiled for H100s that are only described, and the program is read
-(`jaxpipe.compiled`).  Nothing is run, and no GPU is needed; how long a wait or a copy takes is for
+(`jaxpipe.inspect`).  Nothing is run, and no GPU is needed; how long a wait or a copy takes is for
 `benchmarks.gpu_single` to say, where there is a GPU.
 """
 
@@ -26,18 +26,11 @@ import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.compiled import (
-    GpuProgram,
-    LargeMove,
-    Move,
-    compile_and_read,
-    count_waits,
-    flat,
-    most_waits,
-    never,
-    steady,
-)
-from jaxpipe.report import most_actions, most_of_each_kind
+from jaxpipe.inspect.collectives import steady
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from jaxpipe.inspect.moves import LargeMove, Move
+from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
+from jaxpipe.inspect.waits import count_waits, flat, most_waits
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30
@@ -94,15 +87,15 @@ class Case:
         mesh = gpu_mesh((self.devices, *(2 for _ in second)), ("pipe", *second))
         model = Model(shape, remat_layer=_layer_policy(self.remat), sequence=tensor, tensor=tensor)
         pipe = jp.Pipeline(
-            model.stage,
-            schedule=schedule,
-            mesh=mesh,
-            first=model.first,
-            last=model.last,
-            data_axes=(DATA,) if data else (),
-            fsdp=DATA if self.axes is Axes.FSDP else None,
-            specs=specs() if tensor else None,
-            remat="full" if self.remat is Remat.FULL else None,
+            jp.Model(model.stage, first=model.first, last=model.last),
+            schedule,
+            mesh,
+            sharding=jp.Sharding(
+                data=(DATA,) if data else (),
+                fsdp=DATA if self.axes is Axes.FSDP else None,
+                specs=specs() if tensor else None,
+            ),
+            memory=jp.Memory(remat="full" if self.remat is Remat.FULL else None),
         )
         rows = self.microbatches * (2 if data else 1)
         sharding = NamedSharding(mesh, PartitionSpec(DATA if data else None))
@@ -163,7 +156,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     predicates = program.predicates
     schedule = case.build()
     least, most = (
-        count_waits(predicates, never),
+        count_waits(predicates, taken=False),
         most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)),
     )
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
@@ -187,8 +180,8 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
         *map(_group, groups),
         f"{sum(each.nbytes_a_step for each in anew) / GIB:.2f}",
         *(f"{sum(each.overlapped for each in those)}/{len(those)}" for those in (permutes, others)),
-        f"{program.memory.temp / GIB:.2f}",
-        f"{program.memory.total / GIB:.2f}",
+        f"{program.memory.temp_size_in_bytes / GIB:.2f}",
+        f"{program.total_bytes / GIB:.2f}",
         f"{seconds:.0f}",
     )
 
@@ -206,10 +199,6 @@ def details(program: GpuProgram) -> Iterator[str]:
     yield from (f"  {each}" for each in flat(program.predicates))
     yield from (f"  {each}" for each in program.large_moves if each.place.in_loop)
     yield from (f"  {each}" for each in program.collectives)
-    yield from (
-        f"  buffer {each.nbytes / 2**20:.1f} MiB: {each.shapes[:120]}"
-        for each in program.memory.largest
-    )
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

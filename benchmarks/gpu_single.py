@@ -241,7 +241,7 @@ def _executor(
     sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batch: Any, *, every: bool
 ) -> Contender:
     gpt = sizes.gpt(schedule.num_stages)
-    pipe = jp.Pipeline(gpt.stage, schedule=schedule, mesh=mesh, first=gpt.first, last=gpt.last)
+    pipe = jp.Pipeline(jp.Model(gpt.stage, first=gpt.first, last=gpt.last), schedule, mesh)
     plan: Plan = pipe._plan
     if every:
         plan = Plan(plan.ticks, tuple(_predicated(segment) for segment in plan.segments))

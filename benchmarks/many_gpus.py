@@ -64,13 +64,12 @@ class Case:
             specs(),
         )
         pipe = jp.Pipeline(
-            model.stage,
-            schedule=table,
-            mesh=mesh,
-            first=model.first,
-            last=model.last,
-            data_axes=(DATA,) if DATA in sizes else (),
-            specs=split if TENSOR in sizes else None,
+            jp.Model(model.stage, first=model.first, last=model.last),
+            table,
+            mesh,
+            sharding=jp.Sharding(
+                data=(DATA,) if DATA in sizes else (), specs=split if TENSOR in sizes else None
+            ),
         )
         params = pipe.place(parameters(shape, table.num_stages))
         rows = batch(

@@ -3,7 +3,7 @@ measured on the devices at hand.
 
     JAX_PLATFORMS=cpu python -m benchmarks.measured_head -o benchmarks/results/measured_head.txt
 
-Each block of a small language model is compiled alone and timed (`jaxpipe.measure`): a stage's F,
+Each block of a small language model is compiled alone and timed (`measure_stages`): a stage's F,
 I, W and B, the whole head with its gradient, and a device's share of it.  Nothing but blocks of one
 device runs at a time, so a spread head's sums over devices are not in it.
 """
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
+from jaxpipe.measuring import measure_stages
 
 DEVICES, LAYERS, WIDTH, HIDDEN, TOKENS, VOCABULARY = 4, 2, 256, 1024, 256, 8192
 COLUMNS = (
@@ -54,11 +55,11 @@ def _measured(schedule: jp.Schedule, repeats: int) -> jp.Costs:
     count = schedule.num_devices
     mesh = jax.make_mesh((count,), ("pipe",), devices=jax.devices()[:count])
     pipe = jp.Pipeline(
-        _stage,
-        schedule=schedule,
-        mesh=mesh,
-        first=lambda table, microbatch: table[microbatch["tokens"]],
-        last=jp.VocabHead(),
+        jp.Model(
+            _stage, first=lambda table, microbatch: table[microbatch["tokens"]], last=jp.VocabHead()
+        ),
+        schedule,
+        mesh,
     )
     weights = {
         "up": _shapes(schedule.num_stages, LAYERS, WIDTH, HIDDEN),
@@ -70,7 +71,7 @@ def _measured(schedule: jp.Schedule, repeats: int) -> jp.Costs:
         "last": _shapes(VOCABULARY, WIDTH),
     }
     tokens = jax.ShapeDtypeStruct((schedule.num_microbatches, TOKENS), jnp.int32)
-    return jp.measure(
+    return measure_stages(
         pipe, pipe.place(params), {"tokens": tokens, "targets": tokens}, repeats=repeats
     )
 

@@ -18,7 +18,7 @@ PyTree: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Planned:
-    """A model as `measure_layers` and `plan` take it; `microbatch` and `parameters` are shapes."""
+    """A model as `measure` and `plan` take it; `microbatch` and `parameters` are shapes."""
 
     name: str
     letters: str

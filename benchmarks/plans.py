@@ -6,7 +6,7 @@
 Each of three models is measured layer by layer (shapes alone; blocks compiled for a described
 H100), planned, and the step of each plan compiled.  "layers" is the sum of the layers' sizes that
 `plan` makes by itself; "traced" is what it takes instead where it is given the traced model
-(`plan(traced=jp.traced_memory(...))`), before the step is compiled.
+(`plan(traced=jp.measuring.traced_memory(...))`), before the step is compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.output import Result, add_output
 from benchmarks.planned_models import Planned, llama, mixed
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
-H100 = jp.Peak(flops=6e14, bandwidth=3e12, link=5e10, latency=1e-5)
+H100 = jp.measuring.Peak(flops=6e14, bandwidth=3e12, link=5e10, latency=1e-5)
 CHOICES = (
     ("1f1b", 1, None),
     ("zb_h1", 1, None),
@@ -46,7 +46,7 @@ TINY = (mixed(pairs=4, width=64, rows=256),)
 class Compared:
     """Bytes of one device."""
 
-    plan: jp.PipelinePlan
+    plan: jp.planner.PipelinePlan
     xla: int
 
     @property
@@ -69,11 +69,10 @@ def compared(
     """
     mesh = gpu_mesh((devices,), ("pipe",))
     alone = Mesh(mesh.devices[:1], ("pipe",))
-    costs = jp.measure_layers(
-        model.layers, model.parameters, model.microbatch, mesh=alone, peak=H100
-    )
+    functions = jp.Model(model.layers, layers=model.letters)
+    costs = jp.measure(functions, model.parameters, model.microbatch, mesh=alone, peak=H100)
     costs = {letter: replace(cost, optimizer=0) for letter, cost in costs.items()}
-    traced = jp.traced_memory(model.layers, model.parameters, model.microbatch, mesh=mesh)
+    traced = jp.measuring.traced_memory(functions, model.parameters, model.microbatch, mesh=mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     rows: Any = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), model.batch(microbatches)
@@ -90,7 +89,7 @@ def compared(
         plan = jp.plan(
             model.letters, costs, devices=devices, microbatches=microbatches, **options
         ).best
-        pipe = plan.pipeline(model.layers, mesh=mesh)
+        pipe = plan.pipeline(functions, mesh)
         found = pipe.lower(pipe.place(model.parameters), rows).compile().memory_analysis()
         yield Compared(
             plan,
@@ -104,7 +103,7 @@ def row(model: Planned, found: Compared) -> tuple[str, ...]:
     sizes = [plan.parts.total if plan.parts else 0, max(plan.memory), found.xla]
     return (
         model.name,
-        plan.words,
+        plan.label,
         plan.layout,
         *(f"{size / 2**20:.0f}" for size in sizes),
         f"{found.layers:.3f}",

@@ -36,6 +36,7 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from benchmarks.plans_time import by_count, even
 from jaxpipe.lowering.target import RunsOn, Target
+from jaxpipe.measuring import measure_stages
 from jaxpipe.planner.layer_cost import LayerCost, Remat, stage_costs
 from jaxpipe.planner.running import program_of, step_seconds
 
@@ -124,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", args.devices)
     machine, count, letters = describe(), args.devices, "E" + "t" * args.layers + "L"
     params = parameters(args.layers, args.width, args.vocab)
+    model = jp.Model(FUNCTIONS, layers=letters)
     tokens = jax.random.randint(jax.random.key(4), (args.rows * args.microbatches,), 0, args.vocab)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, 1)}
     mesh = jax.make_mesh((count,), ("pipe",))
@@ -138,13 +140,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("even, interleaved", built("interleaved_1f1b", 2), even(args.layers, 2 * count)),
         ("by count, 1f1b", built("1f1b", 1), by_count(letters, count)),
     ]
-    pipes = [
-        jp.Pipeline(layers=FUNCTIONS, layout=layout, schedule=table, mesh=mesh)
-        for _, table, layout in hand
-    ]
+    pipes = [jp.Pipeline(model, table, mesh, layout=layout) for _, table, layout in hand]
     microbatch = {name: jax.ShapeDtypeStruct((args.rows,), jnp.int32) for name in batch}
-    costs = jp.measure_layers(FUNCTIONS, params, microbatch, repeats=args.repeats)
-    hop = float(jp.measure(pipes[0], pipes[0].place(params), batch, repeats=args.repeats).transfer)
+    costs = jp.measure(model, params, microbatch, repeats=args.repeats)
+    hop = float(
+        measure_stages(pipes[0], pipes[0].place(params), batch, repeats=args.repeats).transfer
+    )
     given: dict[str, Any] = {
         "schedules": SCHEDULES,
         "chunks": (1, 2),
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (name, table, layout, predicted(table, layout, costs, hop)) for name, table, layout in hand
     ]
     every += [(f"plan {i + 1}", p.schedule, p.layout, p.seconds) for i, p in enumerate(plans)]
-    pipes += [p.pipeline(FUNCTIONS, mesh=mesh) for p in plans]
+    pipes += [p.pipeline(model, mesh) for p in plans]
     steps = [partial(pipe.value_and_grad, pipe.place(params), batch) for pipe in pipes]
     losses = [float(step()[0]) for step in steps]
     assert max(losses) - min(losses) < 1e-4 * max(losses), (

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.model.forms import Sharing
+from jaxpipe.model.sharing import Sharing
 
 COLUMNS, ROWS = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
 ATTENTION, FEED = (
@@ -56,11 +56,10 @@ def held(
     mesh = jax.make_mesh(
         (devices, tensor), ("pipe", "tensor"), devices=jax.devices()[: devices * tensor]
     )
-    pipe = jp.Pipeline(
-        layers=example.LAYERS, layout=example.LAYOUT, schedule=table, mesh=mesh, **options
-    )
+    model = jp.Model(example.LAYERS, layers=example.LAYOUT.replace("|", ""))
+    pipe = jp.Pipeline(model, table, mesh, layout=example.LAYOUT, **options)
     if not shares:
-        pipe.partition.__dict__["sharing"] = Sharing(lambda *_: None)
+        pipe.partition.__dict__["sharing"] = Sharing()
     params = pipe.place(example.initial(jax.random.key(0), example.LAYOUT.replace("|", "")[1:-1]))
     optimizer = optax.adam(1e-3)
     state = pipe.init(optimizer, params)

@@ -6,9 +6,9 @@ report predicts.
                              --microbatches 32 -o benchmarks/results/scale_uneven.txt
 
 Compiles the step for 8 pipe x 8 tensor GPUs that are not there, and reads XLA's memory analysis.
-The prediction is the report's (`jaxpipe.spmd.memory`): parameters, the batch, gradients, the slots
-of each pool by what a device holds of them, and the work space of the block that needs most, each
-block compiled alone.
+The prediction is the report's (`jaxpipe.inspect.memory`): parameters, the batch, gradients, the
+slots of each pool by what a device holds of them, and the work space of the block that needs most,
+each block compiled alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Case:
         )
 
     def report(self) -> dict[str, Any]:
-        """`Pipeline.compile_report` of the step on described GPUs."""
+        """`jp.inspect.report` of the step on described GPUs."""
         model, schedule = (
             Model(self.shape, remat_layer=self.remat, sequence=self.sequence),
             self.build(),
@@ -60,12 +60,10 @@ class Case:
         canonical, split = parameters(self.shape, schedule.num_stages), specs()
         if self.layout is None:
             pipe = jp.Pipeline(
-                model.stage,
-                schedule=schedule,
-                mesh=mesh,
-                first=model.first,
-                last=model.last,
-                specs=split,
+                jp.Model(model.stage, first=model.first, last=model.last),
+                schedule,
+                mesh,
+                sharding=jp.Sharding(specs=split),
             )
         else:
             layers = {"E": model.first, "t": model.layer, "L": model.last}
@@ -77,11 +75,15 @@ class Case:
                 "t": {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}
             }
             pipe = jp.Pipeline(
-                layers=layers, layout=self.layout, schedule=schedule, mesh=mesh, specs=split
+                jp.Model(layers, layers=str(self.layout).replace("|", "")),
+                schedule,
+                mesh,
+                layout=self.layout,
+                sharding=jp.Sharding(specs=split),
             )
         params = pipe.place(canonical)
         rows = batch(self.shape, self.microbatches, NamedSharding(mesh, PartitionSpec()))
-        return pipe.compile_report(params, rows)
+        return jp.inspect.report(pipe, params, rows)
 
 
 @dataclass(frozen=True)

@@ -133,14 +133,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         certificate = found.certificate
         assert certificate is not None, "auto says what it knows"
         proven.append(certificate)
-        by = "relaxation" if certificate.proof is jp.Proof.RELAXATION else "CP-SAT"
+        by = "relaxation" if certificate.proof is jp.table.Proof.RELAXATION else "CP-SAT"
         numbers = (f"{v:g}" for v in (relaxed, long, short, known, certificate.bound))
         over = (f"{listed_gaps[-1]:.2%}", f"{searched_gaps[-1]:.2%}", f"{certificate.gap:.2%}")
         rows.append((instance.name, *numbers, by, *over, *seconds))
         print("  ".join(rows[-1]), flush=True)
         args.best.write_text(json.dumps(best, indent=0, sort_keys=True) + "\n")
     optimal = [certificate for certificate in proven if certificate.is_optimal]
-    relaxations = sum(certificate.proof is jp.Proof.RELAXATION for certificate in optimal)
+    relaxations = sum(certificate.proof is jp.table.Proof.RELAXATION for certificate in optimal)
     notes = (
         f"without search: {sum(listed_gaps) / len(rows):.2%} above the best known on average, "
         f"{max(listed_gaps):.2%} at most,"

@@ -32,7 +32,8 @@ import jaxpipe as jp
 from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.compiled import GpuProgram, compile_and_read, most_waits
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from jaxpipe.inspect.waits import most_waits
 from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
@@ -161,7 +162,7 @@ class Case:
         if self.ends is Ends.TIED:
             first, last = jp.spread(_tied_embedding), jp.spread(_tied_head, dims=None)
             whole |= {"first": {}, "shared": {"table": whole["last"].pop("head")}}
-        pipe = jp.Pipeline(model.stage, schedule=table, mesh=mesh, first=first, last=last)
+        pipe = jp.Pipeline(jp.Model(model.stage, first=first, last=last), table, mesh)
         rows = NamedSharding(mesh, PartitionSpec())
         return compile_and_read(
             pipe.lower(pipe.place(whole), batch(shape, self.microbatches, rows)),
@@ -243,7 +244,13 @@ def line(case: Case) -> tuple[str, ...]:
         case.ends.value,
         *(
             f"{number / GIB:.2f}"
-            for number in (memory.arguments, memory.outputs, ends, memory.temp, memory.total)
+            for number in (
+                memory.argument_size_in_bytes,
+                memory.output_size_in_bytes,
+                ends,
+                memory.temp_size_in_bytes,
+                program.total_bytes,
+            )
         ),
         f"{step:.1f}",
         f"{bare:.1f}",

@@ -205,7 +205,7 @@ def _ours(sizes: Sizes, count: int) -> Iterator[Contender]:
     for name, chunks in PIPES:
         gpt, params, batch = _inputs(sizes, DEVICES * chunks, count)
         schedule = jp.schedules.build(name, devices=DEVICES, microbatches=count, chunks=chunks)
-        pipe = jp.Pipeline(gpt.stage, schedule=schedule, mesh=mesh, first=gpt.first, last=gpt.last)
+        pipe = jp.Pipeline(jp.Model(gpt.stage, first=gpt.first, last=gpt.last), schedule, mesh)
         title = f"jaxpipe {name}" + (f", V = {chunks}" if chunks > 1 else "")
         yield _in_process(title, pipe.value_and_grad, pipe.place(params), batch)
 

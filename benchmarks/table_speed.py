@@ -54,7 +54,7 @@ def ours(devices: int, chunks: int, microbatches: int) -> tuple[Times, int]:
     timed(times, "simulate", lambda: jp.simulate(table).makespan)
     times["together"] = sum(times.values())
     timed(times, "check with transfers", lambda: jp.check(whole))
-    return times, len(timed(times, "count steps", lambda: jp.simulate_steps(whole)))
+    return times, len(timed(times, "count steps", lambda: jp.engine.simulate_steps(whole)))
 
 
 def torchs(devices: int, chunks: int, microbatches: int) -> tuple[Times, int]:

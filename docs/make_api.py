@@ -13,7 +13,13 @@ import jaxpipe as jp
 
 HERE = Path(__file__).parent
 # imported by name, each for what it needs
-MODULES = ("jaxpipe.checkpoint", "jaxpipe.debug", "jaxpipe.distributed", "jaxpipe.flax")
+MODULES = tuple(
+    f"jaxpipe.{name}"
+    for name in (
+        *("table", "engine", "transforms", "layouts", "planner", "measuring", "inspect", "render"),
+        *("megatron", "errors", "checkpoint", "debug", "distributed", "eager", "flax"),
+    )
+)
 
 
 def first_sentence(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Write docs/compile_report.md: what `compile_report` says of the whole catalogue.
+"""Write docs/compile_report.md: what `jp.inspect.report` says of the whole catalogue.
 
 Run: JAX_PLATFORMS=cpu python -m docs.make_compile_report
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe import report as report_module
+from jaxpipe.inspect import step_report as report_module
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.schedules.registry import describe
 from tests.gpu.programs import LAYERS, ROWS, TIME, WIDTH, first, gpu_mesh, last, shapes, stage
@@ -38,14 +38,14 @@ def catalogue() -> list[jp.Schedule]:
 def compile_report(schedule: jp.Schedule) -> dict[str, Any]:
     """Of the small model of tests/gpu on as many described H100s."""
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last)
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last), schedule, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     batch = {
         "tokens": jax.ShapeDtypeStruct(
             (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
         )
     }
-    return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), batch)
+    return jp.inspect.report(pipe, pipe.place(shapes(schedule.num_stages)), batch)
 
 
 PROGRAM = (
@@ -139,9 +139,9 @@ def page() -> str:
         found for schedule, found in zip(schedules, reports, strict=True) if schedule.name == "1f1b"
     )
     lines = [
-        "# What compile_report says of each schedule",
+        "# What the report says of each schedule",
         "",
-        "Written by `docs/make_compile_report.py`. `Pipeline.compile_report(params, batch)` "
+        "Written by `docs/make_compile_report.py`. `jp.inspect.report(pipe, params, batch)` "
         "compiles the step, for shapes alone if you",
         f"like, and runs nothing. Here: {DEVICES} H100s that are only described, {MICROBATCHES} "
         f"microbatches, {LAYERS} layers a stage of",

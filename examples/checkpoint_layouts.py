@@ -71,7 +71,7 @@ def plain_value_and_grad(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
 def pipeline(name: str, devices: int) -> jp.Pipeline:
     schedule = jp.schedules.build(name, devices=devices, microbatches=MICROBATCHES)
     mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
-    return jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last)
+    return jp.Pipeline(jp.Model(stage, first=first, last=last), schedule, mesh)
 
 
 def train(pipe: jp.Pipeline | None, folder: str, steps: int) -> list[float]:

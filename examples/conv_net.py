@@ -87,9 +87,7 @@ def main() -> None:
     schedule = jp.schedules.build("zb_h1", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
-    pipe = jp.Pipeline(
-        stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True
-    )
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last, has_metrics=True), schedule, mesh)
 
     params = pipe.place(initial(jax.random.key(0), schedule.num_stages))
     optimizer = optax.adam(1e-2)

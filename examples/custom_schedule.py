@@ -99,7 +99,7 @@ def main() -> None:
     # Run: no code but the table is new, and the gradients are those of the model without a
     # pipeline.
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, last=last)
+    pipe = jp.Pipeline(jp.Model(stage, last=last), schedule, mesh)
     keys = jax.random.split(jax.random.key(0), 4)
     canonical = {
         "stages": {"w": jax.random.normal(keys[0], (DEVICES, WIDTH, WIDTH)) / WIDTH**0.5},

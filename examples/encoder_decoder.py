@@ -113,10 +113,10 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)  # for the comparison
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
     pipe = jp.Pipeline(
-        layers=LAYERS,
+        jp.Model(LAYERS, layers=str(LAYOUT).replace("|", "")),
+        schedule,
+        jax.make_mesh((4,), ("pipe",), devices=devices),
         layout=LAYOUT,
-        schedule=schedule,
-        mesh=jax.make_mesh((4,), ("pipe",), devices=devices),
     )
     letters = LAYOUT.replace("|", "")[1:-1]
     canonical = initial(jax.random.key(0), letters)

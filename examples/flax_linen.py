@@ -75,7 +75,7 @@ def main() -> None:
     net = LanguageModel()
     variables = jax.jit(net.init)(jax.random.key(0), rows(0)["tokens"])
     schedule = jp.schedules.build("zbv", devices=4, microbatches=MICROBATCHES)
-    model = from_linen(
+    converted = from_linen(
         Block(),
         submodule(variables, "blocks"),
         num_stages=schedule.num_stages,
@@ -88,9 +88,9 @@ def main() -> None:
         rngs=(),
     )
     mesh = jax.make_mesh((4,), ("pipe",), devices=jax.devices()[:4])
-    pipe = jp.Pipeline(**model.functions, schedule=schedule, mesh=mesh)
+    pipe = jp.Pipeline(converted.model, schedule, mesh)
     optimizer = optax.adam(3e-3)
-    params = pipe.place(model.params)
+    params = pipe.place(converted.params)
     opt_state = pipe.init(optimizer, params)
 
     @pipe.jit
@@ -107,7 +107,7 @@ def main() -> None:
 
     batch, canonical = rows(STEPS), jax.device_get(pipe.canonical(params))
     trained = {
-        "params": {"blocks": model.to_linen(canonical)["params"], "ends": canonical["shared"]}
+        "params": {"blocks": converted.to_linen(canonical)["params"], "ends": canonical["shared"]}
     }
     whole = float(loss_of(jax.jit(net.apply)(trained, batch["tokens"]), batch["targets"]))
     through_pipe = float(pipe.evaluate(params, batch))

@@ -69,7 +69,7 @@ def spirals(step: int) -> dict[str, Any]:
 def main() -> None:
     net = Classifier(nnx.Rngs(0))
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=MICROBATCHES)
-    model = from_nnx(
+    converted = from_nnx(
         net.blocks,
         num_stages=schedule.num_stages,
         first=End(net.inner, lambda inner, microbatch: inner(microbatch["points"])),
@@ -78,9 +78,9 @@ def main() -> None:
         ),
     )
     mesh = jax.make_mesh((4,), ("pipe",), devices=jax.devices()[:4])
-    pipe = jp.Pipeline(**model.functions, schedule=schedule, mesh=mesh)
+    pipe = jp.Pipeline(converted.model, schedule, mesh)
     optimizer = optax.adam(3e-3)
-    params, state = pipe.place(model.params), pipe.place_state(model.state)
+    params, state = pipe.place(converted.params), pipe.place_state(converted.state)
     opt_state = pipe.init(optimizer, params)
 
     @pipe.jit
@@ -99,7 +99,7 @@ def main() -> None:
 
     held_out = spirals(-1 % 2**31)
     through_pipe = float(pipe.evaluate(params, held_out, state=state))
-    model.to_nnx(pipe.canonical(params), pipe.canonical_state(state))
+    converted.to_nnx(pipe.canonical(params), pipe.canonical_state(state))
     net.eval()
     logits = nnx.jit(lambda net, points: net(points))(net, held_out["points"])
     whole = float(cross_entropy(logits, held_out["labels"]))

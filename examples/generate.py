@@ -70,7 +70,7 @@ def main() -> None:
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
     plain, quick = (
-        jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first) for stage in (whole, cached)
+        jp.Pipeline(jp.Model(stage, first=first), schedule, mesh) for stage in (whole, cached)
     )
     normal = jax.random.normal
     k = jax.random.split(jax.random.key(0), 9)

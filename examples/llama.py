@@ -181,22 +181,23 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     schedule = jp.schedules.build(
         args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
     )
-    layout = args.layout or jp.balanced_layout(
+    layout = args.layout or jp.layouts.balanced_layout(
         f"Et*{sizes.layers}L",
         sizes.flops(args.context),
         devices=args.pipe,
         chunks=schedule.num_stages // args.pipe,
     )
     pipe = jp.Pipeline(
-        layers={"E": first, "t": model.layer, "L": last},
+        jp.Model(
+            {"E": first, "t": model.layer, "L": last},
+            layers=str(layout).replace("|", ""),
+            loss=jp.Loss.SUM_OVER_COUNT,
+        ),
+        schedule,
+        mesh,
         layout=layout,
-        schedule=schedule,
-        mesh=mesh,
-        data_axes=("data",),
-        fsdp="data" if args.fsdp else None,
-        specs=specs,
-        loss=jp.Loss.SUM_OVER_COUNT,
-        remat="full" if args.remat is Remat.STAGE else None,
+        sharding=jp.Sharding(data=("data",), fsdp="data" if args.fsdp else None, specs=specs),
+        memory=jp.Memory(remat="full" if args.remat is Remat.STAGE else None),
     )
     return model, pipe
 

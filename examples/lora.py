@@ -79,7 +79,7 @@ def train(name: str, weights: Any, frozen: Any, rows: Any, mesh: Any) -> Any:
     and of the whole step).
     """
     schedule = jp.schedules.build("zb_h1", devices=DEVICES, microbatches=MICROBATCHES)
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, frozen=frozen)
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last, frozen=frozen), schedule, mesh)
     optimizer = optax.adam(1e-2)
     params = pipe.place(weights)
     opt_state = pipe.init(optimizer, params)

@@ -54,9 +54,7 @@ def main() -> None:
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
-    pipe = jp.Pipeline(
-        stage, schedule=schedule, mesh=mesh, first=first, last=last, has_metrics=True
-    )
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last, has_metrics=True), schedule, mesh)
 
     keys = jax.random.split(jax.random.key(0), 4)
     params = pipe.place(

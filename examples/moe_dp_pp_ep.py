@@ -86,14 +86,10 @@ def main() -> None:
         axis_types=(AxisType.Auto,) * 3,
     )
     pipe = jp.Pipeline(
-        stage,
-        schedule=schedule,
-        mesh=mesh,
-        first=first,
-        last=last,
-        stage_loss=True,
-        data_axes=("data",),
-        specs=SPECS,
+        jp.Model(stage, first=first, last=last, stage_loss=True),
+        schedule,
+        mesh,
+        sharding=jp.Sharding(data=("data",), specs=SPECS),
     )
     canonical = initial(jax.random.key(0), schedule.num_stages)
     up = pipe.place(canonical)["stages"][0]["up"]

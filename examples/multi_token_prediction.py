@@ -104,7 +104,12 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)  # for the comparison
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=4)
     mesh = jax.make_mesh((2,), ("pipe",), devices=devices)
-    pipe = jp.Pipeline(layers=LAYERS, layout=LAYOUT, schedule=schedule, mesh=mesh, stage_loss=True)
+    pipe = jp.Pipeline(
+        jp.Model(LAYERS, layers=str(LAYOUT).replace("|", ""), stage_loss=True),
+        schedule,
+        mesh,
+        layout=LAYOUT,
+    )
     letters = LAYOUT.replace("|", "")[1:-1]
     canonical = initial(jax.random.key(0), letters)
     losses = compare_and_train(

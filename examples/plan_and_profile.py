@@ -8,7 +8,6 @@ devices share its cores, so the step is slower than planned; on devices of their
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ def head_loss(params: Any, x: Any, microbatch: Any) -> Any:
     return -jnp.mean(jnp.take_along_axis(logits, microbatch["targets"][..., None], axis=-1))
 
 
-FUNCTIONS = {"E": embed, "t": block, "L": head_loss}
+MODEL = jp.Model({"E": embed, "t": block, "L": head_loss}, layers=f"Et*{LAYERS}L")
 
 
 def parameters() -> Any:
@@ -53,14 +52,14 @@ def parameters() -> Any:
     }
 
 
-def main() -> tuple[jp.Plans, jp.Timeline]:
+def main() -> tuple[jp.planner.Plans, jp.engine.Timeline]:
     """Print each step's result; returns the plans and what ran."""
     params = parameters()
     tokens = jax.random.randint(jax.random.key(4), (MICROBATCHES * ROWS, TIME + 1), 0, VOCAB)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     microbatch = {name: jax.ShapeDtypeStruct((ROWS, TIME), np.int32) for name in batch}
 
-    costs = jp.measure_layers(FUNCTIONS, params, microbatch, repeats=3)
+    costs = jp.measure(MODEL, params, microbatch, repeats=3)
     for letter, cost in costs.items():
         print(
             f"{letter}: F {cost.forward * 1e6:.0f} us, B {cost.backward_seconds * 1e6:.0f} us, "
@@ -68,7 +67,7 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
         )
 
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
-    traced = jp.traced_memory(FUNCTIONS, params, microbatch, mesh=mesh)
+    traced = jp.measuring.traced_memory(MODEL, params, microbatch, mesh=mesh)
     options: dict[str, Any] = {
         "schedules": ("1f1b", "interleaved_1f1b"),
         "chunks": (1, 2),
@@ -76,24 +75,19 @@ def main() -> tuple[jp.Plans, jp.Timeline]:
         "most": 2,
         "traced": traced,
     }
-    plans = jp.plan(
-        f"Et*{LAYERS},L", costs, devices=DEVICES, microbatches=MICROBATCHES, mesh=mesh, **options
-    )
+    plans = jp.plan(MODEL, costs, devices=DEVICES, microbatches=MICROBATCHES, mesh=mesh, **options)
     print(plans)
     print(plans.best.why)
 
-    pipe = plans.best.pipeline(FUNCTIONS, mesh=mesh)
+    pipe = plans.best.pipeline(MODEL, mesh)
     placed = pipe.place(params)
     loss, _ = pipe.value_and_grad(placed, batch)
-    x = embed(params["first"], batch)
-    for i in range(LAYERS):
-        x = block(jax.tree.map(operator.itemgetter(i), params["stages"]["t"]), x)
     print(f"loss {loss:.4f}")
-    assert abs(loss - head_loss(params["last"], x, batch)) < 1e-4, (
+    assert abs(loss - MODEL.loss(params, batch)) < 1e-4, (
         "the model without a pipeline; float32 sums in another order"
     )
 
-    ran = pipe.profile(placed, batch, repeats=1)
+    ran = jp.inspect.profile(pipe, placed, batch, repeats=1)
     print(ran.over(plans.best.timeline))
     return plans, ran
 

@@ -171,13 +171,10 @@ def build(args: argparse.Namespace) -> tuple[GPT, jp.Pipeline]:
         # one table: where it is cut, it is for both
         first = jp.spread(model.spread_first, dims=None) if args.tied else first
     pipe = jp.Pipeline(
-        model.stage,
-        schedule=schedule,
-        mesh=mesh,
-        axis="pipe",
-        first=first,
-        last=last,
-        data_axes=("data",),
+        jp.Model(model.stage, first=first, last=last),
+        schedule,
+        mesh,
+        sharding=jp.Sharding(pipe="pipe", data=("data",)),
     )
     return model, pipe
 

@@ -70,12 +70,16 @@ def parameters() -> dict[str, Any]:
 def main() -> None:
     # An embedding and a head that cost as much as a layer each: what a stage does is what counts,
     # not how many layers it has.
-    layout = jp.balanced_layout(f"Et*{LAYERS},L", {"E": 0.8, "t": 1.0, "L": 1.2}, devices=DEVICES)
+    layout = jp.layouts.balanced_layout(
+        f"Et*{LAYERS},L", {"E": 0.8, "t": 1.0, "L": 1.2}, devices=DEVICES
+    )
     print(layout.table())
     functions = {"E": embed, "t": layer, "L": loss}
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
-    pipe = jp.Pipeline(layers=functions, layout=layout, schedule=schedule, mesh=mesh)
+    pipe = jp.Pipeline(
+        jp.Model(functions, layers=str(layout).replace("|", "")), schedule, mesh, layout=layout
+    )
     params = pipe.place(parameters())
     optimizer = optax.adam(3e-3)
     opt_state = pipe.init(optimizer, params)
@@ -97,10 +101,10 @@ def main() -> None:
     # The same model under another layout and schedule: the parameters know nothing of either.
     zbv = jp.schedules.build("zbv", devices=2, microbatches=MICROBATCHES)
     other = jp.Pipeline(
-        layers=functions,
+        jp.Model(functions, layers="EtttttttL"),
+        zbv,
+        jax.make_mesh((2,), ("pipe",), devices=mesh.devices[:2]),
         layout="Et|tt|ttt|tL",
-        schedule=zbv,
-        mesh=jax.make_mesh((2,), ("pipe",), devices=mesh.devices[:2]),
     )
     trained = jax.device_get(pipe.canonical(params))
     here, there = (

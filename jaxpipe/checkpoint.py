@@ -126,9 +126,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the state holds something that belongs to the schedule and not to the
-                model, or arrays without numbers (all faults are listed); this step cannot follow
-                those that are there; or this save failed, or the one before it, and then this one
-                has not begun.
+                model, or arrays of size 0 (all faults are listed); this step cannot follow those
+                that are there; or this save failed, or the one before it, and then this one has not
+                begun.
         """
         self.wait()
         canonical = self._portable.of(state)
@@ -137,9 +137,11 @@ class Checkpoints:
             f"{name} is {_aval(entry)}" for name, entry in about["leaves"].items() if 0 in entry[1]
         ]
         if empty:
-            raise CheckpointError.listing(
-                "orbax writes no arrays without numbers; leave these out of the state", empty
+            head = (
+                "orbax writes no arrays of size 0; put None in their place, or leave out the "
+                "parameters that they belong to"
             )
+            raise CheckpointError.listing(head, empty)
         _check_number(step)
         for damaged in [found for found in self._damaged if found >= step]:
             del self._damaged[damaged]

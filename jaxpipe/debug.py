@@ -5,7 +5,7 @@ microbatch by microbatch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .errors import PipelineError
-from .model.functions import Functions, Loss
+from .model.functions import Functions, Loss, make_extra, split_batch
 from .model.packed import Packed
 from .pipeline import Pipeline
 from .spmd.body import shard_key
 from .spmd.mapped import mapped
-from .stage.model_code import make_extra, split_batch
 
 OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
@@ -110,7 +109,7 @@ def find_nonfinite(
             "over the devices; build a pipeline whose "
             "`last` runs on one device"
         )
-    jax.eval_shape(pipe._step, params, batch, rng, ())  # raises what a step would raise
+    pipe.trace(params, batch, rng=rng)  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
     for microbatch in range(pipe.schedule.num_microbatches):
         found = search.microbatch(microbatch)
@@ -131,7 +130,7 @@ class _Call:
 def _x_of_stage(
     functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree
 ) -> PyTree:
-    """What a stage hands on."""
+    """The output of a stage."""
     return functions.run_stage(stage, params, x, extra)[0]
 
 
@@ -145,20 +144,27 @@ class _Search:
         self.batch = jax.tree.map(
             lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
         )
-        functions = pipe.functions
-        self.first = _Call("first", functions.run_first, OUTER_WANTS)
-        # Unlike stages are compiled apart, alike ones once.
-        self.stages = tuple(
-            _Call(
-                f"stage {s}" if pipe.layout.unlike else "stage",
-                partial(_x_of_stage, functions, s),
-                function.wants_arrays,
-            )
-            for s, function in enumerate(functions.stages)
-        )
-        self.last = _Call(
-            "last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS
-        )
+        functions, last = pipe.functions, pipe.schedule.num_stages - 1
+        # Every call in forward order, with its stage.  Unlike stages are compiled apart, alike ones
+        # once.
+        self.calls = [
+            (_Call("first", functions.run_first, OUTER_WANTS), 0),
+            *(
+                (
+                    _Call(
+                        f"stage {s}" if pipe.layout.unlike else "stage",
+                        partial(_x_of_stage, functions, s),
+                        function.wants_arrays,
+                    ),
+                    s,
+                )
+                for s, function in enumerate(functions.stages)
+            ),
+            (
+                _Call("last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS),
+                last,
+            ),
+        ]
         self._compiled: dict[tuple[Phase, str], Callable[..., Any]] = {}
         self._pick = jax.jit(
             lambda tree, d: jax.tree.map(
@@ -168,23 +174,16 @@ class _Search:
 
     def microbatch(self, microbatch: int) -> Nonfinite | None:
         """Forwards in order, keeping what enters each stage, then backwards in reverse."""
-        calls = [
-            (self.first, 0),
-            *((call, s) for s, call in enumerate(self.stages)),
-            (self.last, len(self.stages) - 1),
-        ]
         entered: list[PyTree] = []
         x: PyTree = ()
-        for call, stage in calls:
+        for call, stage in self.calls:
             entered.append(x)
-            x, counts = self._run(Phase.FORWARD, call, stage, microbatch, x)
-            found = self._fault(Phase.FORWARD, call, stage, microbatch, counts)
+            x, found = self._run(Phase.FORWARD, call, stage, microbatch, x)
             if found is not None:
                 return found
         dy = [jnp.broadcast_to(self._seed(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(x)]
-        for (call, stage), x in zip(reversed(calls), reversed(entered), strict=True):
-            dy, counts = self._run(Phase.BACKWARD, call, stage, microbatch, (x, dy))
-            found = self._fault(Phase.BACKWARD, call, stage, microbatch, counts)
+        for (call, stage), x in zip(reversed(self.calls), reversed(entered), strict=True):
+            dy, found = self._run(Phase.BACKWARD, call, stage, microbatch, (x, dy))
             if found is not None:
                 return found
         return None
@@ -199,14 +198,10 @@ class _Search:
 
     def _params(self, call: _Call, stage: int) -> PyTree:
         """(parameters of the call, shared ones)."""
-        if call in (self.first, self.last):
+        if call.name in ("first", "last"):
             own = self.params.get(call.name, {})
         else:
-            device, chunk = next(
-                (d, row.index(stage))
-                for d, row in enumerate(self.pipe.layout.owned)
-                if stage in row
-            )
+            chunk, device = self.pipe.layout.where(stage)
             placed = self.params["stages"][chunk]
             own = (
                 placed.stage(device)
@@ -222,9 +217,9 @@ class _Search:
 
     def _run(
         self, phase: Phase, call: _Call, stage: int, microbatch: int, x: PyTree
-    ) -> tuple[PyTree, dict[str, Any]]:
-        """(output, or gradient of x; counts of NaN and infinity in all results and inputs, by
-        name).
+    ) -> tuple[PyTree, Nonfinite | None]:
+        """(output, or gradient of x; what is not finite on the first data shard that has a
+        fault).
         """
         key = (phase, call.name)
         if key not in self._compiled:
@@ -243,7 +238,12 @@ class _Search:
         result, counts = self._compiled[key](
             self._params(call, stage), x, self.batch, self.rng, *where
         )
-        return result, jax.tree.map(np.asarray, counts)
+        counts = jax.tree.map(np.asarray, counts)
+        for shard in range(self.pipe._data_size):
+            values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
+            if values:
+                return result, Nonfinite(phase, call.name, stage, microbatch, shard, values, inputs)
+        return result, None
 
     def _extra(
         self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any
@@ -276,35 +276,20 @@ class _Search:
         ) -> tuple[PyTree, PyTree]:
             x, dy = jax.tree.map(lambda leaf: leaf[0], xdy)
             extra = self._extra(call, batch, rng, stage, microbatch)
-            leaves = jax.tree.leaves(x)
-            tree: Any = jax.tree.structure(x)
-            moving = [_floating(leaf) for leaf in leaves]
 
-            def outputs(params: PyTree, floats: Sequence[Any]) -> list[Any]:
-                given = iter(floats)
-                merged = [
-                    next(given) if moves else leaf
-                    for leaf, moves in zip(leaves, moving, strict=True)
-                ]
-                return [
-                    leaf
-                    for leaf in jax.tree.leaves(call.run(params, tree.unflatten(merged), extra))
-                    if _floating(leaf)
-                ]
+            def outputs(params: PyTree, x: PyTree) -> list[Any]:
+                return list(filter(_floating, jax.tree.leaves(call.run(params, x, extra))))
 
-            floats = [leaf for leaf, moves in zip(leaves, moving, strict=True) if moves]
-            (own, shared), dx = jax.vjp(outputs, params, floats)[1](dy)
-            named = iter(dx)
-            of_x = tree.unflatten(
-                [next(named) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
-            )
+            # Whole numbers have a gradient of their own dtype, float0, which is not counted.
+            (own, shared), dx = jax.vjp(outputs, params, x)[1](dy)
             results = {
-                **self._count("gradient of the input", of_x),
+                **self._count("gradient of the input", dx),
                 **self._count("gradient of parameters", own),
                 **self._count("gradient of shared", shared),
             }
             inputs = {**self._inputs(params, x, extra), **self._count("gradient of the output", dy)}
-            return [leaf[None] for leaf in dx], {"results": results, "inputs": inputs}
+            moving = filter(_floating, jax.tree.leaves(dx))
+            return [leaf[None] for leaf in moving], {"results": results, "inputs": inputs}
 
         return backward
 
@@ -335,16 +320,6 @@ class _Search:
                 counts[name + jax.tree_util.keystr(path)] = found
         return counts
 
-    def _fault(
-        self, phase: Phase, call: _Call, stage: int, microbatch: int, counts: dict[str, Any]
-    ) -> Nonfinite | None:
-        """What the counts say, of the first data shard that has a fault."""
-        for shard in range(self.pipe._data_size):
-            values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
-            if values:
-                return Nonfinite(phase, call.name, stage, microbatch, shard, values, inputs)
-        return None
-
 
 def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
     rows = [(name, *map(int, found[shard])) for name, found in counts.items()]
@@ -357,7 +332,7 @@ def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
 
 def _floating(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    # what stands for the gradient of a frozen parameter that is not floating
+    # the gradient of a parameter that is not floating
     if dtype == jax.dtypes.float0:
         return False
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

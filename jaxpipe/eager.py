@@ -7,6 +7,7 @@ that a debugger can walk through.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,14 @@ import numpy as np
 
 from .arrays import Leaves, PyTree, summable, wider
 from .errors import PipelineError
-from .model.functions import Loss, Returned, inverse_count
-from .model.leaf_plan import LeafPlan, is_plan, leaf_plans
-from .program.interpret import interpret
-from .program.liveness import Liveness
+from .model.functions import Loss, Returned, inverse_count, make_extra, split_batch
+from .model.leaf_plan import LeafPlan, leaf_plans
+from .program.interpret import Step, interpret
 from .program.verify import verify
 from .stage.job import Job
-from .stage.model_code import make_extra, split_batch
 from .stage.state_gradient import check_state_gradient
+from .table.effects import Liveness, Place
+from .table.kinds import Kind
 
 _OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
@@ -36,13 +37,9 @@ class EagerExecutor:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> from jaxpipe.eager import EagerExecutor
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
-        ...     lambda p, x: jnp.tanh(x @ p),
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
-        ...     executor=EagerExecutor(),
-        ...     last=lambda p, x, mb: jnp.mean(x**2),
-        ... )
+        >>> model = jp.Model(lambda p, x: jnp.tanh(x @ p), last=lambda p, x, mb: jnp.mean(x**2))
+        >>> mesh = jax.make_mesh((1,), ("pipe",))
+        >>> pipe = jp.Pipeline(model, s, mesh, executor=EagerExecutor())
         >>> loss, grads = pipe.value_and_grad(
         ...     pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}}), {"x": jnp.zeros((4, 3))}
         ... )
@@ -68,11 +65,12 @@ class EagerExecutor:
             raise PipelineError(
                 "the eager executor runs one operation after the other and cannot be traced: "
                 "call the step outside of jax.jit and "
-                "`pipe.jit`; `lower`, `compile_report` and `predict_memory` need a pipeline "
-                "without executor="
+                "`pipe.jit`; `lower` and `jaxpipe.inspect` need a pipeline without executor="
             )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
-        job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})
+        job = job.with_axis(
+            {key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims}
+        )
         program = verify(job.plan.program(Liveness()))
         shards = [
             _Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard)
@@ -127,7 +125,7 @@ class _Shard:
         plans = job.plans
         self.frozen = {key: _frozen(params[key], leaf_plans(plans[key])) for key in self.outer}
         self.frozen["stages"] = [
-            _frozen(own, job.layout.leaves_of(s, plans["stages"], is_plan))
+            _frozen(own, job.layout.leaves_of(s, plans["stages"]))
             for s, own in enumerate(self.stages)
         ]
         self.like = params["stages"]
@@ -161,13 +159,92 @@ class _Shard:
         else:
             self.total[key][stage] = new
 
+    def _add_both(self, key: str, grads: tuple[PyTree, PyTree]) -> None:
+        """Gradients of `first` or `last`, and of the shared parameters."""
+        self._add(key, grads[0])
+        self._add("shared", grads[1])
+
     def _seed(self, dtype: Any) -> Any:
         """The cotangent of a microbatch's loss."""
         if self.functions.loss is Loss.SUM_OVER_COUNT:
             return jnp.ones((), dtype)
         return jnp.asarray(1.0 / (self.job.num_microbatches * self.job.data_size), dtype)
 
-    def first(self, microbatch: int) -> tuple[Any, Any]:
+    def run(self, step: Step) -> Mapping[str, Any]:
+        """Do an action."""
+        return _ACTIONS[step.kind](self, step)
+
+    def forward(self, step: Step) -> Mapping[str, Any]:
+        """F: [first,] stage[, last]; its residuals are its vjp."""
+        made: dict[str, Any] = dict(step.held)
+        if step.prepares:
+            made["x"], made["first"] = self._first(step.microbatch)
+        self.given[step.stage, step.microbatch] = self.state[step.stage]
+        y, returned, vjp = self._stage(step.stage, step.microbatch, made["x"])
+        if not isinstance(returned.loss, tuple):
+            self.losses[step.microbatch] += returned.loss
+        if "state" in self.functions.stages[step.stage].wants:
+            self.state[step.stage] = returned.state
+        out = self._last(step.microbatch, y) if Place.AUX in step.makes else y
+        return made | {"sent": y, "out": out, "residual_input": None, "residual_weight": vjp}
+
+    def recompute(self, step: Step) -> Mapping[str, Any]:
+        """R: the vjp alone."""
+        vjp = self._stage(step.stage, step.microbatch, step.held["x"])[-1]
+        return {"residual_input": None, "residual_weight": vjp}
+
+    def backward(self, step: Step) -> Mapping[str, Any]:
+        """B; or I, where the gradient of the parameters, which comes with it, is the stash."""
+        own, shared, dx = step.held["residual_weight"](step.held["cotangent"])
+        if Place.STAGE_GRADIENTS in step.makes:
+            self._add("stages", own, step.stage)
+            self._add("shared", shared)
+        if Place.FIRST_GRADIENTS in step.makes:
+            self._add_both("first", step.held["first"](dx))
+        return {"sent": dx, "out": dx, "stash": (own, shared)}
+
+    def weight_grad(self, step: Step) -> Mapping[str, Any]:
+        """W."""
+        self._add("stages", step.held["stash"][0], step.stage)
+        self._add("shared", step.held["stash"][1])
+        return {}
+
+    def first_share(self, step: Step) -> Mapping[str, Any]:
+        """E."""
+        return {"out": self._first(step.microbatch)[0]}
+
+    def first_share_gradient(self, step: Step) -> Mapping[str, Any]:
+        """G."""
+        self._add_both("first", self._first(step.microbatch)[1](step.held["y"]))
+        return {}
+
+    def last_share(self, step: Step) -> Mapping[str, Any]:
+        """L; where H follows, the gradients of every device's share of the parameters are left."""
+        if Place.SHARE not in step.makes:
+            return {"out": self._last(step.microbatch, step.held["y"])}
+        extra = self._extra(len(self.stages) - 1, step.microbatch, _OUTER_WANTS)
+        shares = self._last_shares(self.outer["last"], self.outer["shared"])
+        loss, vjp, self.aux[step.microbatch] = jax.vjp(
+            partial(self._last_of, extra=extra), shares, step.held["y"], has_aux=True
+        )
+        self.losses[step.microbatch] += loss
+        grads, dy = vjp(self._seed(loss.dtype))
+        devices = range(self.job.cuts.parts)
+        stash = [jax.tree.map(lambda leaf, d=d: leaf[d], grads) for d in devices]
+        return {"out": dy, "stash": stash}
+
+    def last_weight_grad(self, step: Step) -> Mapping[str, Any]:
+        """H: what the device's share is of the whole parameters' gradient."""
+        whole = self.outer["last"], self.outer["shared"]
+        shares, back = jax.vjp(self._last_shares, *whole)
+        mine = step.held["stash"]
+        self._add_both(
+            "last",
+            back(jax.tree.map(lambda s, g: jnp.zeros_like(s).at[step.stage].set(g), shares, mine)),
+        )
+        return {}
+
+    def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
         extra = self._extra(0, microbatch, _OUTER_WANTS)
 
@@ -182,20 +259,6 @@ class _Shard:
             return jax.tree.map(lambda leaf: leaf[0], every)
 
         return jax.vjp(call, self.outer["first"], self.outer["shared"])
-
-    def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
-        """A stage, and its vjp."""
-        self.given[stage, microbatch] = self.state[stage]
-        y, returned, vjp = self._stage(stage, microbatch, x)
-        if not isinstance(returned.loss, tuple):
-            self.losses[microbatch] += returned.loss
-        if "state" in self.functions.stages[stage].wants:
-            self.state[stage] = returned.state
-        return y, None, vjp
-
-    def recompute(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any]:
-        """The vjp alone."""
-        return None, self._stage(stage, microbatch, x)[-1]
 
     def _stage(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Returned, Any]:
         """What a stage returns, given the state that its forward found, and its vjp."""
@@ -224,7 +287,7 @@ class _Shard:
             lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype))),
         )
 
-    def last(self, microbatch: int, y: Any) -> Any:
+    def _last(self, microbatch: int, y: Any) -> Any:
         """The loss and the cotangent of y."""
         extra = self._extra(len(self.stages) - 1, microbatch, _OUTER_WANTS)
 
@@ -240,36 +303,8 @@ class _Shard:
         if not self.job.training:
             return None
         own, shared, dy = vjp(self._seed(loss.dtype))
-        self._add("last", own)
-        self._add("shared", shared)
+        self._add_both("last", (own, shared))
         return dy
-
-    def last_input_grad(self, microbatch: int, y: Any) -> tuple[Any, list[Any]]:
-        """The same; what is left for a device's H is the gradient of its share of
-        the parameters.
-        """
-        extra = self._extra(len(self.stages) - 1, microbatch, _OUTER_WANTS)
-        shares = self._last_shares(self.outer["last"], self.outer["shared"])
-        loss, vjp, self.aux[microbatch] = jax.vjp(
-            partial(self._last_of, extra=extra), shares, y, has_aux=True
-        )
-        self.losses[microbatch] += loss
-        grads, dy = vjp(self._seed(loss.dtype))
-        return dy, [
-            jax.tree.map(lambda leaf, d=d: leaf[d], grads) for d in range(self.job.cuts.parts)
-        ]
-
-    def last_weight_grad(self, device: int, microbatch: int, stash: Any) -> None:
-        """H: what the device's share is of the whole parameters' gradient."""
-        whole = self.outer["last"], self.outer["shared"]
-        shares, back = jax.vjp(self._last_shares, *whole)
-        own, shared = back(
-            jax.tree.map(
-                lambda leaf, grad: jnp.zeros_like(leaf).at[device].set(grad), shares, stash
-            )
-        )
-        self._add("last", own)
-        self._add("shared", shared)
 
     def _last_shares(self, own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
         """Every device's share of the parameters of a spread `last`."""
@@ -286,40 +321,25 @@ class _Shard:
         )(*shares)
         return jnp.mean(losses), jax.tree.map(lambda leaf: leaf[0], aux)
 
-    def backward(
-        self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any
-    ) -> Any:
-        """B."""
-        dx, stash = self.input_grad(stage, microbatch, x, residuals, dy)
-        self.weight_grad(stage, microbatch, x, residuals[1], dy, stash)
-        return dx
-
-    def input_grad(
-        self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any
-    ) -> tuple[Any, Any]:
-        """I; the gradient of the parameters, which comes with it, is the stash."""
-        own, shared, dx = residuals[1](dy)
-        return dx, (own, shared)
-
-    def weight_grad(
-        self, stage: int, microbatch: int, x: Any, residuals: Any, dy: Any, stash: Any
-    ) -> None:
-        """W."""
-        self._add("stages", stash[0], stage)
-        self._add("shared", stash[1])
-
-    def first_gradient(self, microbatch: int, kept: Any, dx: Any) -> None:
-        """The gradient of `first`."""
-        own, shared = kept(dx)
-        self._add("first", own)
-        self._add("shared", shared)
-
     def gradients(self) -> dict[str, PyTree]:
         """Laid out as parameters are placed."""
         return {
             **self.total,
-            "stages": self.job.layout.place_trees(self.total["stages"], self.like),
+            "stages": self.job.layout.place_trees(self.total["stages"], like=self.like),
         }
+
+
+_ACTIONS = {
+    Kind.F: _Shard.forward,
+    Kind.R: _Shard.recompute,
+    Kind.B: _Shard.backward,
+    Kind.I: _Shard.backward,
+    Kind.W: _Shard.weight_grad,
+    Kind.E: _Shard.first_share,
+    Kind.G: _Shard.first_share_gradient,
+    Kind.L: _Shard.last_share,
+    Kind.H: _Shard.last_weight_grad,
+}
 
 
 def _frozen(tree: PyTree, plans: list[LeafPlan]) -> PyTree:

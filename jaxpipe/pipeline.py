@@ -3,58 +3,43 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree
 from .differentiable import differentiable_loss, without_gradient
 from .engine.costs import Costs
-from .engine.timeline import Timeline
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .layouts.layout import Layout
 from .lowering.offload import Offload
 from .lowering.plan import forward_plan, plan_of
-from .lowering.step_time import StepTime, step_time
 from .lowering.target import Target
-from .model.arguments import (
-    accumulate_of,
-    as_tuple,
-    check_kinds,
-    check_mesh,
-    costs_of,
-    loss_of,
-    offload_of,
-    ready_made,
-    rematerialised,
-    with_shares,
-)
-from .model.functions import Functions, Loss
-from .model.leaf_plan import is_plan
-from .model.mesh import automatic, jit_on_mesh, on_mesh
-from .model.optimizer_state import init_as_updated, state_shardings
+from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
+from .model.follow import init_as_updated
+from .model.mesh import automatic, on_mesh
+from .model.model import Model
 from .model.own_rules import check_rules
 from .model.param_layout import check_canonical, with_outer
 from .model.partition import Partition
 from .model.placed import Chunks
 from .model.placer import Placer
-from .model.read import read_model
-from .model.specs import axes_of, frozen_filter
+from .model.read import staged
+from .model.settings import Memory, Sharding
+from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
 from .spmd.compiler_options import options_for
-from .spmd.executor import SpmdExecutor
-from .stage.job import Executor, Job, Observe
+from .spmd.executor import SpmdExecutor, TracedStep
+from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.check import check
 from .table.kinds import Kind
@@ -65,69 +50,28 @@ from .transforms.place_together import without
 class Pipeline:
     """A model cut into stages, run on a mesh by a schedule's table.
 
-    `first(first_params, microbatch) -> x`, `stage(stage_params, x) -> x` and `last(last_params, x,
-    microbatch) -> scalar loss` are the model.  Each may also take by keyword `ctx` (a `Context`:
-    stage, microbatch, rng), `shared` (the parameters under "shared", whose gradients are summed
-    over all uses) and `training` (False in `evaluate`); a stage may also take `microbatch`, the
-    rows of the batch, and `state` (see `place_state`).  Without `first`, x is the microbatch's "x".
-
     Args:
-        stage: one stage, where all have the same function and parameter shapes and return what they
-            take; or a list of S functions, whose parameters, and what they hand on, may be trees of
-            any shapes.
-        layers: instead of stages, a function for each letter of `layout`: "E" is `first`, "L" is
-            `last`, and others are layers, `(layer_params, x) -> x`; canonical parameters of
-            "stages" are then {letter: leaves [layers, ...] in model order}.
-        layout: the layers of each stage, "Et*3|(tt|)*29,m|L" (see `parse_layout`); no stage
-            computes layers that it does not have.
-        schedule: any valid table; its devices are the mesh's pipe axis.
-        mesh: a `jax.sharding.Mesh` with axes of any types; axes that are neither `axis` nor in
-            `data_axes` are left to the partitioner. `pipe.mesh` has the same devices with automatic
-            axes, and what the pipeline returns lies there.
-        axis: the name of the pipe axis.
-        first, last: what comes before the first stage and after the last one; they run on those
-            devices only.  Under `jaxpipe.spread`, or as `jaxpipe.VocabEmbedding` and
-            `jaxpipe.VocabHead`, they run on all devices at once, each with its share of the
-            parameters, as actions E and G, and L, of the table: `spread_first` and `spread_last`
-            put them in where it has none.
-        data_axes: mesh axes over which the batch's rows are spread; gradients are reduced over them
-            once a step.
-        loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum,
-            count).
-        has_metrics: `last` returns (loss, tree of metrics); they are averaged over microbatches, in
-            float32 at least.
-        stage_loss: stages (or layers) return (x, loss); the losses are added to that of the
-            microbatch.
-        remat: "full", or a `jax.checkpoint` policy: what the backward of a stage recomputes.
-        fsdp: a mesh axis, one of `data_axes`, over which parameters, gradients and so optimizer
-            state are split too; they are gathered once a step.
-        shard_outer: split the parameters of first and last, and the shared ones, over the pipe axis
-            likewise.
-        specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the
-            axis of stages (or layers): a tree like the canonical parameters (or one for all of a
-            list of stages); one spec may stand for a subtree, what is left out is whole.
-        replicated_axes: mesh axes along which parameters and rows are whole, as for a function that
-            uses such an axis by itself (a sharding constraint, a `shard_map` inside a stage).  An
-            axis of several devices that is in no argument is an error: they would all do the same
-            work.
-        frozen: parameters that are not trained: a function of a canonical path, "stages/w"
-            ("stages/1/w" of a list), and the shape and dtype (without the axis of stages or
-            layers), or regular expressions, each found in some path.  They have no gradient (None
-            stands in its place), no accumulator and no optimizer state, and any dtype.
-        accumulate_dtype: least dtype of gradient accumulators and of the gradients returned; None
-            for the parameters' own.
-        offload: "residuals" keeps in the host's memory what forwards leave for backwards that are
-            some ticks away; it is fetched a tick ahead, beside compute, so that a device holds what
-            the next ticks need.
-        costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them: the
-            program is chosen by them, since what its predicates and transfers take weighs more the
-            shorter the actions are, and so are the places of spread ends in the table.  None stands
-            for a forward of 5 ms.
+        model: the functions, their loss contract and frozen parameters (`jaxpipe.Model`).
+        schedule: any valid table; its devices are the mesh's pipe axis.  Where the model spreads
+            `first` or `last` over all devices, `spread_first` and `spread_last` put their actions
+            in where the table has none.
+        mesh: a `jax.sharding.Mesh` with axes of any types.  Axes that `sharding` does not name are
+            left to the partitioner.  `pipe.mesh` has the same devices with automatic axes, and the
+            pipeline's results are on that mesh.
+        layout: the layers of each stage of a model that is given by letters,
+            "Et*3|(tt|)*29,m|L" (see `parse_layout`).  No stage computes layers that it does not
+            have.  None gives all stages equally many layers.
+        sharding: the axes of the mesh and what each is for (`jaxpipe.Sharding`).
+        memory: rematerialisation, offload and the accumulators' dtype (`jaxpipe.Memory`).
+        costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them.  The
+            program and the places of spread ends in the table are chosen by them, since predicates
+            and transfers weigh more the shorter the actions are.  None stands for a forward of
+            5 ms.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
             `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
-    Pipelines of equal arguments, functions being the same objects, share what is traced and
-    compiled.  It is freed with the last of them.
+    Pipelines of equal arguments, functions being the same objects, share compiled code.  It is
+    freed with the last of them.
 
     Raises:
         ScheduleError: the table breaks a rule.
@@ -136,105 +80,68 @@ class Pipeline:
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
         >>> s = jp.schedules.build("1f1b", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
-        ...     lambda p, x: jnp.tanh(x @ p),
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
-        ...     last=lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2),
+        >>> model = jp.Model(
+        ...     lambda p, x: jnp.tanh(x @ p), last=lambda p, x, mb: jnp.mean((x - mb["y"]) ** 2)
         ... )
+        >>> pipe = jp.Pipeline(model, s, jax.make_mesh((1,), ("pipe",)))
         >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {}})
-        >>> loss, grads = pipe.value_and_grad(
-        ...     params, {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
-        ... )
+        >>> batch = {"x": jnp.ones((4, 3)), "y": jnp.ones((4, 3))}
+        >>> loss, grads = pipe.value_and_grad(params, batch)
         >>> grads["stages"][0].shape
         (1, 3, 3)
     """
 
     def __init__(
         self,
-        stage: Callable[..., PyTree] | Sequence[Callable[..., PyTree]] | None = None,
-        *,
+        model: Model,
         schedule: Schedule,
         mesh: Mesh,
-        axis: str = "pipe",
-        first: Callable[..., PyTree] | None = None,
-        last: Callable[..., Any] | None = None,
-        layers: Mapping[str, Callable[..., Any]] | None = None,
+        *,
         layout: str | Layout | None = None,
-        data_axes: Sequence[str] = (),
-        loss: Loss = Loss.MEAN,
-        has_metrics: bool = False,
-        stage_loss: bool = False,
-        remat: str | Callable[..., bool] | None = None,
-        fsdp: str | None = None,
-        shard_outer: bool = False,
-        specs: Mapping[str, PyTree] | None = None,
-        replicated_axes: Sequence[str] = (),
-        frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
-        accumulate_dtype: Any = jnp.float32,
-        offload: Offload | str | None = None,
+        sharding: Sharding = Sharding(),  # noqa: B008  both are frozen
+        memory: Memory = Memory(),  # noqa: B008
         costs: Costs | None = None,
         executor: Executor | None = None,
     ) -> None:
-        settings = {name: value for name, value in locals().items() if name != "self"}
-        check_kinds(schedule, mesh)
-        self._key = key_of(settings)
+        check_kinds(model, schedule, mesh, sharding, memory)
+        self._key = key_of({k: v for k, v in locals().items() if k != "self"})
         check(schedule)
         self.mesh = automatic(mesh)
-        self.axis = axis
-        self.data_axes = as_tuple(data_axes)
-        self.accumulate_dtype = accumulate_of(accumulate_dtype)
-        self._target = Target.of(self.mesh, (axis, *self.data_axes))
-        self.offload = offload_of(offload)
+        self.model, self.sharding, self.memory = model, sharding, memory
+        self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
+        self.accumulate_dtype, self.offload = memory.accumulate, Offload(memory.offload)
+        self._target = Target.of(self.mesh, (self.axis, *self.data_axes))
         self.costs = costs_of(costs, schedule)
-        check_mesh(
-            schedule,
-            self.mesh,
-            axis,
-            self.data_axes,
-            fsdp,
-            {*as_tuple(replicated_axes), *axes_of(specs)},
-        )
-        model = read_model(
-            schedule.placement,
-            stage,
-            first=first,
-            last=last,
-            layers=layers,
-            layout=layout,
-            stage_loss=stage_loss,
-        )
-        self.schedule = with_shares(schedule, self.costs, first=model.first, last=model.last)
-        self._cuts = Cuts(schedule.num_devices, model.cuts)
+        sharding.check(schedule, self.mesh)
+        cut = staged(model, schedule.placement, layout)
+        first, last = model.outer
+        self.schedule = with_shares(schedule, self.costs, first=first, last=last)
+        self._cuts = Cuts(schedule.num_devices, cut.cuts)
         self.partition = Partition(
-            axis=axis,
+            axis=self.axis,
             mesh=dict(mesh.shape),
             data_axes=self.data_axes,
-            fsdp=fsdp,
-            outer=shard_outer,
-            specs=specs,
-            layered=model.layout.layers is not None,
-            numbered=model.layout.unlike and model.layout.layers is None,
-            frozen=frozen_filter(frozen),
+            fsdp=sharding.fsdp,
+            outer=sharding.outer,
+            specs=sharding.specs,
+            layered=cut.layout.layers is not None,
+            numbered=cut.layout.unlike and cut.layout.layers is None,
+            frozen=frozen_filter(model.frozen),
             cuts=self._cuts,
         )
         self._executor: Executor = (
             SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         )
-        self.functions = Functions(
-            stages=tuple(rematerialised(model.stages, remat)),
-            first=model.first,
-            last=ready_made(model.last, loss_of(loss), has_metrics=has_metrics),
-            loss=loss_of(loss),
-            has_metrics=has_metrics,
-            stage_loss=stage_loss,
-        )
-        self.layout = model.layout
+        self.functions = model.functions(rematerialised(cut.stages, memory.remat))
+        self.layout = cut.layout
         self._compared = False  # with the other processes, where there are some
         self._placer = Placer(
-            mesh=self.mesh, axis=axis, layout=self.layout, partition=self.partition, cuts=self._cuts
+            mesh=self.mesh,
+            axis=self.axis,
+            layout=self.layout,
+            partition=self.partition,
+            cuts=self._cuts,
         )
-        # has not what is compiled from it: without circles, a dropped pipeline is freed at once
         code = copy(self)
         step, forwards = self._jitted(code._step), self._jitted(code._forwards)
         self._jit_step = without_gradient(step, "value_and_grad")
@@ -316,20 +223,9 @@ class Pipeline:
         """
         placed = self.trained(self._placer.checked(params))
         if not as_placed:
-            check_rules(optimizer, *self._placer.shapes(placed))
+            check_rules(optimizer, *self._placer.shapes(placed), self.partition.plans(placed))
         begin = init_as_updated(optimizer, self.accumulate_dtype)
-        state = jax.eval_shape(begin, placed)
-        beside = self.trained(self.partition.shardings(self.mesh, params), like=params)
-        to = state_shardings(
-            self.mesh, state, placed, beside, buffer_spec=self.partition.buffer_spec
-        )
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(placed)):
-            return jax.tree.map(
-                lambda leaf, there: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
-                state,
-                to,
-            )
-        return jit_on_mesh(self.mesh, begin, to)(placed)
+        return self._placer.init(begin, placed, params)
 
     def trained(
         self, tree: dict[str, PyTree], *, like: Mapping[str, PyTree] | None = None
@@ -343,9 +239,7 @@ class Pipeline:
             params = pipe.with_trained(params, optax.apply_updates(trained, updates))
         """
         plans = self.partition.plans(tree if like is None else like)
-        return jax.tree.map(
-            lambda plan, leaf: None if plan.frozen else leaf, plans, tree, is_leaf=is_plan
-        )
+        return jax.tree.map(lambda plan, leaf: None if plan.frozen else leaf, plans, tree)
 
     def with_trained(
         self, params: dict[str, PyTree], trained: dict[str, PyTree]
@@ -357,7 +251,6 @@ class Pipeline:
             plans,
             params,
             trained,
-            is_leaf=is_plan,
         )
 
     def place_state(self, state: PyTree) -> Chunks | tuple[()]:
@@ -500,109 +393,44 @@ class Pipeline:
         What it compiles to is called with the same arguments: `compiled(params, batch)`, or
         `compiled(params, batch, rng=key)`.
         """
-        return self._lower(params, batch, rng, state)
+        return self.trace(params, batch, rng=rng, state=state).function.lower()
 
-    def compile_report(
+    def trace(
         self,
         params: dict[str, PyTree],
         batch: PyTree,
         *,
         rng: Any = None,
         state: Chunks | tuple[()] = (),
-    ) -> dict[str, Any]:
-        """Compile the step and describe it: ticks, segments, slots, transfers, makespans,
-        residuals, XLA's memory, compile seconds.
+        clock: Clock | None = None,
+    ) -> TracedStep:
+        """Trace the step that `lower` lowers: what the tools of `jaxpipe.inspect` start from.
 
-        Takes what `lower` takes and runs nothing.  `jaxpipe.report` lists the keys; those most
-        asked for are "ticks", "segments" (texts), "slots", "transfers", "temp_bytes", "flops" and
-        "compile_seconds".
+        Every block calls `clock` on the host at its begin and at its end.
 
         Raises:
             PipelineError: as `value_and_grad` does.
         """
-        from .compiled import compile_and_try_to_read
-        from .report import report
+        found: list[tuple[Job, ModelCode, Any]] = []
 
-        traced: list[tuple[Job, ModelCode, Any]] = []
-        begin = time.perf_counter()
-        lowered = self._lower(params, batch, rng, state, lambda *found: traced.append(found))
-        middle = time.perf_counter()
-        compiled, program = (
-            compile_and_try_to_read(lowered) if self._target.on_gpus else (lowered.compile(), None)
-        )
-        seconds = {"trace_seconds": middle - begin, "compile_seconds": time.perf_counter() - middle}
-        held, memory = self._predicted(traced[0], params, batch)
-        described = report(
-            self.schedule,
-            self._plan,
-            traced[0][1],
-            compiled,
-            program,
-            params=held,
-            times=self._step_time(),
-        )
-        return described | {"predicted": memory} | seconds
+        def step(
+            params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()
+        ) -> tuple[Any, dict[str, PyTree]]:
+            results, grads = self._step(
+                params, batch, rng, state, lambda *traced: found.append(traced), clock
+            )
+            return self._answer(results, with_state=self.functions.has_state), grads
 
-    def predict_memory(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
-    ) -> dict[str, int]:
-        """Bytes that a step takes on one device, by what they are for, and their "total"
-        (`jaxpipe.spmd.memory` lists the keys).
-
-        Takes what `lower` takes.  The step is traced, and each block of it compiled alone; the step
-        itself is not compiled.
-
-        Raises:
-            PipelineError: as `value_and_grad` does.
-        """
-        traced: list[tuple[Job, ModelCode, Any]] = []
-        self._lower(params, batch, rng, state, lambda *found: traced.append(found))
-        return self._predicted(traced[0], params, batch)[1]
-
-    def _predicted(
-        self, traced: tuple[Job, ModelCode, Any], params: dict[str, PyTree], batch: PyTree
-    ) -> tuple[dict[str, PyTree], dict[str, int]]:
-        """Parameters as shapes where they lie, and the memory of a device."""
-        from .spmd.memory import predicted_memory
-
-        to = self.partition.shardings(self.mesh, params)
-        held = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+        jitted = self.jit(step)
+        function = self._call(
+            lambda params, batch, *_: jitted.trace(params, batch, **given),
             params,
-            to,
+            batch,
+            rng,
+            state,
         )
-        job, code, entries = traced
-        return held, predicted_memory(job, self.mesh, code, entries, with_outer(held), batch)
-
-    def profile(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: tuple[PyTree, ...] = (),
-        repeats: int = 3,
-    ) -> Timeline:
-        """Run the step and return when each action really began and ended, in seconds: a timeline
-        like `simulate`'s.
-
-        Every block calls the host at its begin and its end, so the step is a little slower than
-        without (tens of microseconds a block). The first block begins at 0; of `repeats` runs the
-        median one is returned.  `timeline.over(planned)` compares it with a simulated one.  What
-        devices share along axes that are left to the partitioner begins when the last of them has
-        come to it.  For backends where the host can be called from a program.
-
-        Raises:
-            PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
-        """
-        from .profiling import profile
-
-        return profile(self, params, batch, rng=rng, state=state, repeats=repeats)
+        return TracedStep(*found[0], function)
 
     # Compiling
 
@@ -660,35 +488,10 @@ class Pipeline:
             self._check_step(params, batch, rng, state)
             raise
 
-    def _lower(
-        self, params: Any, batch: Any, rng: Any, state: Any, observe: Observe | None = None
-    ) -> Any:
-        def step(
-            params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()
-        ) -> tuple[Any, dict[str, PyTree]]:
-            results, grads = self._step(params, batch, rng, state, observe, alone=True)
-            return self._answer(results, with_state=self.functions.has_state), grads
-
-        given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
-        jitted = self.jit(step)
-        return self._call(
-            lambda params, batch, _rng, _state: jitted.lower(params, batch, **given),
-            params,
-            batch,
-            rng,
-            state,
-        )
-
     @cached_property
     def _plan(self) -> Any:
         plan = plan_of(self.schedule, costs=self.costs, overheads=self._target.overheads)
         return replace(plan, offload=self.offload)
-
-    def _step_time(self) -> StepTime | None:
-        """What a training step takes by its plan; None but on GPUs."""
-        if not self._target.on_gpus or self.schedule.forward_only:
-            return None
-        return step_time(self._plan, self._target.overheads, self.costs)
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
@@ -703,8 +506,7 @@ class Pipeline:
         rng: Any,
         state: Any,
         observe: Observe | None = None,
-        *,
-        alone: bool = False,
+        clock: Clock | None = None,
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         self._check_last("a training step")
         if self.schedule.forward_only:
@@ -712,7 +514,7 @@ class Pipeline:
                 f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a "
                 "schedule with backwards"
             )
-        return self._run(params, batch, rng, state, training=True, observe=observe, alone=alone)
+        return self._run(params, batch, rng, state, training=True, observe=observe, clock=clock)
 
     def _forwards(
         self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
@@ -724,7 +526,7 @@ class Pipeline:
     def _check_last(self, what: str) -> None:
         if self.functions.last is None:
             raise PipelineError(
-                f"{what} needs a loss; give Pipeline(..., last=function(last_params, x, "
+                f"{what} needs a loss; give Model(..., last=function(last_params, x, "
                 "microbatch) -> scalar)"
             )
 
@@ -748,10 +550,10 @@ class Pipeline:
         told: bool | None = None,
         outputs: bool = False,
         observe: Observe | None = None,
-        alone: bool = False,
+        clock: Clock | None = None,
     ) -> Any:
         """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same
-        where it is None; `alone`: it is lowered, which one process may do by itself.
+        where it is None; `observe`: a tool traces it, which one process may do by itself.
         """
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(self.functions, training=training if told is None else told)
@@ -774,9 +576,8 @@ class Pipeline:
             training=training,
             outputs=outputs,
             cuts=self._cuts,
-            observe=observe
-            if alone or observe is not None
-            else self._comparing(params, batch, rng, state),
+            observe=observe or self._comparing(params, batch, rng, state),
+            clock=clock,
         )
         lie = self._result_shardings(job, params)
         if self._executor.compiles:
@@ -842,14 +643,14 @@ class Pipeline:
         schedule or rows that do not divide.
         """
         faults = [
-            *param_faults(params, self.layout.home, self.schedule.num_devices),
+            *param_faults(params, self.layout.owners, self.schedule.num_devices),
             *batch_faults(
                 batch,
                 self.schedule.num_microbatches if training else 1,
                 data_shards=self._data_size,
             ),
             *key_faults(rng),
-            *state_faults(state, self.layout.home, wanted=self.functions.has_state),
+            *state_faults(state, self.layout.owners, wanted=self.functions.has_state),
         ] or self.partition.frozen_faults(params)
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)

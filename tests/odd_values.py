@@ -144,7 +144,7 @@ TABLES = (
     Costs(),
     LAYER,
 )
-ENUMS = (Kind.F, *Transfers, *Release, Theme.DARK, jp.Objective.PERIOD, "async", "auto")
+ENUMS = (Kind.F, *Transfers, *Release, Theme.DARK, jp.table.Objective.PERIOD, "async", "auto")
 OBJECTS = (None, object(), Odd(), int, len, Schedule, ...)
 POOL = (*NUMBERS, *TEXTS, *CONTAINERS, *CELLS, *ROWS, *TABLES, *ENUMS, *OBJECTS)
 

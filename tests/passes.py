@@ -14,9 +14,9 @@ from jaxpipe.lowering.candidates import span_candidates
 from jaxpipe.lowering.plan import cheapest, choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.spans import Span, segments_of
-from jaxpipe.program.liveness import LastUse, Liveness
 from jaxpipe.program.templates import Part, Payload, parts_in_order
 from jaxpipe.table.action import Action, Kind, parts
+from jaxpipe.table.effects import LastUse, Liveness
 
 MAKERS = {
     "fewest": assign_ticks,

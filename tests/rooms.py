@@ -1,4 +1,4 @@
-"""The rooms of jaxpipe, bottom up, and a count of what imports what: `python -m tests.rooms [folder
+"""The rooms of jaxpipe, and a count of what imports what: `python -m tests.rooms [folder
 of the package]`.
 """
 
@@ -11,43 +11,24 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
-# A room imports itself and rooms before it.  A file beside the rooms is a room of its own.
+# Rooms without JAX, and the others.  A file beside the rooms is a room of its own.
 WITHOUT_JAX = (
-    *(
-        "errors",
-        "version",
-        "table",
-        "engine",
-        "solver",
-        "transforms",
-        "schedules",
-        "layouts",
-        "megatron",
-        "program",
-    ),
-    *("lowering", "planner", "render", "cli"),
+    *("errors", "version", "table", "engine", "solver", "transforms", "schedules", "layouts"),
+    *("megatron", "program", "lowering", "planner", "render", "cli"),
 )
 WITH_JAX = (
-    *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
-    *(
-        "compiled",
-        "report",
-        "differentiable",
-        "same_code",
-        "profiling",
-        "processes",
-        "fingerprint",
-        "pipeline",
-        "measuring",
-        "optimizers",
-        "debug",
-        "portable",
-        "checkpoint",
-        "distributed",
-        "flax",
-    ),
+    *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable", "same_code"),
+    *("processes", "fingerprint", "pipeline", "vocabulary", "optimizers", "debug", "portable"),
+    *("checkpoint", "distributed", "flax", "inspect", "measuring"),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
+# The core imports none of these rooms: they may be deleted.
+OPTIONAL = frozenset(
+    {
+        *("solver", "megatron", "planner", "render", "cli", "eager", "vocabulary", "optimizers"),
+        *("debug", "portable", "checkpoint", "distributed", "flax", "inspect", "measuring"),
+    }
+)
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them
 
 
@@ -109,21 +90,38 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
-def climbing(package: Path = PACKAGE) -> list[str]:
-    """Imports from a room into one above it, and rooms that nobody has declared."""
-    rank = {name: number for number, name in enumerate(ROOMS)}
-    faults = []
+def between_rooms(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Which rooms each room imports."""
+    found: dict[str, set[str]] = {}
     for name, targets in graph(package).items():
-        if name in ROOF:
-            continue
-        if room(name) not in rank:
-            faults.append(f"{name}: room {room(name)!r} is not declared in tests/rooms.py")
-            continue
-        faults += [
-            f"{name} imports {t}, which is above it"
-            for t in sorted(targets)
-            if rank.get(room(t), len(rank)) > rank[room(name)]
-        ]
+        if name not in ROOF:
+            found.setdefault(room(name), set()).update(map(room, targets))
+    return {name: targets - {name, ""} for name, targets in found.items()}
+
+
+def declared(name: str, package: Path = PACKAGE) -> set[str] | None:
+    """The rooms that a room's `__init__` says it imports; None for a file beside the rooms."""
+    path = package / name / "__init__.py"
+    if not path.exists():
+        return None
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "IMPORTS":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def undeclared(package: Path = PACKAGE) -> list[str]:
+    """Rooms that nobody knows, and rooms that import others than their `__init__` declares."""
+    faults = []
+    for name, targets in between_rooms(package).items():
+        if name not in ROOMS:
+            faults.append(f"room {name!r} is not in tests/rooms.py")
+        said = declared(name, package)
+        if said is not None and said != targets:
+            faults.append(
+                f"{name}/__init__.py says IMPORTS = {sorted(said)}; its files import "
+                f"{sorted(targets)}"
+            )
     return faults
 
 
@@ -162,13 +160,7 @@ def floors(edges: dict[str, set[str]]) -> tuple[int, list[list[str]]]:
 def main(package: Path) -> None:
     """Print files, floors and circles, of files and of rooms."""
     files = graph(package)
-    rooms: dict[str, set[str]] = {}
-    for name, targets in files.items():
-        if name not in ROOF:
-            rooms.setdefault(room(name), set()).update(
-                {room(t) for t in targets} - {room(name), ""}
-            )
-    for what, edges in (("files", files), ("rooms", rooms)):
+    for what, edges in (("files", files), ("rooms", between_rooms(package))):
         high, circles = floors(edges)
         print(f"{what}: {len(edges)}, floors: {high}, circles: {len(circles)}")
         for circle in circles:

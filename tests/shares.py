@@ -5,9 +5,11 @@ from dataclasses import replace
 
 def changed(program, **fields):
     """The program with other entries of its shares."""
-    (share,) = program.ticks.shares
+    (share,) = program.ticks.collectives
     new = {name: change(getattr(share, name).copy()) for name, change in fields.items()}
-    return replace(program, ticks=replace(program.ticks, shares=(replace(share, **new),)))
+    slots = share.slots | {name: new.pop(name) for name in share.slots.keys() & new.keys()}
+    broken = replace(share, **new, slots=slots)
+    return replace(program, ticks=replace(program.ticks, collectives=(broken,)))
 
 
 def put(tick, device, value):

@@ -153,12 +153,10 @@ def main() -> None:
         schedule.num_stages, args.layers, vocab=256, context=args.context, width=args.width, heads=4
     )
     pipe = jp.Pipeline(
-        model.stage,
-        schedule=schedule,
-        mesh=mesh,
-        first=model.first,
-        last=model.last,
-        data_axes=("data",),
+        jp.Model(model.stage, first=model.first, last=model.last),
+        schedule,
+        mesh,
+        sharding=jp.Sharding(data=("data",)),
     )
     optimizer = adamw(rate=1e-3, warmup=20, decay=0.1, clip=1.0)
 

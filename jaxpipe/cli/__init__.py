@@ -1,8 +1,17 @@
-"""The `jaxpipe` command.
-
-May import every room without JAX.
-"""
+"""The `jaxpipe` command."""
 
 from .main import main
 
 __all__ = ["main"]
+
+IMPORTS = (
+    "engine",
+    "errors",
+    "lowering",
+    "planner",
+    "render",
+    "schedules",
+    "table",
+    "transforms",
+    "version",
+)

@@ -5,6 +5,7 @@ options.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -28,23 +29,17 @@ from ..table.text import csv_lines, csv_place, json_place, json_value
 # Columns of a table's grid that are printed around the marked cells.
 MOST_COLUMNS = 60
 # Costs with a flag of their own name.
-_OTHER_COSTS = (
-    "backward",
-    "overlap",
-    "recompute",
-    "activation",
-    "checkpoint",
-    "last",
-    "last_weight_grad",
-    "first",
-    "first_grad",
+_OTHER_COSTS = tuple(
+    field.name
+    for field in dataclasses.fields(Costs)
+    if field.name not in ("forward", "input_grad", "weight_grad", "transfer", "release", "unit")
 )
 MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 
 
-_MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used
-_WHOLE = re.compile(f"[+-]?[0-9]{{1,{_MOST_DIGITS}}}")
-_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used
+WHOLE = re.compile(f"[+-]?[0-9]{{1,{MOST_DIGITS}}}")
+REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Arguments of `build` that have a flag of their own.
 _FLAGS = {
     name: f"--{name.replace('_', '-')}"
@@ -76,26 +71,25 @@ def is_file(source: str) -> bool:
 
 
 def load(
-    source: str,
     arguments: argparse.Namespace,
-    costs: Costs | None,
+    costs: Costs,
     *,
     transfers: Transfers = Transfers.RENDEZVOUS,
 ) -> Schedule:
-    """Read or build one schedule and check it.
+    """Read or build the schedule `arguments.source`, and check it.
 
-    `costs` go to schedules that take costs.  UsageError where the arguments do not fit the source,
-    InvalidScheduleError where the table of a file is invalid.
+    Costs that the command line gives go to schedules that take costs.  UsageError where the
+    arguments do not fit the source, InvalidScheduleError where the table of a file is invalid.
     """
+    source = arguments.source
     if not is_file(source):
-        return named(source, arguments, costs)
+        return _named(source, arguments, costs)
+    shape = ("devices", "microbatches", "chunks", "option", "forward_only")
     given = [
-        f"--{name}"
-        for name in ("devices", "microbatches", "chunks")
-        if getattr(arguments, name) is not None
+        f"--{name.replace('_', '-')}"
+        for name in shape
+        if getattr(arguments, name) not in (None, [], False)
     ]
-    given += ["--option"] if arguments.option else []
-    given += ["--forward-only"] if arguments.forward_only else []
     if given:
         raise UsageError(
             f"{', '.join(given)} cannot be given for {source}: a file has its own shape; give "
@@ -104,11 +98,9 @@ def load(
     return checked(read(source), transfers=transfers)
 
 
-def named(
-    name: str, arguments: argparse.Namespace, costs: Costs | None, *, chunks: int | None = None
-) -> Schedule:
+def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """Build a named schedule from the command line's shape and options."""
-    entry = describe(name)
+    entry, chunks = describe(name), arguments.chunks
     missing = [
         f"--{what}" for what in ("devices", "microbatches") if getattr(arguments, what) is None
     ]
@@ -118,13 +110,8 @@ def named(
             "--microbatches 8"
         )
     options = read_options(arguments.option)
-    if (
-        costs is not None
-        and "costs" not in options
-        and any(option.name == "costs" for option in entry.options)
-    ):
-        options["costs"] = costs
-    chunks = arguments.chunks if chunks is None else chunks
+    if any(option.name == "costs" for option in entry.options) and _gives_costs(arguments):
+        options.setdefault("costs", costs)
     if options.get("placement") is not None:
         options["placement"] = _placement(
             options["placement"],
@@ -208,7 +195,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
     return Costs(**given, release=Release(arguments.release))
 
 
-def gives_costs(arguments: argparse.Namespace) -> bool:
+def _gives_costs(arguments: argparse.Namespace) -> bool:
     """Whether the command line gives any cost."""
     return any(getattr(arguments, name) is not None for name in ("costs", *_OTHER_COSTS))
 
@@ -239,28 +226,11 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     return given
 
 
-def whole_number(text: str) -> int:
-    """An argument that is a whole number, for argparse."""
-    if _WHOLE.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is not a whole number (of at most {_MOST_DIGITS} digits)"
-        )
-    return int(text)
-
-
-def real_number(text: str) -> float:
-    """An argument that is a number, for argparse."""
-    if _REAL.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
-    return float(text)
-
-
 def _placement(given: object, devices: int, chunks: int) -> Placement:
     """`loop`, `vee`, or the device of each stage (`0,1,1,0`)."""
-    if given == "loop":
-        return Placement.loop(devices=devices, chunks=chunks)
-    if given == "vee":
-        return Placement.vee(devices=devices, chunks=chunks)
+    if given in ("loop", "vee"):
+        make = Placement.loop if given == "loop" else Placement.vee
+        return make(devices=devices, chunks=chunks)
     if isinstance(given, tuple) and all(isinstance(device, int) for device in given):
         return Placement.explicit(given, devices=devices)
     raise UsageError(
@@ -271,13 +241,10 @@ def _placement(given: object, devices: int, chunks: int) -> Placement:
 
 def _objective(given: object) -> Objective:
     """`makespan` or `period`."""
-    for objective in Objective:
-        if given == objective.value:
-            return objective
-    raise UsageError(
-        f"--option objective={quoted(given)} must be "
-        f"{' or '.join(objective.value for objective in Objective)}"
-    )
+    known = {objective.value: objective for objective in Objective}
+    if given not in known:
+        raise UsageError(f"--option objective={quoted(given)} must be {' or '.join(known)}")
+    return known[str(given)]
 
 
 def _value(text: str) -> object:
@@ -288,7 +255,7 @@ def _value(text: str) -> object:
     if text.lower() in words:
         return words[text.lower()]
     fields = text.split(",")
-    if not all(_WHOLE.fullmatch(field.strip()) for field in fields):
+    if not all(WHOLE.fullmatch(field.strip()) for field in fields):
         return text
     return int(text) if len(fields) == 1 else tuple(map(int, fields))
 
@@ -308,9 +275,9 @@ def _number(text: str) -> float:
     """An int where it is one, so that whole costs give whole makespans; ValueError for what is not
     a number.
     """
-    if _WHOLE.fullmatch(text.strip()):
+    if WHOLE.fullmatch(text.strip()):
         return int(text)
-    if _REAL.fullmatch(text.strip()):
+    if REAL.fullmatch(text.strip()):
         return float(text)
     raise ValueError(text)
 

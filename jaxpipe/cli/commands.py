@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.bounds import bound_beside
-from ..engine.costs import Cost, Costs
+from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..render import Theme, to_html, to_svg, to_trace
-from ..render.bars import costs_of, number, title_of
+from ..render.bars import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
 from ..schedules import names
 from ..schedules.registry import describe
 from ..table.kinds import KINDS
@@ -27,10 +27,8 @@ from .arguments import (
     UsageError,
     checked,
     file_path,
-    gives_costs,
     is_file,
     load,
-    named,
     read,
     read_costs,
     read_options,
@@ -62,14 +60,8 @@ def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             {
                 "name": e.name,
                 "summary": e.summary,
-                "chunks": {
-                    "natural": e.chunks.natural,
-                    "least": e.chunks.least,
-                    "most": e.chunks.most,
-                },
-                "options": [
-                    {"name": o.name, "default": o.default, "summary": o.summary} for o in e.options
-                ],
+                "chunks": vars(e.chunks),
+                "options": [vars(option) for option in e.options],
                 "doc": e.doc,
             }
             for e in entries
@@ -97,7 +89,7 @@ def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     chosen = arguments.format or _format_of(arguments.output)
     costs = read_costs(arguments)
     with terminal.doing(f"making {arguments.source}"):
-        schedule = load(arguments.source, arguments, costs if gives_costs(arguments) else None)
+        schedule = load(arguments, costs)
         if arguments.transfers and not schedule.has_transfers:
             schedule = add_transfers(schedule, costs=costs)
         text = _writers(arguments, costs)[chosen](schedule)
@@ -113,44 +105,18 @@ def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 
 def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """`jaxpipe simulate`: the numbers of one schedule."""
-    costs = read_costs(arguments)
-    transfers = Transfers(arguments.transfers)
+    costs, transfers = read_costs(arguments), Transfers(arguments.transfers)
     with terminal.doing(f"simulating {arguments.source}"):
-        schedule = load(
-            arguments.source,
-            arguments,
-            costs if gives_costs(arguments) else None,
-            transfers=transfers,
-        )
+        schedule = load(arguments, costs, transfers=transfers)
         t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
-        terminal.write(
-            json.dumps(
-                _timeline_facts(t)
-                | ({} if t.schedule.forward_only else {"lower_bound": bound_beside(t)[0]})
-            )
-        )
+        bound = {} if t.schedule.forward_only else {"lower_bound": bound_beside(t)[0]}
+        terminal.write(json.dumps(_timeline_facts(t) | bound))
         return True
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
-    head = (
-        ("makespan", number(t.makespan)),
-        ("span", number(t.span)),
-        ("bubble", f"{t.bubble:.2%}"),
-    )
-    terminal.write("\n".join(f"{name:<9} {value}" for name, value in head) + "\n")
-    rows = [
-        (
-            str(d),
-            *(number(v) for v in (t.busy[d], sum(t.idle[d]), *t.idle[d])),
-            str(t.peak_activations[d]),
-            number(t.peak_memory[d]),
-        )
-        for d in range(t.schedule.num_devices)
-    ]
-    terminal.table(
-        ("device", "busy", "idle", "warmup", "waiting", "drain", "peak activations", "peak memory"),
-        rows,
-    )
+    head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
+    terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
+    terminal.table(DEVICE_COLUMNS, device_rows(t))
     if not t.schedule.forward_only:
         terminal.write(_gap_words(t))
     return True
@@ -183,12 +149,8 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             {"rule": v.rule, "message": v.message, "device": v.device, "position": v.position}
             for v in error.violations
         ]
-        text = (
-            json.dumps(facts | {"ok": False, "violations": found, "report": str(error)})
-            if arguments.json
-            else str(error)
-        )
-        terminal.write(text)
+        facts |= {"ok": False, "violations": found, "report": str(error)}
+        terminal.write(json.dumps(facts) if arguments.json else str(error))
         return False
     if arguments.json:
         terminal.write(json.dumps(facts | _schedule_facts(schedule) | {"violations": []}))
@@ -244,30 +206,17 @@ def _one_of_many(
     device's part of the model.
     """
     if is_file(source):
-        shape = argparse.Namespace(
-            **(
-                vars(arguments)
-                | {"devices": None, "microbatches": None, "chunks": None, "option": []}
-            )
-        )
-        shape.forward_only = False
-        schedule = load(source, shape, None)
+        schedule = checked(read(source))
     else:
         entry = describe(source)
-        chunks = (
-            entry.chunks.natural
-            if arguments.chunks is None
-            else entry.chunks.nearest(arguments.chunks)
-        )
-        known = {option.name for option in entry.options}
-        own = argparse.Namespace(
-            **(
-                vars(arguments)
-                | {"option": [o for o in arguments.option if o.partition("=")[0] in known]}
-            )
-        )
-        made_for = _shared(costs, 1 / chunks) if gives_costs(arguments) else None
-        schedule = named(source, own, made_for, chunks=chunks)
+        asked, known = arguments.chunks, {option.name for option in entry.options}
+        chunks = entry.chunks.natural if asked is None else entry.chunks.nearest(asked)
+        own = vars(arguments) | {
+            "source": source,
+            "chunks": chunks,
+            "option": [o for o in arguments.option if o.partition("=")[0] in known],
+        }
+        schedule = load(argparse.Namespace(**own), _shared(costs, 1 / chunks))
     share = schedule.num_devices / schedule.num_stages
     return simulate(schedule, _shared(costs, share)), share
 
@@ -290,31 +239,15 @@ def _print_comparison(
     results: list[tuple[Timeline, float]], costs: Costs, terminal: Terminal
 ) -> None:
     best = min(t.makespan for t, _ in results)
-    header = (
-        "schedule",
-        "devices",
-        "microbatches",
-        "chunks",
-        "makespan",
-        "vs best",
-        "bubble",
-        "peak activations",
-    )
+    columns = "schedule,devices,microbatches,chunks,makespan,vs best,bubble,peak activations"
     rows = []
     for t, share in results:
         s = t.schedule
+        shape = map(str, (s.num_devices, s.num_microbatches, s.num_chunks))
         ratio = f"{t.makespan / best:.3f}" if best else "-"
-        shape = (str(s.num_devices), str(s.num_microbatches), str(s.num_chunks))
-        rows.append(
-            (
-                s.name,
-                *shape,
-                number(t.makespan),
-                ratio,
-                f"{t.bubble:.2%}",
-                number(max(t.peak_memory) * share),
-            )
-        )
+        peak = number(max(t.peak_memory) * share)
+        rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
+    header = columns.split(",")
     terminal.table(header, rows, best=(i for i, (t, _) in enumerate(results) if t.makespan == best))
     terminal.write(f"costs and activations of a P-th of the model: {_cost_words(costs)}")
 
@@ -336,15 +269,8 @@ def _shared(costs: Costs, share: float) -> Costs:
     if share == 1:
         return costs
     names = [spec.cost for spec in KINDS if spec.cost is not None] + ["overlap"]
-    times: dict[str, Any] = {
-        name: _part(time, share) for name in names if (time := getattr(costs, name)) is not None
-    }
-    return replace(costs, **times)
-
-
-def _part(cost: Cost, share: float) -> float:
-    assert isinstance(cost, int | float), "compare refuses per-stage costs"
-    return cost * share
+    given: dict[str, Any] = {name: getattr(costs, name) for name in names}
+    return replace(costs, **{name: t * share for name, t in given.items() if t is not None})
 
 
 def _writers(arguments: argparse.Namespace, costs: Costs) -> dict[str, Callable[[Schedule], str]]:
@@ -411,9 +337,5 @@ def _cost_facts(costs: Costs) -> dict[str, Any]:
 
 
 def _cost_words(costs: Costs) -> str:
-    words = [
-        f"{name.replace('_', ' ')} {number(v)}"
-        for name, v in vars(costs).items()
-        if isinstance(v, int | float)
-    ]
-    return ", ".join(words)
+    given = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
+    return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in given)

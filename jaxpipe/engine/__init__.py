@@ -1,4 +1,8 @@
-"""How long a table takes and what it holds: costs, timelines, critical paths, lock-step execution.
+"""How long a table takes and what it holds: one event loop, costs, timelines, critical paths."""
 
-May import `table`.
-"""
+from .simulate import Steps, simulate_steps
+from .timeline import Timeline
+
+__all__ = ["Steps", "Timeline", "simulate_steps"]
+
+IMPORTS = ("errors", "table")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -134,12 +135,22 @@ def _placements(
             Placement.vee(devices=devices, chunks=chunks),
         )
         found = [loop] if chunks == 1 or devices == 1 else [loop, vee]
-    if is_whole(cap) and cap < found[0].num_chunks:
+    if is_whole(cap) and cap < least_activations(found[0]):
         raise ScheduleError(
-            f"max_activations={cap} is less than the {found[0].num_chunks} that one microbatch "
-            "needs on a device"
+            f"max_activations={cap} is less than the {least_activations(found[0])} that one "
+            "microbatch needs on a device: without R, the "
+            "stages of a device wait for their backwards at the same time; give a larger "
+            "max_activations or place fewer stages there"
         )
     return found
+
+
+def least_activations(placement: Placement) -> int:
+    """What one microbatch alone holds on some device before its first backward: of a stage on
+    several devices, it goes through one.
+    """
+    found = [devices[0] for devices in placement.devices_of if len(set(devices)) == 1]
+    return max((found.count(device) for device in set(found)), default=1)
 
 
 def bound_of(shop: JobShop) -> float:
@@ -262,20 +273,8 @@ def cheapest(costs: StageCosts) -> StageCosts:
         )
     first = tuple(min(i, b) for i, b in zip(dgrad, whole, strict=True))
     rest = tuple(min(i + w, b) - f for i, w, b, f in zip(dgrad, wgrad, whole, first, strict=True))
-    return StageCosts(
-        forward=forward,
-        input_grad=first,
-        weight_grad=rest,
-        backward=whole,
-        transfer=costs.transfer,
-        overlap=None,
-        activation=costs.activation,
-        recompute=costs.recompute,
-        checkpoint=costs.checkpoint,
-        last=costs.last,
-        first=costs.first,
-        first_grad=costs.first_grad,
-        last_weight_grad=costs.last_weight_grad,
+    return replace(
+        costs, forward=forward, input_grad=first, weight_grad=rest, backward=whole, overlap=None
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -78,7 +78,7 @@ class Costs:
         faults = (
             []
             if isinstance(self.release, Release)
-            else [f"release is {quoted(self.release)}; it is a jaxpipe.Release"]
+            else [f"release is {quoted(self.release)}; it is a jaxpipe.table.Release"]
         )
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
@@ -198,15 +198,17 @@ class StageCosts:
         name = KINDS[kind].cost
         return None if name is None else getattr(self, name)
 
-    def shortened(self) -> StageCosts:
-        """The same where H does its part of L."""
-        return replace(
-            self,
-            last=tuple(
-                max(0, whole - late)
-                for whole, late in zip(self.last, self.last_weight_grad, strict=True)
-            ),
-        )
+    def shortened(self, kinds: Collection[Kind]) -> StageCosts:
+        """The same for a table with these kinds: of an action, without the part that another does
+        later.
+        """
+        found = self
+        for spec in (KINDS[kind] for kind in kinds):
+            if spec.part_of is not None and spec.cost is not None:
+                whole, name = found.of(spec.part_of), KINDS[spec.part_of].cost
+                pairs = zip(whole or (), found.of(spec.kind) or (), strict=True)
+                found = replace(found, **{str(name): tuple(max(0, w - p) for w, p in pairs)})
+        return found
 
 
 def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:

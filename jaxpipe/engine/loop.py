@@ -192,7 +192,7 @@ def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     """
     stages = table.num_stages
     none = (0,) * stages
-    costs = costs.shortened() if table.defers_last else costs
+    costs = costs.shortened(table.kinds)
     flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
     durations = [flat[k] for k in (table.kind * stages + table.stage).tolist()]
     for i in table.pairs.tolist():

@@ -26,3 +26,5 @@ __all__ = [
     "submodule",
     "submodules",
 ]
+
+IMPORTS = ("arrays", "errors", "layouts", "model")

@@ -12,6 +12,7 @@ from flax import linen as nn
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
+from ..model.model import Model
 from .common import (
     End,
     blocks_per_stage,
@@ -37,16 +38,13 @@ from .linen_parts import (
     streams,
     unboxed_ends,
 )
-from .models import Stages, check_cut, stack_size, stacked_specs
+from .models import FlaxModel, check_cut, named_specs, stack_size, stacked_specs
 
 
 @dataclass(frozen=True)
-class LinenStages(Stages):
-    """A model of linen modules as a pipeline wants it; `Pipeline(**model.functions, schedule=...,
-    mesh=...)`.
-
-    `params` are canonical, leaves of stages [S, blocks of a stage, ...]; `state` are the blocks'
-    other collections (batch_stats), for `Pipeline.place_state`, or {} where there are none.
+class LinenStages(FlaxModel):
+    """A model of linen modules by stages of equal size: leaves of stages are [S, blocks of a stage,
+    ...].
     """
 
     _pattern: int  # blocks of a group; 0 where variables came stacked
@@ -86,6 +84,7 @@ def from_linen(
     rngs: Sequence[str] = ("dropout",),
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,
+    **contract: Any,
 ) -> Any:
     """Make the functions and canonical parameters of a pipeline from linen modules and their
     variables, as they are.
@@ -111,6 +110,7 @@ def from_linen(
         rules: where `nn.with_partitioning` names logical axes, the mesh axis of each (or None).
         stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
             microbatch.  A loss that blocks sow comes so: `call` reads it in `block.variables`.
+        contract: `loss`, `has_metrics` and `frozen`, as `jaxpipe.Model` takes them.
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
@@ -133,6 +133,7 @@ def from_linen(
             rngs=rngs,
             rules=rules,
             stage_loss=stage_loss,
+            contract=contract,
         )
     assert num_stages is not None
     modules, boxed, stack = _blocks(blocks, variables)
@@ -166,18 +167,23 @@ def from_linen(
         params["shared"] = params_of(*shared)
     group = tuple(modules[: max(length, 1)])
     how = {"stateful": bool(jax.tree.leaves(state)), "stage_loss": stage_loss}
-    return LinenStages(
-        stage=_stage(group, call, shared, rngs, per_stage=per_stage, pattern=max(length, 1), **how),
+    model = Model(
+        _stage(group, call, shared, rngs, per_stage=per_stage, pattern=max(length, 1), **how),
         first=None
         if first is None
         else end_function(first, "first", shared, rngs, ("microbatch",), total),
         last=None
         if last is None
         else end_function(last, "last", shared, rngs, ("x", "microbatch"), total + 1),
+        stage_loss=stage_loss,
+        **contract,
+    )
+    return LinenStages(
+        model=model,
         params=params,
         state=state,
-        stage_loss=stage_loss,
-        specs={**specs, "stages": _stage_specs(boxed, length, rules)},
+        specs=named_specs({**specs, "stages": _stage_specs(boxed, length, rules)}),
+        layout=None,
         _pattern=length,
     )
 

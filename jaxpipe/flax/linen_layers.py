@@ -13,6 +13,7 @@ from flax import linen as nn
 
 from ..arrays import PyTree
 from ..layouts.layout import Layout
+from ..model.model import Model
 from .common import End, key_of, letters_of, mesh_specs, wanted, with_keywords
 from .linen_parts import (
     Variables,
@@ -26,14 +27,21 @@ from .linen_parts import (
     streams,
     unboxed_ends,
 )
-from .models import Layers, by_letter, check_stateless, each_end, layer_rows
+from .models import (
+    FlaxModel,
+    by_letter,
+    check_stateless,
+    each_end,
+    layer_rows,
+    letters_with_ends,
+    named_specs,
+)
 
 
 @dataclass(frozen=True)
-class LinenLayers(Layers):
-    """A model of linen modules by letters; `Pipeline(**model.functions, schedule=..., mesh=...)`.
-
-    `params` are canonical: those of stages are {letter: leaves [layers, ...] in model order}.
+class LinenLayers(FlaxModel):
+    """A model of linen modules by letters: parameters of stages are {letter: leaves [layers, ...]
+    in model order}.
     """
 
     _letters: str
@@ -68,6 +76,7 @@ def by_layout(
     rngs: Sequence[str],
     rules: Mapping[str, Any] | None,
     stage_loss: bool,
+    contract: Mapping[str, Any],
 ) -> LinenLayers:
     """`from_linen` with `layout=`: the i-th block is the i-th letter of the layout that is neither
     E nor L.
@@ -94,7 +103,10 @@ def by_layout(
         key: mesh_specs(nn.get_partition_spec(apart(boxed[own[0]])[0]), rules)
         for key, own in members.items()
     }
-    return LinenLayers(layers, layout, params, specs, stage_loss, letters_of(layout))
+    model = Model(
+        layers, layers=letters_with_ends(layout, layers), stage_loss=stage_loss, **contract
+    )
+    return LinenLayers(model, params, {}, named_specs(specs), layout, letters_of(layout))
 
 
 def _layer(

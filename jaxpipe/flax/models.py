@@ -14,50 +14,42 @@ import jax.numpy as jnp
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
+from ..model.model import Model
 from .common import End, is_spec, letters_of, mesh_specs, without_names
 
 _MOST_SHOWN = 4  # shapes in a message
 
 
 @dataclass(frozen=True)
-class Stages:
-    """A model by stages of equal size."""
+class FlaxModel:
+    """A model of flax modules as a pipeline takes it.
 
-    stage: Callable[..., Any]
-    first: Callable[..., Any] | None
-    last: Callable[..., Any] | None
+    Attributes:
+        model: its functions and their loss contract, for `Pipeline`.
+        params: canonical parameters.
+        state: the blocks' other variables (batch statistics), for `Pipeline.place_state`; {} where
+            there are none.
+        specs: sharding metadata of the variables, for `Sharding(specs=)`; None where no variable
+            names an axis.
+        layout: the layers of each stage, for `Pipeline(layout=)`; None with `num_stages=`.
+    """
+
+    model: Model
     params: dict[str, PyTree]
     state: PyTree
-    specs: dict[str, PyTree]  # what the modules' sharding metadata said of parameters
-    stage_loss: bool  # blocks return (x, loss)
-
-    @property
-    def functions(self) -> dict[str, Any]:
-        """What `Pipeline` is given: the functions that there are, and `specs` where variables have
-        sharding metadata.
-        """
-        found: dict[str, Any] = {"stage": self.stage, "first": self.first, "last": self.last}
-        found["stage_loss"] = self.stage_loss or None
-        found["specs"] = None if without_names(self.specs) else self.specs
-        return {name: function for name, function in found.items() if function is not None}
+    specs: dict[str, PyTree] | None
+    layout: Layout | str | None
 
 
-@dataclass(frozen=True)
-class Layers:
-    """A model by letters."""
+def named_specs(specs: dict[str, PyTree]) -> dict[str, PyTree] | None:
+    """The specs, or None where none of them names an axis."""
+    return None if without_names(specs) else specs
 
-    layers: dict[str, Callable[..., Any]]
-    layout: Layout | str
-    params: dict[str, PyTree]
-    specs: dict[str, PyTree]  # what the modules' sharding metadata said of parameters
-    stage_loss: bool  # blocks return (x, loss)
 
-    @property
-    def functions(self) -> dict[str, Any]:
-        """What `Pipeline` is given."""
-        found: dict[str, Any] = {"layers": self.layers, "layout": self.layout}
-        found |= {"stage_loss": True} if self.stage_loss else {}
-        return found | ({} if without_names(self.specs) else {"specs": self.specs})
+def letters_with_ends(layout: Layout | str, layers: Mapping[str, Any]) -> str:
+    """The letters of all layers in model order, as `Model` takes them."""
+    ends = [letter if letter in layers else "" for letter in ("E", "L")]
+    return ends[0] + letters_of(layout) + ends[1]
 
 
 def check_cut(name: str, num_stages: int | None, layout: Layout | str | None) -> None:

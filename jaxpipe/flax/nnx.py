@@ -12,6 +12,7 @@ from flax import nnx
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
+from ..model.model import Model
 from .common import (
     End,
     blocks_per_stage,
@@ -25,7 +26,7 @@ from .common import (
     wanted,
     with_loss,
 )
-from .models import Stages, check_cut, stack_size, stacked_specs
+from .models import FlaxModel, check_cut, named_specs, stack_size, stacked_specs
 from .nnx_layers import by_layout
 from .nnx_parts import (
     Part,
@@ -35,32 +36,20 @@ from .nnx_parts import (
     end_function,
     frozen_paths,
     given_keywords,
+    is_in,
     kind_of,
     pure,
 )
 
 
 @dataclass(frozen=True)
-class NnxStages(Stages):
-    """A model of nnx modules as a pipeline wants it; `Pipeline(**model.functions, schedule=...,
-    mesh=...)`.
-
-    `params` are canonical, leaves of stages [S, blocks of a stage, ...]; `state` are the blocks'
-    other variables (batch statistics), for `Pipeline.place_state`, or {} where there are none.
+class NnxStages(FlaxModel):
+    """A model of nnx modules by stages of equal size: leaves of stages are [S, blocks of a stage,
+    ...].
     """
 
-    frozen: frozenset[str]  # paths of parameters that are not trained
     _parts: dict[str, Part]
     _blocks: tuple[Any, ...]  # one stacked module, or groups of modules
-
-    @property
-    def functions(self) -> dict[str, Any]:
-        """What `Pipeline` is given: the functions that there are, `specs` where variables have
-        sharding metadata, `frozen`.
-        """
-        return super().functions | (
-            {"frozen": lambda path, _leaf: path in self.frozen} if self.frozen else {}
-        )
 
     def to_nnx(self, params: dict[str, PyTree], state: PyTree = None) -> None:
         """Write canonical parameters, and state, into the variables of the modules that the model
@@ -92,6 +81,7 @@ def from_nnx(
     frozen: Any = None,
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,
+    **contract: Any,
 ) -> Any:
     """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as
     they are.
@@ -119,6 +109,7 @@ def from_nnx(
         rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
         stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
             microbatch.  A loss that blocks sow comes so: `call` takes it with `nnx.capture`.
+        contract: `loss` and `has_metrics`, as `jaxpipe.Model` takes them.
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or share a variable.  A step
@@ -146,6 +137,7 @@ def from_nnx(
             frozen=frozen,
             rules=rules,
             stage_loss=stage_loss,
+            contract=contract,
         )
     assert num_stages is not None
     groups, stack = _groups(blocks, num_stages)
@@ -178,19 +170,24 @@ def from_nnx(
     for key, end in (("first", first), ("last", last)):
         if end is not None:
             params.setdefault(key, {})
-    return NnxStages(
-        stage=_stage(parts, call, per_stage, stage_loss=stage_loss),
+    model = Model(
+        _stage(parts, call, per_stage, stage_loss=stage_loss),
         first=None
         if first is None
         else end_function(first, "first", parts, ("microbatch",), total),
         last=None
         if last is None
         else end_function(last, "last", parts, ("x", "microbatch"), total + 1),
+        stage_loss=stage_loss,
+        frozen=is_in(frozen_paths(parts, frozen)),
+        **contract,
+    )
+    return NnxStages(
+        model=model,
         params=params,
         state=state,
-        specs=_specs(parts, rules),
-        stage_loss=stage_loss,
-        frozen=frozen_paths(parts, frozen),
+        specs=named_specs(_specs(parts, rules)),
+        layout=None,
         _parts=parts,
         _blocks=tuple(groups),
     )

@@ -13,8 +13,17 @@ from flax import nnx
 
 from ..arrays import PyTree
 from ..layouts.layout import Layout
+from ..model.model import Model
 from .common import End, key_of, mesh_specs, wanted, with_keywords, with_loss
-from .models import Layers, by_letter, check_stateless, each_end, layer_rows
+from .models import (
+    FlaxModel,
+    by_letter,
+    check_stateless,
+    each_end,
+    layer_rows,
+    letters_with_ends,
+    named_specs,
+)
 from .nnx_parts import (
     Part,
     calling,
@@ -23,28 +32,20 @@ from .nnx_parts import (
     end_function,
     frozen_paths,
     given_keywords,
+    is_in,
     kind_of,
     pure,
 )
 
 
 @dataclass(frozen=True)
-class NnxLayers(Layers):
-    """A model of nnx modules by letters; `Pipeline(**model.functions, schedule=..., mesh=...)`.
-
-    `params` are canonical: those of stages are {letter: leaves [layers, ...] in model order}.
+class NnxLayers(FlaxModel):
+    """A model of nnx modules by letters: parameters of stages are {letter: leaves [layers, ...] in
+    model order}.
     """
 
-    frozen: frozenset[str]  # paths of parameters that are not trained
     _parts: dict[str, Part]
     _blocks: dict[str, tuple[Any, ...]]
-
-    @property
-    def functions(self) -> dict[str, Any]:
-        """What `Pipeline` is given."""
-        return super().functions | (
-            {"frozen": lambda path, _leaf: path in self.frozen} if self.frozen else {}
-        )
 
     def to_nnx(self, params: dict[str, PyTree]) -> None:
         """Write canonical parameters into the variables of the modules that the model was
@@ -72,6 +73,7 @@ def by_layout(
     frozen: Any,
     rules: Mapping[str, Any] | None,
     stage_loss: bool,
+    contract: Mapping[str, Any],
 ) -> NnxLayers:
     """`from_nnx` with `layout=`: the i-th block is the i-th letter of the layout that is neither E
     nor L.
@@ -118,7 +120,14 @@ def by_layout(
         f"stages/{path}" if path.split("/")[0] in own else path
         for path in frozen_paths(parts, frozen)
     )
-    return NnxLayers(layers, layout, params, specs, stage_loss, names, parts, own)
+    model = Model(
+        layers,
+        layers=letters_with_ends(layout, layers),
+        stage_loss=stage_loss,
+        frozen=is_in(names),
+        **contract,
+    )
+    return NnxLayers(model, params, {}, named_specs(specs), layout, parts, own)
 
 
 def _layer(

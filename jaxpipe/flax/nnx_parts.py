@@ -126,6 +126,11 @@ def frozen_paths(parts: dict[str, Part], chosen: Any) -> frozenset[str]:
     )
 
 
+def is_in(paths: frozenset[str]) -> Callable[[str, Any], bool] | None:
+    """Whether a path is one of these; None where there are none."""
+    return (lambda path, _leaf: path in paths) if paths else None
+
+
 def end_function(
     end: End, name: str, parts: dict[str, Part], positional: Sequence[str], index: int
 ) -> Callable[..., Any]:

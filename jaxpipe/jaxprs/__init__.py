@@ -43,3 +43,5 @@ __all__ = [
     "sink",
     "stores_on_host",
 ]
+
+IMPORTS = ()

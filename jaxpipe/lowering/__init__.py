@@ -1,5 +1,5 @@
 """Table -> Program: ticks, segments whose code is shared, exchanges, slots; `plan` runs the passes
 and chooses among candidates.
-
-May import `program`, `engine`, `transforms` and `table`.
 """
+
+IMPORTS = ("engine", "errors", "program", "table", "transforms")

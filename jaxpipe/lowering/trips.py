@@ -19,8 +19,9 @@ from .requirements import equal_rows
 # time.
 _Meeting: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
 
-# Trips of a segment from which on a cycle of different trips is looked for.
-MANY_TRIPS = 64
+
+# Trips by which those that repeat are told apart.
+_AHEAD = 8
 
 
 class Durations(NamedTuple):
@@ -81,7 +82,6 @@ class DeviceTimes(NamedTuple):
     rows: tuple[tuple[NDArray[np.float64], ...], ...]
     which: tuple[list[int], ...]  # for each step, which of its rows is that of each trip
     trips: IntArray  # equal numbers for trips of equal costs
-    flies: bool  # trips leave something to the next
 
     @classmethod
     def of(cls, segment: Segment, durations: Durations, overheads: Overheads) -> DeviceTimes:
@@ -95,102 +95,33 @@ class DeviceTimes(NamedTuple):
         )
         which = [of.tolist() for _, of in ticks]
         trips = equal_rows(np.column_stack([of for _, of in ticks]))
-        return cls(
-            code,
-            rows,
-            tuple(which[step.tick] for step in code.steps),
-            trips,
-            bool(segment.in_flight),
-        )
+        return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips)
 
     def after(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Device times after the segment, from device times before it."""
-        repeats, ahead, cycle = (
-            len(self.trips),
-            _equal_ahead(self.trips).tolist(),
-            _Cycle.of(self.trips),
-        )
-        trip, begun = 0, 0  # the next trip, and the first after those that were skipped
-        before = earlier = time
-        while trip < repeats:
-            if trip == cycle.mark:
-                time, after, cycle = cycle.skip(time, repeats)
-                trip, begun = after, begun if after == trip else after
-                continue
-            earlier, before = before, time
+        unit = max((float(row.max()) for rows in self.rows for row in rows), default=0.0) or 1.0
+        # By device times relative to the last device and some trips ahead: the trip that ended so,
+        # and the times.
+        seen: dict[bytes, tuple[int, NDArray[np.float64]]] = {}
+        trip = 0
+        while trip < len(self.trips):
             lasting = [
                 rows[of[trip]] if rows else None
                 for rows, of in zip(self.rows, self.which, strict=True)
             ]
             time = self.code.trip(time, lasting, is_first=trip == 0)
             trip += 1
-            # Trips of equal costs that moved all devices by the same time will go on doing so; the
-            # first begins with nothing in flight.
-            seen = trip - begun - (self.flies and begun == 0)
-            if seen < 2 or trip == repeats or not (room := min(ahead[trip - 1], cycle.mark - trip)):
-                continue
-            moved, growth = time - before, before - earlier
-            if np.ptp(growth) == 0 and np.array_equal(moved, growth):
-                time = time + moved * room
-                trip, begun = trip + room, trip + room
+            relative = np.round((time - time.max()) / unit, 9) + 0.0
+            key = relative.tobytes() + self.trips[trip : trip + _AHEAD].tobytes()
+            begun, before = seen.get(key, (trip, time))
+            seen[key] = trip, time
+            # Trips that brought devices back to where they were, relative to each other, do so
+            # again: as often as the same trips follow, they need not be run.
+            if length := trip - begun:
+                differs = self.trips[trip:] != self.trips[begun:-length]
+                turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
+                time, trip = time + (time - before) * turns, trip + turns * length
         return self.code.land(time)
-
-
-class _Cycle(NamedTuple):
-    """A steady state of many different trips: each is the one `length` trips before it again, up to
-    `stop`.
-    """
-
-    mark: int  # a trip before which device times are compared with those at the mark before
-    length: int
-    stop: int
-    before: NDArray[np.float64] | None = None  # device times at the mark before
-
-    @classmethod
-    def of(cls, trips: IntArray) -> _Cycle:
-        """That of the trip in the middle; marks that never come where it has none."""
-        never = cls(len(trips), 0, len(trips))
-        middle = len(trips) // 2
-        if len(trips) < MANY_TRIPS:
-            return never
-        for length in (np.flatnonzero(trips[middle + 1 :] == trips[middle]) + 1).tolist():
-            if 3 * length > len(trips):
-                break
-            if length == 1 or not np.array_equal(
-                trips[middle : middle + length], trips[middle + length : middle + 2 * length]
-            ):
-                continue
-            breaks = np.flatnonzero(trips[length:] != trips[:-length])
-            at = int(np.searchsorted(breaks, middle))
-            first, stop = (
-                breaks[at - 1] + 1 if at else 0,
-                breaks[at] if at < len(breaks) else len(trips) - length,
-            )
-            # The first trip of all is like no other: nothing is in flight before it.
-            return cls(max(int(first), 1), length, int(stop) + length)
-        return never
-
-    def skip(
-        self, time: NDArray[np.float64], repeats: int
-    ) -> tuple[NDArray[np.float64], int, _Cycle]:
-        """At the mark: device times after the cycles that can be left out, the trip that is next,
-        and the next mark.
-        """
-        left = (self.stop - self.mark) // self.length
-        if self.before is not None:
-            moved = time - self.before
-            # All devices by the same time, as far as sums of so many numbers can tell.
-            if left and np.ptp(moved) <= 1e-9 * moved.max():
-                return (
-                    time + moved * left,
-                    self.mark + left * self.length,
-                    self._replace(mark=repeats),
-                )
-        return (
-            time,
-            self.mark,
-            self._replace(mark=self.mark + self.length if left else repeats, before=time),
-        )
 
 
 class _Issue(NamedTuple):
@@ -312,14 +243,6 @@ def _forward_first(blocks: Sequence[BlockUse]) -> bool:
     """
     first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
     return first > last or first is Part.FORWARD
-
-
-def _equal_ahead(trips: IntArray) -> IntArray:
-    """For each trip, how many trips after it are equal to it, without a gap."""
-    # the last trip of each run of equal ones
-    last = np.append(np.flatnonzero(trips[1:] != trips[:-1]), len(trips) - 1)
-    every = np.arange(len(trips))
-    return last[np.searchsorted(last, every)] - every
 
 
 def _meeting(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Meeting:

@@ -2,7 +2,22 @@
 timed, or estimated from its flops.
 """
 
-from .layers import measure_layers as measure_layers
-from .memory import traced_memory as traced_memory
-from .peak import Peak as Peak
-from .stages import measure as measure
+from .costs import measure as measure
+from .costs import measure_stages as measure_stages
+from .costs import traced_memory as traced_memory
+from .timing import Peak as Peak
+
+IMPORTS = (
+    "arrays",
+    "engine",
+    "errors",
+    "inspect",
+    "jaxprs",
+    "model",
+    "pipeline",
+    "planner",
+    "schedules",
+    "spmd",
+    "stage",
+    "table",
+)

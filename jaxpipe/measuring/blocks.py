@@ -1,5 +1,5 @@
 """The blocks of a step, traced on one coordinate of the pipe and data axes, each compiled alone as
-the step would.
+the step would, with their seconds.
 """
 
 from __future__ import annotations
@@ -15,94 +15,55 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError, quoted
+from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks, whole_entries
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import prepare
-from ..spmd.entries import StageEntries, auto_axes, compiled_alone, split_entries
-from ..spmd.work_space import Block, outer_blocks, stage_blocks, whole_entries
+from ..spmd.entries import auto_axes, compiled_alone, split_entries
+from ..spmd.mapped import mapped
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
+from ..table.limits import is_whole
+from .timing import Peak, call_of, hop_seconds, timed
 
-_BLOCKS = ("F", "B", "I", "W")
+_WHOLE = PartitionSpec()
+BLOCKS = ("F", "B", "I", "W")
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A step's job, and the model's code on one coordinate of the pipe and data axes.
-
-    `entries` say for each kind of stage how what it has and keeps is split over the devices of that
-    coordinate.
+def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> Step:
+    """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
+    axes are left to it.
     """
-
-    job: Job
-    mesh: Mesh
-    code: ModelCode
-    entries: tuple[StageEntries, ...]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several devices share a stage."""
-        return bool(auto_axes(self.mesh, self.job))
-
-
-def traced(
-    pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
-) -> Traced:
-    """Trace the step, and ask the partitioner where axes are left to it."""
-    jobs: list[Job] = []
-    jax.eval_shape(
-        lambda p, b: pipe._step(p, b, rng, state, lambda job, *_: jobs.append(job)), params, batch
-    )
-    job, mesh = jobs[0], one_coordinate(pipe)
-    told, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
-    code = _retraced(mesh, told, shapes)
-    split = auto_axes(mesh, job)
-    return Traced(
-        job,
-        mesh,
-        code,
-        split_entries(job, mesh, code, shapes[0])
-        if split
-        else tuple(map(whole_entries, code.kinds)),
-    )
+    job = pipe.trace(params, batch, rng=rng, state=state).job
+    mesh = one_coordinate(pipe)
+    job, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
+    code = _retraced(mesh, job, shapes)
+    if auto_axes(mesh, job):
+        return Step(job, mesh, code, split_entries(job, mesh, code, shapes[0]))
+    return Step(job, mesh, code, tuple(map(whole_entries, code.kinds)))
 
 
 def _local_shapes(
     pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
 ) -> tuple[Job, tuple[Any, ...]]:
-    """The job, told the sizes of what is cut, and what one device starts from, as shapes: the
+    """The job with the sizes of what is cut, and shapes of what one device starts from: the
     arguments of `trace_model`.
     """
     found: list[tuple[Job, tuple[Any, ...]]] = []
 
     def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
-        given = prepare(job, p, b, r, s)
-        parts = (
-            given.owned,
-            given.kept,
-            given.shared,
-            given.first,
-            given.last,
-            given.batch,
-            given.rng,
-        )
-        told = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
-        found.append((told, jax.tree.map(shape_of, parts)))
+        start = prepare(job, p, b, r, s)
+        parts = (start.owned, start.kept, start.shared, start.first, start.last, start.batch)
+        sized = job.with_axis({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
+        found.append((sized, jax.tree.map(shape_of, (*parts, start.rng))))
         return ()
 
-    rows, kept, whole = (
-        PartitionSpec(job.data_axes or None),
-        PartitionSpec(job.axis),
-        PartitionSpec(),
-    )
-    specs = (pipe.partition.manual_specs(params), rows, whole, kept)
+    rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+    specs = (pipe.partition.manual_specs(params), rows, _WHOLE, kept)
     axes = {job.axis, *job.data_axes}
-    mapped = jax.shard_map(
-        look, mesh=pipe.mesh, in_specs=specs, out_specs=whole, axis_names=axes, check_vma=False
-    )
-    jax.eval_shape(mapped, params, batch, rng, state)
+    jax.eval_shape(mapped(look, pipe.mesh, axes, specs, _WHOLE), params, batch, rng, state)
     return found[0]
 
 
@@ -116,25 +77,18 @@ def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
         found.append(trace_model(job, *given))
         return ()
 
-    whole = PartitionSpec()
     axes = {job.axis, *job.data_axes}
-    jax.eval_shape(
-        jax.shard_map(
-            look, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False
-        ),
-        shapes,
-    )
+    jax.eval_shape(mapped(look, mesh, axes, _WHOLE, _WHOLE), shapes)
     return found[0]
 
 
-def blocks_of(step: Traced) -> dict[str, Block]:
+def blocks_of(step: Step) -> dict[str, Block]:
     """Every block by name."""
     found: dict[str, Block] = {}
     for number, (kind, entries) in enumerate(zip(step.code.kinds, step.entries, strict=True)):
         pieces = stage_blocks(kind, entries)
-        found |= {f"{name} {number}": pieces[name] for name in _BLOCKS}
-    outer = outer_blocks(step.job, step.code, split=step.is_shared)
-    return found | {block.name: block for block in outer}
+        found |= {f"{name} {number}": pieces[name] for name in BLOCKS}
+    return found | {block.name: block for block in outer_blocks(step)}
 
 
 def one_coordinate(pipe: Pipeline) -> Mesh:
@@ -146,17 +100,14 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     return Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(at))
 
 
-def compile_block(step: Traced, block: Block) -> Any:
+def compile_block(step: Step, block: Block) -> Any:
     """A block compiled by itself, its inputs split as in the step."""
     avals = [var.aval for var in block.jaxpr.invars]
 
     def spec(aval: Any, given: PartitionSpec | None) -> PartitionSpec | None:
         # The partitioner splits no keys.
-        return (
-            PartitionSpec()
-            if not step.is_shared or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-            else given
-        )
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+        return PartitionSpec() if is_key or not step.is_shared else given
 
     inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
     return compiled_alone(step.job, step.mesh, lambda values: run(block.jaxpr, *values), inputs)
@@ -192,3 +143,60 @@ def shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(
         np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"),
+    and bytes of its own arrays.
+    """
+
+    step: Step
+    seconds: Mapping[str, float]
+    temp: Mapping[str, int]
+    unit: str
+
+
+def measure_blocks(
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    rng: Any,
+    state: Any,
+    repeats: int,
+    peak: Peak | None,
+) -> Measured:
+    """Trace the step, compile every block of it alone, and time or estimate each."""
+    is_peak = peak is None or isinstance(peak, Peak)
+    checks = (
+        (isinstance(pipe, Pipeline), f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"),
+        (
+            is_whole(repeats) and repeats >= 1,
+            f"repeats must be at least 1, not {quoted(repeats)}",
+        ),
+        (is_peak, f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"),
+    )
+    faults = [fault for is_right, fault in checks if not is_right]
+    if faults:
+        raise PipelineError.listing("this cannot be measured", faults)
+    step = traced(pipe, params, batch, rng, state)
+    blocks = {
+        name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()
+    }
+    temp = {
+        name: int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+        for name, (compiled, _) in blocks.items()
+    }
+    if peak is not None:
+        seconds = {name: peak.seconds(jaxpr, step.mesh.size) for name, (_, jaxpr) in blocks.items()}
+        boundary = max(map(step.boundary, range(len(step.code.kinds))), default=0)
+        unit = (
+            f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+        )
+        hop = peak.hop(boundary) if pipe.schedule.num_devices > 1 else 0.0
+        return Measured(step, {**seconds, "hop": hop}, temp, unit)
+    runs = {name: call_of(compiled, jaxpr) for name, (compiled, jaxpr) in blocks.items()}
+    seconds = timed(runs, repeats)
+    seconds["hop"] = hop_seconds(pipe, step, repeats)
+    device = pipe.mesh.devices.flat[0]
+    return Measured(step, seconds, temp, f"seconds, measured on {device.device_kind}")

@@ -1,10 +1,11 @@
-"""Seconds of compiled blocks and of a hop to the next device, run in turn."""
+"""Seconds of blocks and of a hop to the next device: run in turn, or estimated for a device."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,10 +16,38 @@ from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves
+from ..inspect.blocks import Step, output_entries
 from ..jaxprs.sizes import nbytes
+from ..jaxprs.work import count_work
 from ..pipeline import Pipeline
-from .blocks import Traced
-from .sizes import output_entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What a device can do at most, for estimates by roofline (Williams et al. 2009): a block takes
+    the longer of compute and memory.
+
+    Args:
+        flops: floating point operations a second.
+        bandwidth: bytes of memory a second.
+        link: bytes a second to the next device of the pipeline; transfers take no time where it is
+            None.
+        latency: seconds of a transfer besides.
+    """
+
+    flops: float
+    bandwidth: float
+    link: float | None = None
+    latency: float = 0.0
+
+    def seconds(self, jaxpr: core.Jaxpr, devices: int) -> float:
+        """Of a block that so many devices share."""
+        work = count_work(jaxpr)
+        return max(work.flops / self.flops, work.bytes / self.bandwidth) / devices
+
+    def hop(self, size: int) -> float:
+        """Of a transfer of so many bytes."""
+        return 0.0 if self.link is None else self.latency + size / self.link
 
 
 def call_of(compiled: Any, jaxpr: core.Jaxpr) -> Callable[[], Any]:
@@ -57,7 +86,7 @@ def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def hop_seconds(pipe: Pipeline, step: Traced, repeats: int) -> float:
+def hop_seconds(pipe: Pipeline, step: Step, repeats: int) -> float:
     """Of a stage's output to the next device of the pipe axis, less the time of the same call that
     sends nothing.
     """

@@ -209,6 +209,31 @@ def _place(call: Callable[..., Any]) -> str:
     )
 
 
+def split_batch(batch: PyTree, count: int) -> PyTree:
+    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
+    )
+
+
+def make_extra(
+    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
+) -> dict[str, PyTree]:
+    """The microbatch's rows of the batch and the context, those of them that are wanted."""
+    extra: dict[str, PyTree] = {}
+    if "microbatch" in wants:
+        extra["microbatch"] = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
+        )
+    if "ctx" in wants:
+        key = (
+            None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
+        )
+        common = None if rng is None else jax.random.fold_in(rng, microbatch)
+        extra["ctx"] = Context(stage, microbatch, key, common)
+    return extra
+
+
 @dataclass(frozen=True)
 class Functions:
     """What a pipeline runs."""
@@ -260,7 +285,7 @@ class Functions:
                 raise PipelineError(
                     'without `first`, a microbatch\'s "x" is the input of the first stage, but '
                     "the batch has none; "
-                    'give a dict with "x", or Pipeline(..., first=function(first_params, '
+                    'give a dict with "x", or Model(..., first=function(first_params, '
                     "microbatch) -> x)"
                 )
             return extra["microbatch"]["x"]
@@ -319,7 +344,7 @@ class Functions:
         own, shared = params
         if self.last is None:
             raise PipelineError(
-                "this pipeline has no `last` function; give Pipeline(..., last=function that "
+                "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
         extra = self._told("last", extra) if self.last.spread else extra
@@ -337,7 +362,7 @@ class Functions:
             raise PipelineError(
                 f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: "
                 "for (loss, metrics) write "
-                "Pipeline(..., has_metrics=True), for (sum, count) write loss=Loss.SUM_OVER_COUNT"
+                "Model(..., has_metrics=True), for (sum, count) write loss=Loss.SUM_OVER_COUNT"
             )
         out = jnp.asarray(out)
         if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):

@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree
 from .mesh import trimmed
+from .packed import Parameter
 from .specs import names_of
 
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """One parameter: dims split over manual axes (gathered once a step, gradients scattered back),
-    and the partitioner's dims.
+    """One placed leaf: dims split over manual axes (gathered once a step, gradients scattered
+    back), and the partitioner's dims.
 
     Dims count from the stage's own first one: the leading axis of devices of a placed stage leaf is
     apart.
@@ -34,6 +35,7 @@ class LeafPlan:
     # (pipe axis, dim) of a share that a spread function works on: never gathered
     cut: tuple[str, int] | None = None
     pinned: bool = False  # the partitioner shall not split what `auto` does not say
+    parameters: tuple[Parameter, ...] = ()  # that are in the leaf
 
     def spec(self, axis: str) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
@@ -107,11 +109,6 @@ class LeafPlan:
         return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
 
 
-def is_plan(value: Any) -> bool:
-    """True for a `LeafPlan` (a leaf of the trees that `Partition.plans` returns)."""
-    return isinstance(value, LeafPlan)
-
-
 def trained(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """The leaves that have a gradient."""
     return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
@@ -130,7 +127,7 @@ def gather(tree: PyTree, plans: PyTree) -> PyTree:
 
 def leaf_plans(plans: PyTree) -> list[LeafPlan]:
     """The plans of a tree, in leaf order."""
-    return jax.tree.leaves(plans, is_leaf=is_plan)
+    return jax.tree.leaves(plans)
 
 
 def reduce_gradients(

@@ -19,7 +19,7 @@ from jax.extend import core
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import flatten
-from .own import owners
+from .leaf_plan import leaf_plans
 from .specs import path_text
 
 # What is done with each parameter alone, by path: the texts of equations.
@@ -46,9 +46,11 @@ def _probe() -> Iterator[None]:
         _probed.reset(token)
 
 
-def check_rules(optimizer: Any, placed: Mapping[str, PyTree], own: Mapping[str, PyTree]) -> None:
+def check_rules(
+    optimizer: Any, placed: Mapping[str, PyTree], own: Mapping[str, PyTree], plans: PyTree
+) -> None:
     """PipelineError for parameters of which the optimizer makes something else where they are
-    placed; all are shapes.
+    placed; all are shapes, with the plans of the placed ones.
 
     What acts on each number alone does the same whatever the shape of an array is, and what spans
     all parameters (clipping by the global norm) meets every number once.  So equations that matter
@@ -62,15 +64,15 @@ def check_rules(optimizer: Any, placed: Mapping[str, PyTree], own: Mapping[str, 
     }
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(dict(placed)),
-        jax.tree.leaves(owners(placed)),
+        leaf_plans(plans),
         strict=True,
     )
     faults = {
         parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} lies in "
         f"{path_text(path)!r} of shape {leaf.shape}, with "
         "which the optimizer does something else"
-        for (path, leaf), lying in leaves
-        for parameter in lying.of
+        for (path, leaf), plan in leaves
+        for parameter in plan.parameters
         if rules[0][path_text(path)] != rules[1][parameter.path]
     }
     if faults:

@@ -1,188 +1,382 @@
-"""Parameters of unlike stages side by side: one chunk of every device, with the names of their
-leaves.
+"""Where the parameters of unlike stages are stored: one chunk of every device, whose leaves share
+arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..arrays import PyTree
-from ..errors import PipelineError
-from .forms import Buffer, Sharing, TreeForm, unlike_paths
+from ..jaxprs import Entry, Part
+from .mesh import jit_on_mesh
 from .places import Place, Places
+from .specs import path_text
+
+
+class Parameter(NamedTuple):
+    """A parameter as the user knows it: its canonical path, "stages/1/w", and its shape without the
+    axis of stages or layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str, shape: Sequence[int], stage: int, *, layered: bool) -> Parameter:
+        """A leaf of a stage's own tree.  The layers of a letter are one parameter, in whatever
+        stacks "t/0/w" and "t/1/w" they are.
+        """
+        if not layered:
+            return cls(
+                "/".join(name for name in ("stages", str(stage), path) if name), tuple(shape)
+            )
+        letter, _, *rest = path.split("/")
+        return cls("/".join(["stages", letter, *rest]), tuple(shape[1:]))
+
+
+@dataclass(frozen=True)
+class TreeForm:
+    """The tree of a stage's parameters, and the name and shape of each leaf among those of the
+    chunk: its path, as a rule.
+    """
+
+    tree: Any
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, params: PyTree) -> TreeForm:
+        """Read off a stage's own parameters (arrays or shapes)."""
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return cls(
+            jax.tree.structure(params),
+            tuple(path_text(path) for path, _ in leaves),
+            tuple(tuple(np.shape(leaf)) for _, leaf in leaves),
+        )
+
+    @cached_property
+    def tree_paths(self) -> tuple[str, ...]:
+        """The path of each leaf in the tree."""
+        return tuple(path for path, number in self._numbered if number is not None)
+
+    @cached_property
+    def _numbered(self) -> list[tuple[str, Any]]:
+        """Paths of the tree, those where it holds None too, and the number of the leaf."""
+        numbers = jax.tree.unflatten(self.tree, range(len(self.paths)))
+        found = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=lambda node: node is None)
+        return [(path_text(path), number) for path, number in found]
+
+    def parameters(self, stage: int, *, layered: bool) -> list[Parameter]:
+        """The parameters of a stage of this form, in the order of its leaves."""
+        return [
+            Parameter.of(path, shape, stage, layered=layered)
+            for path, shape in zip(self.tree_paths, self.shapes, strict=True)
+        ]
+
+    def gaps(self, stage: int, *, layered: bool) -> list[str]:
+        """The paths at which a stage of this form holds None."""
+        return [
+            Parameter.of(path, (), stage, layered=layered).path
+            for path, number in self._numbered
+            if number is None
+        ]
+
+
+class Group(Enum):
+    """Leaves of which some share a buffer."""
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
+    STATE = "state"
+    ALONE = "alone"  # each by itself
+
+
+class InBuffer(NamedTuple):
+    """How a leaf is kept in a buffer: with others of its group, cut into the parts that the
+    partitioner makes of it.
+    """
+
+    group: Group
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def axes(self) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """The mesh axes of each dim that is split, and how many parts they make: alike in all
+        leaves of a buffer.
+        """
+        return tuple((part.axes, part.count) for part in self.parts)
+
+
+class Buffer(NamedTuple):
+    """An array that holds leaves one after the other, as many as the device has that needs most
+    room.
+
+    The array is [parts, ..., size], with a dim for each that the partitioner splits: each of its
+    devices has its part of every leaf.
+    """
+
+    name: str
+    size: int  # of each part
+    paths: tuple[str, ...]
+    kept: tuple[InBuffer, ...]  # by path; of one group and the same axes
+    pinned: bool = False  # there are axes that the partitioner may split over
+
+    @property
+    def group(self) -> Group:
+        """What the leaves have in common."""
+        return self.kept[0].group
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of one device's array."""
+        return (*(count for _, count in self.kept[0].axes), self.size)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the partitioner splits the array."""
+        return PartitionSpec(*(axes for axes, _ in self.kept[0].axes), None)
+
+    def places(self, form: TreeForm, *, pinned: bool = False) -> dict[str, Place]:
+        """Where each leaf of a stage is, in the order of the array, whose number is left open.
+
+        Matrices, whose sizes are round, come before vectors, so that they begin at round addresses.
+        `pinned`: in a program that tells the partitioner how it splits them.
+        """
+        shapes = dict(zip(form.paths, form.shapes, strict=True))
+        entries = {
+            path: Entry(shapes[path], kept.parts)
+            for path, kept in zip(self.paths, self.kept, strict=True)
+            if path in shapes
+        }
+        found, start = {}, 0
+        for path in sorted(entries, key=lambda path: (-entries[path].length, path)):
+            entry = entries[path]
+            found[path] = Place(0, entry.shape, True, start, entry.parts, pinned and self.pinned)
+            start += entry.length
+        return found
+
+    def row(self, places: Sequence[Place], values: Sequence[Any]) -> Any:
+        """One device's array."""
+        if is_missing(values[0]):
+            return values[0]
+        parts = [
+            place.entry.ravel(place.entry.pack(jnp.asarray(value)))
+            for place, value in zip(places, values, strict=True)
+        ]
+        row = jnp.concatenate(parts, axis=-1)
+        return jnp.pad(row, [*((0, 0) for _ in row.shape[1:]), (0, self.size - row.shape[-1])])
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Where the leaves of unlike stages are stored that share a chunk: each in the array of its
+    name, or in a buffer.
+
+    The arrays of all devices have one shape, so a leaf whose shape differs is in a buffer.
+    """
+
+    forms: tuple[TreeForm | None, ...]  # by device; None where the chunk is empty
+    buffers: tuple[Buffer, ...] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The arrays."""
+        found = {path for form in self.forms if form is not None for path in form.paths}
+        found -= {path for buffer in self.buffers for path in buffer.paths}
+        return tuple(sorted(found | {buffer.name for buffer in self.buffers}))
+
+    def of(self, name: str) -> Buffer | None:
+        """The buffer of this name; None for the array of one leaf."""
+        return next((buffer for buffer in self.buffers if buffer.name == name), None)
+
+    @property
+    def separate(self) -> ChunkLayout:
+        """An array for each leaf; leaves of one name but of unlike shapes get names of their
+        own.
+        """
+        shapes = [() if form is None else form.shapes for form in self.forms]
+        return ChunkLayout(with_distinct_names(self.forms, shapes))
+
+    def places(self, form: TreeForm, *, pinned: bool = False) -> Places:
+        """Where each leaf of a stage is stored among the arrays (`pinned`: see `Buffer.places`)."""
+        at = {name: i for i, name in enumerate(self.names)}
+        found = {
+            path: place._replace(at=at[buffer.name])
+            for buffer in self.buffers
+            for path, place in buffer.places(form, pinned=pinned).items()
+        }
+        return tuple(
+            found[path] if path in found else Place(at[path], shape, False)
+            for path, shape in zip(form.paths, form.shapes, strict=True)
+        )
+
+    def values(self, form: TreeForm, rows: dict[str, Any], *, pinned: bool = False) -> list[Any]:
+        """A stage's leaves out of one device's arrays; what is missing there is missing here."""
+        arrays = [rows[name] for name in self.names]
+        return [
+            arrays[place.at] if is_missing(arrays[place.at]) else place.take(arrays[place.at])
+            for place in self.places(form, pinned=pinned)
+        ]
+
+    def rows(
+        self, form: TreeForm, values: Sequence[Any], *, pinned: bool = False
+    ) -> dict[str, Any]:
+        """The inverse: those of one device's arrays in which the stage has leaves."""
+        own = dict(zip(form.paths, values, strict=True))
+        for buffer in self.buffers:
+            places = buffer.places(form, pinned=pinned)
+            mine = [own.pop(path) for path in places]
+            if places:
+                own[buffer.name] = buffer.row([*places.values()], mine)
+        return own
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Packed:
-    """One chunk of every device: leaves [P, ...] by path, "dense/kernel", and what each device's
-    part of them is.
+    """One chunk of every device: arrays [P, ...] by name, and where each device's leaves are in
+    them.
 
-    A leaf has the shape that the stages give it, zero for devices whose stage has none; where they
-    give it unlike shapes it is raveled and as long as the longest.  What lies in a buffer has no
-    leaf of its own: the buffer has, and the leaves of a device lie in it one after the other.  It
-    is a tree of its leaves, so optimizers, norms and casts work on it as on any other.
+    It is a tree of its arrays, so optimizers, norms and casts work on it as on any other.
     """
 
     leaves: dict[str, Any]
-    forms: tuple[TreeForm | None, ...]  # by device; None where the chunk is empty
-    buffers: tuple[Buffer, ...] = ()
+    layout: ChunkLayout
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], Any]:
-        """Leaves in the order of their paths."""
-        names = sorted(self.leaves)
-        return [(DictKey(name), self.leaves[name]) for name in names], (
-            tuple(names),
-            self.forms,
-            self.buffers,
-        )
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], ChunkLayout]:
+        """Arrays in the order of their names."""
+        return [(DictKey(name), self.leaves[name]) for name in self.layout.names], self.layout
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Sequence[Any]) -> Packed:
+    def tree_unflatten(cls, layout: ChunkLayout, children: Sequence[Any]) -> Packed:
         """The inverse."""
-        names, forms, buffers = aux
-        return cls(dict(zip(names, children, strict=True)), forms, buffers)
+        return cls(dict(zip(layout.names, children, strict=True)), layout)
 
-    def places(self, form: TreeForm, *, pinned: bool = False) -> Places:
-        """Where each leaf of a stage lies among these leaves, in the order of their paths
-        (`pinned`: see `Buffer.entries`).
-        """
-        at = {name: i for i, name in enumerate(sorted(self.leaves))}
-        flat = unlike_paths([form for form in self.forms if form is not None])
-        found: dict[str, Place] = {}
-        for buffer in self.buffers:
-            starts = buffer.starts(form)
-            for path, entry in buffer.entries(form, pinned=pinned).items():
-                found[path] = Place(
-                    at[buffer.name], entry.shape, True, starts[path], entry.parts, entry.pinned
-                )
-        return tuple(
-            found[path] if path in found else Place(at[path], shape, path in flat)
-            for path, shape in zip(form.paths, form.shapes, strict=True)
-        )
-
-    def of_form(self, form: TreeForm) -> list[Any]:
-        """For each leaf of a stage, the leaf in which it lies."""
-        leaves = [self.leaves[name] for name in sorted(self.leaves)]
-        return [leaves[place.at] for place in self.places(form)]
+    @classmethod
+    def of(cls, stages: Sequence[PyTree | None], layout: ChunkLayout) -> Packed:
+        """The stages of one chunk, by device; a leaf may be missing, where it is so in all."""
+        rows = [
+            {} if form is None else layout.rows(form, form.tree.flatten_up_to(stage))
+            for stage, form in zip(stages, layout.forms, strict=True)
+        ]
+        return cls({name: _stack([row.get(name) for row in rows]) for name in layout.names}, layout)
 
     def stage(self, device: int) -> PyTree:
-        """One device's own parameters, out of leaves [P, ...]."""
-        form = self.forms[device]
+        """One device's own parameters."""
+        form = self.layout.forms[device]
         assert form is not None
-        return jax.tree.unflatten(
-            form.tree, self.take(form, jax.tree.map(lambda leaf: leaf[device], self.leaves))
-        )
-
-    def take(self, form: TreeForm, own: dict[str, Any], *, pinned: bool = False) -> list[Any]:
-        """A stage's leaves out of one device's; None where there is none."""
-        leaves = [own[name] for name in sorted(own)]
-        return [
-            None if leaves[place.at] is None else place.take(leaves[place.at])
-            for place in self.places(form, pinned=pinned)
-        ]
+        rows = jax.tree.map(lambda leaf: leaf[device], self.leaves)
+        return jax.tree.unflatten(form.tree, self.layout.values(form, rows))
 
 
-def pack(
-    stages: Sequence[PyTree | None], numbers: Sequence[int], sharing: Sharing | None = None
-) -> Packed:
-    """The stages of one chunk, by device; PipelineError where a path has leaves of different
-    dtypes.
+def is_missing(node: PyTree) -> bool:
+    """What is in the place of a leaf that a mask took out, or that is frozen."""
+    return not jax.tree.leaves(node)
+
+
+def _stack(rows: Sequence[Any]) -> Any:
+    """The array of all devices; those without a row get zeros."""
+    have = [row for row in rows if not is_missing(row)]
+    if not have:
+        return next((row for row in rows if row is not None), None)
+    zeros = jnp.zeros_like(have[0])
+    return jnp.stack([zeros if is_missing(row) else jnp.asarray(row) for row in rows])
+
+
+def with_distinct_names(
+    forms: Sequence[TreeForm | None], kinds: Sequence[Sequence[Any]]
+) -> tuple[TreeForm | None, ...]:
+    """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are
+    those of each form's leaves.
     """
-    if sharing is None:
-        forms = tuple(None if stage is None else TreeForm.of(stage) for stage in stages)
-    else:
-        forms = sharing.named(stages, numbers)
-    dtypes = _dtypes(forms, stages)
-    return _packed(
-        stages, forms, () if sharing is None else sharing.buffers(forms, numbers, dtypes)
-    )
-
-
-def pack_like(stages: Sequence[PyTree | None], like: Packed) -> Packed:
-    """The stages of one chunk packed as others were; a leaf may be None, where it is so in all
-    stages.
-    """
-    return _packed(stages, like.forms, like.buffers)
-
-
-def _packed(
-    stages: Sequence[PyTree | None], forms: tuple[TreeForm | None, ...], buffers: tuple[Buffer, ...]
-) -> Packed:
-    flat = unlike_paths([form for form in forms if form is not None])
-    apart: dict[str, list[Any]] = {}
-    rows: dict[str, list[Any]] = {buffer.name: [None] * len(stages) for buffer in buffers}
-    for device, (stage, form) in enumerate(zip(stages, forms, strict=True)):
-        if form is None:
-            continue
-        own = dict(zip(form.paths, form.tree.flatten_up_to(stage), strict=True))
-        for buffer in buffers:
-            rows[buffer.name][device] = buffer_row(
-                buffer, form, {path: own.pop(path) for path in buffer.starts(form)}
-            )
-        for path, leaf in own.items():
-            apart.setdefault(path, [None] * len(stages))[device] = (
-                leaf if leaf is None or path not in flat else jnp.ravel(leaf)
-            )
-    found = {path: _stack(leaves) for path, leaves in apart.items()}
-    return Packed(
-        found | {buffer.name: _stack(rows[buffer.name]) for buffer in buffers}, forms, buffers
-    )
-
-
-def _dtypes(forms: Sequence[TreeForm | None], stages: Sequence[PyTree | None]) -> dict[str, Any]:
-    """The dtype of each path; PipelineError where stages give it several."""
     found: dict[str, list[Any]] = {}
-    for form, stage in zip(forms, stages, strict=True):
-        for path, leaf in zip(
-            () if form is None else form.paths, jax.tree.leaves(stage), strict=True
-        ):
-            found.setdefault(path, []).append(jax.typeof(leaf).dtype)
-    faults = [
-        f"parameters {path!r} of stages that share a chunk are "
-        f"{' and '.join(sorted({str(d) for d in dtypes}))}; give them one dtype"
-        for path, dtypes in found.items()
-        if len(set(dtypes)) > 1
-    ]
-    if faults:
-        raise PipelineError("\n".join(faults), tuple(faults))
-    return {path: dtypes[0] for path, dtypes in found.items()}
+    for form, own in zip(forms, kinds, strict=True):
+        for name, kind in zip(() if form is None else form.paths, own, strict=True):
+            if kind not in found.setdefault(name, []):
+                found[name].append(kind)
+    mark = " "
+    while any(f"{mark}(" in name for name in found):
+        mark += " "
 
+    def renamed(name: str, kind: Any) -> str:
+        at = found[name].index(kind)
+        return f"{name}{mark}({at + 1})" if at else name
 
-def _stack(leaves: Sequence[Any]) -> Any:
-    """Leaves of one path, by device; devices without one get zeros, shorter ones are filled up."""
-    have = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
-    if not have:
-        return None
-    shape = max(leaf.shape for leaf in have)
-    full = [
-        jnp.zeros(shape, have[0].dtype) if leaf is None else jnp.asarray(leaf) for leaf in leaves
-    ]
-    return jnp.stack(
-        [
-            jnp.pad(leaf, (0, shape[0] - leaf.shape[0])) if leaf.shape != shape else leaf
-            for leaf in full
-        ]
+    return tuple(
+        None if form is None else replace(form, paths=tuple(map(renamed, form.paths, own)))
+        for form, own in zip(forms, kinds, strict=True)
     )
 
 
-def buffer_row(buffer: Buffer, form: TreeForm, own: dict[str, Any], *, pinned: bool = False) -> Any:
-    """One device's leaves by path, raveled, one after the other; None where they are, or where it
-    has none.
+def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -> PyTree:
+    """The chunk in another layout of the same stages; each device moves its own leaves.
+
+    What the partitioner splits is split as it says before and after: nothing is exchanged inside,
+    where devices do unlike things.
     """
-    entries = buffer.entries(form, pinned=pinned)
-    have = [
-        (entries[path], jnp.asarray(own[path]))
-        for path in buffer.starts(form)
-        if own[path] is not None
-    ]
-    if not have:
-        return None
-    row = jnp.concatenate([entry.ravel(entry.pack(leaf)) for entry, leaf in have], axis=-1)
-    return jnp.pad(row, [*((0, 0) for _ in row.shape[1:]), (0, buffer.size - row.shape[-1])])
+    if not isinstance(chunk, Packed) or layout is None or chunk.layout == layout:
+        return chunk
+    before = chunk.layout
+    pairs = list(zip(before.forms, layout.forms, strict=True))
+    kinds = list(dict.fromkeys(pairs))
+    number = jnp.array([kinds.index(pair) for pair in pairs])
+
+    def moved(pair: tuple[TreeForm | None, TreeForm | None], own: dict[str, Any]) -> dict[str, Any]:
+        old, new = pair
+        if old is None or new is None:
+            return {}
+        return layout.rows(new, before.values(old, own, pinned=True), pinned=True)
+
+    def split(rows: dict[str, Any], specs: dict[str, PartitionSpec]) -> dict[str, Any]:
+        return {
+            name: lax.with_sharding_constraint(row, specs[name])
+            if name in specs and not is_missing(row)
+            else row
+            for name, row in rows.items()
+        }
+
+    def one(leaves: PyTree) -> PyTree:
+        own = split(jax.tree.map(lambda leaf: leaf[0], leaves), _splits(before, layout))
+        like: dict[str, Any] = {}
+        for pair in kinds:
+            like |= jax.eval_shape(partial(moved, pair), own)
+
+        def full(pair: tuple[TreeForm | None, TreeForm | None], own: dict[str, Any]) -> PyTree:
+            zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), like)
+            return zeros | moved(pair, own)
+
+        found = lax.switch(
+            number[lax.axis_index(axis)], [partial(full, pair) for pair in kinds], own
+        )
+        return jax.tree.map(lambda leaf: leaf[None], split(found, _splits(layout, before)))
+
+    spec = PartitionSpec(axis)
+    mapped = jax.shard_map(
+        one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={axis}, check_vma=False
+    )
+    return Packed(jit_on_mesh(mesh, mapped)(chunk.leaves), layout)
+
+
+def _splits(layout: ChunkLayout, other: ChunkLayout) -> dict[str, PartitionSpec]:
+    """How the partitioner splits one device's arrays that are buffers in this or in the other
+    layout.
+    """
+    found: dict[str, PartitionSpec] = {}
+    for old, new in zip(other.forms, layout.forms, strict=True):
+        if old is not None and new is not None:
+            names = dict(zip(old.paths, new.paths, strict=True))
+            for buffer in other.buffers:
+                places = buffer.places(old).items() if buffer.pinned else ()
+                found |= {names[path]: place.entry.spec for path, place in places}
+    return found | {buffer.name: buffer.spec for buffer in layout.buffers if buffer.pinned}

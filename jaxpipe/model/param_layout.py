@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,11 +16,11 @@ import numpy as np
 from ..arrays import PyTree, array_faults
 from ..errors import PipelineError
 from ..table.placement import Placement
-from .forms import Sharing, TreeForm
 from .layers import LayerMap
-from .packed import Packed, pack, pack_like
-from .placed import Chunks, Home
-from .places import Places
+from .packed import Packed, TreeForm
+from .placed import Chunks, StageOwners
+from .places import Place, Places
+from .sharing import Sharing
 
 OUTER = ("first", "last", "shared")
 
@@ -67,38 +67,38 @@ class ParamLayout:
         return int(not self.unlike or self.layers is not None) + self.stacks
 
     @cached_property
-    def home(self) -> Home:
+    def owners(self) -> StageOwners:
         """What placed trees say that they are for."""
-        return Home(self.owned, () if self.layers is None else self.layers.stages)
+        return StageOwners(self.owned, () if self.layers is None else self.layers.stages)
 
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
-        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
+        return self.owners.stage_at(chunk)
 
     def replicas(self) -> tuple[tuple[int, int, int, int], ...]:
         """(owner, owner's chunk, holder, holder's chunk) for every further copy of a stage."""
         found = []
         for stage, devices in enumerate(self.placement.devices_of):
+            chunk, owner = self.where(stage)
             # The middle stage of an odd bidirectional pipeline lists one device twice.
-            for holder in dict.fromkeys(d for d in devices[1:] if d != devices[0]):
-                owner_chunk = self.owned[devices[0]].index(stage)
-                found.append(
-                    (devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder))
-                )
+            for holder in dict.fromkeys(d for d in devices[1:] if d != owner):
+                found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
     def place_stages(
-        self, stages: PyTree, sharing: Sharing | None = None, like: Chunks | None = None
+        self,
+        stages: PyTree,
+        sharing: Sharing | None = None,
+        like: Sequence[PyTree] | None = None,
     ) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
         chunk are zero.
 
-        Unlike stages share buffers as `sharing` says, or as those do that `like` holds.
+        Unlike stages are laid out as `sharing` says, or as the placed ones in `like`.
         """
         if self.unlike:
-            return self._place_unlike(
-                stages if self.layers is None else self.layers.split(stages), sharing, like
-            )
+            trees = stages if self.layers is None else self.layers.split(stages)
+            return self.place_trees(trees, sharing, like)
 
         def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
             if stage_of == tuple(range(np.shape(leaf)[0])):
@@ -111,107 +111,96 @@ class ParamLayout:
             there = np.array([s >= 0 for s in stage_of]).reshape((-1,) + (1,) * (leaf.ndim - 1))
             return jnp.where(there, taken, jnp.zeros_like(taken))
 
-        placed = [self.stage_at(v) for v in range(self.num_owned)]
         return Chunks(
-            (jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages) for at in placed), self.home
+            (
+                jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages)
+                for at in map(self.stage_at, range(self.num_owned))
+            ),
+            self.owners,
         )
 
-    def _place_unlike(
-        self, trees: Sequence[PyTree], sharing: Sharing | None, like: Chunks | None
+    def place_trees(
+        self,
+        trees: Sequence[PyTree],
+        sharing: Sharing | None = None,
+        like: Sequence[PyTree] | None = None,
     ) -> Chunks:
-        numbers = [self.stage_at(v) for v in range(self.num_owned)]
-        chunks = [[None if s < 0 else trees[s] for s in at] for at in numbers]
-        if like is None:
-            return Chunks(
-                (pack(chunk, at, sharing) for chunk, at in zip(chunks, numbers, strict=True)),
-                self.home,
-            )
-        return Chunks(
-            (pack_like(chunk, old) for chunk, old in zip(chunks, like, strict=True)), self.home
+        """A tree for each stage -> placed ones (see `place_stages`)."""
+        if not self.unlike:
+            return self.place_stages(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
+        chunks = self._by_chunk(trees)
+        layouts = (
+            [
+                (sharing or Sharing()).layout(chunk, self.stage_at(v))
+                for v, chunk in enumerate(chunks)
+            ]
+            if like is None
+            else [chunk.layout for chunk in like]
         )
+        return Chunks(map(Packed.of, chunks, layouts), self.owners)
+
+    def _by_chunk(self, trees: Sequence[PyTree]) -> list[list[PyTree | None]]:
+        """The stages' trees by chunk and device."""
+        return [
+            [None if s < 0 else trees[s] for s in self.stage_at(v)] for v in range(self.num_owned)
+        ]
 
     def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
         """The inverse of `place_stages`."""
         if self.unlike:
-            where = {
-                s: (v, d)
-                for v in range(self.num_owned)
-                for d, s in enumerate(self.stage_at(v))
-                if s >= 0
-            }
-            trees = [
-                placed[v].stage(d) for v, d in (where[s] for s in range(self.placement.num_stages))
-            ]
+            trees = [self.of_stage(s, placed) for s in range(self.placement.num_stages)]
             return trees if self.layers is None else self.layers.join(trees)
-        devices = self.placement.num_devices
-        rows = {
-            s: v * devices + d
-            for v in range(self.num_owned)
-            for d, s in enumerate(self.stage_at(v))
-            if s >= 0
-        }
-        order = np.array([rows[s] for s in range(self.placement.num_stages)])
+        where = map(self.where, range(self.placement.num_stages))
+        order = np.array([v * self.placement.num_devices + d for v, d in where])
         return jax.tree.map(
             lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed
         )
 
-    def of_stage(self, stage: int, placed: tuple[PyTree, ...]) -> PyTree:
+    def where(self, stage: int) -> tuple[int, int]:
+        """The chunk and the device that hold a stage's parameters."""
+        device = self.placement.devices_of[stage][0]
+        return self.owned[device].index(stage), device
+
+    def of_stage(self, stage: int, placed: Sequence[PyTree]) -> PyTree:
         """One stage's own tree out of placed ones."""
-        device = self.placement.devices_of[stage][0]
-        chunk = placed[self.owned[device].index(stage)]
-        return (
-            chunk.stage(device)
-            if isinstance(chunk, Packed)
-            else jax.tree.map(lambda leaf: leaf[device], chunk)
-        )
+        v, device = self.where(stage)
+        if isinstance(placed[v], Packed):
+            return placed[v].stage(device)
+        return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
-    def place_trees(self, trees: Sequence[PyTree], like: Chunks | None = None) -> Chunks:
-        """A tree for each stage -> placed ones, unlike stages as those in `like` are."""
-        if self.unlike:
-            return self._place_unlike(trees, None, like)
-        return self.place_stages(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
+    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm:
+        """What a stage has of its owned chunk, given chunks on one device (leaves without the axis
+        of devices).
+        """
+        v, device = self.where(stage)
+        if not isinstance(chunks[v], Packed):
+            return TreeForm.of(chunks[v])
+        form: TreeForm = chunks[v].layout.forms[device]
+        return form
 
-    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm | None:
-        """What a stage has of its owned chunk; None where stages are alike."""
-        device = self.placement.devices_of[stage][0]
-        chunk = chunks[self.owned[device].index(stage)]
-        return chunk.forms[device] if isinstance(chunk, Packed) else None
+    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places:
+        """Where a stage's leaves are among those of a chunk."""
+        form = self.form_of(stage, chunks)
+        if isinstance(chunks[chunk], Packed):
+            found: Places = chunks[chunk].layout.places(form, pinned=True)
+            return found
+        return tuple(Place(i, shape, flat=False) for i, shape in enumerate(form.shapes))
+
+    def leaves_of(self, stage: int, chunks: Sequence[PyTree]) -> list[Any]:
+        """What trees like owned chunks hold for the leaves of one stage, in its own order."""
+        v, _ = self.where(stage)
+        leaves = jax.tree.leaves(chunks[v])
+        return [leaves[place.at] for place in self.places(stage, chunks, v)]
 
     def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
-        """One stage's own tree of shapes, given each owned chunk on one device (leaves without the
-        axis of devices).
-        """
+        """One stage's own tree of shapes, given each owned chunk on one device."""
         if not owned:
             return ()
-        chunk, form = (
-            owned[self.owned[self.placement.devices_of[stage][0]].index(stage)],
-            self.form_of(stage, owned),
+        form = self.form_of(stage, owned)
+        leaves = zip(form.shapes, self.leaves_of(stage, owned), strict=True)
+        return jax.tree.unflatten(
+            form.tree, [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in leaves]
         )
-        if form is None:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
-        leaves = [
-            jax.ShapeDtypeStruct(shape, leaf.dtype)
-            for shape, leaf in zip(form.shapes, chunk.of_form(form), strict=True)
-        ]
-        return jax.tree.unflatten(form.tree, leaves)
-
-    def leaves_of(
-        self, stage: int, chunks: Sequence[PyTree], is_leaf: Callable[[Any], bool]
-    ) -> list[Any]:
-        """What trees like owned chunks hold for the leaves of one stage, in its own order."""
-        chunk, form = (
-            chunks[self.owned[self.placement.devices_of[stage][0]].index(stage)],
-            self.form_of(stage, chunks),
-        )
-        if form is None:
-            return jax.tree.leaves(chunk, is_leaf=is_leaf)
-        found: list[Any] = chunk.of_form(form)
-        return found
-
-    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
-        """Where a stage's leaves lie in those of a chunk; None where stages are alike."""
-        form = self.form_of(stage, chunks)
-        return None if form is None else chunks[chunk].places(form, pinned=True)
 
     def faults(self, stages: PyTree) -> list[str]:
         """What is wrong with the canonical parameters, or state, of the stages."""

@@ -5,25 +5,25 @@ over the pipe axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import Part
-from .forms import Buffer, Group, Lie, Own, Sharing
-from .leaf_plan import LeafPlan, is_plan
-from .own import Owners, gaps, owners
-from .packed import Packed
+from .leaf_plan import LeafPlan, leaf_plans
+from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .placed import Chunks
+from .sharing import Sharing, by_name
 from .specs import Patterns, by_path, holds, names_of, path_text, spec_faults
-from .spread import Cuts
+from .spread import Cuts, bare, is_padded
 
 
 @dataclass(frozen=True)
@@ -52,39 +52,29 @@ class Partition:
             for key in self._given
             if key not in params
         ]
-        lying = owners(params)
-        found = {key: self._tree(key, tree, lying[key], faults) for key, tree in params.items()}
-        faults += self._unused(params, lying)
+        found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
+        faults += self._unused(params, found)
         if faults:
             raise PipelineError.listing("these specs do not fit", faults)
         return found
 
     def dtype_faults(self, params: Mapping[str, PyTree]) -> list[str]:
         """Placed parameters (shapes) that are trained and have no gradient, by their dtype."""
-        paths = jax.tree_util.tree_leaves_with_path(dict(params))
-        plans = jax.tree.leaves(self.plans(params), is_leaf=is_plan)
-        odd = [
-            (path_text(path), leaf.dtype)
-            for (path, leaf), plan in zip(paths, plans, strict=True)
-            if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-        ]
+        leaves = jax.tree_util.tree_leaves_with_path(dict(params))
         return [
-            f"parameter {name!r} is {dtype}; parameters that are trained must be floating: put "
-            "other arrays in the batch, or name "
-            "them in frozen="
-            for name, dtype in odd
+            f"parameter {path_text(path)!r} is {leaf.dtype}; parameters that are trained must be "
+            "floating: put other arrays in the batch, or name them in frozen="
+            for (path, leaf), plan in zip(leaves, leaf_plans(self.plans(params)), strict=True)
+            if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
 
     def frozen_faults(self, params: Mapping[str, PyTree]) -> list[str]:
         """Expressions of frozen= that are found in the path of none of the placed parameters."""
         if not isinstance(self.frozen, Patterns):
             return []
+        plans = leaf_plans(self.plans(params))
         return self.frozen.faults(
-            list(
-                dict.fromkeys(
-                    own.path for found in jax.tree.leaves(owners(params)) for own in found.of
-                )
-            )
+            list(dict.fromkeys(own.path for plan in plans for own in plan.parameters))
         )
 
     @cached_property
@@ -116,60 +106,96 @@ class Partition:
             None,
         )
 
-    def _unused(self, params: Mapping[str, PyTree], lying: Mapping[str, PyTree]) -> list[str]:
+    def _unused(self, params: Mapping[str, PyTree], plans: Mapping[str, PyTree]) -> list[str]:
         """Specs of what there is not."""
         found = []
         for key, given in self._given.items():
-            names = list(
-                dict.fromkeys(
-                    self._name(own.path)
-                    for owns in jax.tree.leaves(lying.get(key))
-                    for own in owns.of
-                )
-            )
-            known = [*names, *(self._name(path) for path in gaps({key: params.get(key)}))]
-            unused = [
-                prefix
-                for prefix in given
-                if prefix and not any(holds(prefix, name) for name in known)
-            ]
+            own = [p.path for plan in leaf_plans(plans.get(key)) for p in plan.parameters]
+            names = list(dict.fromkeys(map(self._name, own)))
+            known = [*names, *map(self._name, self._gaps(key, params.get(key)))]
             found += [
                 f"{key}: specs name {prefix!r}, but the parameters are {names}"
-                for prefix in unused
-                if key in params
+                for prefix in given
+                if key in params and prefix and not any(holds(prefix, name) for name in known)
             ]
         return found
 
-    def _tree(self, key: str, tree: PyTree, lying: PyTree, faults: list[str]) -> PyTree:
+    def _gaps(self, key: str, tree: PyTree) -> list[str]:
+        """The paths at which the canonical parameters hold None."""
+        chunks = tree.numbered() if isinstance(tree, Chunks) else [(tree, ())]
+        found: list[str] = []
+        for chunk, numbers in chunks:
+            if isinstance(chunk, Packed):
+                for form, stage in zip(chunk.layout.forms, numbers, strict=True):
+                    found += [] if form is None else form.gaps(stage, layered=self.layered)
+                continue
+            leaves = jax.tree_util.tree_leaves_with_path(chunk, is_leaf=lambda node: node is None)
+            found += [_joined(key, path) for path, leaf in leaves if leaf is None]
+        return found
+
+    def _tree(self, key: str, tree: PyTree, faults: list[str]) -> PyTree:
         if not isinstance(tree, Chunks):
-            return self._leaves(key, tree, lying, faults)
+            return jax.tree_util.tree_map_with_path(
+                partial(self._outer, key, faults), tree, is_leaf=is_padded
+            )
         found = []
-        for chunk, owns in zip(tree, lying, strict=True):
+        for chunk, numbers in tree.numbered():
             own: list[str] = []
-            found.append(self._leaves(key, chunk, owns, own))
+            if isinstance(chunk, Packed):
+                plans: PyTree = self._packed(chunk, numbers, own)
+            else:
+                plans = jax.tree_util.tree_map_with_path(partial(self._alike, own), chunk)
+            found.append(plans)
             # chunks whose stages are alike have the same ones
             faults += [fault for fault in own if fault not in faults]
         return tree.like(found)
 
-    def _leaves(self, key: str, tree: PyTree, lying: PyTree, faults: list[str]) -> PyTree:
-        buffers = (
-            {buffer.name: buffer for buffer in tree.buffers} if isinstance(tree, Packed) else {}
-        )
+    def _outer(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
+        """The plan of a parameter of first, last or shared."""
+        array, shape = bare(leaf), [*np.shape(bare(leaf))]
+        if array is None:
+            return leaf  # frozen
+        if is_padded(leaf):
+            shape[leaf.dim] = leaf.size
+        own = Parameter(_joined(key, path), tuple(shape))
+        plan = self._leaf(own, array, faults, stage=False, cut=self.cuts.dim(key, path))
+        return replace(leaf, array=plan) if is_padded(leaf) else plan
 
-        def leaf_plan(path: Any, leaf: Any, owns: Owners) -> LeafPlan:
-            buffer = buffers.get(path_text(path))
-            if isinstance(tree, Packed):
-                faults.extend(self.sharing.faults(owns.names, leaf.dtype, buffer))
-            if buffer is not None:
-                plan = self._leaf(key, key, leaf, buffer.spec, faults, None)
-                return replace(plan, frozen=buffer.group is Group.FROZEN, pinned=buffer.pinned)
-            own = owns.of[0]
-            plan = self._leaf(
-                key, own.path, leaf, self._of_stack(own.path), faults, self.cuts.dim(key, path)
-            )
-            return replace(plan, frozen=self._is_frozen(own, leaf.dtype))
+    def _alike(self, faults: list[str], path: Any, leaf: Any) -> LeafPlan:
+        """The plan of a leaf of stages that are alike."""
+        own = Parameter(_joined("stages", path), tuple(np.shape(leaf)[1:]))
+        return self._leaf(own, leaf, faults, stage=True)
 
-        return jax.tree_util.tree_map_with_path(leaf_plan, tree, lying)
+    def _packed(self, chunk: Packed, numbers: Sequence[int], faults: list[str]) -> Packed:
+        """The plans of the arrays of unlike stages."""
+        named = by_name(chunk.layout.forms, numbers, layered=self.layered)
+
+        def plan(name: str, leaf: Any) -> LeafPlan:
+            buffer = chunk.layout.of(name)
+            paths = (name,) if buffer is None else buffer.paths
+            owns = {path: [own for own, _ in named[path]] for path in paths}
+            faults.extend(self.sharing.faults(owns, leaf.dtype, buffer))
+            every = tuple(own for found in owns.values() for own in found)
+            if buffer is None:
+                return replace(self._leaf(every[0], leaf, faults, stage=True), parameters=every)
+            for own in every:
+                faults.extend(self._spec_faults(own.path, own.shape, self._spec(own.path)))
+            found = self._planned("stages", leaf.shape[1:], buffer.spec, faults, stage=True)
+            frozen = buffer.group is Group.FROZEN
+            return replace(found, frozen=frozen, pinned=buffer.pinned, parameters=every)
+
+        leaves = chunk.leaves.items()
+        plans = {name: None if leaf is None else plan(name, leaf) for name, leaf in leaves}
+        return Packed(plans, chunk.layout)
+
+    def _leaf(
+        self, own: Parameter, leaf: Any, faults: list[str], *, stage: bool, cut: int | None = None
+    ) -> LeafPlan:
+        """The plan of a leaf that holds one parameter."""
+        shape = leaf.shape[1:] if stage else leaf.shape
+        spec = self._of_stack(own.path)
+        found = self._planned(own.path, shape, spec, faults, stage=stage, cut=cut)
+        return replace(found, frozen=self._is_frozen(own, leaf.dtype), parameters=(own,))
 
     def _of_stack(self, path: str) -> Any:
         """The spec of a parameter as a stage has it: the layers of a stage are stacked."""
@@ -183,29 +209,35 @@ class Partition:
         trained ones, split over the same axes.
         """
 
-        def lie(own: Own, dtype: Any) -> Lie | None:
+        def kept(own: Parameter, dtype: Any) -> InBuffer:
             spec = self._spec(own.path)
             if self._spec_faults(own.path, own.shape, spec):
-                return None  # told where the parameter is read by itself
+                return InBuffer(Group.ALONE)  # `plans` lists the faults
             parts = tuple(
                 Part(dim, names_of(entry), count)
                 for dim, entry in enumerate(self._of_stack(own.path) or ())
                 if (count := math.prod(self.mesh[axis] for axis in names_of(entry))) > 1
             )
             if self._is_frozen(own, dtype):
-                return Lie(Group.FROZEN, parts)
-            return Lie(Group.TRAINED, parts) if jnp.issubdtype(dtype, jnp.inexact) else None
+                return InBuffer(Group.FROZEN, parts)
+            trained = jnp.issubdtype(dtype, jnp.inexact)
+            return InBuffer(Group.TRAINED, parts) if trained else InBuffer(Group.ALONE)
 
         left = any(
             size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes)
         )
-        return Sharing(lie, 1 if self.fsdp is None else self.mesh[self.fsdp], left, self.layered)
+        return Sharing(kept, 1 if self.fsdp is None else self.mesh[self.fsdp], left, self.layered)
 
-    def _leaf(
-        self, key: str, where: str, leaf: Any, spec: Any, faults: list[str], cut: int | None
+    def _planned(
+        self,
+        where: str,
+        shape: tuple[int, ...],
+        spec: Any,
+        faults: list[str],
+        *,
+        stage: bool,
+        cut: int | None = None,
     ) -> LeafPlan:
-        stage = key == "stages"
-        shape = leaf.shape[1:] if stage else leaf.shape
         own = self._spec_faults(where, shape, spec)
         faults += own
         entries = () if own or spec is None else tuple(spec)
@@ -231,7 +263,7 @@ class Partition:
         held = None if cut is None else (self.axis, cut)
         return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), cut=held)
 
-    def _is_frozen(self, own: Own, dtype: Any) -> bool:
+    def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
         """What the user's filter says of a parameter."""
         return self.frozen is not None and bool(
             self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype))
@@ -243,21 +275,20 @@ class Partition:
         )
 
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
-        """How a buffer [P, ...] lies, of parameters or of an optimizer's state."""
-        return self._leaf(
-            "stages", "stages", jax.ShapeDtypeStruct(shape, jnp.float32), buffer.spec, [], None
-        ).spec(self.axis)
+        """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
+        return self._planned("stages", shape[1:], buffer.spec, [], stage=True).spec(self.axis)
 
     def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Shardings of placed parameters."""
         return jax.tree.map(
-            lambda plan: NamedSharding(mesh, plan.spec(self.axis)),
-            self.plans(params),
-            is_leaf=is_plan,
+            lambda plan: NamedSharding(mesh, plan.spec(self.axis)), self.plans(params)
         )
 
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """What `shard_map` is told of placed parameters, and of their gradients."""
-        return jax.tree.map(
-            lambda plan: plan.manual(self.axis), self.plans(params), is_leaf=is_plan
-        )
+        """The part of these that `shard_map` is given, for parameters and for their gradients."""
+        return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params))
+
+
+def _joined(key: str, path: Any) -> str:
+    text = path_text(path)
+    return f"{key}/{text}" if text else key

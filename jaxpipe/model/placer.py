@@ -1,22 +1,29 @@
-"""From canonical parameters to where they lie on a mesh, and back."""
+"""Parameters, and trees like them, between the model's own (canonical) layout and where they are on
+a mesh.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from .drawn import place_drawn
-from .mesh import explicit_context, jit_on_mesh, trimmed
+from .follow import Follow, Followers, shardings
+from .mesh import explicit_context
+from .mover import Mover, has
+from .packed import Packed, is_missing, repacked
 from .param_layout import ParamLayout
 from .partition import Partition
-from .placed import Chunks, home_faults
-from .spread import Cuts, cut_off, cut_shardings
+from .placed import Chunks, owner_faults
+from .spread import Cuts, cut_off, is_padded, pad_like
 
 
 class Placer:
@@ -32,7 +39,7 @@ class Placer:
         self._cuts = cuts
         # has not what is compiled from it: without circles, a dropped placer is freed at once
         self._rules = copy(self)
-        self._compiled: dict[Any, Callable[[PyTree], PyTree]] = {}
+        self._mover = Mover(mesh)
 
     def place(self, params: dict[str, PyTree]) -> dict[str, PyTree]:
         """Canonical parameters to placed ones; shapes, where there are any, to shapes.
@@ -43,19 +50,16 @@ class Placer:
         """
         if faults := self._cuts.faults(params):
             raise PipelineError.listing("these parameters cannot be cut over the devices", faults)
-        like = jax.eval_shape(self._arranged, params)
-        if faults := [*self._partition.frozen_faults(like), *self._partition.dtype_faults(like)]:
-            raise PipelineError.listing("these parameters do not fit the pipeline", faults)
-        to = self._partition.shardings(self._mesh, like)
-        if _has(params, jax.ShapeDtypeStruct):
-            shapes: dict[str, PyTree] = jax.tree.map(
-                lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, to
-            )
-            return shapes
-        drawn, rules = _has(params, jax.core.Tracer), self._rules
-        placed: dict[str, PyTree] = self._jitted(
-            rules._arranged_where_drawn if drawn else rules._arranged, params, to
-        )(params)
+
+        def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
+            faults = [*self._partition.frozen_faults(like), *self._partition.dtype_faults(like)]
+            if faults:
+                raise PipelineError.listing("these parameters do not fit the pipeline", faults)
+            return self._partition.shardings(self._mesh, like)
+
+        traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
+        arrange = self._rules._arranged_where_traced if traced else self._rules._arranged
+        placed: dict[str, PyTree] = self._mover.run(arrange.__name__, arrange, params, to)
         return placed
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
@@ -63,13 +67,43 @@ class Placer:
         they are wherever they are wanted.
         """
         tree = self.checked(placed)
-        to = (
-            self._canonical_shardings(jax.eval_shape(self._rearranged, tree), placed)
-            if spread
-            else None
-        )
-        params: dict[str, PyTree] = self._jitted(self._rules._rearranged, tree, to)(tree)
-        return params
+
+        followers = Followers(placed, self._layout, self._partition)
+        return self.in_model_order(tree, followers.of(tree) if spread else None)
+
+    def in_model_order(
+        self, tree: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
+    ) -> dict[str, PyTree]:
+        """A tree like the placed parameters to the canonical layout, stages over the pipe axis
+        where they divide.
+
+        Args:
+            tree: arrays or shapes; what has no leaves may be left out of it.
+            follows: a `Follow` for each; None: leaves follow, and may be anywhere afterwards.
+            layer_axis: leaves of stages are [S, layers, ...] and become [S * layers, ...].
+        """
+        rules = self._rules
+        arrange = partial(rules._rearranged, follows, layer_axis)
+        to = None if follows is None else partial(rules._canonical_shardings, follows, layer_axis)
+        key = ("canonical", layer_axis, *jax.tree.leaves(follows))
+        found: dict[str, PyTree] = self._mover.run(key, arrange, tree, to)
+        return found
+
+    def placed_like(
+        self,
+        tree: dict[str, PyTree],
+        like: dict[str, PyTree],
+        follows: PyTree,
+        *,
+        layer_axis: bool = False,
+    ) -> dict[str, PyTree]:
+        """The inverse of `in_model_order`; `like` are the shapes of the result."""
+        arrange = partial(self._rules._arranged_like, like, follows, layer_axis)
+        to = shardings(self._mesh, self._axis, follows)
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(like))
+        key = ("like", layer_axis, jax.tree.structure(like), shapes, *jax.tree.leaves(follows))
+        found: dict[str, PyTree] = self._mover.run(key, arrange, tree, lambda _: to)
+        return found
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
@@ -78,7 +112,7 @@ class Placer:
         like: dict[str, PyTree] = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(placed)
         )
-        own = jax.eval_shape(self._rearranged, like)
+        own = self.in_model_order(like, None)
         lead = self._layout.num_leading
         stages = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), own["stages"]
@@ -92,87 +126,188 @@ class Placer:
                 "`canonical` takes parameters, or gradients, as the pipeline returns them: a "
                 'dict with "stages"'
             )
-        if faults := home_faults(placed["stages"], self._layout.home, "these parameters", "place"):
+        if faults := owner_faults(
+            placed["stages"], self._layout.owners, "these parameters", "place"
+        ):
             raise PipelineError("\n".join(faults), tuple(faults))
         return dict(placed)
+
+    def init(
+        self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
+    ) -> PyTree:
+        """What an optimizer's `init` makes of the trained parameters, beside the placed ones."""
+        followers = Followers(params, self._layout, self._partition)
+        to = partial(followers.shardings, self._mesh)
+        return Mover(self._mesh).run("init", begin, trained, to)
 
     def place_state(self, state: PyTree) -> PyTree:
         """The stages' own state, canonical to placed; shapes to shapes."""
         if faults := self._layout.faults(state):
             raise PipelineError.listing("this state does not fit the pipeline", faults)
-        like = jax.eval_shape(self._layout.place_stages, state)
         to = NamedSharding(self._mesh, PartitionSpec(self._axis))
-        if _has(state, jax.ShapeDtypeStruct):
-            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to), like)
-        return self._jitted(self._layout.place_stages, state, jax.tree.map(lambda _: to, like))(
-            state
+        return self._mover.run(
+            "place_state", self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
         )
 
     def canonical_state(self, placed: Chunks | tuple[()]) -> PyTree:
         """The stages' own state, placed to canonical."""
-        if faults := home_faults(placed, self._layout.home, "state", "place_state"):
+        self._check_owners(placed, "state", "place_state")
+        return self._mover.run("canonical_state", self._layout.canonical_stages, placed, None)
+
+    def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
+        if faults := owner_faults(stages, self._layout.owners, what, again):
             raise PipelineError("\n".join(faults), tuple(faults))
-        return self._jitted(self._layout.canonical_stages, placed, None)(placed)
+
+    # Canonical to placed
 
     def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+        stages = self._layout.place_stages(tree["stages"], self._partition.sharing)
+        return {**self._padded_outer(tree), "stages": stages}
+
+    def _arranged_where_traced(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The same, of arrays that the program around it makes: each device makes a part of each.
+
+        Stages in other than their order on the devices are picked out of the whole stack, which
+        every device would make.  So the stack is split along another dim, where one divides: each
+        device makes a part of every stage, and then they exchange these.  Leaves that share buffers
+        come to their devices first, and are packed there.
+        """
+        layout, stages = self._layout, tree["stages"]
+        in_order = (*range(layout.placement.num_stages),)
+        if layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned)):
+            stages = jax.tree.map(self._split_along_another_dim, stages)
+        if not layout.unlike:
+            return {**self._padded_outer(tree), "stages": layout.place_stages(stages)}
+        like = jax.eval_shape(self._arranged, tree)["stages"]
+        placed = jax.tree.map(
+            lambda leaf: self._constrained(leaf, self._axis, *_free(leaf.ndim - 1)),
+            layout.place_stages(stages, like=[Packed({}, chunk.layout.separate) for chunk in like]),
+        )
+        chunks = zip(placed, like, strict=True)
         return {
             **self._padded_outer(tree),
-            "stages": self._layout.place_stages(tree["stages"], self._partition.sharing),
+            "stages": placed.like(repacked(self._mesh, self._axis, a, b.layout) for a, b in chunks),
         }
-
-    def _arranged_where_drawn(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        """The same, of arrays that the program around it makes."""
-        if explicit_context(self._mesh):
-            return self._arranged(tree)
-        stages = place_drawn(
-            self._layout, self._mesh, self._axis, tree["stages"], self._partition.sharing
-        )
-        return {**self._padded_outer(tree), "stages": stages}
 
     def _padded_outer(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
         return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
 
-    def _rearranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return {
-            **{key: cut_off(value) for key, value in tree.items()},
-            "stages": self._layout.canonical_stages(tree["stages"]),
-        }
-
-    def _jitted(
-        self, arrange: Callable[[PyTree], PyTree], tree: PyTree, to: PyTree
-    ) -> Callable[[PyTree], PyTree]:
-        """The compiled function that rearranges such a tree; results lie at `to`, or anywhere where
-        it is None.
+    def _split_along_another_dim(self, leaf: Any) -> Any:
+        """Over the longest dim that divides, other than the first, which is that of stages or
+        layers.
         """
-        leaves, form = jax.tree.flatten(to)
-        key = (
-            arrange.__name__,
-            jax.tree.structure(tree),
-            form,
-            tuple(leaves),
-            explicit_context(self._mesh),
+        size = self._mesh.shape[self._axis]
+        fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]
+        if not fits:
+            return leaf
+        rest = _free(leaf.ndim - 1)
+        rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = self._axis
+        return self._constrained(leaf, None, *rest)
+
+    def _constrained(self, leaf: Any, *spec: Any) -> Any:
+        return lax.with_sharding_constraint(leaf, NamedSharding(self._mesh, PartitionSpec(*spec)))
+
+    def _arranged_like(
+        self,
+        like: dict[str, PyTree],
+        follows: dict[str, PyTree],
+        layer_axis: bool,
+        tree: dict[str, PyTree],
+    ) -> dict[str, PyTree]:
+        found = {
+            key: jax.tree.map(pad_like, value, tree.get(key, value), is_leaf=is_padded)
+            for key, value in like.items()
+            if key != "stages"
+        }
+        stages = like["stages"]
+        if is_missing(stages):
+            return {**found, "stages": stages}
+        if self._layout.unlike:
+            return {**found, "stages": self._layout.place_stages(tree["stages"], like=stages)}
+        cut = jax.tree.map(
+            partial(self._cut, layer_axis), follows["stages"][0], stages[0], tree["stages"]
         )
-        if key not in self._compiled:
-            self._compiled[key] = jit_on_mesh(self._mesh, arrange, to)
-        return self._compiled[key]
+        chunks = [
+            jax.tree.map(lambda _, parts, v=v: parts[v], follows["stages"][0], cut)
+            for v in range(len(stages))
+        ]
+        return {**found, "stages": stages.like(chunks)}
+
+    def _cut(self, layer_axis: bool, rule: Follow, like: Any, leaf: Any) -> Sequence[Any]:
+        """A leaf in model order -> that of every chunk."""
+        if not rule.follows:
+            return (leaf,) * self._layout.num_owned
+        shape = (self._layout.placement.num_stages, *like.shape[rule.lead + 1 :])
+        return tuple(
+            _behind(
+                rule.lead,
+                lambda leaf: self._layout.place_stages(leaf.reshape(shape) if layer_axis else leaf),
+            )(leaf)
+        )
+
+    # Placed to canonical
+
+    def _rearranged(
+        self, follows: PyTree, layer_axis: bool, tree: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
+        outer = {key: cut_off(value) for key, value in tree.items() if key != "stages"}
+        stages = tree["stages"]
+        if not stages:
+            return {**outer, "stages": {}}
+        if follows is None or self._layout.unlike:
+            return {**outer, "stages": self._layout.canonical_stages(stages)}
+        joined = jax.tree.map(partial(self._joined, layer_axis), follows["stages"][0], *stages)
+        return {**outer, "stages": joined}
+
+    def _joined(self, layer_axis: bool, rule: Follow, *group: Any) -> Any:
+        """One leaf of every chunk -> the leaf in model order."""
+        if not rule.follows:
+            return group[0]
+
+        def join(*group: Any) -> Any:
+            whole = self._layout.canonical_stages(group)
+            return whole.reshape(-1, *whole.shape[2:]) if layer_axis and whole.ndim > 1 else whole
+
+        return _behind(rule.lead, join)(*group)
 
     def _canonical_shardings(
-        self, like: dict[str, PyTree], placed: Mapping[str, PyTree]
+        self, follows: dict[str, PyTree], layer_axis: bool, like: dict[str, PyTree]
     ) -> dict[str, PyTree]:
         """Stages over the pipe axis where they divide; over other axes everything as it was, where
-        stages are alike.
+        stages are alike.  A dim of first, last or shared that was padded is whole on every device.
         """
-        to = self._partition.shardings(self._mesh, placed)
-        found: dict[str, PyTree] = {key: cut_shardings(to[key]) for key in like if key != "stages"}
 
-        def over_pipe(leaf: Any, *was: Any) -> NamedSharding:
-            divides = bool(leaf.shape) and leaf.shape[0] % self._mesh.shape[self._axis] == 0
-            rest = was[0].spec[1:] if was else ()
-            return NamedSharding(self._mesh, trimmed(self._axis if divides else None, *rest))
+        def outer(rule: Any) -> Any:
+            if not is_padded(rule):
+                return rule.sharding(self._mesh)
+            if is_missing(rule.array):
+                return rule.array
+            spec = rule.array.spec
+            whole = (None if dim == rule.dim else entry for dim, entry in enumerate(spec))
+            return replace(rule.array, spec=tuple(whole)).sharding(self._mesh)
 
-        alike = () if self._layout.unlike else (to["stages"][0],)
+        def over_pipe(leaf: Any, *rules: Follow) -> NamedSharding:
+            rule = rules[0] if rules else Follow()
+            dims = leaf.shape[rule.lead :]
+            divides = bool(dims) and dims[0] % self._mesh.shape[self._axis] == 0
+            spec = (self._axis if divides else None, *rule.spec[1 if layer_axis else 0 :])
+            return replace(rule, spec=spec).sharding(self._mesh)
+
+        alike = () if self._layout.unlike else follows["stages"][:1]
+        found = {
+            key: jax.tree.map(outer, rules, is_leaf=is_padded)
+            for key, rules in follows.items()
+            if key != "stages"
+        }
         return {**found, "stages": jax.tree.map(over_pipe, like["stages"], *alike)}
 
 
-def _has(tree: PyTree, kind: type) -> bool:
-    return any(isinstance(leaf, kind) for leaf in jax.tree.leaves(tree))
+def _behind(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on all entries of so many leading axes."""
+    for _ in range(lead):
+        function = jax.vmap(function)
+    return function
+
+
+def _free(count: int) -> list[Any]:
+    return [PartitionSpec.UNCONSTRAINED] * count

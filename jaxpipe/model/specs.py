@@ -154,7 +154,7 @@ def spec_faults(
         elif name == axis:
             faults.append(
                 f"{head} the pipe axis {name!r}, over which stages are spread anyway; "
-                "shard_outer= splits what is not a stage"
+                "Sharding(outer=True) splits what is not a stage"
             )
         elif name in data_axes:
             faults.append(f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it")

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 
@@ -57,12 +56,8 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
         ...     part = x @ params["w"].T  # a device's share of the outputs: rows of w
         ...     return jax.lax.psum(jnp.sum(part**2), ctx.axis)
         >>> s = jp.schedules.build("gpipe", devices=1, microbatches=2)
-        >>> pipe = jp.Pipeline(
-        ...     lambda p, x: x @ p,
-        ...     schedule=s,
-        ...     mesh=jax.make_mesh((1,), ("pipe",)),
-        ...     last=jp.spread(head),
-        ... )
+        >>> model = jp.Model(lambda p, x: x @ p, last=jp.spread(head))
+        >>> pipe = jp.Pipeline(model, s, jax.make_mesh((1,), ("pipe",)))
         >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {"w": jnp.ones((5, 3))}})
         >>> float(pipe.evaluate(params, {"x": jnp.ones((2, 3))}))
         405.0
@@ -110,11 +105,22 @@ def cut_off(tree: PyTree) -> PyTree:
     """The tree with arrays of their own size, without padding."""
 
     def own(leaf: Any) -> Any:
-        if not is_padded(leaf) or leaf.array is None:
-            return bare(leaf)
-        return jax.lax.slice_in_dim(leaf.array, 0, leaf.size, axis=leaf.dim)
+        if not is_padded(leaf):
+            return leaf
+        if not jax.tree.leaves(leaf) or leaf.array.ndim <= leaf.dim:
+            return leaf.array
+        size = min(leaf.size, leaf.array.shape[leaf.dim])
+        return jax.lax.slice_in_dim(leaf.array, 0, size, axis=leaf.dim)
 
     return jax.tree.map(own, tree, is_leaf=is_padded)
+
+
+def pad_like(like: Any, leaf: Any) -> Any:
+    """The inverse, of one leaf."""
+    if not is_padded(like) or not jax.tree.leaves(like):
+        return like if is_padded(like) else leaf
+    widths = [(0, new - old) for new, old in zip(jnp.shape(like.array), leaf.shape, strict=True)]
+    return replace(like, array=jnp.pad(leaf, widths))
 
 
 def padded_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -137,33 +143,10 @@ def padded_like(tree: PyTree, like: PyTree) -> PyTree:
             if leaf is None or jnp.shape(leaf) == tuple(
                 to.size if dim == to.dim else size for dim, size in enumerate(shape)
             ):
-                return (
-                    to
-                    if leaf is None
-                    else replace(
-                        to,
-                        array=jnp.pad(
-                            leaf, [(0, n - m) for n, m in zip(shape, leaf.shape, strict=True)]
-                        ),
-                    )
-                )
+                return pad_like(to, leaf)
         return leaf
 
     return jax.tree_util.tree_map_with_path(pad, tree, is_leaf=lambda node: node is None)
-
-
-def cut_shardings(tree: PyTree) -> PyTree:
-    """Shardings for `cut_off` of what has these: a dim that does not divide is whole on every
-    device.
-    """
-
-    def own(leaf: Any) -> Any:
-        if not is_padded(leaf) or leaf.array is None:
-            return bare(leaf)
-        spec = [None if d == leaf.dim else entry for d, entry in enumerate(leaf.array.spec)]
-        return NamedSharding(leaf.array.mesh, PartitionSpec(*spec))
-
-    return jax.tree.map(own, tree, is_leaf=is_padded)
 
 
 @dataclass(frozen=True)

@@ -113,46 +113,31 @@ def stage_costs(
 ) -> Costs:
     """The times of a layout's stages as the lowered program spends them.
 
-    The backward of `last` runs in the forward of the last stage, which hands on its cotangent, and
-    that of `first` in the input gradient of the first stage.  Under full remat the backward, or its
-    half I, begins with the stage's forward.
+    The backward of `last` runs in the forward of the last stage.  The backward of `first` runs in
+    the input gradient of the first stage.  Under full remat the backward, or its half I, begins
+    with the stage's forward.
     """
-    last = layout.num_stages - 1
-    fields_of = ("forward", "input_grad", "weight_grad", "backward", "recompute")
-    times: dict[str, list[float]] = {name: [] for name in fields_of}
+    last, again = layout.num_stages - 1, remat is Remat.FULL
+    times: dict[str, Any] = {}
     for s, letters in enumerate(layout.stages):
+        lead = [costs[letter] for letter in letters if is_first(s, letter)]
+        loss = [costs[letter] for letter in letters if is_last(s, last, letter)]
         inner = [
             costs[letter]
             for letter in letters
             if not (is_first(s, letter) or is_last(s, last, letter))
         ]
-        run, again = total(inner, "forward"), remat is Remat.FULL
-        lead = sum(costs[letter].forward for letter in letters if is_first(s, letter))
-        gradient = sum(costs[letter].backward_seconds for letter in letters if is_first(s, letter))
-        loss = sum(
-            costs[letter].forward + costs[letter].backward_seconds
-            for letter in letters
-            if is_last(s, last, letter)
-        )
-        times["forward"].append(run + lead + loss)
-        times["input_grad"].append(total(inner, "input_grad") + gradient + again * run)
-        times["weight_grad"].append(total(inner, "weight_grad"))
-        times["backward"].append(total(inner, "backward_seconds") + gradient + again * run)
-        times["recompute"].append(run)
-    forward, input_grad, weight_grad, backward, recompute = (
-        tuple(times[name]) for name in fields_of
-    )
-    more: dict[str, Any] = {"unit": "seconds"} | (
-        {"recompute": recompute} if remat is Remat.STAGES else {}
-    )
-    return Costs(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        backward=backward,
-        transfer=transfer,
-        **more,
-    )
+        run, gradient = total(inner, "forward"), total(lead, "backward_seconds")
+        found = {"recompute": run} if remat is Remat.STAGES else {}
+        found |= {
+            "forward": run + total([*lead, *loss], "forward") + total(loss, "backward_seconds"),
+            "input_grad": total(inner, "input_grad") + gradient + again * run,
+            "weight_grad": total(inner, "weight_grad"),
+            "backward": total(inner, "backward_seconds") + gradient + again * run,
+        }
+        for name, seconds in found.items():
+            times[name] = (*times.get(name, ()), seconds)
+    return Costs(**times, transfer=transfer, unit="seconds")
 
 
 def is_first(stage: int, letter: str) -> bool:

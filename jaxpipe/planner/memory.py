@@ -1,58 +1,98 @@
-"""What one device holds while the lowered program runs: parameters, accumulators, optimizer state,
-pools, workspace.
+"""The memory of one device during a step: one model for the sizes of layers, and for those of a
+traced model.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from itertools import groupby, zip_longest
 
 from ..engine.timeline import Timeline
 from ..layouts.layout import Layout
-from ..program.pools import Slots
+from ..program.pools import UNDER_WAY, Slots
 from ..table.kinds import Kind
-from ..table.placement import Placement
 from ..table.schedule import Schedule
 from .layer_cost import FIRST, LAST, LayerCost, Remat, is_first, is_last, total
 
-# Buffers of one boundary each besides the pools: what is sent forwards and backwards.
-_TRANSFER_BUFFERS = 2
 
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device by what they are for.
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes on one device that do not depend on how many entries the pools have.
 
     All devices run one program, so pools, and what `first` and `last` hold, are the same on all of
     them; so is the room for parameters.
     """
 
-    stages: float  # parameters, accumulators and optimizer state of the device's layers
-    outer: float  # those of `first` and `last`, which every device holds
-    residuals: float  # pools of what forwards keep
-    stash: float  # and of what I leaves for W
-    boundaries: float  # pools of stage inputs and of cotangents, and buffers of transfers
-    workspace: float  # while a block runs
-    batch: float = 0.0  # the whole batch of a step, and what is computed from parameters once
-    # gradients of `first` and `last` as they come out of a sum over devices, but for what lies
-    # there before
+    parameters: float
+    gradients: float
+    optimizer: float = 0.0
+    batch: float = 0.0  # all rows of a step
+    gathered: float = 0.0  # whole parameters and accumulators, of those that the mesh splits
+    hoisted: float = 0.0  # what is computed from parameters once a step
+    entry: Mapping[str, float]  # an entry of each pool, by its name in `Slots`
+    sent: float  # what is to be sent, is under way, or arrives beside a block
+    raveled: float = 0.0  # copies of what a pool holds raveled
+    work: float  # of the block that needs most, its own arrays
+    # gradients of parameters that several devices hold, where their sum is an array of its own;
+    # GPUs sum in place
     summed: float = 0.0
+    # the same of `first` and of `last`, less the arrays of a block that are gone by then
+    ends: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device by what they are for."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    batch: float
+    pools: Mapping[str, float]
+    gathered: float
+    hoisted: float
+    sent: float
+    raveled: float
+    work: float
+    summed: float  # results of sums of gradients, but for what is in their room before
+    host: float  # in the host's memory
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return (
-            self.stages
-            + self.outer
-            + self.residuals
-            + self.stash
-            + self.boundaries
-            + self.workspace
-            + self.batch
-            + self.summed
-        )
+        """All of it but what the host has."""
+        found = self.facts()
+        return sum(found.values()) - found["host"]
+
+    def facts(self) -> dict[str, float]:
+        """Each part as one number."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return parts | {"pools": sum(self.pools.values())}
+
+
+def memory_of(slots: Slots, sizes: Sizes) -> Memory:
+    """The memory of a device whose program has so many entries in each pool."""
+    away = sizes.entry.get("host", 0.0)
+    pools = {
+        name: size * getattr(slots, name) for name, size in sizes.entry.items() if name != "host"
+    }
+    pools["host"] = UNDER_WAY * away
+    ticks = sum(pools.values()) + sizes.hoisted + sizes.sent + sizes.raveled + sizes.work
+    return Memory(
+        parameters=sizes.parameters,
+        gradients=sizes.gradients,
+        optimizer=sizes.optimizer,
+        batch=sizes.batch,
+        pools=pools,
+        gathered=sizes.gathered,
+        hoisted=sizes.hoisted,
+        sent=sizes.sent,
+        raveled=sizes.raveled,
+        work=sizes.work,
+        summed=max(0, sizes.summed - ticks, *sizes.ends),
+        host=(slots.host + 1) * away,
+    )
 
 
 def least_bytes(layers: str, costs: Mapping[str, LayerCost], devices: int) -> float:
@@ -77,22 +117,20 @@ def least_slots(timeline: Timeline) -> Slots:
     )
 
 
-def memory_of(
+def layer_sizes(
     layout: Layout,
     schedule: Schedule,
     costs: Mapping[str, LayerCost],
-    slots: Slots,
     *,
     remat: Remat,
     in_place: bool = True,
-) -> Memory:
-    """The memory of a device for a program of a schedule; pools are as large as on the device that
+) -> Sizes:
+    """Sizes on a device by sums of the sizes of layers; pools are as large as on the device that
     needs most.
 
     `in_place` says whether gradients are summed over devices where they are, as on GPUs and not on
     CPU devices.
     """
-    placement = schedule.placement
     splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
     inner = _inner(layout)
     kept = _slot_bytes([_kept(letters, costs, "residuals") for letters in inner])
@@ -107,35 +145,30 @@ def memory_of(
     # Recomputed residuals are arrays of the block that uses them, which the work space of a layer
     # does not have.
     again = 0.0 if splits or not full else kept
-    found = Memory(
-        stages=_chunk_bytes(inner, placement, costs, "held_bytes"),
-        outer=total(outer, "held_bytes"),
-        residuals=0.0 if full else kept * slots.residual_weight,
-        stash=(left + full * kept) * slots.stash if splits else 0.0,
-        boundaries=boundary * (slots.x + slots.cotangent + _TRANSFER_BUFFERS),
-        workspace=max(
+
+    def held(name: str) -> float:
+        return total(outer, name) + _chunk_bytes(inner, schedule, costs, name)
+
+    return Sizes(
+        parameters=held("parameters"),
+        gradients=held("gradient_bytes"),
+        optimizer=held("optimizer_bytes"),
+        batch=schedule.num_microbatches * total(outer, "batch"),
+        hoisted=held("hoisted"),
+        entry={
+            "x": boundary,
+            "cotangent": boundary,
+            "residual_weight": 0.0 if full else kept,
+            "stash": left + full * kept if splits else 0.0,
+        },
+        sent=2 * boundary,
+        work=max(
             total(outer[:1], "workspace"),
             total(outer[1:], "workspace"),
             *(costs[c].workspace for letters in inner for c in letters),
         )
         + again,
-        batch=schedule.num_microbatches * total(outer, "batch")
-        + total(outer, "hoisted")
-        + _chunk_bytes(inner, placement, costs, "hoisted"),
-    )
-    ticks = found.residuals + found.stash + found.boundaries + found.workspace
-    return (
-        found
-        if in_place
-        else replace(found, summed=max(0.0, total(outer, "gradient_bytes") - ticks))
-    )
-
-
-def optimizer_bytes(layout: Layout, placement: Placement, costs: Mapping[str, LayerCost]) -> float:
-    """Of a device's optimizer state."""
-    outer = [costs[letter] for letter in (FIRST, LAST) if letter in layout.layers]
-    return total(outer, "optimizer_bytes") + _chunk_bytes(
-        _inner(layout), placement, costs, "optimizer_bytes"
+        summed=0.0 if in_place else total(outer, "gradient_bytes"),
     )
 
 
@@ -173,13 +206,13 @@ def _slot_bytes(kinds: Sequence[Sequence[float]]) -> float:
 
 
 def _chunk_bytes(
-    inner: Sequence[str], placement: Placement, costs: Mapping[str, LayerCost], name: str
+    inner: Sequence[str], schedule: Schedule, costs: Mapping[str, LayerCost], name: str
 ) -> float:
     """Of parameters, say: a chunk has, of each kind of layer, as much room as the device needs that
     has most of it.
     """
     found = 0.0
-    for stages in zip_longest(*placement.stages_of):
+    for stages in zip_longest(*schedule.placement.stages_of):
         counts = [Counter(inner[s]) for s in stages if s is not None]
         found += sum(
             max(count[c] for count in counts) * getattr(costs[c], name)

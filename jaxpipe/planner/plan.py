@@ -9,44 +9,34 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import bound_beside
-from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..errors import PlanError, ScheduleError
+from ..engine.timeline import Timeline
+from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
+from ..lowering.plan import Plan
 from ..program.pools import Slots
 from ..schedules import build
 from ..schedules.registry import describe
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
+from ..table.limits import is_number
 from ..table.schedule import Schedule
 from ..transforms.add_recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
-from .memory import Memory, least_bytes, least_slots, memory_of, optimizer_bytes
-from .question import Axes, Question, questions, refuse
+from .memory import Memory, layer_sizes, least_bytes, least_slots, memory_of
+from .request import SCHEDULES as SCHEDULES
+from .request import Request, requests
 from .result import PipelinePlan, Plans, Rejected, gib
 from .running import program_of, step_seconds
 
 _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
-# Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "zb_h2",
-    "interleaved_zb",
-    "zbv",
-    "v_half",
-    "v_min",
-    "auto",
-)
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
 
 
 def plan(
-    layers: str,
+    model: Any,
     costs: Mapping[str, LayerCost] | Mapping[int, Mapping[str, LayerCost]],
     *,
     devices: int,
@@ -75,8 +65,9 @@ def plan(
     parameters and optimizer state.
 
     Args:
-        layers: a layer a letter, such as "E" + "t" * 80 + "L"; "E" is `first`, "L" is `last`.
-        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure_layers`); by
+        model: the letters of the layers, such as "E" + "t" * 80 + "L" ("E" is `first`, "L" is
+            `last`), or a `jaxpipe.Model` that is given by letters.
+        costs: the costs of each letter, for one microbatch (see `LayerCost`, `measure`); by
             M, where that may vary.
         devices: P.
         microbatches: M, or some numbers to choose among: a step has the same rows, so each comes
@@ -91,15 +82,15 @@ def plan(
             `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
-        progress: is told (how many choices are simulated, of how many), then (how many candidates
-            are lowered, of how many).
+        progress: called with (how many choices are simulated, of how many), then with (how many
+            candidates are lowered, of how many).
         traced: the memory of a step by what it is for, and its "total", of the traced model
             (`traced_memory` makes it); it takes the place of the sums of layers' sizes for every
             plan that is lowered.
         mesh: the `jax.sharding.Mesh` that the plan will run on; NVIDIA GPUs where it is None.
             Among virtual CPU devices of one process, every transfer waits for all of them.  Where
             it has axes besides those below (tensor parallelism), costs are those of what one device
-            has of a layer (`measure_layers(mesh=)`), and on GPUs the host decides each predicate,
+            has of a layer (`measure(mesh=)`), and on GPUs the host decides each predicate,
             since blocks communicate.
         axis, data_axes: of the mesh, as for `Pipeline`.
 
@@ -132,38 +123,28 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    given: dict[str, Any] = {
-        "layers": layers,
-        "costs": costs,
-        "microbatches": microbatches,
-        "transfer": transfer,
-        "schedules": schedules,
-    }
-    given |= {
-        "chunks": chunks,
-        "remat": remat,
-        "search": search,
-        "seed": seed,
-        "most": most,
-        "progress": progress,
-        "traced": traced,
-    }
-    refuse(given | {"axis": axis, "data_axes": data_axes})
-    axes = Axes(axis, (data_axes,) if isinstance(data_axes, str) else tuple(data_axes))
-    asked = questions(
-        layers,
-        costs,
-        devices,
-        microbatches,
-        memory,
-        transfer,
-        schedules or SCHEDULES,
-        chunks,
-        remat,
-        mesh,
-        axes,
+    wanted = requests(
+        {
+            "model": getattr(model, "layers", model),
+            "costs": costs,
+            "devices": devices,
+            "microbatches": microbatches,
+            "memory": memory,
+            "transfer": transfer,
+            "schedules": schedules,
+            "chunks": chunks,
+            "remat": remat,
+            "search": search,
+            "seed": seed,
+            "most": most,
+            "progress": progress,
+            "traced": traced,
+            "mesh": mesh,
+            "axis": axis,
+            "data_axes": data_axes,
+        }
     )
-    candidates, rejected = _candidates(_roomy(asked), progress)
+    candidates, rejected = _candidates(_roomy(wanted), progress)
     candidates.sort(key=lambda c: c.seconds)
     candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
     candidates.sort(key=lambda c: c.seconds)
@@ -176,7 +157,9 @@ def plan(
             and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]
         ):
             break
-        lowered = _least(candidate)
+        # what its program takes and holds at the least
+        least = candidate.memory(least_slots(candidate.timeline))
+        lowered = _Lowered(candidate, candidate.seconds, least)
         # Sums of layers' sizes say nothing of a traced model.
         if memory is None or traced is not None or lowered.needs <= memory:
             lowered = _lower(candidate, traced)
@@ -184,13 +167,13 @@ def plan(
         if progress is not None:
             progress(done + 1, len(candidates))
     if not fitting:
-        raise _nothing_fits(asked[0], beyond, rejected)
+        raise _nothing_fits(wanted[0], beyond, rejected)
     if search:
         fitting += _searched(min(fitting, key=lambda f: f.seconds), search, seed, traced)
     fitting.sort(key=lambda f: (f.seconds, f.needs))
     rejected += [
         Rejected(
-            b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds
+            b.candidate.label, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds
         )
         for b in beyond
     ]
@@ -198,33 +181,50 @@ def plan(
 
 
 class _Candidate(NamedTuple):
-    """A choice, its table, and the table's simulated seconds."""
+    """A choice with its table, simulated."""
 
-    question: Question
+    request: Request
     name: str
     chunks: int
     remat: Remat
     cap: int | None
     layout: Layout
-    schedule: Schedule
-    costs: Costs
-    seconds: float
+    timeline: Timeline
     recomputing: int = 0  # R in the table
 
     @property
-    def words(self) -> str:
+    def schedule(self) -> Schedule:
+        """Its table."""
+        return self.timeline.schedule
+
+    @property
+    def seconds(self) -> float:
+        """Of the table."""
+        return self.timeline.makespan
+
+    @property
+    def lowered(self) -> Plan:
+        """Its program."""
+        return program_of(self.request.target, self.schedule, self.timeline.costs)
+
+    def memory(self, slots: Slots) -> Memory:
+        """What a device holds of it, by sums of layers' sizes."""
+        request = self.request
+        in_place = request.target.on_gpus
+        sizes = layer_sizes(
+            self.layout, self.schedule, request.costs, remat=self.remat, in_place=in_place
+        )
+        return memory_of(slots, sizes)
+
+    @property
+    def label(self) -> str:
         """As a table names it."""
         parts = [self.name, f"V {self.chunks}"]
         parts += [f"cap {self.cap}"] if self.cap else []
-        parts += [f"M {self.question.microbatches}"] if self.question.one_of_many else []
+        parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
         share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
-        parts += (
-            [f"recompute {share:.0%}"]
-            if self.recomputing
-            else [f"remat {self.remat.value}"]
-            if self.remat is Remat.FULL
-            else []
-        )
+        parts += [f"recompute {share:.0%}"] if self.recomputing else []
+        parts += [f"remat {self.remat.value}"] if self.remat is Remat.FULL else []
         return ", ".join(parts)
 
 
@@ -236,37 +236,30 @@ class _Lowered:
     seconds: float
     memory: Memory
     traced: Mapping[str, int] | None = None
-    optimizer: float = 0.0
 
     @property
     def needs(self) -> float:
         """Bytes of one device."""
-        return self.memory.total if self.traced is None else self.traced["total"] + self.optimizer
+        if self.traced is None:
+            return self.memory.total
+        return self.traced["total"] + self.memory.optimizer
 
 
 def _candidates(
-    asked: Sequence[Question], progress: Callable[[int, int], None] | None
+    wanted: Sequence[Request], progress: Callable[[int, int], None] | None
 ) -> tuple[list[_Candidate], list[Rejected]]:
     """Every choice that can be built."""
-    choices = [(question, *choice) for question in asked for choice in _choices(question)]
+    choices = [(request, *choice) for request in wanted for choice in _choices(request)]
     found: list[_Candidate] = []
     rejected: list[Rejected] = []
-    for done, (question, name, chunks, remat) in enumerate(choices):
+    for done, (request, name, chunks, remat) in enumerate(choices):
         try:
-            layout = balanced(
-                question.layers,
-                question.costs,
-                devices=question.devices,
-                chunks=chunks,
-                remat=remat,
-            )
-            caps = _caps(question, layout, chunks, remat) if name == "auto" else (None,)
-            built = [_built(question, name, chunks, remat, cap, layout) for cap in caps]
-            found += [
-                each
-                for one in built
-                for each in (_recomputing(one) if remat is Remat.STAGES else (one,))
-            ]
+            shape = {"devices": request.devices, "chunks": chunks}
+            layout = balanced(request.layers, request.costs, **shape, remat=remat)
+            caps = _caps(request, layout, chunks, remat) if name == "auto" else (None,)
+            built = [_built(request, name, chunks, remat, cap, layout) for cap in caps]
+            for one in built:
+                found += _recomputing(one) if remat is Remat.STAGES else (one,)
         except (ScheduleError, LayoutError) as error:
             rejected.append(
                 Rejected(f"{name}, V {chunks}", str(error).splitlines()[-1].strip(), None)
@@ -280,90 +273,76 @@ def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
     """The table with the fewest R for as many activations as there is room for, for one less, and
     for one: by sums of layers' sizes.
     """
-    peak = max(simulate(candidate.schedule, candidate.costs).peak_activations)
-    room = _room(candidate)
-    if room >= peak and Remat.NONE not in candidate.question.remat:
+    request, table, costs = candidate.request, candidate.schedule, candidate.timeline.costs
+    assert request.memory is not None, "where memory has no limit, nothing is computed again"
+    slots = candidate.lowered.program().slots
+    held = candidate.memory(slots)
+    residuals = held.pools["residual_weight"]
+    each, free = residuals / slots.residual_weight, request.memory - (held.total - residuals)
+    room = int(free / each) if each else table.num_stages * table.num_microbatches
+    peak = max(candidate.timeline.peak_activations)
+    if room >= peak and Remat.NONE not in request.remat:
         yield candidate
     for cap in sorted({max(1, min(room, peak - 1)), max(1, min(room, peak) - 1), 1}, reverse=True):
-        table = add_recompute(candidate.schedule, costs=candidate.costs, max_activations=cap)
-        count = sum(action.kind is Kind.R for _, _, action in table.actions())
+        found = add_recompute(table, costs=costs, max_activations=cap)
+        count = sum(action.kind is Kind.R for _, _, action in found.actions())
         if count:
-            yield candidate._replace(
-                schedule=table, seconds=simulate(table, candidate.costs).makespan, recomputing=count
-            )
+            yield candidate._replace(timeline=simulate(found, costs), recomputing=count)
 
 
-def _room(candidate: _Candidate) -> int:
-    """How many activations a device has room for, besides all else that it holds."""
-    question = candidate.question
-    assert question.memory is not None, "where memory has no limit, nothing is computed again"
-    slots = program_of(question.target, candidate.schedule, candidate.costs).program().slots
-    held = _memory(candidate, slots)
-    each = held.residuals / slots.residual_weight
-    free = question.memory - (held.total - held.residuals)
-    return (
-        int(free / each)
-        if each
-        else candidate.schedule.num_stages * candidate.schedule.num_microbatches
-    )
-
-
-def _choices(question: Question) -> Iterator[tuple[str, int, Remat]]:
+def _choices(request: Request) -> Iterator[tuple[str, int, Remat]]:
     """Schedules with the chunks that they take and that the layers are enough for."""
-    for name in question.schedules:
+    for name in request.schedules:
         rule = describe(name).chunks
-        for chunks in question.chunks:
+        for chunks in request.chunks:
             # With one stage a device it is 1F1B with more activations.
-            same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in question.schedules
+            same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in request.schedules
             if (
                 not same
                 and rule.nearest(chunks) == chunks
-                and question.devices * chunks <= len(question.layers)
+                and request.devices * chunks <= len(request.layers)
             ):
-                for remat in question.remat:
+                for remat in request.remat:
                     # Where memory has no limit, nothing is computed again for it.
-                    if remat is not Remat.STAGES or question.memory is not None:
+                    if remat is not Remat.STAGES or request.memory is not None:
                         yield name, chunks, remat
 
 
 def _built(
-    question: Question, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout
+    request: Request, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout
 ) -> _Candidate:
     """A candidate with its table."""
-    costs = stage_costs(layout, question.costs, remat=remat, transfer=question.transfer)
+    costs = stage_costs(layout, request.costs, remat=remat, transfer=request.transfer)
     options: dict[str, Any] = {} if cap is None else {"max_activations": cap}
     if any(option.name == "costs" for option in describe(name).options):
         options["costs"] = costs
     schedule = build(
-        name, devices=question.devices, microbatches=question.microbatches, chunks=chunks, **options
+        name, devices=request.devices, microbatches=request.microbatches, chunks=chunks, **options
     )
-    return _Candidate(
-        question,
-        name,
-        chunks,
-        remat,
-        cap,
-        layout,
-        schedule,
-        costs,
-        simulate(schedule, costs).makespan,
-    )
+    if schedule.num_stages != layout.num_stages:
+        per = schedule.num_stages // request.devices
+        raise ScheduleError(
+            f"{name} has {schedule.num_stages} stages, each on several devices; choose it by "
+            f"chunks=({per},)"
+        )
+    return _Candidate(request, name, chunks, remat, cap, layout, simulate(schedule, costs))
 
 
-def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
+def _caps(request: Request, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
     """Caps for `auto`: as much as it asks for, 1F1B's memory, and what the limit leaves
     room for.
     """
-    enough = chunks * question.devices
-    if question.memory is None:
+    enough = chunks * request.devices
+    if request.memory is None:
         return None, enough
-    trial = _built(
-        question, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, remat, None, layout
-    )
-    slots = program_of(question.target, trial.schedule, trial.costs).program().slots
-    held = _memory(trial, slots)
-    each = held.residuals / slots.residual_weight + held.boundaries / (slots.x + slots.cotangent)
-    room = question.memory - (held.total - held.residuals - held.boundaries)
+    name = "1f1b" if chunks == 1 else "interleaved_1f1b"
+    trial = _built(request, name, chunks, remat, None, layout)
+    slots = trial.lowered.program().slots
+    held = trial.memory(slots)
+    residuals = held.pools["residual_weight"]
+    boundaries = held.pools["x"] + held.pools["cotangent"] + held.sent
+    each = residuals / slots.residual_weight + boundaries / (slots.x + slots.cotangent)
+    room = request.memory - (held.total - residuals - boundaries)
     fits = int(room / each) if each else 2 * enough
     return tuple(
         dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))])
@@ -372,107 +351,84 @@ def _caps(question: Question, layout: Layout, chunks: int, remat: Remat) -> tupl
 
 def _refined(candidate: _Candidate) -> _Candidate:
     """The candidate with a better layout for its table, and the table fitted again to it."""
-    question = candidate.question
-
-    def makespan(layout: Layout) -> float:
-        costs = stage_costs(
-            layout, question.costs, remat=candidate.remat, transfer=question.transfer
-        )
-        return simulate(candidate.schedule, costs).makespan
-
-    layout = improved(candidate.layout, makespan, tries=_MOVES)
-    costs = stage_costs(layout, question.costs, remat=candidate.remat, transfer=question.transfer)
-    if layout == candidate.layout:
-        return candidate
+    request, remat = candidate.request, candidate.remat
     # What is certified of the table is so for the costs that it was made for.
     table = replace(candidate.schedule, certificate=None)
-    same = candidate._replace(layout=layout, costs=costs, schedule=table, seconds=makespan(layout))
+
+    def timeline(layout: Layout) -> Timeline:
+        costs = stage_costs(layout, request.costs, remat=remat, transfer=request.transfer)
+        return simulate(table, costs)
+
+    layout = improved(candidate.layout, lambda each: timeline(each).makespan, tries=_MOVES)
+    if layout == candidate.layout:
+        return candidate
+    same = candidate._replace(layout=layout, timeline=timeline(layout))
     if candidate.recomputing:
         return same
-    return min(
-        same,
-        _built(question, candidate.name, candidate.chunks, candidate.remat, candidate.cap, layout),
-        key=lambda c: c.seconds,
-    )
+    again = _built(request, candidate.name, candidate.chunks, remat, candidate.cap, layout)
+    return min(same, again, key=lambda c: c.seconds)
 
 
 def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
-    question = candidate.question
-    lowered = program_of(question.target, candidate.schedule, candidate.costs)
-    seconds = step_seconds(question.target, lowered, candidate.costs)
-    found = _Lowered(candidate, seconds, _memory(candidate, lowered.program().slots))
+    lowered = candidate.lowered
+    seconds = step_seconds(candidate.request.target, lowered, candidate.timeline.costs)
+    found = _Lowered(candidate, seconds, candidate.memory(lowered.program().slots))
     if traced is None:
         return found
-    moments = optimizer_bytes(candidate.layout, candidate.schedule.placement, question.costs)
-    return replace(found, traced=traced(_plan(found)), optimizer=moments)
-
-
-def _memory(candidate: _Candidate, slots: Slots) -> Memory:
-    """What a device holds of it, by sums of layers' sizes."""
-    costs, in_place = candidate.question.costs, candidate.question.target.on_gpus
-    return memory_of(
-        candidate.layout, candidate.schedule, costs, slots, remat=candidate.remat, in_place=in_place
-    )
-
-
-def _least(candidate: _Candidate) -> _Lowered:
-    """What its program takes and holds at the least."""
-    return _Lowered(
-        candidate,
-        candidate.seconds,
-        _memory(candidate, least_slots(simulate(candidate.schedule, candidate.costs))),
-    )
+    sizes = traced(_plan(found))
+    if not (isinstance(sizes, Mapping) and is_number(sizes.get("total"))):
+        raise PlanError(
+            "traced must return bytes by what they are for, and their 'total', as "
+            f"jaxpipe.measuring.traced_memory does; not {quoted(sizes)}"
+        )
+    return replace(found, traced=sizes)
 
 
 def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None) -> list[_Lowered]:
     """A shorter table for the best plan's layout and memory, if the search finds one."""
-    old, question = best.candidate, best.candidate.question
-    if old.recomputing:
+    old, request = best.candidate, best.candidate.request
+    placement, costs = old.schedule.placement, old.timeline.costs
+    if old.recomputing or placement.is_bidirectional:
         return []
-    cap = max(*simulate(old.schedule, old.costs).peak_activations, old.schedule.num_chunks)
-    shape: dict[str, Any] = {
-        "devices": question.devices,
-        "microbatches": question.microbatches,
-        "chunks": old.chunks,
-    }
+    cap = max(old.timeline.peak_activations)
     table = build(
         "auto",
-        **shape,
-        placement=old.schedule.placement,
+        devices=request.devices,
+        microbatches=request.microbatches,
+        chunks=old.chunks,
+        placement=placement,
         max_activations=cap,
-        costs=old.costs,
+        costs=costs,
         search=seconds,
         seed=seed,
     )
-    found = old._replace(
-        name="auto", cap=cap, schedule=table, seconds=simulate(table, old.costs).makespan
-    )
+    found = old._replace(name="auto", cap=cap, timeline=simulate(table, costs))
     lowered = _lower(found, traced)
-    fits = question.memory is None or lowered.needs <= question.memory
+    fits = request.memory is None or lowered.needs <= request.memory
     return [lowered] if fits and lowered.seconds < best.seconds else []
 
 
-def _roomy(asked: Sequence[Question]) -> list[Question]:
+def _roomy(wanted: Sequence[Request]) -> list[Request]:
     """Those for which parameters, gradients and optimizer state alone fit; PlanError where that is
     none.
     """
-    least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in asked]
+    least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in wanted]
     found = [q for needs, q in least if q.memory is None or needs <= q.memory]
     if found:
         return found
-    needs, question = min(least, key=lambda each: each[0])
-    assert question.memory is not None
+    needs, request = min(least, key=lambda each: each[0])
+    assert request.memory is not None
     raise PlanError(
-        f"nothing fits into {gib(question.memory)} a device: the nearest is an even split of the "
+        f"nothing fits into {gib(request.memory)} a device: the nearest is an even split of the "
         f"layers, which needs {gib(needs)} for "
-        f"parameters, gradients and optimizer state alone, {gib(needs - question.memory)} more; "
+        f"parameters, gradients and optimizer state alone, {gib(needs - request.memory)} more; "
         f"{_ADVICE}"
     )
 
 
 def _nothing_fits(
-    question: Question, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]
+    request: Request, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]
 ) -> PlanError:
     """By how much, and what comes nearest."""
     if not beyond:
@@ -480,15 +436,15 @@ def _nothing_fits(
             "no schedule can be built for this model",
             [f"{r.what}: {r.why}" for r in rejected] or ["none was asked for"],
         )
-    assert question.memory is not None
+    assert request.memory is not None
     near = min(beyond, key=lambda b: b.needs)
-    needs = near.needs - question.memory
-    part, held = max(vars(near.memory).items(), key=lambda item: item[1])
+    needs = near.needs - request.memory
+    part, held = max(_parts(near.memory).items(), key=lambda item: item[1])
     return PlanError(
-        f"nothing fits into {gib(question.memory)} a device: the nearest is "
-        f"{near.candidate.words}, layout {near.candidate.layout}, "
+        f"nothing fits into {gib(request.memory)} a device: the nearest is "
+        f"{near.candidate.label}, layout {near.candidate.layout}, "
         f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, "
-        f"{_PARTS[part]}); {_ADVICE}"
+        f"{part}); {_ADVICE}"
     )
 
 
@@ -498,28 +454,31 @@ _ADVICE = (
 )
 
 
-_PARTS = {
-    "stages": "parameters, gradients and optimizer state of its layers",
-    "outer": "the same of first and last",
-    "residuals": "residuals",
-    "stash": "stash",
-    "boundaries": "stage inputs and cotangents",
-    "workspace": "workspace",
-    "batch": "the batch",
-    "summed": "sums of the gradients of first and last",
-}
+def _parts(memory: Memory) -> dict[str, float]:
+    """Bytes of a device by what they are for."""
+    return {
+        "parameters, gradients and optimizer state": memory.parameters
+        + memory.gradients
+        + memory.optimizer,
+        "residuals": memory.pools["residual_weight"],
+        "stash": memory.pools["stash"],
+        "stage inputs and cotangents": memory.pools["x"] + memory.pools["cotangent"] + memory.sent,
+        "workspace": memory.work,
+        "the batch": memory.batch + memory.hoisted,
+        "sums of the gradients of first and last": memory.summed,
+    }
 
 
 def _result(lowered: _Lowered) -> PipelinePlan:
-    """A plan as it is handed out."""
+    """The plan of a candidate, with its reasons."""
     c = lowered.candidate
-    timeline = simulate(c.schedule, c.costs)
+    timeline = c.timeline
     bound, cap = bound_beside(timeline)
     proof, own = Proof.RELAXATION, c.schedule.certificate
     if own is not None and own.objective is Objective.MAKESPAN and own.bound > bound:
         bound, proof = own.bound, own.proof
     certificate = Certificate(Objective.MAKESPAN, lowered.seconds, bound, proof, cap)
-    times = c.costs.for_stages(c.schedule.num_stages)
+    times = timeline.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
     slow = max(range(len(whole)), key=lambda s: whole[s])
     gap = (
@@ -543,13 +502,13 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         schedule=c.schedule,
         remat=None if c.remat is Remat.STAGES else c.remat.value,
         seconds=lowered.seconds,
-        memory=(lowered.needs,) * c.question.devices,
+        memory=(lowered.needs,) * c.request.devices,
         lower_bound=0.0,
         why="",
-        words=c.words,
-        costs=c.costs,
+        label=c.label,
+        costs=c.timeline.costs,
         parts=lowered.memory,
         traced=lowered.traced,
-        axis=c.question.axes.pipe,
-        data_axes=c.question.axes.data,
+        axis=c.request.axis,
+        data_axes=c.request.data_axes,
     )

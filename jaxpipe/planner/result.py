@@ -28,7 +28,7 @@ class PipelinePlan:
         lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak
             of activations.
         why: where its time goes, in a sentence.
-        words: its choices in short.
+        label: its choices in short.
         costs: of its stages, in seconds.
         parts: what a device's memory is for, from the sizes of its layers.
         traced: the same of a step of the traced model, without the optimizer's state
@@ -44,7 +44,7 @@ class PipelinePlan:
     memory: tuple[float, ...]
     lower_bound: float
     why: str
-    words: str = field(default="", compare=False)
+    label: str = field(default="", compare=False)
     costs: Costs = field(default_factory=Costs, compare=False)
     parts: Memory | None = field(default=None, compare=False)
     traced: Mapping[str, int] | None = field(default=None, compare=False)
@@ -57,23 +57,21 @@ class PipelinePlan:
         """The table simulated under the planned costs: what a run is compared with."""
         return simulate(self.schedule, self.costs)
 
-    def pipeline(self, layers: Mapping[str, Any], *, mesh: Any, **options: Any) -> Any:
-        """The `jaxpipe.Pipeline` that runs it: `layers` is a function for each letter; options are
-        those of `Pipeline`.
+    def pipeline(self, model: Any, mesh: Any, **options: Any) -> Any:
+        """The `jaxpipe.Pipeline` that runs it; options are those of `Pipeline`.
 
         Its program is the one that was planned, chosen by the same costs.
         """
         # By name: plans are made where JAX is not installed.
-        made = import_module("jaxpipe.pipeline").Pipeline
+        settings = import_module("jaxpipe.model.settings")
         mine = {
-            "remat": self.remat,
+            "layout": self.layout,
             "costs": self.costs,
-            "axis": self.axis,
-            "data_axes": self.data_axes,
+            "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
+            "memory": settings.Memory(remat=self.remat),
         }
-        return made(
-            layers=layers, layout=self.layout, schedule=self.schedule, mesh=mesh, **mine | options
-        )
+        made = import_module("jaxpipe.pipeline").Pipeline
+        return made(model, self.schedule, mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -85,9 +83,7 @@ class PipelinePlan:
             "remat": self.remat,
             "seconds": self.seconds,
             "memory": list(self.memory),
-            "memory_parts": None
-            if self.parts is None
-            else vars(self.parts) | {"total": self.parts.total},
+            "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},
             "lower_bound": self.lower_bound,
             "gap": self.certificate and self.certificate.gap,
             "certificate": self.certificate and str(self.certificate),
@@ -140,7 +136,7 @@ class Plans(Sequence[PipelinePlan]):
         """
         return [
             (
-                p.words,
+                p.label,
                 p.layout,
                 f"{p.seconds:.4g}",
                 f"{p.seconds / self.best.seconds:.3f}" if self.best.seconds else "-",

@@ -3,3 +3,5 @@ checkpoints are written from and read into.
 """
 
 from .state import PortableState as PortableState
+
+IMPORTS = ("arrays", "errors", "model", "pipeline")

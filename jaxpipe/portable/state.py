@@ -8,17 +8,21 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..arrays import PyTree
-from ..model.mesh import trimmed
-from ..model.spread import is_padded
+from ..errors import CheckpointError
+from ..model.follow import Follow, Followers, is_params
+from ..model.mover import has
+from ..model.packed import Packed
+from ..model.placed import Chunks, owner_faults
+from ..model.placer import Placer
+from ..model.specs import path_text
 from ..pipeline import Pipeline
-from .alike import AlikeStages
-from .leaves import Path, from_host, on_host, padded, unplaced, with_sharding, without_padding
-from .moving import Mover
-from .rules import OWN_STATE, Rule, Rules, is_own, is_params
-from .unlike import UnlikeStages
+
+OWN_STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,12 @@ class PortableState:
     """Placed <-> canonical, for a state that holds parameters under "params" and, anywhere, trees
     laid out like them.
 
-    What stands under "state" is the stages' own (`Pipeline.place_state`), which is in model order
-    too, as {"stages": ...}.
+    What is under "state" is the stages' own (`Pipeline.place_state`), which is in model order too,
+    as {"stages": ...}.
 
     Canonical: leaves of stages are [S, ...] in model order; with `layer_axis` those of [S, layers,
     ...] become [S * layers, ...], so that another number of stages fits too.  With `pipe` None the
-    state lies in model order already. Leaves are arrays, or ShapeDtypeStructs, which give
+    state is in model order already. Leaves are arrays, or ShapeDtypeStructs, which give
     ShapeDtypeStructs with shardings.
     """
 
@@ -46,26 +50,21 @@ class PortableState:
             CheckpointError: leaves belong to a parameter but cannot be laid out; all are listed.
         """
         state = _wrapped(state)
-        rules = self._rules.of(state)
 
-        def outside(path: Path, node: PyTree) -> PyTree:
+        def outside(path: Any, node: PyTree, follows: PyTree) -> PyTree:
             if not is_params(node):
-                return on_host(node)
-            found = {
-                key: node[key] for key in node if key != "stages" and jax.tree.leaves(node[key])
-            }
-            found = jax.tree_util.tree_map_with_path(
-                lambda p, leaf: self._spread(leaf, rules[(*path, *p)]), found
-            )
-            found = jax.tree.map(
-                lambda leaf: without_padding(leaf, self._mesh), found, is_leaf=is_padded
-            )
-            return {
-                **found,
-                "stages": self._merged(path, node["stages"], rules, _whole(state, path, node)),
-            }
+                return _on_host(node)
+            kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
+            node, follows = ({key: tree[key] for key in kept} for tree in (node, follows))
+            if self._placer is None:
+                stages = jax.tree.map(self._merged, node["stages"], follows["stages"])
+                return {**jax.tree.map(_reshaped, node), "stages": stages}
+            _check_single_values(path, node["stages"], follows["stages"])
+            return self._placer.in_model_order(node, follows, layer_axis=self.layer_axis)
 
-        return dict(jax.tree_util.tree_map_with_path(outside, dict(state), is_leaf=is_params))
+        follows = self._follows(state)
+        found = jax.tree_util.tree_map_with_path(outside, state, follows, is_leaf=is_params)
+        return dict(found)
 
     def placed(
         self, canonical: Mapping[str, PyTree], like: Mapping[str, PyTree]
@@ -74,83 +73,167 @@ class PortableState:
         spread as parameters are.
         """
         like = _wrapped(like)
-        rules = self._rules.of(like)
 
-        def inside(path: Path, node: PyTree, found: PyTree) -> PyTree:
+        def inside(node: PyTree, follows: PyTree, found: PyTree) -> PyTree:
             if not is_params(node):
-                return from_host(found, node, self._mesh)
-            outer = {key: tree for key, tree in node.items() if key != "stages"}
-            outer |= {
-                key: jax.tree.map(padded, tree, found[key], is_leaf=is_padded)
-                for key, tree in outer.items()
-                if key in found
-            }
-            if not jax.tree.leaves(node["stages"]):
-                return {**outer, "stages": node["stages"]}
-            return {
-                **outer,
-                "stages": self._divided(
-                    path, found["stages"], node["stages"], rules, _whole(like, path, node)
-                ),
-            }
+                return self._from_host(found, node)
+            if self._placer is None:
+                return jax.tree.map(_reshaped, {**node, **found}, node)
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), node)
+            return self._placer.placed_like(found, shapes, follows, layer_axis=self.layer_axis)
 
-        nodes, tree = jax.tree_util.tree_flatten_with_path(dict(like), is_leaf=is_params)
-        values = jax.tree.leaves(dict(canonical), is_leaf=is_params)
-        found = dict(
-            jax.tree.unflatten(
-                tree, [inside(path, node, v) for (path, node), v in zip(nodes, values, strict=True)]
+        tree: Any = jax.tree.structure(like, is_leaf=is_params)
+        values = tree.unflatten(jax.tree.leaves(dict(canonical), is_leaf=is_params))
+        state = jax.tree.map(inside, like, self._follows(like), values, is_leaf=is_params)
+        return {key: value["stages"] if key == OWN_STATE else value for key, value in state.items()}
+
+    def _follows(self, state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """The state with a `Follow` for each leaf of trees laid out like parameters; None for
+        others.
+
+        Raises:
+            CheckpointError: trees that are not the pipeline's, leaves that cannot be laid out; all
+                are listed.
+        """
+        if not is_params(state.get("params")):
+            raise CheckpointError(
+                'a state must hold parameters under "params", as `Pipeline.place` gives them'
             )
-        )
-        return {key: value["stages"] if key == OWN_STATE else value for key, value in found.items()}
-
-    @cached_property
-    def _rules(self) -> Rules:
-        return Rules(self.pipe, self.layer_axis)
-
-    @cached_property
-    def _mover(self) -> Mover:
-        return Mover(self.pipe)
-
-    @property
-    def _mesh(self) -> Mesh | None:
-        return None if self.pipe is None else self.pipe.mesh
-
-    def _merged(
-        self, path: Path, stages: PyTree, rules: Mapping[Path, Rule], whole: PyTree
-    ) -> PyTree:
-        if self.pipe is not None and self._rules.unlike:
-            return UnlikeStages(self.pipe, self._mover).merged(path, stages, rules, whole)
-        return AlikeStages(self.pipe, self.layer_axis, self._mover).merged(path, stages, rules)
-
-    def _divided(
-        self, path: Path, stages: PyTree, like: PyTree, rules: Mapping[Path, Rule], whole: PyTree
-    ) -> PyTree:
-        if self.pipe is not None and self._rules.unlike:
-            return UnlikeStages(self.pipe, self._mover).divided(stages, like, whole)
-        return AlikeStages(self.pipe, self.layer_axis, self._mover).divided(
-            path, stages, like, rules
-        )
-
-    def _spread(self, leaf: Any, rule: Rule) -> Any:
-        """A leaf of first, last or shared, or of what follows them, where its parameter lies."""
-        abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        params = state["params"]
+        if home := self._owner_faults(params, "params"):
+            raise CheckpointError.listing("this state is not the pipeline's", home)
         if self.pipe is None:
-            return with_sharding(leaf, unplaced(leaf, leaf)) if abstract else leaf
-        to = NamedSharding(
-            self.pipe.mesh,
-            trimmed(*(None,) * rule.lead, *rule.spec) if rule.follows else PartitionSpec(),
+            followers = Followers(params, None, None)
+        else:
+            layout, partition = self.pipe.layout, self.pipe.partition
+            followers = Followers(params, layout, partition, layer_axis=self.layer_axis)
+        faults: list[str] = []
+        unlike: list[str] = []
+
+        def of_node(path: Any, node: PyTree) -> PyTree:
+            if not is_params(node):
+                return None
+            name = path_text(path)
+            home = self._owner_faults(node, name or "parameters")
+            faults.extend(home)
+            if home:
+                return None
+            alike = self.pipe is not None and not followers.unlike
+            if alike and len(set(map(jax.tree.structure, node["stages"]))) > 1:
+                faults.append(
+                    f"{name}: chunks of stages have unlike structures; a mask must treat every "
+                    "stage the same"
+                )
+            found = followers.of(node, own=path == (jax.tree_util.DictKey(OWN_STATE),))
+            leaves = jax.tree_util.tree_leaves_with_path(node)
+            for (p, leaf), rule in zip(leaves, jax.tree.leaves(found), strict=True):
+                where = path_text((*path, *p))
+                if not rule.fits:
+                    faults.append(
+                        f"{where} of shape {leaf.shape} fits no axis of its parameter to the stages"
+                    )
+                elif followers.unlike and p[0].key == "stages" and (rule.lead or not rule.follows):
+                    unlike.append(f"{where} does not have its parameter's shape")
+            return found
+
+        found = jax.tree_util.tree_map_with_path(of_node, dict(state), is_leaf=is_params)
+        if faults:
+            raise CheckpointError.listing("this state has no canonical layout", faults)
+        if unlike:
+            raise CheckpointError.listing(
+                "with unlike stages every leaf must be as its parameter is, but", unlike
+            )
+        return dict(found)
+
+    def _owner_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:
+        if self.pipe is None or not (name == "params" or isinstance(node["stages"], Chunks)):
+            return []
+        return owner_faults(node["stages"], self.pipe.layout.owners, name, "place")
+
+    @cached_property
+    def _placer(self) -> Placer | None:
+        pipe = self.pipe
+        if pipe is None:
+            return None
+        return Placer(
+            mesh=pipe.mesh,
+            axis=pipe.axis,
+            layout=pipe.layout,
+            partition=pipe.partition,
+            cuts=pipe.partition.cuts,
         )
-        return with_sharding(leaf, to) if abstract else jax.device_put(leaf, to)
 
+    def _merged(self, leaf: Any, rule: Follow) -> Any:
+        """A leaf of a plain program's stages, [S, layers, ...], as [S * layers, ...]."""
+        own = leaf.shape[rule.lead :]
+        if not (self.layer_axis and rule.follows and len(own) > 1):
+            return _reshaped(leaf)
+        shape = (*leaf.shape[: rule.lead], own[0] * own[1], *own[2:])
+        return _reshaped(leaf, jax.ShapeDtypeStruct(shape, leaf.dtype))
 
-def _whole(state: Mapping[str, PyTree], path: Path, node: Mapping[str, PyTree]) -> PyTree:
-    """The shapes of all leaves that stages have: the parameters', or those of the stages' own
-    state, or of an optimizer's.
-    """
-    stages = node["stages"] if is_own(state, path, node) else state["params"]["stages"]
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), stages)
+    def _from_host(self, value: Any, like: Any) -> Any:
+        """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""
+        if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+            return type(like)(value) if isinstance(like, int | float) else value
+        if _is_key(like):
+            impl: list[Any] = []
+            # a ShapeDtypeStruct does not tell it by itself
+            jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
+            value = jax.random.wrap_key_data(value, impl=impl[0])
+        whole = PartitionSpec()
+        to = _plain_sharding(like) if self.pipe is None else NamedSharding(self.pipe.mesh, whole)
+        return jax.device_put(value, to)
 
 
 def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The stages' own state in the form of parameters."""
     return {key: {"stages": value} if key == OWN_STATE else value for key, value in state.items()}
+
+
+def _check_single_values(path: Any, stages: PyTree, follows: PyTree) -> None:
+    """One value a chunk, where it does not follow stages, has no place in model order unless all
+    are equal.
+    """
+    if not isinstance(stages, Chunks) or isinstance(stages[0], Packed):
+        return
+    for rule, *group in zip(*map(jax.tree.leaves, (follows[0], *stages)), strict=True):
+        if rule.follows or has(group, jax.ShapeDtypeStruct):
+            continue
+        values = [np.asarray(leaf) for leaf in group]
+        if any(not np.array_equal(values[0], v) for v in values[1:]):
+            raise CheckpointError(
+                f"{path_text(path)} holds one number for all stages of a chunk, "
+                f"{[v.item() for v in values]}: it belongs to this schedule's chunks and not to "
+                "the model; use a transformation that keeps one for each parameter or for all"
+            )
+
+
+def _plain_sharding(leaf: Any) -> Any:
+    """Where a plain program's array is."""
+    return getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+
+
+def _reshaped(leaf: Any, like: Any = None) -> Any:
+    """A plain program's array with another shape: on its device, or whole on its mesh."""
+    shape = leaf.shape if like is None else like.shape
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf if leaf.shape == shape else leaf.reshape(shape)
+    to = _plain_sharding(leaf)
+    if isinstance(to, NamedSharding) and leaf.shape != shape:
+        to = NamedSharding(to.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
+
+
+def _on_host(leaf: Any) -> Any:
+    """As numpy; a key as its words."""
+    shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    if _is_key(leaf):
+        data = jax.random.key_data
+        leaf = jax.eval_shape(data, leaf) if shape else data(leaf)
+    return np.zeros(leaf.shape, leaf.dtype) if shape else np.asarray(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and bool(
+        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )

@@ -1,5 +1,5 @@
 """The waist: the lowered program as typed records, printed and verified.  Every lowering makes one,
 every executor runs one.
-
-May import `table`.
 """
+
+IMPORTS = ("errors", "table")

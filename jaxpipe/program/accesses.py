@@ -5,27 +5,24 @@ needs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import Kind, Value, makers
-from .code_rules import Running, half_of, ticks_of
+from ..table.effects import Access, Effect, Of, Place
+from ..table.kinds import RUNS_FORWARD
+from .code_rules import Running, ticks_of
 from .ir import Program
-from .liveness import LastUse
-from .pools import POOL_OF, PoolName
-from .records import NOBODY, IntTable, pairs_of
+from .pools import POOL_OF
+from .records import NOBODY, pairs_of
 from .segments import Segment
-from .templates import Payload, Presence
+from .templates import Payload
 
 Ints = NDArray[np.int64]
-# The kinds whose result is sent to another stage.
-FORWARD_MAKERS, BACKWARD_MAKERS = makers(Value.OUTPUT), makers(Value.INPUT_GRAD)
 # What is in a slot that nobody wrote, or that a permute without a message for the device wrote.
 NOTHING = -1
-# Order within a block: what `first` writes, then all reads, then all writes.
-_BEFORE, _READ, _WRITE = range(3)
+_SENT_FROM = {Payload.ACTIVATION: Place.SENT_X, Payload.COTANGENT: Place.SENT_DX}
 
 
 class Accesses(NamedTuple):
@@ -43,11 +40,19 @@ class Accesses(NamedTuple):
     value: Ints
     is_read: NDArray[np.bool_]
 
+    @classmethod
+    def of(cls, at: tuple[Ints, Ints], slots: Any, place: Any, order: Any, value: Any) -> Accesses:
+        """Those in cells (ticks, devices) `at`; `slots` is a field of the records."""
+        tick, device = at
+        given: tuple[Any, ...] = (device, slots[at], tick, place, order, value)
+        columns: Any = [np.broadcast_to(column, tick.shape).astype(np.int64) for column in given]
+        return cls._make([*columns, columns[4] == Access.READ])
 
-def accesses(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Accesses:
+
+def accesses(program: Program, pool: Place, blocks: Sequence[Running]) -> Accesses:
     """Those of one pool."""
     nothing = np.zeros(0, np.int64)
-    none = Accesses(nothing, nothing, nothing, nothing, nothing, nothing, nothing.astype(bool))
+    none = Accesses.of((nothing, nothing), np.zeros((0, 0)), nothing, nothing, nothing)
     parts = [none, *_of_blocks(program, pool, blocks)]
     if pool in POOL_OF.values():
         parts += [
@@ -59,138 +64,40 @@ def accesses(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Acc
     return Accesses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _of_blocks(program: Program, pool: PoolName, blocks: Sequence[Running]) -> Iterator[Accesses]:
+def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[Accesses]:
+    """The effects of the actions."""
     # A pair runs as one: the backward may read until the forward has written.
     paired = pairs_of(program.ticks.forward, program.ticks.backward)
     for block in blocks:
-        if block.use.block.is_share:
-            yield from _of_shares(program, pool, block)
-            continue
+        kind = block.use.block.kind
+        record: Any = program.ticks.of(kind)
         # of the template's blocks
         end = 2 + _during(max(other.place for other in blocks if other.ticks[0] == block.ticks[0]))
-        touches = _of_forward if block.use.block.runs_forward else _of_backward
-        for of, slots, order, where, shift in touches(program, block.use.block.kind):
-            if of is not pool:
+        for effect in program.effects(kind):
+            if effect.place is not pool:
                 continue
-            half = half_of(program, block.use.block)
-            k, device = np.nonzero(
-                block.runs if where is None else block.runs & (where[block.ticks] != 0)
-            )
-            tick = block.ticks[k]
-            at = (tick, device)
-            value = (
-                half.stage[at].astype(np.int64) + shift
-            ) * program.schedule.num_microbatches + half.microbatch[at]
-            count = np.ones(len(tick), np.int64)
-            slot = slots[at].astype(np.int64)
-            late = paired[at] & (order == _READ) & (not block.use.block.runs_forward)
-            place = np.where(late, end, _during(block.place) * count)
-            yield Accesses(
-                device, slot, tick, place, order * count, value, np.full(len(tick), order == _READ)
-            )
+            flag = True if effect.when is None else getattr(record, effect.when)[block.ticks] != 0
+            k, device = np.nonzero(block.runs & flag)
+            at = (block.ticks[k], device)
+            late = paired[at] & (effect.access is Access.READ) & (kind not in RUNS_FORWARD)
+            place = np.where(late, end, _during(block.place))
+            value = _value(program, effect, record, at)
+            yield Accesses.of(at, getattr(record, effect.field), place, effect.access, value)
 
 
-def _of_shares(program: Program, pool: PoolName, block: Running) -> Iterator[Accesses]:
-    """What the device of its stage does in a share: it reads what all devices need, and writes what
-    they make.
-    """
-    (share,) = program.ticks.shares
-    stage = 0
-    match block.use.block.kind:
-        case Kind.E:
-            touches = [(PoolName.X, share.out, _WRITE)]
-        case Kind.G:
-            touches = [(PoolName.FIRST, share.y, _READ)]
-        case _:
-            stage = program.schedule.num_stages - 1
-            touches = [(PoolName.LAST, share.y, _READ)]
-            touches += (
-                [] if program.schedule.forward_only else [(PoolName.COTANGENT, share.out, _WRITE)]
-            )
-    for of, slots, order in touches:
-        if of is not pool:
-            continue
-        k, device = np.nonzero(block.runs & (share.is_source[block.ticks] != 0))
-        at = (block.ticks[k], device)
-        value = stage * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
-        count = np.ones(len(k), np.int64)
-        slot = slots[at].astype(np.int64)
-        yield Accesses(
-            device,
-            slot,
-            at[0],
-            _during(block.place) * count,
-            order * count,
-            value,
-            np.full(len(k), order == _READ),
-        )
-    if pool is PoolName.SHARE and block.use.block.kind is Kind.L:
-        k, device = np.nonzero(block.runs)
-        at = (block.ticks[k], device)
-        value = device * program.schedule.num_microbatches + share.microbatch[at].astype(np.int64)
-        count = np.ones(len(k), np.int64)
-        yield Accesses(
-            device,
-            share.stash[at].astype(np.int64),
-            at[0],
-            _during(block.place) * count,
-            _WRITE * count,
-            value,
-            np.zeros(len(k), bool),
-        )
-
-
-# (pool, slots, order, flag that must be set or None, how far from the block's stage the value's is)
-_Touch = tuple[PoolName, IntTable, int, IntTable | None, int]
-
-
-def _of_forward(program: Program, kind: Kind) -> Iterator[_Touch]:
-    """What a forward does, from the meaning of its record."""
-    f, table = program.ticks.forward, program.schedule.encoded
-    if not table.spreads_first:
-        yield PoolName.X, f.x, _BEFORE, f.is_first, 0
-    yield PoolName.X, f.x, _READ, None, 0
-    yield PoolName.RESIDUAL_INPUT, f.residual_input, _WRITE, f.keeps, 0
-    yield PoolName.RESIDUAL_WEIGHT, f.residual_weight, _WRITE, f.keeps, 0
-    yield PoolName.X, f.out, _WRITE, f.is_local, 1
-    if table.spreads_last:
-        yield PoolName.LAST, f.out, _WRITE, f.is_last, 0
-    if not program.schedule.forward_only:
-        if not table.spreads_first:
-            yield PoolName.FIRST, f.first, _BEFORE, f.is_first, 0
-        if not table.spreads_last:
-            yield PoolName.COTANGENT, f.out, _WRITE, f.is_last, 0
-
-
-def _of_backward(program: Program, kind: Kind) -> Iterator[_Touch]:
-    """What a backward does, from the meaning of its record and from what the stage's code reads."""
-    b, liveness, weight = program.ticks.backward, program.liveness, kind is Kind.W
-    if kind is Kind.H:
-        yield PoolName.SHARE, b.stash, _READ, None, 0
-        return
-    if liveness.x is LastUse.WEIGHT_GRAD or (liveness.x is LastUse.INPUT_GRAD and not weight):
-        yield PoolName.X, b.x, _READ, None, 0
-    if not weight or liveness.cotangent is LastUse.WEIGHT_GRAD:
-        yield PoolName.COTANGENT, b.cotangent, _READ, None, 0
-    yield PoolName.RESIDUAL_WEIGHT, b.residual_weight, _READ, None, 0
-    if weight:
-        yield PoolName.STASH, b.stash, _READ, None, 0
-        return
-    yield PoolName.RESIDUAL_INPUT, b.residual_input, _READ, None, 0
-    yield (
-        PoolName.FIRST,
-        b.first,
-        _WRITE if program.schedule.encoded.spreads_first else _READ,
-        b.is_first,
-        0,
+def _value(program: Program, effect: Effect, record: Any, at: tuple[Ints, Ints]) -> Any:
+    """Which value of its place an effect is about."""
+    steps = {Of.OWN: 0, Of.NEXT: 1, Of.BEFORE: -1}
+    stage: Any = {Of.FIRST: 0, Of.LAST: program.schedule.num_stages - 1, Of.DEVICE: at[1]}.get(
+        effect.of
     )
-    yield PoolName.COTANGENT, b.out, _WRITE, b.is_local, -1
-    if kind is Kind.I:
-        yield PoolName.STASH, b.stash, _WRITE, None, 0
+    if effect.of in steps:
+        stage = record.stage[at].astype(np.int64) + steps[effect.of]
+    return stage * program.schedule.num_microbatches + record.microbatch[at].astype(np.int64)
 
 
 def _of_exchanges(
-    program: Program, segment: Segment, pool: PoolName, blocks: Sequence[Running]
+    program: Program, segment: Segment, pool: Place, blocks: Sequence[Running]
 ) -> Iterator[Accesses]:
     """What permutes write; a device that is no target gets nothing, and writes that."""
     devices = program.schedule.num_devices
@@ -206,20 +113,13 @@ def _of_exchanges(
                 value[:, target] = made[:, source]
             arrival = program.ticks.arrivals[lane]
             k, device = np.nonzero(arrival.takes[ticks] != 0)
-            count = np.ones(len(k), np.int64)
-            slot = arrival.slot[ticks][k, device].astype(np.int64)
             (transit,) = (t for t in segment.transits if (t.tick, t.lane) == (j, lane))
             tick, block = segment.written(transit)
             place = np.where(block < segment.num_blocks(tick), 2 * block, _after(program))
-            yield Accesses(
-                device,
-                slot,
-                tick[k],
-                place[k],
-                _WRITE * count + lane,
-                value[k, device],
-                np.zeros(len(k), bool),
+            found = Accesses.of(
+                (ticks[k], device), arrival.slot, place[k], Access.WRITE + lane, value[k, device]
             )
+            yield found._replace(tick=tick[k])
 
 
 def _during(block: int) -> int:
@@ -236,34 +136,29 @@ def _after(program: Program) -> int:
     )
 
 
-def _of_moves(program: Program, pool: PoolName) -> Iterator[Accesses]:
+def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
     """What goes between the memories of devices and hosts: on the device at the ends of ticks, on
     the host between them.
     """
-    after = _after(program)
+    on_host = pool is Place.HOST
     for move in program.ticks.moves:
-        touches = {
-            PoolName.RESIDUAL_INPUT: (
-                (move.from_input, move.stores, _READ),
-                (move.to_input, move.fetches, _WRITE),
-            ),
-            PoolName.RESIDUAL_WEIGHT: (
-                (move.from_weight, move.stores, _READ),
-                (move.to_weight, move.fetches, _WRITE),
-            ),
-            PoolName.HOST: (
-                (move.to_host, move.stores, _WRITE),
-                (move.from_host, move.fetches, _READ),
-            ),
-        }
-        for slots, value, order in touches.get(pool, ()):
-            tick, device = np.nonzero(value != NOBODY)
-            count = np.ones(len(tick), np.int64)
+        stored, fetched = {
+            Place.RESIDUAL_INPUT: (move.from_input, move.to_input),
+            Place.RESIDUAL_WEIGHT: (move.from_weight, move.to_weight),
+            Place.HOST: (move.to_host, move.from_host),
+        }.get(pool, (None, None))
+        for slots, value, order in (
+            (stored, move.stores, Access.WRITE if on_host else Access.READ),
+            (fetched, move.fetches, Access.READ if on_host else Access.WRITE),
+        ):
+            if slots is None:
+                continue
+            at = np.nonzero(value != NOBODY)
+            place = 0 if on_host else _after(program)
+            found = Accesses.of((at[0], at[1]), slots, place, order, value[at])
             # A device's slot is read when the tick before is over.
-            at = tick - 1 if pool is not PoolName.HOST and order == _READ else tick
-            place = 0 * count if pool is PoolName.HOST else after * count
-            slot, moved = (column[tick, device].astype(np.int64) for column in (slots, value))
-            yield Accesses(device, slot, at, place, order * count, moved, count * order == _READ)
+            early = not on_host and order is Access.READ
+            yield found._replace(tick=found.tick - 1) if early else found
 
 
 def _made(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Payload) -> Ints:
@@ -272,16 +167,10 @@ def _made(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Pay
     """
     found = np.full((len(ticks), program.schedule.num_devices), NOTHING, np.int64)
     for block in blocks:
-        use, kind = block.use, block.use.block.kind
-        if kind not in (FORWARD_MAKERS if payload is Payload.ACTIVATION else BACKWARD_MAKERS):
-            continue
-        # Code whose output always stays on the device, or goes to `first` or `last`, puts nothing
-        # where what is sent lies.
-        if Presence.ALWAYS in ((use.last, use.local) if kind is Kind.F else (use.first, use.local)):
-            continue
-        half = half_of(program, use.block)
-        stage = half.stage[ticks].astype(np.int64) + (1 if kind is Kind.F else -1)
-        found = np.where(
-            block.runs, stage * program.schedule.num_microbatches + half.microbatch[ticks], found
-        )
+        kind = block.use.block.kind
+        for effect in program.effects(kind):
+            if effect.place is _SENT_FROM[payload] and block.use.does(effect):
+                k, device = np.nonzero(block.runs)
+                at = (ticks[k], device)
+                found[k, device] = _value(program, effect, program.ticks.of(kind), at)
     return found

@@ -7,67 +7,49 @@ slots and permutes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
+from ..table.effects import Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
-from .pools import POOL_OF, PoolName
-from .records import NOBODY, Backward, Forward, TickRecord, map_fields
+from .pools import POOL_OF
+from .records import NOBODY, TickRecord, map_fields
 from .segments import Segment
 from .templates import BlockUse, Payload
 
+_SENT = {Place.SENT_X: Payload.ACTIVATION, Place.SENT_DX: Payload.COTANGENT}
+
+
+class Step(NamedTuple):
+    """An action that a model is to do (see `table.effects`)."""
+
+    kind: Kind
+    stage: int  # of a collective action the device, 0 where all devices do it
+    microbatch: int
+    held: Mapping[str, Any]  # what it reads, by field of its record
+    makes: Set[Place]  # where it writes
+    prepares: bool  # the first stage's input is to be made first
+
 
 class Model(Protocol):
-    """What the blocks compute.  Values (inputs, residuals, cotangents) are opaque to the
-    interpreter; gradients are the model's own.
+    """What the actions compute.  Values (inputs, residuals, cotangents) are opaque to the
+    interpreter; gradients and losses are the model's own.
     """
 
-    def first(self, microbatch: int) -> tuple[Any, Any]:
-        """The first stage's input, and what the gradient of `first` needs."""
+    def run(self, step: Step) -> Mapping[str, Any]:
+        """Do an action: what it makes by field of its record, "sent" for what is sent.
 
-    def forward(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any, Any]:
-        """The stage's output, the residuals that only I (or B) needs, and those that W needs."""
-
-    def recompute(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Any]:
-        """R: the residuals of a forward that kept none; its results are the model's already."""
-
-    def last(self, microbatch: int, y: Any) -> Any:
-        """The cotangent of the last stage's output (None in an evaluation), by all devices where it
-        is spread; the model keeps the loss.
+        Of what every device has for itself it returns a list by device.
         """
-
-    def last_input_grad(self, microbatch: int, y: Any) -> tuple[Any, list[Any]]:
-        """The same of an L that leaves the rest to H, and a stash for the H of each device."""
-
-    def last_weight_grad(self, device: int, microbatch: int, stash: Any) -> None:
-        """H: the model adds the gradient of a device's part of the parameters of `last`."""
-
-    def backward(
-        self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any
-    ) -> Any:
-        """B: the cotangent of the stage's input; the model adds the gradient of its parameters."""
-
-    def input_grad(
-        self, stage: int, microbatch: int, x: Any, residuals: tuple[Any, Any], dy: Any
-    ) -> tuple[Any, Any]:
-        """I: the cotangent of the stage's input, and a stash for W."""
-
-    def weight_grad(
-        self, stage: int, microbatch: int, x: Any, residuals: Any, dy: Any, stash: Any
-    ) -> None:
-        """W: the model adds the gradient of the stage's parameters."""
-
-    def first_gradient(self, microbatch: int, kept: Any, dx: Any) -> None:
-        """The model adds the gradient of the parameters of `first`."""
 
 
 @dataclass
 class _Device:
     """The pools of a device, and what it has to send."""
 
-    pools: Mapping[PoolName, list[Any]]
+    pools: Mapping[Place, list[Any]]
     sent: dict[Payload, Any] = field(default_factory=lambda: dict.fromkeys(Payload))
 
 
@@ -87,7 +69,7 @@ def _run_segment(program: Program, model: Model, devices: list[_Device], segment
     """The ticks of a segment.  What a transfer brings is written where the program awaits it:
     before a block, or when a tick is over.
     """
-    awaited: dict[tuple[int, int], list[tuple[PoolName, int, list[Any]]]] = {}
+    awaited: dict[tuple[int, int], list[tuple[Place, int, list[Any]]]] = {}
     written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
 
     def arrive(tick: int, block: int) -> None:
@@ -104,11 +86,8 @@ def _run_segment(program: Program, model: Model, devices: list[_Device], segment
         ]
         for place, use in enumerate(template.blocks):
             arrive(tick, place)
-            if use.block.is_share:
-                _run_share(use, model, program, devices, tick)
-                continue
-            for number, device in enumerate(devices):
-                _run_block(use, model, device, _record(program, tick, number), program)
+            records = [_record(program, tick, number) for number in range(len(devices))]
+            _run_block(use, model, program, devices, [r.of(use.block.kind) for r in records])
         for lane, permute in enumerate(template.permutes):
             brought = [None] * len(devices)
             for source, target in permute.pairs:
@@ -125,7 +104,7 @@ def _run_segment(program: Program, model: Model, devices: list[_Device], segment
                 device.pools[name][slot] = value
 
 
-def _move(device: _Device, row: TickRecord[int]) -> list[tuple[PoolName, int, Any]]:
+def _move(device: _Device, row: TickRecord[int]) -> list[tuple[Place, int, Any]]:
     """Store on the host what has to wait there; (pool, slot, value) of what is back on the device
     when the tick is over.
     """
@@ -134,15 +113,15 @@ def _move(device: _Device, row: TickRecord[int]) -> list[tuple[PoolName, int, An
     for move in row.moves:
         if move.stores != NOBODY:
             both = (
-                pools[PoolName.RESIDUAL_INPUT][move.from_input],
-                pools[PoolName.RESIDUAL_WEIGHT][move.from_weight],
+                pools[Place.RESIDUAL_INPUT][move.from_input],
+                pools[Place.RESIDUAL_WEIGHT][move.from_weight],
             )
-            pools[PoolName.HOST][move.to_host] = both
+            pools[Place.HOST][move.to_host] = both
         if move.fetches != NOBODY:
-            by_input, by_weight = pools[PoolName.HOST][move.from_host]
+            by_input, by_weight = pools[Place.HOST][move.from_host]
             found += [
-                (PoolName.RESIDUAL_INPUT, move.to_input, by_input),
-                (PoolName.RESIDUAL_WEIGHT, move.to_weight, by_weight),
+                (Place.RESIDUAL_INPUT, move.to_input, by_input),
+                (Place.RESIDUAL_WEIGHT, move.to_weight, by_weight),
             ]
     return found
 
@@ -153,118 +132,62 @@ def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
     return cast(TickRecord[int], map_fields(lambda table: int(table[tick, device]), record))
 
 
-def _run_share(
-    use: BlockUse, model: Model, program: Program, devices: list[_Device], tick: int
-) -> None:
-    """L, E, G: all devices take part, each with its share of the parameters; one has what they read
-    and takes what they make.
-    """
-    shares = [_record(program, tick, number).shares[0] for number in range(len(devices))]
-    for share, device in zip(shares, devices, strict=True):
-        if share.kind != use.block.kind or not share.is_source:
-            continue
-        if use.block.kind is Kind.E:
-            device.pools[PoolName.X][share.out], _ = model.first(share.microbatch)
-        elif use.block.kind is Kind.G:
-            _, kept = model.first(share.microbatch)
-            model.first_gradient(share.microbatch, kept, device.pools[PoolName.FIRST][share.y])
-        elif PoolName.SHARE in device.pools:
-            y = device.pools[PoolName.LAST][share.y]
-            device.pools[PoolName.COTANGENT][share.out], left = model.last_input_grad(
-                share.microbatch, y
-            )
-            for mine, other, stash in zip(shares, devices, left, strict=True):
-                other.pools[PoolName.SHARE][mine.stash] = stash
-        else:
-            dy = model.last(share.microbatch, device.pools[PoolName.LAST][share.y])
-            if not program.schedule.forward_only:
-                device.pools[PoolName.COTANGENT][share.out] = dy
-
-
 def _run_block(
-    use: BlockUse, model: Model, device: _Device, row: TickRecord[int], program: Program
+    use: BlockUse, model: Model, program: Program, devices: list[_Device], records: Sequence[Any]
 ) -> None:
-    """A block, where the record asks for it."""
-    kind, chunk = use.block.kind, use.block.chunk
-    training, spread = not program.schedule.forward_only, program.schedule.encoded.spreads_first
-    half = row.forward if use.block.runs_forward else row.backward
-    if half.chunk == NOBODY or (half.chunk, half.kind) != (chunk, kind):
+    """A block on the devices whose records ask for it."""
+    kind = use.block.kind
+    if use.block.together:
+        if records[0].kind == kind:
+            # One device gives what all of them read.
+            (source,) = (d for d, record in enumerate(records) if record.is_source)
+            _run(kind, model, program, devices, records, source, range(len(devices)))
         return
-    if isinstance(half, Forward):
-        if kind is Kind.F and training and bool(half.keeps) is not use.block.keeps:
-            return
-        _forward(model, device, half, spread=spread) if kind is Kind.F else _recompute(
-            model, device, half
-        )
-        return
-    if kind is Kind.H:
-        model.last_weight_grad(
-            half.stage, half.microbatch, device.pools[PoolName.SHARE][half.stash]
-        )
-        return
-    _weight_grad(model, device, half) if kind is Kind.W else _backward(
-        model, device, half, split=kind is Kind.I, spread=spread
-    )
+    for number, record in enumerate(records):
+        asked = record.kind == kind and (use.block.collective or record.chunk == use.block.chunk)
+        if kind is Kind.F and not program.schedule.forward_only:
+            asked = asked and bool(record.keeps) is use.block.keeps
+        if asked:
+            _run(kind, model, program, devices, records, number, (number,))
 
 
-def _forward(model: Model, device: _Device, f: Forward[int], *, spread: bool) -> None:
-    """[first,] stage[, last]; no `first` where it is spread."""
-    pools = device.pools
-    if f.is_first and not spread:
-        pools[PoolName.X][f.x], pools[PoolName.FIRST][f.first] = model.first(f.microbatch)
-    y, by_input, by_weight = model.forward(f.stage, f.microbatch, pools[PoolName.X][f.x])
-    if f.keeps:
-        pools[PoolName.RESIDUAL_INPUT][f.residual_input] = by_input
-        pools[PoolName.RESIDUAL_WEIGHT][f.residual_weight] = by_weight
-    device.sent[Payload.ACTIVATION] = y
-    if f.is_local:
-        pools[PoolName.X][f.out] = y
-    if f.is_last and PoolName.LAST in pools:
-        pools[PoolName.LAST][f.out] = y
-    elif f.is_last:
-        pools[PoolName.COTANGENT][f.out] = model.last(f.microbatch, y)
-
-
-def _recompute(model: Model, device: _Device, f: Forward[int]) -> None:
-    """R: the residuals once more."""
-    by_input, by_weight = model.recompute(f.stage, f.microbatch, device.pools[PoolName.X][f.x])
-    device.pools[PoolName.RESIDUAL_INPUT][f.residual_input] = by_input
-    device.pools[PoolName.RESIDUAL_WEIGHT][f.residual_weight] = by_weight
-
-
-def _backward(
-    model: Model, device: _Device, b: Backward[int], *, split: bool, spread: bool
+def _run(
+    kind: Kind,
+    model: Model,
+    program: Program,
+    devices: list[_Device],
+    records: Sequence[Any],
+    source: int,
+    members: Sequence[int],
 ) -> None:
-    """B, or I; where `first` is spread, its gradient comes later."""
-    pools = device.pools
-    x, dy = pools[PoolName.X][b.x], pools[PoolName.COTANGENT][b.cotangent]
-    residuals = (
-        pools[PoolName.RESIDUAL_INPUT][b.residual_input],
-        pools[PoolName.RESIDUAL_WEIGHT][b.residual_weight],
-    )
-    if split:
-        dx, pools[PoolName.STASH][b.stash] = model.input_grad(
-            b.stage, b.microbatch, x, residuals, dy
-        )
-    else:
-        dx = model.backward(b.stage, b.microbatch, x, residuals, dy)
-    device.sent[Payload.COTANGENT] = dx
-    if b.is_local:
-        pools[PoolName.COTANGENT][b.out] = dx
-    if b.is_first and spread:
-        pools[PoolName.FIRST][b.first] = dx
-    elif b.is_first:
-        model.first_gradient(b.microbatch, pools[PoolName.FIRST][b.first], dx)
+    """An action of these devices with what the source has: its reads, its code, its writes."""
 
+    def happens(effect: Effect, device: int) -> bool:
+        return effect.when is None or bool(getattr(records[device], effect.when, True))
 
-def _weight_grad(model: Model, device: _Device, b: Backward[int]) -> None:
-    """W."""
-    pools = device.pools
-    x, dy, stash = (
-        pools[PoolName.X][b.x],
-        pools[PoolName.COTANGENT][b.cotangent],
-        pools[PoolName.STASH][b.stash],
+    effects, record = program.effects(kind), records[source]
+    held = {
+        effect.field: devices[source].pools[effect.place][getattr(record, effect.field)]
+        for effect in effects
+        if effect.access is Access.READ and happens(effect, source)
+    }
+    writes = [e for e in effects if e.access is not Access.READ]
+    step = Step(
+        kind,
+        getattr(record, "stage", source if len(members) == 1 else 0),
+        record.microbatch,
+        held,
+        {effect.place for effect in writes if happens(effect, source)},
+        any(e.access is Access.PREPARE and happens(e, source) for e in writes),
     )
-    model.weight_grad(
-        b.stage, b.microbatch, x, pools[PoolName.RESIDUAL_WEIGHT][b.residual_weight], dy, stash
-    )
+    made = model.run(step)
+    for number in members:
+        device = devices[number]
+        for effect in (effect for effect in writes if happens(effect, number)):
+            if effect.place in _SENT:
+                device.sent[_SENT[effect.place]] = made["sent"]
+            elif effect.field:
+                value = made[effect.field]
+                device.pools[effect.place][getattr(records[number], effect.field)] = (
+                    value[number] if effect.of is Of.DEVICE else value
+                )

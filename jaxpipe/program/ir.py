@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..table.effects import Effect, Liveness, Place, effects_of
+from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from .liveness import Liveness
-from .pools import Pool, PoolName, Slots
+from .pools import Pool, Slots
 from .records import IntTable, TickRecord
 from .segments import Segment
 from .show import show
@@ -36,12 +37,16 @@ class Program:
         """T, the number of ticks."""
         return int(self.ticks.forward.kind.shape[0])
 
+    def effects(self, kind: Kind) -> tuple[Effect, ...]:
+        """What the actions of a kind read and write in this program."""
+        return effects_of(kind, self.schedule.encoded.kinds, self.liveness)
+
     @cached_property
     def slots(self) -> Slots:
         """The size of each pool."""
         return Slots(**{pool.name.value: pool.slots for pool in self.pools})
 
-    def with_entries(self, entries: dict[PoolName, tuple[str, ...]]) -> Program:
+    def with_entries(self, entries: dict[Place, tuple[str, ...]]) -> Program:
         """The program whose pools say what an entry is."""
         return replace(
             self,
@@ -49,4 +54,4 @@ class Program:
         )
 
     def __str__(self) -> str:
-        return show(self.schedule, self.segments, self.ticks, self.pools)
+        return show(self.schedule, self.segments, self.ticks, self.pools, self.effects)

@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+from ..table.effects import Place
 from .templates import Payload
 
-
-class PoolName(enum.Enum):
-    """What a pool holds; the value is its field in `Slots`."""
-
-    X = "x"  # inputs of stages
-    RESIDUAL_INPUT = "residual_input"  # what a forward keeps for I (or B) alone
-    RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
-    COTANGENT = "cotangent"  # gradients of outputs of stages
-    STASH = "stash"  # what I leaves for W
-    # what `first` keeps for its gradient; gradients of the first stage's input that wait for G,
-    # where it is spread
-    FIRST = "first"
-    LAST = "last"  # outputs of the last stage that wait for L
-    SHARE = "share"  # what L leaves for H, on every device
-    # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
-    HOST = "host"
-
-    @property
-    def letter(self) -> str:
-        """How it is named in a printed program."""
-        return _LETTERS[self]
-
-
-_LETTERS = {
-    PoolName.X: "x",
-    PoolName.RESIDUAL_INPUT: "i",
-    PoolName.RESIDUAL_WEIGHT: "w",
-    PoolName.COTANGENT: "c",
-    PoolName.STASH: "s",
-    PoolName.FIRST: "f",
-    PoolName.LAST: "y",
-    PoolName.SHARE: "l",
-    PoolName.HOST: "h",
-}
 # Where a transfer's payload arrives.
-POOL_OF = {Payload.ACTIVATION: PoolName.X, Payload.COTANGENT: PoolName.COTANGENT}
+POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
 
 
 # Residuals of so many forwards are between the memories of a device and its host at a time: what
@@ -50,19 +17,13 @@ POOL_OF = {Payload.ACTIVATION: PoolName.X, Payload.COTANGENT: PoolName.COTANGENT
 UNDER_WAY = 2
 
 
-@dataclass(frozen=True)
-class Slots:
-    """How many entries each pool has: the most that any device holds at one time (at least one)."""
+class Slots(SimpleNamespace):
+    """How many entries each pool has, by the value of its `Place`: the most that any device holds
+    at one time, at least one; 0 where the program has no such pool.
+    """
 
-    x: int
-    residual_input: int
-    residual_weight: int
-    cotangent: int
-    stash: int
-    first: int
-    last: int = 0  # of a table without L there is no such pool
-    share: int = 0  # nor this one of a table without H
-    host: int = 0  # nor is there this one where nothing waits on the host
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{place.value: 0 for place in Place if place.is_pool} | sizes)
 
 
 @dataclass(frozen=True)
@@ -71,7 +32,7 @@ class Pool:
     8]", where shapes are known.
     """
 
-    name: PoolName
+    name: Place
     slots: int
     entry: tuple[str, ...] = ()
 

@@ -4,14 +4,15 @@ int arrays [ticks, devices].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import Kind
+from ..table.effects import EFFECTS
+from ..table.kinds import RUNS_FORWARD, SHARES, Kind
 
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
@@ -23,73 +24,64 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class Forward(Generic[A]):
-    """A forward (F, or R: a forward run once more for its residuals) and the slots that it reads
-    and writes.
-    """
+    """A forward (F, or R: a forward run once more for its residuals) and its slots."""
 
     kind: A  # Kind.F or Kind.R, or NOBODY
     chunk: A  # of the device, or NOBODY where it runs no forward
     stage: A
     microbatch: A
     keeps: A  # 1 where residuals are kept; 0 where an R will make them, and in an evaluation
-    # 1 where the stage is the model's first: `first` writes the stage's input, if no E did
-    is_first: A
-    # 1 where the stage is the model's last: `last` writes the cotangent, or the output is kept for
-    # L
-    is_last: A
+    is_first: A  # 1 where the stage is the model's first
+    is_last: A  # 1 where the stage is the model's last
     is_local: A  # 1 where the output is consumed on this device
     x: A  # slot of the stage's input
     residual_input: A  # slot of the residuals that only I (and B) reads
     residual_weight: A  # slot of the residuals that W reads
     first: A  # slot of the residuals of `first`
-    # slot of what it writes for this device: the next chunk's input, or of the last stage the
-    # cotangent, or the output for L
-    out: A
+    out: A  # slot of what it leaves on this device
 
 
 @dataclass(frozen=True)
 class Backward(Generic[A]):
-    """A backward (B, I or W, or H: that of `last`, of which the device is the stage) and the slots
-    that it reads and writes.
-    """
+    """A backward (B, I or W) and its slots."""
 
-    kind: A  # Kind.B, Kind.I, Kind.W or Kind.H, or NOBODY
+    kind: A  # Kind.B, Kind.I or Kind.W, or NOBODY
     chunk: A  # of the device, or NOBODY where it runs no backward
     stage: A
     microbatch: A
-    # 1 where the stage is the model's first: the gradient of `first` follows, or the input gradient
-    # is kept for G
-    is_first: A
+    is_first: A  # 1 where the stage is the model's first
     is_local: A  # 1 where the input gradient is consumed on this device
     x: A  # slot of the stage's input
     residual_input: A
     residual_weight: A
     cotangent: A  # slot of the gradient of the stage's output
-    stash: A  # slot of what I leaves for W; of H, of what L leaves for it
-    # slot of the residuals of `first`, or for G of the input gradient of the first stage, which it
-    # writes
-    first: A
-    out: A  # slot of the cotangent that it writes for the chunk before on this device
+    stash: A  # slot of what I leaves for W
+    first: A  # slot of the residuals of `first`
+    out: A  # slot of the input gradient that it leaves on this device
 
 
 @dataclass(frozen=True)
-class Share(Generic[A]):
-    """A device's share of what all devices do together (L, E, G), and the slots of what it begins
-    with and ends with.
+class Collective(Generic[A]):
+    """A device's share of a collective action, and its slots: the fields that `EFFECTS` names for
+    such actions.
     """
 
-    kind: A  # Kind.L, Kind.E or Kind.G, or NOBODY; the same on all devices
+    kind: A  # or NOBODY
     microbatch: A
-    # 1 on the device of the stage at which it stands, which has what all devices read, and takes
-    # what they make
+    # 1 on the device that gives all others what they read, and takes what they make
     is_source: A
-    # there, slot of what they read: for L the last stage's output, for G the gradient of the first
-    # stage's input
-    y: A
-    # there, slot of what they make: for L the cotangent of that output, for E the first stage's
-    # input
-    out: A
-    stash: A  # on every device, slot of what L leaves for H
+    slots: dict[str, A]
+
+    def __getattr__(self, name: str) -> A:
+        """The slot in a field."""
+        slots: dict[str, A] = self.__dict__.get("slots", {})
+        if name not in slots:
+            raise AttributeError(name)
+        return slots[name]
+
+
+# The slots of what the source gives, of what it takes, of what stays on every device.
+_SLOTS = tuple(dict.fromkeys(e.field for e in EFFECTS if e.kind in SHARES and e.field))
 
 
 @dataclass(frozen=True)
@@ -131,8 +123,14 @@ class TickRecord(Generic[A]):
     forward: Forward[A]
     backward: Backward[A]
     arrivals: tuple[Arrival[A], ...]  # by lane of the template
-    shares: tuple[Share[A], ...] = ()  # one where the table has L or E, else none
+    collectives: tuple[Collective[A], ...] = ()  # one where the table has such actions, else none
     moves: tuple[Move[A], ...] = ()  # one where anything waits on the host, else none
+
+    def of(self, kind: Kind) -> Forward[A] | Backward[A] | Collective[A]:
+        """The record of what a kind does."""
+        if kind in SHARES:
+            return self.collectives[0]
+        return self.forward if kind in RUNS_FORWARD else self.backward
 
 
 R = TypeVar("R")
@@ -142,6 +140,8 @@ def map_fields(function: Callable[[Any], Any], record: R) -> R:
     """The record with a function of every array in it."""
     if isinstance(record, tuple):
         return tuple(map_fields(function, item) for item in record)  # type: ignore[return-value]
+    if isinstance(record, dict):
+        return {name: function(item) for name, item in record.items()}  # type: ignore[return-value]
     if is_dataclass(record) and not isinstance(record, type):
         return replace(
             record,
@@ -156,6 +156,8 @@ def arrays(record: object) -> Iterator[IntTable]:
     if isinstance(record, tuple):
         for item in record:
             yield from arrays(item)
+    elif isinstance(record, dict):
+        yield from record.values()
     elif isinstance(record, np.ndarray):
         yield record
     else:
@@ -177,26 +179,22 @@ def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArra
 
 
 def empty_ticks(
-    num_ticks: int, num_devices: int, lanes: int, *, together: bool = False, moves: bool = False
+    num_ticks: int, num_devices: int, lanes: int, *, collective: bool = False, moves: bool = False
 ) -> TickRecord[IntTable]:
     """Ticks in which nobody does anything; whoever makes a program fills them."""
 
-    def zeros() -> IntTable:
-        return np.zeros((num_ticks, num_devices), np.int32)
+    def filled(value: int) -> IntTable:
+        return np.full((num_ticks, num_devices), value, np.int32)
 
-    def nobody() -> IntTable:
-        return np.full((num_ticks, num_devices), NOBODY, np.int32)
+    def empty(record: Any, nobody: Sequence[str] = ("kind", "chunk")) -> Any:
+        names = [f.name for f in fields(record) if f.name != "slots"]
+        slots = {"slots": {name: filled(0) for name in _SLOTS}} if record is Collective else {}
+        return record(**{name: filled(NOBODY if name in nobody else 0) for name in names}, **slots)
 
-    idle = ("kind", "chunk")
-    forward = Forward(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Forward)})
-    backward = Backward(
-        **{f.name: nobody() if f.name in idle else zeros() for f in fields(Backward)}
+    return TickRecord(
+        empty(Forward),
+        empty(Backward),
+        tuple(empty(Arrival) for _ in range(lanes)),
+        (empty(Collective),) if collective else (),
+        (empty(Move, [f.name for f in fields(Move)]),) if moves else (),
     )
-    arrivals = tuple(Arrival(zeros(), zeros()) for _ in range(lanes))
-    shares = (
-        (Share(**{f.name: nobody() if f.name in idle else zeros() for f in fields(Share)}),)
-        if together
-        else ()
-    )
-    moved = (Move(**{f.name: nobody() for f in fields(Move)}),) if moves else ()
-    return TickRecord(forward, backward, arrivals, shares, moved)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..table.encoded import Encoded
+from ..table.effects import Access, Effect
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from .pools import POOL_OF, Pool, PoolName
+from .pools import POOL_OF, Pool
 from .records import NOBODY, IntTable, TickRecord, map_fields
 from .segments import Segment
 
@@ -21,6 +21,7 @@ def show(
     segments: Sequence[Segment],
     ticks: TickRecord[IntTable],
     pools: Sequence[Pool],
+    effects: Callable[[Kind], Sequence[Effect]],
     *,
     most_ticks: int = MOST_TICKS,
 ) -> str:
@@ -46,7 +47,7 @@ def show(
         for tick in range(segment.start, min(segment.stop, shown))
     }
     cells = [
-        [_cell(schedule.encoded, ticks, at[tick], tick, d) for d in range(schedule.num_devices)]
+        [_cell(effects, ticks, at[tick], tick, d) for d in range(schedule.num_devices)]
         for tick in range(shown)
     ]
     widths = [
@@ -67,15 +68,19 @@ def show(
 
 
 def _cell(
-    table: Encoded, ticks: TickRecord[IntTable], segment: Segment, tick: int, device: int
+    effects: Callable[[Kind], Sequence[Effect]],
+    ticks: TickRecord[IntTable],
+    segment: Segment,
+    tick: int,
+    device: int,
 ) -> str:
     """What one device does in one tick."""
     record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
     template = segment.template(tick)
-    parts = [_backward(record.backward, table), _forward(record.forward, table)]
-    parts += [
-        _share(share, device, training=not table.forward_only, leaves=table.defers_last)
-        for share in record.shares
+    parts = [
+        _action(each, effects(Kind(each.kind)), device)
+        for each in (*record.collectives, record.backward, record.forward)
+        if each.kind != NOBODY
     ]
     if template.blocks and template.blocks[0].block.runs_forward:
         parts.reverse()
@@ -99,62 +104,16 @@ def _cell(
     return " ".join(part for part in parts if part)
 
 
-def _slots(*slots: tuple[PoolName, Any, bool]) -> str:
-    return " ".join(f"{pool.letter}{slot}" for pool, slot, used in slots if used)
-
-
-def _share(share: Any, device: int, *, training: bool, leaves: bool) -> str:
-    if share.kind == NOBODY:
-        return ""
-    kind = Kind(share.kind)
-    read = _slots(
-        (PoolName.LAST, share.y, kind is Kind.L), (PoolName.FIRST, share.y, kind is Kind.G)
+def _action(record: Any, effects: Sequence[Effect], device: int) -> str:
+    """An action, what it reads, and after ">" what it writes."""
+    happen = [e for e in effects if e.field and (e.when is None or getattr(record, e.when))]
+    read = {e.field: e for e in happen if e.access is Access.READ}
+    # What `first` makes inside of a forward is that forward's input.
+    written = [e for e in happen if e.access is not Access.READ and e.field not in read]
+    before, after = (
+        " ".join(f"{e.place.letter}{getattr(record, e.field)}" for e in those)
+        for those in (read.values(), written)
     )
-    written = _slots(
-        (PoolName.COTANGENT, share.out, kind is Kind.L and training),
-        (PoolName.X, share.out, kind is Kind.E),
-    )
-    text = f"{device}{kind.name}{share.microbatch}"
-    left = _slots((PoolName.SHARE, share.stash, leaves and kind is Kind.L))
-    here = read if share.is_source else ""
-    made = " ".join(part for part in (written if share.is_source else "", left) if part)
-    return " ".join(part for part in (text, here + (f">{made}" if made else "")) if part)
-
-
-def _forward(f: Any, table: Encoded) -> str:
-    if f.chunk == NOBODY:
-        return ""
-    training, spread = not table.forward_only, table.spreads_last
-    written = _slots(
-        (PoolName.FIRST, f.first, bool(f.is_first and training and not table.spreads_first)),
-        (PoolName.RESIDUAL_INPUT, f.residual_input, bool(f.keeps)),
-        (PoolName.RESIDUAL_WEIGHT, f.residual_weight, bool(f.keeps)),
-        (PoolName.X, f.out, bool(f.is_local)),
-        (PoolName.LAST, f.out, bool(f.is_last and spread)),
-        (PoolName.COTANGENT, f.out, bool(f.is_last and training and not spread)),
-    )
-    read = _slots((PoolName.X, f.x, True))
-    return f"{f.stage}{Kind(f.kind).name}{f.microbatch} {read}" + (f">{written}" if written else "")
-
-
-def _backward(b: Any, table: Encoded) -> str:
-    if b.chunk == NOBODY:
-        return ""
-    if b.kind == Kind.H:
-        return f"{b.stage}H{b.microbatch} {PoolName.SHARE.letter}{b.stash}"
-    weight, split = b.kind == Kind.W, b.kind != Kind.B
-    first = bool(b.is_first and not weight)
-    read = _slots(
-        (PoolName.X, b.x, True),
-        (PoolName.RESIDUAL_INPUT, b.residual_input, not weight),
-        (PoolName.RESIDUAL_WEIGHT, b.residual_weight, True),
-        (PoolName.COTANGENT, b.cotangent, not weight),
-        (PoolName.STASH, b.stash, weight),
-        (PoolName.FIRST, b.first, first and not table.spreads_first),
-    )
-    written = _slots(
-        (PoolName.STASH, b.stash, split and not weight),
-        (PoolName.COTANGENT, b.out, bool(b.is_local and not weight)),
-        (PoolName.FIRST, b.first, first and table.spreads_first),
-    )
-    return f"{b.stage}{Kind(b.kind).name}{b.microbatch} {read}" + (f">{written}" if written else "")
+    slots = before + (f">{after}" if after else "")
+    name = f"{getattr(record, 'stage', device)}{Kind(record.kind).name}{record.microbatch}"
+    return f"{name} {slots}".rstrip()

@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..table.kinds import RUNS_FORWARD, SHARES, TOGETHER, Kind
+from ..table.effects import EFFECTS, Effect
+from ..table.kinds import KINDS, RUNS_FORWARD, SHARES, TOGETHER, Kind
 
 
 class Payload(enum.IntEnum):
@@ -47,7 +48,7 @@ class Part(enum.IntEnum):
         """That of a kind."""
         if kind in RUNS_FORWARD:
             return cls.FORWARD
-        return cls.APART if kind in (Kind.W, Kind.H) else cls.BACKWARD
+        return cls.APART if kind not in TOGETHER and KINDS[kind].needs is None else cls.BACKWARD
 
 
 def parts_in_order(forward_first: bool) -> tuple[Part, ...]:
@@ -64,23 +65,28 @@ class Block(NamedTuple):
 
     @property
     def runs_forward(self) -> bool:
-        """Whether it runs the code of a stage's forward (F, R), and so reads the tick's `Forward`
-        record.
-        """
+        """Whether it runs the code of a stage's forward (F, R)."""
         return self.kind in RUNS_FORWARD
 
     @property
-    def is_share(self) -> bool:
-        """Whether all devices run it together (L), and so reads the tick's `Share` record."""
+    def together(self) -> bool:
+        """Whether all devices run it at the same time (L, E, G)."""
         return self.kind in TOGETHER
 
     @property
-    def of_device(self) -> bool:
-        """Whether it runs the code of no stage, but of the device's share of `first` or `last`."""
+    def collective(self) -> bool:
+        """Whether it runs the device's share of `first` or `last`, and no stage's code."""
         return self.kind in SHARES
 
     def __str__(self) -> str:
         return f"{self.kind.name}.{self.chunk}" + ("" if self.keeps else "-")
+
+
+# By kind, the flags of its record that parts of its code depend on.
+FLAGS = {
+    kind: tuple(dict.fromkeys(e.when for e in EFFECTS if e.kind is kind and e.when is not None))
+    for kind in Kind
+}
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,23 @@ class BlockUse:
     # the result is consumed on this very device: write it to its slot instead of sending it
     local: Presence
 
+    def presence(self, flag: str) -> Presence:
+        """Among those who run it, how many have a flag of the record set."""
+        known = {"is_first": self.first, "is_last": self.last, "is_local": self.local}
+        keeps = Presence.ALWAYS if self.block.keeps else Presence.NEVER
+        return known.get(flag, keeps if flag == "keeps" else Presence.ALWAYS)
+
+    def does(self, effect: Effect) -> bool:
+        """Whether its code has an effect of its kind."""
+        if effect.when is not None and self.presence(effect.when) is Presence.NEVER:
+            return False
+        return all(self.presence(flag) is not Presence.ALWAYS for flag in effect.never)
+
     def touches(self, payload: Payload) -> bool:
         """Whether it may read what such a transfer has brought, or write to the pool where that
         arrives.
         """
-        if Part.of(self.block.kind) is PART_OF[payload] or self.block.is_share:
+        if Part.of(self.block.kind) is PART_OF[payload] or self.block.together:
             return True
         return (
             payload is Payload.COTANGENT
@@ -110,15 +128,8 @@ class BlockUse:
 
     @property
     def num_nested(self) -> int:
-        """How many predicates are asked inside of it: of W and R none, of B and I none about
-        `last`, whose gradient is F's.
-        """
-        asks = {
-            Kind.F: (self.first, self.last, self.local),
-            Kind.B: (self.first, self.local),
-            Kind.I: (self.first, self.local),
-        }
-        return sum(presence is Presence.SOMETIMES for presence in asks.get(self.block.kind, ()))
+        """How many predicates a device evaluates inside of it."""
+        return sum(self.presence(flag) is Presence.SOMETIMES for flag in FLAGS[self.block.kind])
 
     def __str__(self) -> str:
         marks = "".join(
@@ -197,7 +208,7 @@ class TickTemplate:
     @property
     def num_meeting_predicates(self) -> int:
         """Those of them that are around what all devices do together."""
-        return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.is_share)
+        return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.together)
 
     def __str__(self) -> str:
         permutes = " ".join(f"({permute})" for permute in self.permutes)

@@ -8,3 +8,5 @@ from .svg import to_svg
 from .trace import to_trace
 
 __all__ = ["Theme", "to_html", "to_svg", "to_trace"]
+
+IMPORTS = ("engine", "errors", "table")

@@ -75,6 +75,21 @@ def title_of(timeline: Timeline) -> str:
     return f"{s.name or 'schedule'}: {', '.join(words + chunks)}"
 
 
+DEVICE_COLUMNS = (
+    *("device", "busy", "idle", "warmup", "waiting", "drain"),
+    *("peak activations", "peak memory"),
+)
+
+
+def device_rows(timeline: Timeline) -> list[tuple[str, ...]]:
+    """A row for each device: busy, idle by cause, peaks."""
+    t, rows = timeline, []
+    for d, (busy, idle) in enumerate(zip(t.busy, t.idle, strict=True)):
+        times = map(number, (busy, sum(idle), *idle))
+        rows.append((str(d), *times, str(t.peak_activations[d]), number(t.peak_memory[d])))
+    return rows
+
+
 def number(value: float) -> str:
     """A time or a size, rounded for readers: whole numbers as they are, others to four significant
     digits.

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from html import escape
+from importlib.resources import files
 from string import Template
 from xml.etree import ElementTree
 
@@ -14,9 +15,8 @@ from ..engine.timeline import Timeline
 from ..errors import JaxpipeError
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed
-from .bars import costs_of, number, title_of
+from .bars import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
 from .chart import MOST_ASKED_WIDTH, Chart, require_printable
-from .page import PAGE
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
 
@@ -56,7 +56,8 @@ def to_html(
     heading = title or title_of(timeline)
     require_printable(heading)
     csv = timeline.schedule.to_csv()
-    return Template(PAGE).substitute(
+    page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return Template(page).substitute(
         title=escape(heading),
         style=_styles(chart.shades),
         chart=ElementTree.tostring(draw(chart, critical_path=True), encoding="unicode"),
@@ -128,28 +129,11 @@ def _cards(timeline: Timeline) -> str:
 
 
 def _devices(timeline: Timeline) -> str:
-    """A table with one row per device: busy, idle by cause, peaks."""
-    t = timeline
-    head = (
-        "device",
-        "stages",
-        "busy",
-        "idle",
-        "warmup",
-        "waiting",
-        "drain",
-        "peak activations",
-        "peak memory",
-    )
-    lines = [_line("th", head)]
-    for device, stages in enumerate(t.schedule.placement.stages_of):
-        idle = t.idle[device]
-        times = (t.busy[device], sum(idle), *idle)
-        peaks = (str(t.peak_activations[device]), number(t.peak_memory[device]))
-        lines.append(
-            _line("td", (str(device), " ".join(map(str, stages)), *map(number, times), *peaks))
-        )
-    return "\n".join(lines)
+    """A table with one row per device."""
+    stages = [" ".join(map(str, each)) for each in timeline.schedule.placement.stages_of]
+    rows = zip(device_rows(timeline), stages, strict=True)
+    lines = [_line("td", (row[0], own, *row[1:])) for row, own in rows]
+    return "\n".join([_line("th", (DEVICE_COLUMNS[0], "stages", *DEVICE_COLUMNS[1:])), *lines])
 
 
 def _line(tag: str, cells: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from string import Template
 
 from ..table.kinds import KINDS, Kind, Shades
 
@@ -26,42 +27,44 @@ class Palette:
     last chunk.
     """
 
-    page: str
-    text: str
-    muted: str
-    line: str
-    idle: str
-    hatch: str
-    transfer: str
-    critical: str
-    memory: str
+    colours: dict[str, str]
     shades: dict[Kind, Shades]
 
 
+# On a light page, and on a dark one.
+_COLOURS = {
+    "page": ("#ffffff", "#12161c"),
+    "text": ("#1b1f24", "#e6eaf0"),
+    "muted": ("#667080", "#95a0b0"),
+    "line": ("#d5dae1", "#303845"),
+    "idle": ("#f0f2f5", "#1c222b"),
+    "hatch": ("#dde1e7", "#2a323e"),
+    "transfer": ("#8a94a3", "#76818f"),
+    "critical": ("#d7263d", "#ff5d6c"),
+    "memory": ("#9aa5b4", "#5f6c7d"),
+}
 LIGHT = Palette(
-    page="#ffffff",
-    text="#1b1f24",
-    muted="#667080",
-    line="#d5dae1",
-    idle="#f0f2f5",
-    hatch="#dde1e7",
-    transfer="#8a94a3",
-    critical="#d7263d",
-    memory="#9aa5b4",
-    shades={spec.kind: spec.light for spec in KINDS if spec.light is not None},
+    {name: light for name, (light, _) in _COLOURS.items()},
+    {spec.kind: spec.light for spec in KINDS if spec.light is not None},
 )
 DARK = Palette(
-    page="#12161c",
-    text="#e6eaf0",
-    muted="#95a0b0",
-    line="#303845",
-    idle="#1c222b",
-    hatch="#2a323e",
-    transfer="#76818f",
-    critical="#ff5d6c",
-    memory="#5f6c7d",
-    shades={spec.kind: spec.dark for spec in KINDS if spec.dark is not None},
+    {name: dark for name, (_, dark) in _COLOURS.items()},
+    {spec.kind: spec.dark for spec in KINDS if spec.dark is not None},
 )
+# A class of the drawing and its style a line; $page is a colour.
+_STYLE = """
+ font-family:ui-sans-serif,system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;fill:$text
+.page fill:$page
+.title font-size:15px;font-weight:600
+.muted fill:$muted;font-size:11.5px
+.label font-size:12px
+.axis stroke:$line;stroke-width:1;fill:none
+.idle fill:$idle
+.hatch stroke:$hatch;stroke-width:1.5;fill:none
+.transfer fill:$transfer
+.critical stroke:$critical;stroke-width:2;fill:none
+.memory fill:$memory
+"""
 
 
 def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
@@ -82,28 +85,13 @@ def ink_on(colour: str) -> str:
 
 def style(palette: Palette, *, chunks: int, scope: str) -> str:
     """CSS for the classes that the drawing uses, each selector under `scope`."""
-    rules = [
-        (
-            "",
-            "font-family:ui-sans-serif,system-ui,'Segoe UI','Helvetica "
-            f"Neue',Arial,sans-serif;fill:{palette.text}",
-        ),
-        (".page", f"fill:{palette.page}"),
-        (".title", "font-size:15px;font-weight:600"),
-        (".muted", f"fill:{palette.muted};font-size:11.5px"),
-        (".label", "font-size:12px"),
-        (".axis", f"stroke:{palette.line};stroke-width:1;fill:none"),
-        (".idle", f"fill:{palette.idle}"),
-        (".hatch", f"stroke:{palette.hatch};stroke-width:1.5;fill:none"),
-        (".transfer", f"fill:{palette.transfer}"),
-        (".critical", f"stroke:{palette.critical};stroke-width:2;fill:none"),
-        (".memory", f"fill:{palette.memory}"),
-    ]
+    sheet = Template(_STYLE.strip("\n")).substitute(palette.colours)
+    rules = [line.split(" ", 1) for line in sheet.splitlines()]
     for kind in palette.shades:
         for chunk in range(chunks):
             colour = shade(palette, kind, chunk=chunk, chunks=chunks)
-            rules.append((f".{kind.name}{chunk}", f"fill:{colour}"))
-            rules.append((f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"))
+            rules.append([f".{kind.name}{chunk}", f"fill:{colour}"])
+            rules.append([f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"])
     return "".join(
         f"{scope}{' ' if selector else ''}{selector}{{{body}}}" for selector, body in rules
     )

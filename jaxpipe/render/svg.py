@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from xml.etree import ElementTree
+from typing import Any
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.timeline import Timeline
 from ..errors import JaxpipeError
@@ -62,38 +63,23 @@ def to_svg(
         Theme.DARK: dark,
         Theme.AUTO: f"{light}@media(prefers-color-scheme:dark){{{dark}}}",
     }
-    sheet = ElementTree.Element("style")
+    sheet = Element("style")
     sheet.text = sheets[theme]
     root.insert(0, sheet)
-    return ElementTree.tostring(root, encoding="unicode")
+    return tostring(root, encoding="unicode")
 
 
-def draw(chart: Chart, *, critical_path: bool) -> ElementTree.Element:
+def draw(chart: Chart, *, critical_path: bool) -> Element:
     """The whole picture."""
-    title = chart.heading or title_of(chart.timeline)
-    size = {
-        "width": _px(chart.width),
-        "height": _px(chart.height),
-        "viewBox": f"0 0 {_px(chart.width)} {_px(chart.height)}",
-    }
-    root = ElementTree.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "class": SCOPE[1:],
-            "role": "img",
-            "aria-label": title,
-            **size,
-        },
-    )
+    width, height = _px(chart.width), _px(chart.height)
+    root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": SCOPE[1:]})
+    root.attrib |= {"role": "img", "aria-label": chart.heading or title_of(chart.timeline)}
+    root.attrib |= {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
     _add_hatch(root)
-    _add(root, "rect", kind="page", width=chart.width, height=chart.height, rx=8)
+    _add(root, "rect", "page", width=chart.width, height=chart.height, rx=8)
     _draw_heading(root, chart)
     _draw_rows(root, chart)
-    if len(chart.bars) > MOST_ELEMENTS:
-        _draw_merged(root, chart)
-    else:
-        _draw_each(root, chart)
+    _draw_bars(root, chart)
     _draw_numbers(root, chart)
     if chart.memory:
         _draw_memory(root, chart)
@@ -104,62 +90,50 @@ def draw(chart: Chart, *, critical_path: bool) -> ElementTree.Element:
     return root
 
 
-def _draw_heading(root: ElementTree.Element, chart: Chart) -> None:
+def _draw_heading(root: Element, chart: Chart) -> None:
     """The title and the numbers of the whole step, and the names of the columns on the right."""
     x = chart.x(chart.span) + 10
     for name, width in COLUMNS:
         x += width
-        _text(root, x, chart.top - 7, name, kind="muted", anchor="end")
+        _text(root, "muted", x, chart.top - 7, name, "end")
     if not chart.heading:
         return
-    t = chart.timeline
-    _fitted(root, 28, chart.heading, kind="title", size=15, room=chart.width - 2 * PAD)
-    peaks = t.peak_activations
-    summary = (
-        f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations "
-        f"{max(peaks, default=0)}"
-    )
-    costs = costs_of(t)
+    t, room = chart.timeline, chart.width - 2 * PAD
+    _fitted(root, "title", 28, chart.heading, size=15, room=room)
+    peak, costs = max(t.peak_activations, default=0), costs_of(t)
+    summary = f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations {peak}"
     # Costs only where they fit; a page or a caption can give them, too.
-    roomy = 6.0 * (len(summary) + len(costs) + 5) < chart.width - 2 * PAD
-    _fitted(
-        root,
-        47,
-        f"{summary}  ·  {costs}" if roomy else summary,
-        kind="muted",
-        size=11.5,
-        room=chart.width - 2 * PAD,
-    )
+    if 6.0 * (len(summary) + len(costs) + 5) < room:
+        summary += f"  ·  {costs}"
+    _fitted(root, "muted", 47, summary, size=11.5, room=room)
 
 
-def _fitted(
-    root: ElementTree.Element, y: float, text: str, *, kind: str, size: float, room: float
-) -> None:
+def _fitted(root: Element, kind: str, y: float, text: str, *, size: float, room: float) -> None:
     """A line of the heading, in smaller type where the picture is narrow."""
-    line = _text(root, PAD, y, text, kind=kind)
+    line = _text(root, kind, PAD, y, text)
     fits = room / (0.56 * max(len(text), 1))
     if fits < size:
         line.set("style", f"font-size:{_px(fits)}px")
 
 
-def _draw_rows(root: ElementTree.Element, chart: Chart) -> None:
+def _draw_rows(root: Element, chart: Chart) -> None:
     """Each device's name, its idle background, and its numbers."""
     t = chart.timeline
-    room = t.makespan or 1
+    length, makespan = chart.span * chart.unit, t.makespan or 1
     for device in range(t.schedule.num_devices):
-        y, length = chart.y(device), chart.span * chart.unit
-        _add(root, "rect", kind="idle", x=chart.left, y=y, width=length, height=chart.row, rx=3)
-        _add(root, "rect", x=chart.left, y=y, width=length, height=chart.row, rx=3, fill=_HATCHED)
+        y = chart.y(device)
+        _rect(root, "idle", chart.left, y, length, chart.row, rx=3)
+        _rect(root, "", chart.left, y, length, chart.row, rx=3, fill=_HATCHED)
         middle = y + chart.row / 2 + 4
-        _text(root, chart.left - 8, middle, f"device {device}", kind="label", anchor="end")
+        _text(root, "label", chart.left - 8, middle, f"device {device}", "end")
         x = chart.x(chart.span) + 10
-        values = (f"{1 - t.busy[device] / room:.0%}", str(t.peak_activations[device]))
+        values = (f"{1 - t.busy[device] / makespan:.0%}", str(t.peak_activations[device]))
         for (_, width), value in zip(COLUMNS, values, strict=True):
             x += width
-            _text(root, x, middle, value, kind="label", anchor="end")
+            _text(root, "label", x, middle, value, "end")
 
 
-def _draw_numbers(root: ElementTree.Element, chart: Chart) -> None:
+def _draw_numbers(root: Element, chart: Chart) -> None:
     """The microbatch's number in each bar that has room for it."""
     sizes: dict[float, list[tuple[Bar, float, float]]] = defaultdict(list)
     for bar in chart.bars:
@@ -170,18 +144,16 @@ def _draw_numbers(root: ElementTree.Element, chart: Chart) -> None:
         size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * digits))
         if size >= 7:
             # Few sizes, so that the numbers of a picture look alike.
-            sizes[math.floor(size * 2) / 2].append(
-                (bar, x + width / 2, y + height / 2 + size * 0.36)
-            )
+            place = (bar, x + width / 2, y + height / 2 + size * 0.36)
+            sizes[math.floor(size * 2) / 2].append(place)
     for size, labels in sizes.items():
-        group = _add(root, "g")
-        group.set("font-size", _px(size))
-        group.set("text-anchor", "middle")
+        look: dict[str, Any] = {"font-size": size, "text-anchor": "middle"}
+        group = _add(root, "g", **look)
         for bar, x, y in labels:
-            _text(group, x, y, str(bar.action.microbatch), kind=f"on{_class(bar, chart.shades)}")
+            _text(group, f"on{_class(bar, chart.shades)}", x, y, str(bar.action.microbatch))
 
 
-def _draw_memory(root: ElementTree.Element, chart: Chart) -> None:
+def _draw_memory(root: Element, chart: Chart) -> None:
     """Under each row, the activation memory of its device over time; one scale for all devices."""
     most = max(chart.timeline.peak_memory, default=0) or 1
     depth = chart.row * 0.6 - 2
@@ -190,82 +162,59 @@ def _draw_memory(root: ElementTree.Element, chart: Chart) -> None:
         path = [f"M{_px(chart.left)} {_px(base)}"]
         for time, held in chart.timeline.memory(device):
             path.append(f"H{_px(chart.x(time))}V{_px(base - depth * held / most)}")
-        _add(root, "path", kind="memory", d="".join(path) + f"V{_px(base)}z")
+        _add(root, "path", "memory", d="".join(path) + f"V{_px(base)}z")
 
 
-def _draw_critical_path(root: ElementTree.Element, chart: Chart) -> None:
+def _draw_critical_path(root: Element, chart: Chart) -> None:
     """Outline the actions of the critical path."""
     wanted = {action for text in chart.timeline.critical_path for action in parts(parse_cell(text))}
     boxes = [chart.box(bar) for bar in chart.bars if bar.action in wanted]
-    _add(
-        root,
-        "path",
-        kind="critical",
-        d="".join(_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2),
-    )
+    outlines = (_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2)
+    _add(root, "path", "critical", d="".join(outlines))
 
 
-def _draw_axis(root: ElementTree.Element, chart: Chart) -> None:
+def _draw_axis(root: Element, chart: Chart) -> None:
     end, y = chart.x(chart.span), chart.bottom + 2
     ticks = _ticks(chart.timeline.makespan, most=chart.span * chart.unit / 56)
     marks = "".join(f"M{_px(chart.x(t))} {_px(y)}v5" for t in ticks)
-    _add(root, "path", kind="axis", d=f"M{_px(chart.left)} {_px(y)}H{_px(end)}{marks}")
+    _add(root, "path", "axis", d=f"M{_px(chart.left)} {_px(y)}H{_px(end)}{marks}")
     for tick in ticks:
-        _text(root, chart.x(tick), y + 18, number(tick), kind="muted", anchor="middle")
-    _text(root, chart.left - 8, y + 18, "time", kind="muted", anchor="end")
+        _text(root, "muted", chart.x(tick), y + 18, number(tick), "middle")
+    _text(root, "muted", chart.left - 8, y + 18, "time", "end")
 
 
-def _draw_legend(root: ElementTree.Element, chart: Chart) -> None:
+def _draw_legend(root: Element, chart: Chart) -> None:
     """A swatch for each kind, divided into the shades of its chunks."""
-    for boxes, word, left, y, cell in chart.legend:
-        x = left
+    for boxes, word, x, y, cell in chart.legend:
         for chunk, box in enumerate(boxes):
-            _add(root, "rect", kind=box, x=x, y=y, width=cell, height=15)
+            _rect(root, box, x, y, cell, 15)
             if box == "idle":
-                _add(root, "rect", x=x, y=y, width=cell, height=15, fill=_HATCHED)
+                _rect(root, "", x, y, cell, 15, fill=_HATCHED)
             if len(boxes) > 1:
-                _text(
-                    root,
-                    x + cell / 2,
-                    y + 11.5,
-                    str(chunk),
-                    kind=f"on{box}",
-                    anchor="middle",
-                    size=10,
-                )
+                label = _text(root, f"on{box}", x + cell / 2, y + 11.5, str(chunk), "middle")
+                label.set("font-size", "10")
             x += cell
-        _text(root, x + (7 if boxes else 0), y + 12, word, kind="label" if boxes else "muted")
+        _text(root, "label" if boxes else "muted", x + (7 if boxes else 0), y + 12, word)
 
 
-def _draw_each(root: ElementTree.Element, chart: Chart) -> None:
-    """A rectangle for each bar, with a title that browsers show on hovering."""
-    group = _add(root, "g")
+def _draw_bars(root: Element, chart: Chart) -> None:
+    """A rectangle for each bar, with a title that browsers show on hovering; of many bars, one path
+    for those of a colour: the table of a large job has a hundred thousand bars.
+    """
+    merged = len(chart.bars) > MOST_ELEMENTS
+    paths: dict[str, list[str]] = defaultdict(list)
+    group = root if merged else _add(root, "g")
     for bar in chart.bars:
-        x, y, width, height = chart.box(bar)
+        kind, (x, y, width, height) = _class(bar, chart.shades), chart.box(bar)
         # A thin line of background separates neighbours.
         gap = min(1.0, width * 0.2)
-        box = _add(
-            group,
-            "rect",
-            kind=_class(bar, chart.shades),
-            x=x + gap / 2,
-            y=y,
-            width=width - gap,
-            height=height,
-            rx=min(2, width / 4),
-        )
-        ElementTree.SubElement(box, "title").text = describe(bar)
-
-
-def _draw_merged(root: ElementTree.Element, chart: Chart) -> None:
-    """One path for all bars of a colour: the table of a large job has a hundred thousand bars."""
-    paths: dict[str, list[str]] = defaultdict(list)
-    for bar in chart.bars:
-        x, y, width, height = chart.box(bar)
-        gap = min(1.0, width * 0.2)
-        paths[_class(bar, chart.shades)].append(_rectangle(x + gap / 2, y, width - gap, height))
+        if merged:
+            paths[kind].append(_rectangle(x + gap / 2, y, width - gap, height))
+            continue
+        box = _rect(group, kind, x + gap / 2, y, width - gap, height, rx=min(2, width / 4))
+        SubElement(box, "title").text = describe(bar)
     for kind, pieces in sorted(paths.items()):
-        _add(root, "path", kind=kind, d="".join(pieces))
+        _add(root, "path", kind, d="".join(pieces))
 
 
 def describe(bar: Bar) -> str:
@@ -279,11 +228,9 @@ def describe(bar: Bar) -> str:
 
 
 def _class(bar: Bar, shades: int) -> str:
-    return (
-        "transfer"
-        if bar.part is Part.STRIP
-        else f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
-    )
+    if bar.part is Part.STRIP:
+        return "transfer"
+    return f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
 
 
 def _ticks(end: float, *, most: float) -> list[float]:
@@ -296,45 +243,29 @@ def _ticks(end: float, *, most: float) -> list[float]:
     return [step * i for i in range(math.floor(end / step * 1.000001) + 1)]
 
 
-def _add_hatch(root: ElementTree.Element) -> None:
+def _add_hatch(root: Element) -> None:
     """The pattern of idle time."""
-    definitions = ElementTree.SubElement(root, "defs")
-    size = {
-        "width": "6",
-        "height": "6",
-        "patternUnits": "userSpaceOnUse",
-        "patternTransform": "rotate(45)",
-    }
-    pattern = ElementTree.SubElement(definitions, "pattern", {"id": "jaxpipe-hatch", **size})
-    _add(pattern, "path", kind="hatch", d="M0 0V6")
+    attributes = {"id": "jaxpipe-hatch", "width": "6", "height": "6"}
+    attributes |= {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    pattern = SubElement(SubElement(root, "defs"), "pattern", attributes)
+    _add(pattern, "path", "hatch", d="M0 0V6")
 
 
-def _add(
-    parent: ElementTree.Element, tag: str, *, kind: str = "", **attributes: float | str
-) -> ElementTree.Element:
+def _add(parent: Element, tag: str, kind: str = "", **attributes: float | str) -> Element:
     given = {"class": kind} if kind else {}
-    return ElementTree.SubElement(
-        parent,
-        tag,
-        {**given, **{k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}},
-    )
+    given |= {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
+    return SubElement(parent, tag, given)
 
 
-def _text(
-    parent: ElementTree.Element,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    kind: str,
-    anchor: str = "",
-    size: float = 0,
-) -> ElementTree.Element:
-    element = _add(parent, "text", kind=kind, x=x, y=y)
-    if anchor:
-        element.set("text-anchor", anchor)
-    if size:
-        element.set("font-size", _px(size))
+def _rect(
+    parent: Element, kind: str, x: float, y: float, width: float, height: float, **more: float | str
+) -> Element:
+    return _add(parent, "rect", kind, x=x, y=y, width=width, height=height, **more)
+
+
+def _text(parent: Element, kind: str, x: float, y: float, text: str, anchor: str = "") -> Element:
+    more = {"text-anchor": anchor} if anchor else {}
+    element = _add(parent, "text", kind, x=x, y=y, **more)
     element.text = text
     return element
 

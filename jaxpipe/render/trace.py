@@ -53,29 +53,17 @@ def to_trace(
         why = f"it is the length of one unit of cost in microseconds, of {MAX_COST:g} at most"
         raise JaxpipeError(f"unit_us must be positive, not {quoted(unit_us)}: {why}")
     bars = tuple(bars_of(timeline))
-    events = [
-        *_names(timeline, bars),
-        *(_slice(bar, unit_us) for bar in bars),
-        *_counters(timeline, unit_us),
-    ]
+    events = [*_named(timeline, bars, unit_us), *_counters(timeline, unit_us)]
     if flows:
         events += _flows(timeline, bars, unit_us)
     if over is not None:
         compared = timeline.over(over)
-        planned = tuple(bars_of(over))
-        events += _beside(
-            [*_names(over, planned), *(_slice(bar, unit_us) for bar in planned)],
-            timeline.schedule.num_devices,
-        )
-        events.append({"ph": "i", "name": compared.sentence, "pid": 0, "tid": 0, "ts": 0, "s": "g"})
+        planned = _named(over, tuple(bars_of(over)), unit_us)
+        events += _beside(planned, timeline.schedule.num_devices)
+        events.append(_event("i", 0, compared.sentence, tid=0, ts=0, s="g"))
     about = {"title": title_of(timeline), "makespan": timeline.makespan, "bubble": timeline.bubble}
-    return (
-        json.dumps(
-            {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events},
-            separators=(",", ":"),
-        )
-        + "\n"
-    )
+    trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+    return json.dumps(trace, separators=(",", ":")) + "\n"
 
 
 def _beside(events: Iterable[Event], devices: int) -> Iterator[Event]:
@@ -89,69 +77,42 @@ def _beside(events: Iterable[Event], devices: int) -> Iterator[Event]:
         yield moved
 
 
-def _names(timeline: Timeline, bars: tuple[Bar, ...]) -> Iterator[Event]:
-    """The names and the order of devices and threads in the viewer."""
-    used = sorted({(bar.device, _THREADS[bar.part]) for bar in bars})
+def _named(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterator[Event]:
+    """Every bar, after the names and the order of devices and threads in the viewer."""
     for device in range(timeline.schedule.num_devices):
-        yield {
-            "ph": "M",
-            "pid": device,
-            "name": "process_name",
-            "args": {"name": f"device {device}"},
-        }
-        yield {
-            "ph": "M",
-            "pid": device,
-            "name": "process_sort_index",
-            "args": {"sort_index": device},
-        }
-    for device, thread in used:
-        yield {
-            "ph": "M",
-            "pid": device,
-            "tid": thread,
-            "name": "thread_name",
-            "args": {"name": _THREAD_NAMES[thread]},
-        }
-        yield {
-            "ph": "M",
-            "pid": device,
-            "tid": thread,
-            "name": "thread_sort_index",
-            "args": {"sort_index": thread},
-        }
+        yield _event("M", device, "process_name", args={"name": f"device {device}"})
+        yield _event("M", device, "process_sort_index", args={"sort_index": device})
+    for device, thread in sorted({(bar.device, _THREADS[bar.part]) for bar in bars}):
+        name, order = {"name": _THREAD_NAMES[thread]}, {"sort_index": thread}
+        yield _event("M", device, "thread_name", tid=thread, args=name)
+        yield _event("M", device, "thread_sort_index", tid=thread, args=order)
+    yield from (_slice(bar, unit_us) for bar in bars)
+
+
+def _event(phase: str, device: int, name: str, **more: Any) -> Event:
+    return {"ph": phase, "pid": device, "name": name, **more}
 
 
 def _slice(bar: Bar, unit_us: float) -> Event:
     stage, kind, microbatch = bar.action
-    return {
-        "ph": "X",
-        "name": str(bar.action),
-        "cat": KIND_NAMES[kind],
-        "pid": bar.device,
-        "tid": _THREADS[bar.part],
-        "ts": bar.start * unit_us,
-        "dur": (bar.end - bar.start) * unit_us,
-        "args": {
-            "stage": stage,
-            "chunk": bar.chunk,
-            "microbatch": microbatch,
-            "kind": KIND_NAMES[kind],
-        },
-    }
+    where = {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch}
+    return _event(
+        "X",
+        bar.device,
+        str(bar.action),
+        cat=KIND_NAMES[kind],
+        tid=_THREADS[bar.part],
+        ts=bar.start * unit_us,
+        dur=(bar.end - bar.start) * unit_us,
+        args={**where, "kind": KIND_NAMES[kind]},
+    )
 
 
 def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:
     """The activation memory of each device, at each change (the last of several at one time)."""
     for device in range(timeline.schedule.num_devices):
         for time, held in dict(timeline.memory(device)).items():
-            yield {
-                "ph": "C",
-                "name": "activations",
-                "pid": device,
-                "ts": time * unit_us,
-                "args": {"held": held},
-            }
+            yield _event("C", device, "activations", ts=time * unit_us, args={"held": held})
 
 
 def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterator[Event]:
@@ -166,14 +127,6 @@ def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterato
         # already.
         leaves = source.start + 0.99 * (source.end - source.start)
         for phase, end, time in (("s", source, leaves), ("f", bar, bar.start)):
-            thread = _THREADS[end.part]
-            event = {
-                "ph": phase,
-                "id": bar.number,
-                "name": "message",
-                "cat": "flow",
-                "pid": end.device,
-                "tid": thread,
-                "ts": time * unit_us,
-            }
-            yield event | ({"bp": "e"} if phase == "f" else {})
+            more: Event = {"bp": "e"} if phase == "f" else {}
+            more |= {"id": bar.number, "cat": "flow", "tid": _THREADS[end.part]}
+            yield _event(phase, end.device, "message", ts=time * unit_us, **more)

@@ -5,3 +5,5 @@
 from .registry import Chunks, Entry, Option, build, describe, names
 
 __all__ = ["Chunks", "Entry", "Option", "build", "describe", "names"]
+
+IMPORTS = ("engine", "errors", "solver", "table", "transforms")

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from ..engine.bounds import bound_of, is_cheapest_in_parts, lower_bound
+from ..engine.bounds import bound_of, is_cheapest_in_parts, least_activations, lower_bound
 from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
@@ -234,11 +234,12 @@ def _check_fit(
             "placement has stages on two devices; auto takes one device per stage (dualpipe is "
             "the schedule for two)"
         )
-    if max_activations is not None and max_activations < placement.num_chunks:
+    least = least_activations(placement)
+    if max_activations is not None and max_activations < least:
         faults.append(
-            f"max_activations={max_activations} is less than the {placement.num_chunks} that one "
-            "microbatch needs on a device; "
-            f"the nearest that works is max_activations={placement.num_chunks}"
+            f"max_activations={max_activations} is less than the {least} that one microbatch "
+            "needs on a device; "
+            f"the nearest that works is max_activations={least}"
         )
     if faults:
         raise ScheduleError("auto cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))

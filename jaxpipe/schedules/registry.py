@@ -142,10 +142,10 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
             count,
         ),
         "objective": _OptionKind(
-            "what is made short (a jaxpipe.Objective): the whole step, or the time of a "
+            "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
             "microbatch in its steady state",
             lambda v: isinstance(v, Objective),
-            "a jaxpipe.Objective",
+            "a jaxpipe.table.Objective",
         ),
         "search": _OptionKind(
             "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "

@@ -6,3 +6,5 @@ from .period import Steady as Steady
 from .period import least_period as least_period
 from .shorten import Improved as Improved
 from .shorten import improve as improve
+
+IMPORTS = ("engine", "table")

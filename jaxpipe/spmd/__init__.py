@@ -1,4 +1,3 @@
-"""Program + stage code -> the body of one `shard_map`.
+"""Program + stage code -> the body of one `shard_map`."""
 
-May import `stage`, `model`, `jaxprs`, `lowering` and `program`.
-"""
+IMPORTS = ("arrays", "errors", "jaxprs", "lowering", "model", "program", "stage", "table")

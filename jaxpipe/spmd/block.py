@@ -4,7 +4,8 @@ that part.
 
 from __future__ import annotations
 
-import abc
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +13,31 @@ import jax.numpy as jnp
 from ..arrays import Flag
 from ..program.templates import Presence
 from .pools import while_once
-from .state import State, given, part_names
+from .state import State
 
 
-class Block(abc.ABC):
-    """A piece of a tick's code.  What it may change of the state is declared in `writes`, beside
-    the body that changes it.
+@dataclass(frozen=True)
+class Block:
+    """A piece of a tick's code.
+
+    `run` returns the state after it; of that, `changes` are the entries that it may change.
+    `together`: all devices run it, and those where the predicate is False drop the result.
     """
 
-    @property
-    def together(self) -> bool:
-        """Whether all devices run it, and those where the predicate is False drop the result."""
-        return False
+    changes: Set[str]
+    run: Callable[[State], State]
+    together: bool = False
 
-    @abc.abstractmethod
-    def writes(self, state: State) -> State:
-        """The part of the state that `run` may change."""
+    def part(self, state: State) -> State:
+        """What it may change."""
+        return {name: state[name] for name in sorted(self.changes)}
 
-    @abc.abstractmethod
-    def run(self, state: State) -> State:
-        """The state after it."""
+    def after(self, state: State) -> State:
+        """That part, after it."""
+        after = self.run(state)
+        more = {name for name in state if after[name] is not state[name]} - self.changes
+        assert not more, f"a block that changes {sorted(self.changes)} changes {sorted(more)} too"
+        return {name: after[name] for name in sorted(self.changes)}
 
 
 def run_where(presence: Presence, predicate: Flag, block: Block, state: State) -> State:
@@ -47,8 +53,8 @@ def run_in_order(presence: Presence, predicate: Flag, block: Block, state: State
     be done before the next writes them, and without this dependency XLA:GPU may run the writer
     first, on a copy of every pool.
     """
-    token, state = _run(presence, predicate, jnp.logical_not(given(state.token)), block, state)
-    return state.updated(State(token=token))
+    token, state = _run(presence, predicate, jnp.logical_not(state["token"]), block, state)
+    return state | {"token": token}
 
 
 def _run(
@@ -64,46 +70,24 @@ def _run(
     """
     if presence is Presence.NEVER:
         return false(), state
-    if block.together:
-        return _run_together(predicate, start, block, state)
-    if presence is Presence.ALWAYS:
-        return false(), state.updated(_checked(block, state))
-    if start is not None:
-        predicate = jnp.logical_and(predicate, start)
-    token, part = while_once(
-        predicate, lambda part: _checked(block, state.updated(part)), block.writes(state)
-    )
-    return token, state.updated(part)
-
-
-def _run_together(
-    predicate: Flag, start: Flag | None, block: Block, state: State
-) -> tuple[Flag, State]:
-    """The same on all devices.  The loop has one trip on each: it keeps blocks in order."""
+    if not block.together:
+        if presence is Presence.ALWAYS:
+            return false(), state | block.after(state)
+        if start is not None:
+            predicate = jnp.logical_and(predicate, start)
+        token, part = while_once(
+            predicate, lambda part: block.after(state | part), block.part(state)
+        )
+        return token, state | part
 
     def once(part: State) -> State:
-        return jax.tree.map(
-            lambda new, old: jnp.where(predicate, new, old),
-            _checked(block, state.updated(part)),
-            part,
-        )
+        after = block.after(state | part)
+        return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), after, part)
 
-    old = block.writes(state)
+    old = block.part(state)
+    # The loop has one trip on each device: it keeps blocks in order.
     token, part = (false(), once(old)) if start is None else while_once(start, once, old)
-    return token, state.updated(part)
-
-
-def _checked(block: Block, state: State) -> State:
-    """The declared part after the block; an assertion where it has changed anything else."""
-    declared = block.writes(state)
-    after = block.run(state)
-    part = after.like(declared)
-    rest = jax.tree.leaves(state), jax.tree.leaves(after.updated(declared))
-    changed = [i for i, (old, new) in enumerate(zip(*rest, strict=True)) if old is not new]
-    assert not changed, (
-        f"{type(block).__name__} declares that it writes {part_names(declared)}, but writes more"
-    )
-    return part
+    return token, state | part
 
 
 def false() -> Flag:

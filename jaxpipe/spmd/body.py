@@ -14,16 +14,17 @@ from jax import lax
 from ..arrays import Leaves, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs import Piece
-from ..model.functions import Loss
+from ..model.functions import Loss, split_batch
 from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
 from ..model.spread import bare
 from ..program.records import arrays
-from ..program.segments import Segment
 from ..stage.code import run
 from ..stage.job import Job
-from ..stage.model_code import ModelCode, split_batch, trace_model
+from ..stage.model_code import ModelCode, trace_model
+from ..table.effects import Place
 from .block import false
+from .collective import with_cuts
 from .entries import StageEntries
 from .host import Packing
 from .operands import Operands, SharedBuffers, StageOperand
@@ -31,10 +32,10 @@ from .pools import empty, empty_pool
 from .replicas import with_replicas
 from .results import finish
 from .shared_code import SharedCode
-from .state import Gradients, State
+from .state import State, of_chunk
 from .tick import TickEmitter
 
-_CANNOT_BE_TIMED = (
+CANNOT_BE_TIMED = (
     "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
     "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
     "slice or concatenation along a dimension that is split); profile it without that axis, or "
@@ -75,8 +76,8 @@ def prepare(
         first, last, shared = (
             bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
-    job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
-    code = trace_model(job, owned, kept, shared, first, last, batch, rng)
+    job = job.with_axis({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
+    code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
 
 
@@ -95,13 +96,13 @@ def body(
     like `params`).
 
     It is given what `prepare` is.  `blocking`: the devices are CPUs.  `together`: the partitioner
-    permutes in blocks (see `permutes`).
+    permutes in blocks (see `SpmdExecutor`).
     """
     start = prepare(job, params, batch, rng, kept)
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
     together = together or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
     if together and job.clock is not None:
-        raise PipelineError(_CANNOT_BE_TIMED)
+        raise PipelineError(CANNOT_BE_TIMED)
     buffers = SharedBuffers.of(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
@@ -109,17 +110,15 @@ def body(
         chunks = with_replicas(job, start.owned)
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
         operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
-        shared_code = _shared_code(job, code, operands, len(chunks), buffers, together=together)
-        emitter = TickEmitter(
-            code.program, job.axis, shared_code, job.data_axes, job.clock, blocking
-        )
+        shared_code = SharedCode(code, buffers, operands, job.axis, together, blocking)
+        emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table, one slice of it a trip: dozens of arrays would be as many slices.
         table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
         rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
     with jax.named_scope("ticks"):
         for segment in code.program.segments:
-            state = _run_segment(emitter, segment, rows, state)
+            state = emitter.run_segment(segment, rows, state)
     with jax.named_scope("finish"):
         return finish(job, code, state, params, kept)
 
@@ -152,15 +151,18 @@ def _initial(
     slots, count = code.program.slots, job.num_microbatches
     losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
     losses += [] if code.last is None else [code.last.loss_dtype]
-    state = State(
-        token=false(),
-        x=buffers.x.empty(slots.x),
-        sent_x=empty(buffers.x.avals),
-        stage_state=tuple(jax.tree.leaves(kept[v]) if kept else [] for v in range(len(chunks))),
-        losses=jnp.zeros(count, wider(*losses) if losses else jnp.float32),
-        aux=None if code.last is None else empty_pool(code.last.aux_avals, count),
-        last=empty_pool(code.last_avals, slots.last) if code.last_avals else None,
-    )
+    state: State = {
+        "token": false(),
+        "x": buffers.x.empty(slots.x),
+        "sent_x": empty(buffers.x.avals),
+        "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
+        "aux": None if code.last is None else empty_pool(code.last.aux_avals, count),
+    }
+    for v in range(len(chunks)):
+        state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
+    for place, avals in code.outer_pools.items():
+        if job.training or place is Place.LAST:
+            state[place.value] = empty_pool(avals, getattr(slots, place.value))
     if not job.training:
         return state
 
@@ -173,25 +175,20 @@ def _initial(
         ]
 
     plans = job.plans["stages"]
-    return replace(
-        state,
-        gradients=Gradients(
-            chunks=tuple(
-                accumulators(chunk, plans[min(v, len(plans) - 1)]) for v, chunk in enumerate(chunks)
-            ),
-            first=accumulators(first, job.plans["first"]),
-            last=accumulators(last, job.plans["last"]),
-            shared=accumulators(shared, job.plans["shared"]),
-        ),
-        cotangent=buffers.cotangent.empty(slots.cotangent),
-        sent_dx=empty(buffers.cotangent.avals),
-        residual_input=buffers.residual_input.empty(slots.residual_input),
-        residual_weight=buffers.residual_weight.empty(slots.residual_weight),
-        stash=buffers.stash.empty(slots.stash),
-        host=Packing.of(buffers).empty(slots.host),
-        first=empty_pool(code.first_avals, slots.first),
-        share=empty_pool(code.share_avals, slots.share) if code.share_avals else None,
-    )
+    for v, chunk in enumerate(chunks):
+        own = plans[min(v, len(plans) - 1)]
+        state[of_chunk(Place.STAGE_GRADIENTS, v)] = accumulators(chunk, own)
+    return state | {
+        "first_gradients": accumulators(first, job.plans["first"]),
+        "last_gradients": accumulators(last, job.plans["last"]),
+        "shared_gradients": accumulators(shared, job.plans["shared"]),
+        "cotangent": buffers.cotangent.empty(slots.cotangent),
+        "sent_dx": empty(buffers.cotangent.avals),
+        "residual_input": buffers.residual_input.empty(slots.residual_input),
+        "residual_weight": buffers.residual_weight.empty(slots.residual_weight),
+        "stash": buffers.stash.empty(slots.stash),
+        "host": Packing.of(buffers).empty(slots.host),
+    }
 
 
 def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
@@ -229,33 +226,6 @@ def _operands(
     )
 
 
-def _shared_code(
-    job: Job,
-    code: ModelCode,
-    operands: Operands,
-    num_chunks: int,
-    buffers: SharedBuffers,
-    *,
-    together: bool,
-) -> SharedCode:
-    """What all blocks share."""
-    return SharedCode(
-        kinds=code.kinds,
-        kind_of=code.kind_of,
-        wants=code.wants,
-        buffers=buffers,
-        first=code.first,
-        last=code.last,
-        operands=operands,
-        outer_wants=code.outer_wants,
-        num_chunks=num_chunks,
-        spreads_first=code.program.schedule.encoded.spreads_first,
-        spreads_last=code.program.schedule.encoded.spreads_last,
-        training=job.training,
-        together=together,
-    )
-
-
 def _stage_operands(
     job: Job, code: ModelCode, chunks: Sequence[PyTree], kept: Sequence[PyTree], shared: Leaves
 ) -> dict[tuple[int, int], StageOperand]:
@@ -273,7 +243,7 @@ def _stage_operands(
                 places=layout.places(stage, chunks, chunk),
                 shared=shared,
                 once=[],
-                state_places=layout.places(stage, kept, chunk) if kept else None,
+                state_places=layout.places(stage, kept, chunk) if kept else (),
                 gradient_places=_gradient_places(
                     job, stage, chunk, layout.places(stage, chunks, chunk)
                 ),
@@ -283,42 +253,13 @@ def _stage_operands(
     return found
 
 
-def _gradient_places(job: Job, stage: int, chunk: int, places: Places | None) -> Places | None:
+def _gradient_places(job: Job, stage: int, chunk: int, places: Places) -> Places:
     """Where a stage's leaves that have a gradient lie among the accumulators of its chunk."""
-    if places is None:
-        return None
     plans = job.plans["stages"]
     held = leaf_plans(plans[min(chunk, len(plans) - 1)])
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()
     return tuple(
         place._replace(at=before[place.at]) for place in places if not held[place.at].frozen
-    )
-
-
-def _run_segment(emitter: TickEmitter, segment: Segment, table: Any, state: State) -> State:
-    """Emit one period of ticks; scan it over the segment's rows of the table where it repeats."""
-    rows = table[segment.start : segment.stop].reshape(
-        segment.repeats, segment.period, table.shape[1]
-    )
-
-    def trip(state: State, rows: Any) -> tuple[State, None]:
-        if segment.loops:
-            return emitter.looped_trip(segment, rows.astype(jnp.int32), state), None
-        *before, last = [emitter.record(row) for row in rows.astype(jnp.int32)]
-        if not segment.in_flight:
-            return emitter.trip(segment, [*before, last], None, state), None
-        return emitter.trip(segment, [*before[1:], last], before[0], state), None
-
-    if segment.in_flight:
-        # Beside its own ticks a trip has the last of the trip before: zeros, so that nothing is
-        # taken, before the first.
-        nothing = jnp.zeros_like(rows[:1, -1:])
-        rows = jnp.concatenate([jnp.concatenate([nothing, rows[:-1, -1:]]), rows], axis=1)
-    state = trip(state, rows[0])[0] if segment.repeats == 1 else lax.scan(trip, state, rows)[0]
-    return (
-        emitter.land(segment, emitter.record(rows[-1, -1].astype(jnp.int32)), state)
-        if segment.in_flight
-        else state
     )
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,51 +12,37 @@ from ..arrays import Leaves, Scalar
 from ..program.templates import Presence
 from ..stage.job import Clock
 from .block import Block, run_where
-from .share import RunDeferred, RunFirstGradient, RunFirstShare, RunShare
-from .stage_block import StageBlock
 from .state import State
 
 
-@dataclass(frozen=True)
-class Clocked(Block):
+def clocked(
+    block: Block,
+    what: tuple[Scalar, ...],
+    clock: Clock,
+    axis: str,
+    data_axes: tuple[str, ...],
+) -> Block:
     """A block that tells the host when it begins and when it is over; slower for two calls, and
     else the same.
 
-    `stage` is the number that the table gives the action: of its stage, or of the device where that
-    does a share of its own.
+    `what`: the kind, the number before it in the table, and the microbatch.
     """
 
-    block: StageBlock[Any] | RunShare | RunFirstShare | RunFirstGradient | RunDeferred
-    kind: int
-    stage: Scalar
-    clock: Clock
-    axis: str
-    data_axes: tuple[str, ...]
-
-    def writes(self, state: State) -> State:
-        """What the block writes."""
-        return self.block.writes(state)
-
-    def run(self, state: State) -> State:
-        """Run it between two calls of the host."""
-        row: Any = self.block.row
-        shard = lax.axis_index(self.data_axes) if self.data_axes else jnp.int32(0)
-        what = (shard, lax.axis_index(self.axis), jnp.int32(self.kind), self.stage, row.microbatch)
-        zero = _told(self.clock, jnp.int32(0), *what)
+    def run(state: State) -> State:
+        shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
+        numbers = (shard, lax.axis_index(axis), *what)
+        zero = _tell(clock, jnp.int32(0), *numbers)
         # In a loop whose predicate is what the first call answers: of a block that finds everything
         # in pools of one slot, XLA knows that it needs no number of its record, and would run it
         # before its begin is noted.  The second call depends on what the block wrote.
-        after = run_where(Presence.SOMETIMES, zero == 0, self.block, state)
-        _told(
-            self.clock,
-            jnp.int32(1),
-            *what,
-            wrote=_touched(jax.tree.leaves(after.like(self.block.writes(state)))),
-        )
+        after = run_where(Presence.SOMETIMES, zero == 0, block, state)
+        _tell(clock, jnp.int32(1), *numbers, wrote=_touched(jax.tree.leaves(block.part(after))))
         return after
 
+    return Block(block.changes, run)
 
-def _told(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
+
+def _tell(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
     """What the host answers each device, which is told besides its place among the axes that are
     left to the partitioner.
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Scalar
+from ..program.pools import POOL_OF
 from ..program.records import Arrival
 from ..program.segments import Transit
 from ..program.templates import Payload, Permute
 from .shared_buffers import SharedBuffer
-from .state import State, given
+from .state import State
 
 # The scopes of transfers in a profile and in a compiled program: all, and those that are awaited in
 # a later tick.
@@ -33,7 +34,7 @@ def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tu
     starts after it.  Else two permutes under way could keep the very block from starting that a
     partner waits for, and all devices would hang.  On GPUs it runs beside the blocks.
     """
-    sent = given(state.sent_x if permute.payload is Payload.ACTIVATION else state.sent_dx)
+    sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
     if not blocking:
         return [lax.ppermute(leaf, axis, permute.pairs) for leaf in sent], state
     brought = [lax.ppermute(_after(leaf, state), axis, permute.pairs) for leaf in sent]
@@ -44,7 +45,7 @@ def _after(leaf: Any, state: State) -> Any:
     """The leaf, known no sooner than what ran before in the tick is over (the token is False after
     every block).
     """
-    return jnp.where(given(state.token), jnp.zeros_like(leaf), leaf) if _is_ordered(leaf) else leaf
+    return jnp.where(state["token"], jnp.zeros_like(leaf), leaf) if _is_ordered(leaf) else leaf
 
 
 def _is_ordered(leaf: Any) -> bool:
@@ -54,11 +55,11 @@ def _is_ordered(leaf: Any) -> bool:
 
 def settled(brought: Leaves, state: State) -> State:
     """The state whose token is known no sooner than that a permute is over."""
-    token = given(state.token)
+    token = state["token"]
     for leaf in brought:
         if leaf.size and _is_ordered(leaf):
             token = jnp.logical_and(token, leaf.ravel()[0] == 0)
-    return state.updated(State(token=token))
+    return state | {"token": token}
 
 
 def arrive(
@@ -73,11 +74,11 @@ def arrive(
     """Write what has arrived; `keep`: some slots keep what they have, since nothing is meant for
     their device and none is free.
     """
-    pool = given(state.x if payload is Payload.ACTIVATION else state.cotangent)
+    name = POOL_OF[payload].value
+    pool = state[name]
     if keep:
         held = buffer.take_all(pool, arrival.slot)
         leaves = [
             jnp.where(arrival.takes == 0, old, new) for old, new in zip(held, leaves, strict=True)
         ]
-    new = buffer.put_all(pool, arrival.slot, leaves)
-    return state.updated(State(x=new) if payload is Payload.ACTIVATION else State(cotangent=new))
+    return state | {name: buffer.put_all(pool, arrival.slot, leaves)}

@@ -11,10 +11,22 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import PyTree
 from ..model.partition import Partition
 from ..stage.job import Job
+from ..stage.model_code import ModelCode
 from .body import Prepared, body, prepare
 from .entries import StageEntries, auto_axes, split_entries
 from .mapped import mapped, on_cpus
-from .permutes import partitioner_permutes
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A training step that is traced and not compiled."""
+
+    job: Job
+    code: ModelCode
+    # how stages store what they keep, by kind of stage; None where no axis splits it
+    entries: tuple[StageEntries, ...] | None
+    # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
+    function: Any
 
 
 @dataclass(frozen=True)
@@ -70,10 +82,16 @@ class SpmdExecutor:
         """How pools keep what stages store, where the partitioner splits it; whether it may permute
         in blocks, on CPU devices.
 
+        Every permute of XLA:CPU waits for all devices of the program, also those that it moves
+        nothing to.  Under a predicate some of them wait in the permute of one block and some in
+        that of another, until XLA ends the process.  So beside axes that are left to the
+        partitioner all devices run every block at once, and keep what it gives where its predicate
+        holds (see `block`).
+
         The model is traced once more for the first.  A block compiled alone does not tell of every
         permute: the partitioner decides from a whole program, by what comes before and after the
         block.  So the second is taken for granted but where blocks are timed, which needs their
-        predicates.
+        predicates (`jaxpipe.inspect.profile` refuses blocks that permute).
         """
         waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
         if not auto_axes(self.mesh, job):
@@ -99,8 +117,5 @@ class SpmdExecutor:
             rng,
             state,
         )
-        code, owned = found[0].code, found[0].owned
-        entries = split_entries(job, self.mesh, code, owned)
-        return entries, waits and (
-            job.clock is None or partitioner_permutes(job, self.mesh, code, entries)
-        )
+        entries = split_entries(job, self.mesh, found[0].code, found[0].owned)
+        return entries, waits and job.clock is None

@@ -1,172 +1,64 @@
-"""The inner blocks around the model: `first` and its gradient, `last` with its gradient, and the
-loss alone.
-"""
+"""`first` and `last`, each with its gradient: inside of a stage's block, or as a device's share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
 
 from ..arrays import Leaves, Scalar
 from ..jaxprs import Total, run_in_slots
-from ..program.records import Backward, Forward
-from ..stage.code import StageCode, run
-from .pools import add, add_at, read, write
-from .shared_code import CodeBlock, SharedCode
-from .state import Gradients, State, given
+from ..stage.code import run
+from .pools import add, add_at, write
+from .shared_code import SharedCode
+from .state import State
 
 
-@dataclass(frozen=True)
-class RunFirst(CodeBlock):
-    """`first`: the input of the model's first stage, and residuals for its gradient."""
-
-    row: Forward[Scalar]
-
-    def writes(self, state: State) -> State:
-        """The stage's input, and what `first` keeps."""
-        return State(x=state.x, first=state.first if self.shared.training else None)
-
-    def run(self, state: State) -> State:
-        """Run it."""
-        shared, code, row = self.shared, self.shared.first, self.row
-        extra = shared.outer_extra(row.stage, row.microbatch)
-        jaxpr = code.forward if shared.training else code.evaluate
-        outs = run(jaxpr, *code.consts, *shared.operands.first, *extra, *shared.operands.first_once)
-        x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
-        state = state.updated(
-            State(x=shared.buffers.x.write(given(state.x), row.x, code.y_avals, x))
-        )
-        return (
-            state.updated(State(first=write(given(state.first), row.first, residuals)))
-            if shared.training
-            else state
-        )
+def first_inputs(shared: SharedCode, microbatch: Scalar) -> Leaves:
+    """(consts, parameters, extra, once) of `first`."""
+    operands = shared.operands
+    extra = shared.outer_extra(jnp.zeros_like(microbatch), microbatch)
+    return [*shared.code.first.consts, *operands.first, *extra, *operands.first_once]
 
 
-@dataclass(frozen=True)
-class FirstGradient(CodeBlock):
-    """The gradient of `first`, from that of the first stage's input."""
-
-    row: Backward[Scalar]
-    dx: Leaves
-
-    def writes(self, state: State) -> State:
-        """The gradients of its own and of the shared parameters."""
-        return first_gradients(state)
-
-    def run(self, state: State) -> State:
-        """Run it and accumulate."""
-        shared, code, row = self.shared, self.shared.first, self.row
-        extra = shared.outer_extra(row.stage, row.microbatch)
-        residuals = read(given(state.first), row.first)
-        arguments = [
-            *code.consts,
-            *shared.operands.first,
-            *extra,
-            *shared.operands.first_once,
-            *residuals,
-            *self.dx,
-        ]
-        return add_first_gradients(shared, arguments, state)
-
-
-def first_gradients(state: State) -> State:
-    """The part of the state that a gradient of `first` adds to: of its own and of the shared
-    parameters.
-    """
-    gradients = given(state.gradients)
-    return State(gradients=Gradients(first=gradients.first, shared=gradients.shared))
-
-
-def add_first_gradients(shared: SharedCode, arguments: Leaves, state: State) -> State:
-    """Run the backward of `first` with these arguments, its results added to the accumulators in
+def accumulate(name: str, jaxpr: Any, arguments: Leaves, state: State) -> State:
+    """Run what makes gradients of `first` or `last` and of the shared parameters, added in
     place.
     """
-    gradients = given(state.gradients)
-    own, common = given(gradients.first), given(gradients.shared)
+    own, common = state[name], state["shared_gradients"]
     totals = {i: Total(leaf) for i, leaf in enumerate([*own, *common])}
-    found = run_in_slots(shared.first.backward, arguments, writes=totals)
-    return state.updated(
-        State(gradients=Gradients(first=found[: len(own)], shared=found[len(own) :]))
-    )
+    found = run_in_slots(jaxpr, arguments, writes=totals)
+    return state | {name: found[: len(own)], "shared_gradients": found[len(own) :]}
 
 
-@dataclass(frozen=True)
-class RunLast(CodeBlock):
-    """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals of a
-    head.
-    """
-
-    code: StageCode  # of the last stage
-    row: Forward[Scalar]
-    y: Leaves
-
-    def writes(self, state: State) -> State:
-        """The cotangent of y, the loss and what comes with it, the gradients of its own and of the
-        shared parameters.
-        """
-        gradients = given(state.gradients)
-        new = Gradients(last=gradients.last, shared=gradients.shared)
-        return State(cotangent=state.cotangent, gradients=new, losses=state.losses, aux=state.aux)
-
-    def run(self, state: State) -> State:
-        """Run it and accumulate."""
-        shared, code, row, operands = (
-            self.shared,
-            given(self.shared.last),
-            self.row,
-            self.shared.operands,
-        )
-        gradients = given(state.gradients)
-        extra = shared.outer_extra(row.stage, row.microbatch)
-        loss, *rest = run(
-            code.train,
-            *code.consts,
-            *operands.last,
-            *operands.last_once,
-            *self.y,
-            *extra,
-            operands.seed,
-        )
-        aux, rest = rest[: len(code.aux_avals)], rest[len(code.aux_avals) :]
-        own, common = len(given(gradients.last)), len(given(gradients.shared))
-        dlast, dshared, dy = rest[:own], rest[own : own + common], rest[own + common :]
-        return state.updated(
-            State(
-                cotangent=shared.buffers.cotangent.write(
-                    given(state.cotangent), row.out, self.code.dy_avals, dy
-                ),
-                gradients=Gradients(
-                    last=add(given(gradients.last), dlast),
-                    shared=add(given(gradients.shared), dshared),
-                ),
-                losses=add_at(state.losses, row.microbatch, loss),
-                aux=write(given(state.aux), row.microbatch, aux),
-            )
-        )
+def last_inputs(shared: SharedCode, y: Leaves, microbatch: Scalar) -> Leaves:
+    """(consts, parameters, once, y, extra) of `last`."""
+    code, operands = shared.last_code, shared.operands
+    stage = jnp.full_like(microbatch, len(shared.code.kind_of) - 1)
+    extra = shared.outer_extra(stage, microbatch)
+    return [*code.consts, *operands.last, *operands.last_once, *y, *extra]
 
 
-@dataclass(frozen=True)
-class EvaluateLast(CodeBlock):
-    """The loss alone."""
+def run_last(shared: SharedCode, jaxpr: Any, arguments: Leaves) -> tuple[Any, Leaves, Leaves]:
+    """The loss, what comes with it, and all other outputs."""
+    loss, *rest = run(jaxpr, *arguments)
+    count = len(shared.last_code.aux_avals)
+    return loss, rest[:count], rest[count:]
 
-    row: Forward[Scalar]
-    y: Leaves
 
-    def writes(self, state: State) -> State:
-        """The loss and what comes with it."""
-        return State(losses=state.losses, aux=state.aux)
+def with_last_gradients(found: Leaves, state: State) -> tuple[State, Leaves]:
+    """The gradients of the parameters of `last` added, and what comes after them: that of y."""
+    own, common = state["last_gradients"], state["shared_gradients"]
+    last, rest = found[: len(own)], found[len(own) :]
+    return state | {
+        "last_gradients": add(own, last),
+        "shared_gradients": add(common, rest[: len(common)]),
+    }, rest[len(common) :]
 
-    def run(self, state: State) -> State:
-        """Run it."""
-        shared, code, row, operands = (
-            self.shared,
-            given(self.shared.last),
-            self.row,
-            self.shared.operands,
-        )
-        extra = shared.outer_extra(row.stage, row.microbatch)
-        loss, *aux = run(
-            code.evaluate, *code.consts, *operands.last, *operands.last_once, *self.y, *extra
-        )
-        losses = add_at(state.losses, row.microbatch, loss)
-        return state.updated(State(losses=losses, aux=write(given(state.aux), row.microbatch, aux)))
+
+def noted(loss: Any, aux: Leaves, microbatch: Scalar, state: State) -> State:
+    """The loss of a microbatch and what comes with it."""
+    return state | {
+        "losses": add_at(state["losses"], microbatch, loss),
+        "aux": write(state["aux"], microbatch, aux),
+    }

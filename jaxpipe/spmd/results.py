@@ -15,8 +15,9 @@ from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.placed import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
+from ..table.effects import Place
 from .replicas import return_replicas
-from .state import State, given
+from .state import State, chunks_of
 
 
 def finish(
@@ -32,9 +33,7 @@ def finish(
     results["state"] = _new_state(job, state, kept)
     if not job.training:
         return results, {}
-    gradients = state.gradients
-    assert gradients is not None
-    owned = return_replicas(job, [given(leaves) for leaves in gradients.chunks])
+    owned = return_replicas(job, chunks_of(state, Place.STAGE_GRADIENTS))
 
     def finished(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
         found = leaf_plans(plans)
@@ -48,13 +47,10 @@ def finish(
         )
         stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
     grads: dict[str, PyTree] = {"stages": params["stages"].like(stages)}
-    for key, leaves in (
-        ("first", gradients.first),
-        ("last", gradients.last),
-        ("shared", gradients.shared),
-    ):
+    for key in ("first", "last", "shared"):
         whole = with_frozen(
-            finished(given(leaves), job.plans[key], everyone), leaf_plans(job.plans[key])
+            finished(state[f"{key}_gradients"], job.plans[key], everyone),
+            leaf_plans(job.plans[key]),
         )
         grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), whole)
     return results, grads
@@ -71,7 +67,7 @@ def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
         number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
         return lax.psum(number, job.axis).astype(leaf.dtype).reshape(-1, *leaf.shape[2:])
 
-    return jax.tree.map(whole, jax.tree.unflatten(code.last.aux_tree, given(state.aux))["metrics"])
+    return jax.tree.map(whole, jax.tree.unflatten(code.last.aux_tree, state["aux"])["metrics"])
 
 
 def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:
@@ -87,12 +83,10 @@ def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, 
         return (lax.psum(summable(leaf), job.data_axes) / job.data_size).astype(leaf.dtype)
 
     found = [
-        jax.tree.unflatten(
-            jax.tree.structure(tree), [merge(leaf)[None] for leaf in given(state.stage_state[v])]
-        )
-        for v, tree in enumerate(kept)
+        jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in leaves])
+        for leaves, tree in zip(chunks_of(state, Place.STAGE_STATE), kept, strict=False)
     ]
-    return Chunks(found, job.layout.home) if found else ()
+    return Chunks(found, job.layout.owners) if found else ()
 
 
 def _losses(
@@ -104,9 +98,9 @@ def _losses(
     if code.last is None:
         return {}, None
     # Only the last stage's device wrote any of these; the others hold zeros.
-    losses = lax.psum(state.losses, everyone)
+    losses = lax.psum(state["losses"], everyone)
     aux = jax.tree.unflatten(
-        code.last.aux_tree, [lax.psum(summable(leaf), everyone) for leaf in given(state.aux)]
+        code.last.aux_tree, [lax.psum(summable(leaf), everyone) for leaf in state["aux"]]
     )
     if job.functions.loss is Loss.SUM_OVER_COUNT:
         count = jnp.sum(aux["count"])

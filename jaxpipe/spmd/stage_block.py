@@ -1,30 +1,298 @@
-"""What the blocks that run a stage's code have in common."""
+"""The blocks of a stage's actions (F, R, B, I, W), and of an overlapped pair of them."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-from ..arrays import Leaves, Scalar
-from ..jaxprs import InSlots, run_in_slots
-from ..program.records import Backward, Forward
-from ..program.templates import BlockUse
-from ..stage.code import StageCode
+from ..arrays import Leaves
+from ..jaxprs import InSlots, Slot, Target, run_both_in_slots, run_in_slots
+from ..program.templates import BlockUse, Presence
+from ..stage.code import StageCode, run
+from ..table.effects import Access, Place
+from ..table.kinds import Kind
+from .block import Block, run_where
 from .operands import StageOperand
-from .shared_code import CodeBlock
-from .state import State
-
-Half = TypeVar("Half", Forward[Scalar], Backward[Scalar])
-
+from .outer import (
+    accumulate,
+    first_inputs,
+    last_inputs,
+    noted,
+    run_last,
+    with_last_gradients,
+)
+from .pools import add, add_at, read, without_weak_types, write
+from .shared_buffers import SharedBuffer
+from .shared_code import SharedCode
+from .state import State, of_chunk
 
 # Hands out the stage's code to run, with the state before it; is given what it returns, with the
 # state by then; returns the state.
 Steps: TypeAlias = Generator[tuple[InSlots, State], tuple[Leaves, State], State]
 
 
-def last_step(steps: Steps, outs: Leaves, state: State) -> State:
+@dataclass(frozen=True)
+class StageAction:
+    """An action of one kind of stage on one chunk; `row` is the record that it reads."""
+
+    shared: SharedCode
+    use: BlockUse
+    kind: int  # of stage
+    row: Any
+
+    @property
+    def code(self) -> StageCode:
+        """The stage's."""
+        return self.shared.code.kinds[self.kind]
+
+    @property
+    def operand(self) -> StageOperand:
+        """The stage's."""
+        return self.shared.operands.stages[self.use.block.chunk, self.kind]
+
+    def name(self, place: Place) -> str:
+        """A place of the chunk in the state."""
+        return of_chunk(place, self.use.block.chunk)
+
+    def changes(self, when: str | None = None) -> set[str]:
+        """What the action may change, or the part of it under a flag."""
+        return {
+            self.name(effect.place)
+            for effect in self.shared.effects(self.use.block.kind)
+            if effect.access is not Access.READ
+            and self.use.does(effect)
+            and (effect.when != "has_loss" or self.code.loss is not None)
+            and (when is None or effect.when == when)
+        }
+
+    def block(self) -> Block:
+        """The block of this action alone."""
+
+        def run_alone(state: State) -> State:
+            steps = self.steps(state)
+            code, state = next(steps)
+            outs = run_in_slots(code.jaxpr, code.arguments, reads=code.reads, writes=code.writes)
+            return _last_step(steps, outs, state)
+
+        return Block(self.changes(), run_alone, self.shared.together)
+
+    def steps(self, state: State) -> Steps:
+        """The action, up to the stage's code and on from it."""
+        return {
+            Kind.F: self._forward,
+            Kind.R: self._recompute,
+            Kind.B: self._backward,
+            Kind.I: self._input_grad,
+            Kind.W: self._weight_grad,
+        }[self.use.block.kind](state)
+
+    def _under(
+        self, flag: str, run: Callable[[State], State], state: State, *, fits: bool = True
+    ) -> State:
+        """Run a part under its flag; `fits`: the stages of this kind may have it."""
+        presence = self.use.presence(flag) if fits else Presence.NEVER
+        block = Block(self.changes(flag), run, self.shared.together)
+        return run_where(presence, getattr(self.row, flag) != 0, block, state)
+
+    def _inputs(self, state: State) -> Leaves:
+        """(consts, parameters, x, extra, once)."""
+        shared, code, row, operand = self.shared, self.code, self.row, self.operand
+        x = shared.buffers.x.read(state["x"], row.x, code.x_avals)
+        own = state[self.name(Place.STAGE_STATE)]
+        extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, own)
+        return [*code.consts, *operand.params(), *x, *extra, *operand.once]
+
+    def _forward(self, state: State) -> Steps:
+        """F: [first,] stage[, last and its gradient]."""
+        shared, code, use, row = self.shared, self.code, self.use, self.row
+        if not shared.spreads_first:
+            state = self._under("is_first", self._first, state)
+        if shared.training and use.block.keeps:
+            outs, state = yield from self._keep(code.forward, code.num_outputs, state)
+        else:
+            outs, state = yield InSlots(code.evaluate, self._inputs(state), {}, {}), state
+        y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
+        if code.loss is not None:
+            loss, *rest = rest
+            state = state | {"losses": add_at(state["losses"], row.microbatch, loss)}
+        if code.state:
+            own = self.name(Place.STAGE_STATE)
+            state = state | {own: self.operand.write_state(state[own], rest)}
+        state = self._hand_on("x", "is_last", code.y_avals, y, state)
+        return self._under(
+            "is_last", lambda s: self._last(y, s), state, fits=shared.fits_last(code)
+        )
+
+    def _recompute(self, state: State) -> Steps:
+        """R: the residuals of a forward whose microbatch kept its input alone."""
+        _, state = yield from self._keep(self.code.recompute, 0, state)
+        return state
+
+    def _keep(
+        self, jaxpr: Any, count: int, state: State
+    ) -> Generator[tuple[InSlots, State], tuple[Leaves, State], tuple[Leaves, State]]:
+        """Run a forward whose outputs after the first `count` are residuals, which go into their
+        slots: those, and the state after it.
+        """
+        code, buffers, row = self.code, self.shared.buffers, self.row
+        early = len(code.residual_input)
+        entries = [
+            (getattr(buffers, name), state[name], getattr(row, name), getattr(code, name))
+            for name in ("residual_input", "residual_weight")
+        ]
+        slots = [
+            slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)
+        ]
+        writes: dict[int, Target] = {count + i: s for i, s in enumerate(slots) if s is not None}
+        outs, state = yield InSlots(jaxpr, self._inputs(state), {}, writes), state
+        found = (outs[count : count + early], outs[count + early :])
+        by_input, by_weight = (
+            buffer.stored(pool, at, avals, values)
+            for (buffer, pool, at, avals), values in zip(entries, found, strict=True)
+        )
+        return outs[:count], state | {"residual_input": by_input, "residual_weight": by_weight}
+
+    def _first(self, state: State) -> State:
+        """`first`: the stage's input, and residuals for its gradient."""
+        shared, code, row = self.shared, self.shared.code.first, self.row
+        jaxpr = code.forward if shared.training else code.evaluate
+        outs = run(jaxpr, *first_inputs(shared, row.microbatch))
+        x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
+        state = state | {"x": shared.buffers.x.write(state["x"], row.x, code.y_avals, x)}
+        if not shared.training:
+            return state
+        return state | {"first": write(state["first"], row.first, residuals)}
+
+    def _last(self, y: Leaves, state: State) -> State:
+        """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals
+        of a head.  Or y alone is kept, for the devices' shares.
+        """
+        shared, row, pool = self.shared, self.row, self.shared.buffers.cotangent
+        if shared.spreads_last:
+            return state | {"last": write(state["last"], row.out, y)}
+        arguments = last_inputs(shared, y, row.microbatch)
+        if not shared.training:
+            loss, aux, _ = run_last(shared, shared.last_code.evaluate, arguments)
+            return noted(loss, aux, row.microbatch, state)
+        loss, aux, rest = run_last(
+            shared, shared.last_code.train, [*arguments, shared.operands.seed]
+        )
+        state, dy = with_last_gradients(rest, state)
+        state = noted(loss, aux, row.microbatch, state)
+        return state | {
+            "cotangent": pool.write(state["cotangent"], row.out, self.code.dy_avals, dy)
+        }
+
+    def _backward(self, state: State) -> Steps:
+        """B: both gradients at once."""
+        code = self.code
+        arguments, slots = self._held(state)
+        outs, state = yield InSlots(code.backward, arguments, slots, self._totals(state)), state
+        dparams, dx = outs[: code.num_trained], outs[code.num_trained :]
+        return self._hand_back(dx, self._accumulate(dparams, state))
+
+    def _input_grad(self, state: State) -> Steps:
+        """I: the input's gradient, and a stash for W."""
+        code, buffer, pool, at = (
+            self.code,
+            self.shared.buffers.stash,
+            state["stash"],
+            self.row.stash,
+        )
+        arguments, slots = self._held(state)
+        count = sum(code.x_wanted)
+        stash = buffer.slots(pool, at, code.stash)
+        writes: dict[int, Target] = {count + i: s for i, s in enumerate(stash) if s is not None}
+        outs, state = yield InSlots(code.input_grad, arguments, slots, writes), state
+        state = state | {"stash": buffer.stored(pool, at, code.stash, outs[count:])}
+        return self._hand_back(outs[:count], state)
+
+    def _weight_grad(self, state: State) -> Steps:
+        """W: the parameters' gradients, from residuals and stash."""
+        code = self.code
+        arguments, slots = self._held(state)
+        stash = self.shared.buffers.stash.lazily(state["stash"], self.row.stash, code.stash)
+        reads = slots | {len(arguments) + i: s for i, s in enumerate(stash) if isinstance(s, Slot)}
+        outs, state = yield (
+            InSlots(code.weight_grad, [*arguments, *stash], reads, self._totals(state)),
+            state,
+        )
+        return self._accumulate(outs, state)
+
+    def _held(self, state: State) -> tuple[Leaves, dict[int, Slot]]:
+        """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are
+        slots where they can be.
+        """
+        shared, code, row = self.shared, self.code, self.row
+        before = self._inputs(state)
+        kept: Leaves = [
+            leaf
+            for name, avals in (
+                ("residual_input", code.residual_input),
+                ("residual_weight", code.residual_weight),
+            )
+            for leaf in getattr(shared.buffers, name).lazily(state[name], getattr(row, name), avals)
+        ]
+        dy = shared.buffers.cotangent.read(state["cotangent"], row.cotangent, code.dy_avals)
+        dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
+        return [*before, *kept, *dy], {
+            len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)
+        }
+
+    def _totals(self, state: State) -> dict[int, Target]:
+        """The accumulators that a scan over layers adds to row by row, by the number of the
+        parameter.
+        """
+        return dict(enumerate(self.operand.totals(state[self.name(Place.STAGE_GRADIENTS)])))
+
+    def _accumulate(self, dparams: Leaves, state: State) -> State:
+        """The new totals of a stage's own parameters, and the gradients of the shared ones
+        added.
+        """
+        name, common = self.name(Place.STAGE_GRADIENTS), state["shared_gradients"]
+        own = len(dparams) - len(common)
+        return state | {
+            name: self.operand.with_totals(state[name], dparams[:own]),
+            "shared_gradients": add(common, dparams[own:]),
+        }
+
+    def _hand_back(self, dx: Leaves, state: State) -> State:
+        """Hand dx on, and at the first stage give it to `first`, or keep it for the devices'
+        shares.
+        """
+        shared, row = self.shared, self.row
+
+        def first(state: State) -> State:
+            if shared.spreads_first:
+                return state | {"first": write(state["first"], row.out, dx)}
+            kept = read(state["first"], row.first)
+            arguments = [*first_inputs(shared, row.microbatch), *kept, *dx]
+            return accumulate("first_gradients", shared.code.first.backward, arguments, state)
+
+        state = self._hand_on("cotangent", "is_first", self.code.dx_avals, dx, state)
+        return self._under("is_first", first, state, fits=shared.fits_first(self.code))
+
+    def _hand_on(self, name: str, end: str, avals: Any, values: Leaves, state: State) -> State:
+        """Send what the neighbour stage needs, or write it to its slot on this device.
+
+        What the stage at this end of the model returns is never sent; where no other kind takes it,
+        it has no place in the buffer.
+        """
+        buffer: SharedBuffer = getattr(self.shared.buffers, name)
+        if not buffer.has(avals):
+            return state
+        sent = "sent_x" if name == "x" else "sent_dx"
+        if sent in self.changes():
+            state = state | {sent: without_weak_types(buffer.put(state[sent], avals, values))}
+
+        def local(state: State) -> State:
+            return state | {name: buffer.write(state[name], self.row.out, avals, values)}
+
+        return self._under("is_local", local, state)
+
+
+def _last_step(steps: Steps, outs: Leaves, state: State) -> State:
     """The state after a block whose code has returned these."""
     try:
         steps.send((outs, state))
@@ -34,36 +302,19 @@ def last_step(steps: Steps, outs: Leaves, state: State) -> State:
     raise AssertionError("a block runs its stage's code once")
 
 
-@dataclass(frozen=True)
-class StageBlock(CodeBlock, Generic[Half]):
-    """The code of one kind of stage on one chunk, with the half of the tick's record that
-    it reads.
+def pair_block(forward: StageAction, backward: StageAction) -> Block:
+    """F and B of an OVERLAP_F_B cell under one predicate, layer by layer together (DualPipe,
+    DeepSeek-V3 section 3.2.1).
+
+    The backward reads its residuals before the forward writes its own: the pools are the same.
     """
 
-    use: BlockUse
-    kind: int  # of stage
-    row: Half
+    def run_both(state: State) -> State:
+        ahead_steps = forward.steps(state)
+        ahead, state = next(ahead_steps)
+        back_steps = backward.steps(state)
+        back, _ = next(back_steps)
+        back_outs, ahead_outs = run_both_in_slots(back, ahead)
+        return _last_step(back_steps, back_outs, _last_step(ahead_steps, ahead_outs, state))
 
-    @property
-    def code(self) -> StageCode:
-        """The stage's."""
-        return self.shared.kinds[self.kind]
-
-    @abc.abstractmethod
-    def steps(self, state: State) -> Steps:
-        """`run`, up to the stage's code and on from it."""
-
-    def run(self, state: State) -> State:
-        """Run it."""
-        steps = self.steps(state)
-        code, state = next(steps)
-        return last_step(
-            steps,
-            run_in_slots(code.jaxpr, code.arguments, reads=code.reads, writes=code.writes),
-            state,
-        )
-
-    @property
-    def operand(self) -> StageOperand:
-        """The stage's."""
-        return self.shared.operands.stages[self.use.block.chunk, self.kind]
+    return Block(forward.changes() | backward.changes(), run_both, forward.shared.together)

@@ -1,10 +1,8 @@
-"""Emits the JAX program of the ticks of one period, template by template, from a Program and the
-stages' code.
-"""
+"""Emits the JAX program of a program's segments, template by template, from the stages' code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -15,64 +13,38 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from ..arrays import Leaves, Scalar
-from ..program.code_rules import half_of
+from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
-from ..program.records import NOBODY, Arrival, Backward, Forward, TickRecord, map_fields, pairs_of
+from ..program.records import NOBODY, Arrival, TickRecord, map_fields, pairs_of
 from ..program.segments import Loop, Point, Segment, Transit
-from ..program.templates import BlockUse, Payload, Presence
+from ..program.templates import BlockUse, Presence
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
-from .backward import RunBackward
-from .block import run_in_order, run_where
-from .clock import Clocked
+from .block import Block, run_in_order, run_where
+from .clock import clocked
+from .collective import collective_block
 from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
-from .forward import RunForward, RunRecompute
-from .host import Luggage, Moving, Packing
-from .pair import RunPair
-from .share import RunDeferred, RunFirstGradient, RunFirstShare, RunShare
+from .host import HostMoves, Moved, Packing
 from .shared_code import SharedCode
-from .state import State, given
+from .stage_block import StageAction, pair_block
+from .state import State
 
-
-class _Pair(NamedTuple):
-    """Blocks that are run as one where one device has both in a tick."""
-
-    ahead: BlockUse
-    back: BlockUse
-    active: Presence
-    alone: tuple[int, int]  # how often either is run without the other
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.ahead.block} with {self.back.block}"
-
-
-@dataclass(frozen=True)
-class _Code:
-    """What is emitted for the ticks of a trip: the kinds of stages that run each block, and whether
-    the slots of a lane may keep.
-    """
-
-    segment: Segment
-    kinds: list[list[tuple[int, ...]]]
-    keeps: list[list[bool]]
-    before: TickRecord[Scalar] | None  # the last tick of the trip before
-
-
-# What this device does in ticks of a trip.
+# What this device does in ticks of a trip, and by -1 in the last tick of the trip before.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
 # What permutes that are issued have brought, and is not yet in its slots.
 _Brought: TypeAlias = dict[Transit, Leaves]
 
 
-def _left(use: BlockUse, pairs: Sequence[_Pair]) -> Presence:
-    """How often a block is run apart from pairs."""
-    for pair in pairs:
-        for own, alone in zip((pair.ahead, pair.back), pair.alone, strict=True):
-            if own is use:
-                return Presence.of(alone, pair.total)
-    return use.active
+class _Run(NamedTuple):
+    """What is emitted under one predicate: a block of one kind of stage, or a forward and a whole
+    backward that are run as one where a device has both in a tick.
+    """
+
+    uses: tuple[BlockUse, ...]
+    kinds: tuple[int, ...]
+    active: Presence
+    asks: bool = False  # other kinds of stages may run the block too
+    alone: bool = False  # pairs are run apart
 
 
 def _is_pair(row: TickRecord[Scalar]) -> Any:
@@ -80,26 +52,32 @@ def _is_pair(row: TickRecord[Scalar]) -> Any:
     the other: see `pairs_of`.
     """
     forward, backward = row.forward, row.backward
-    here = jnp.logical_and(
-        forward.chunk != NOBODY,
-        jnp.logical_and(backward.chunk != NOBODY, backward.kind == int(Kind.B)),
+    other = jnp.logical_or(
+        forward.stage != backward.stage, forward.microbatch != backward.microbatch
     )
-    return jnp.logical_and(
-        here,
-        jnp.logical_or(forward.stage != backward.stage, forward.microbatch != backward.microbatch),
+    return _all(
+        forward.chunk != NOBODY, backward.chunk != NOBODY, backward.kind == int(Kind.B), other
     )
+
+
+def _all(*flags: Flag) -> Flag:
+    found = flags[0]
+    for flag in flags[1:]:
+        found = jnp.logical_and(found, flag)
+    return found
 
 
 @dataclass(frozen=True)
 class TickEmitter:
-    """Turns templates into code."""
+    """Turns segments into code."""
 
-    program: Program
-    axis: str
     shared: SharedCode
     data_axes: tuple[str, ...]
     clock: Clock | None
-    blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
+
+    @property
+    def _program(self) -> Program:
+        return self.shared.code.program
 
     @cached_property
     def _packing(self) -> Packing:
@@ -107,36 +85,44 @@ class TickEmitter:
 
     @cached_property
     def _has_recompute(self) -> bool:
-        return bool(self.program.schedule.encoded.of_kinds(RECOMPUTE).any())
+        return bool(self._program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
-    def trip(
-        self,
-        segment: Segment,
-        rows: Sequence[TickRecord[Scalar]],
-        before: TickRecord[Scalar] | None,
-        state: State,
-    ) -> State:
-        """The ticks of one period.  `rows[j]` is what this device does in the j-th of them (int32
-        scalars).
+    def run_segment(self, segment: Segment, table: Any, state: State) -> State:
+        """Emit one period of ticks; scan it over the segment's rows of the table where it repeats.
 
-        `before`: the last tick of the trip before, whose transfers in flight are issued first of
-        all; None where there are none.
+        `table`: a line of numbers for each tick, what this device does in it.
         """
-        code = self._code(segment, before)
-        brought: _Brought = {}
-        for j in range(segment.period):
-            state = self._tick(code, j, dict(enumerate(rows)), state, brought)
-        assert not brought, "a transfer is awaited after its trip"
+        lines = table[segment.start : segment.stop].reshape(
+            segment.repeats, segment.period, table.shape[1]
+        )
+        flies = bool(segment.in_flight)
+
+        def trip(state: State, lines: Any) -> tuple[State, None]:
+            if segment.loops:
+                numbers = lines.astype(jnp.int32)
+                return self._loops(segment, segment.loops, 0, numbers, state), None
+            records = [self._record(line) for line in lines.astype(jnp.int32)]
+            rows, brought = {j - flies: record for j, record in enumerate(records)}, _Brought()
+            for j in range(segment.period):
+                state = self._tick(segment, j, rows, state, brought)
+            assert not brought, "a transfer is awaited after its trip"
+            return state, None
+
+        if flies:
+            # Beside its own ticks a trip has the last of the trip before: zeros, so that nothing is
+            # taken, before the first.
+            nothing = jnp.zeros_like(lines[:1, -1:])
+            lines = jnp.concatenate([jnp.concatenate([nothing, lines[:-1, -1:]]), lines], axis=1)
+        state = trip(state, lines[0])[0] if len(lines) == 1 else lax.scan(trip, state, lines)[0]
+        for transit in segment.in_flight:  # after the last trip
+            last = self._record(lines[-1, -1].astype(jnp.int32))
+            with jax.named_scope(EXCHANGE):
+                brought, state = self._permuted(transit, state)
+            state = self._arrive(transit, last, brought, state, keep=True)
         return state
 
-    def looped_trip(self, segment: Segment, numbers: Any, state: State) -> State:
-        """The same where ticks of a trip share their code.  `numbers`: what this device does, a
-        line for each tick, int32.
-        """
-        return self._loops(self._code(segment, None), segment.loops, 0, numbers, state)
-
     def _loops(
-        self, code: _Code, loops: Sequence[Loop], start: int, numbers: Any, state: State
+        self, segment: Segment, loops: Sequence[Loop], start: int, numbers: Any, state: State
     ) -> State:
         """Loops that begin at a tick of the trip, with the lines of their ticks."""
         begin = 0
@@ -147,8 +133,8 @@ class TickEmitter:
                 state: State, lines: Any, loop: Loop = loop, at: int = start + begin
             ) -> tuple[State, None]:
                 if loop.body:
-                    return self._loops(code, loop.body, at, lines, state), None
-                return self._tick(code, at, {at: self.record(lines[0])}, state, {}), None
+                    return self._loops(segment, loop.body, at, lines, state), None
+                return self._tick(segment, at, {at: self._record(lines[0])}, state, {}), None
 
             if loop.times == 1:
                 state, _ = once(state, mine)
@@ -157,294 +143,173 @@ class TickEmitter:
             begin += len(mine)
         return state
 
-    def record(self, line: Any) -> TickRecord[Scalar]:
+    def _record(self, line: Any) -> TickRecord[Scalar]:
         """A line of numbers as a record."""
-        column, like = iter(range(line.shape[0])), cast("TickRecord[Any]", self.program.ticks)
+        column, like = iter(range(line.shape[0])), cast("TickRecord[Any]", self._program.ticks)
         return map_fields(lambda _: line[next(column)], like)
 
-    def _code(self, segment: Segment, before: TickRecord[Scalar] | None) -> _Code:
-        return _Code(segment, self._kinds_at(segment), self._keeps_at(segment), before)
-
-    def _tick(self, code: _Code, j: int, rows: _Rows, state: State, brought: _Brought) -> State:
+    def _tick(
+        self, segment: Segment, j: int, rows: _Rows, state: State, brought: _Brought
+    ) -> State:
         """One tick; what is under way in it is noted in `brought`."""
-        segment, template, kinds, row = (
-            code.segment,
-            code.segment.templates[j],
-            code.kinds[j],
-            rows[j],
-        )
-        moves = Luggage(Moving.at(self.program, segment.sharing(j)), self._packing, row)
+        row, begun = rows[j], -1
+        moves = HostMoves(Moved.at(self._program, segment.sharing(j)), self._packing, row)
         way, state = moves.begin(state)
-        state = self._transfers(code, Point(j, 0), rows, state, brought)
-        fuses = self.clock is None and all(len(those) == 1 for those in kinds)
-        pairs = self._pairs_at(segment, j) if fuses else []
-        assert not pairs or template.paired, "a pair that its template does not know of"
-        for pair in pairs:
-            with jax.named_scope(str(pair)):
-                both = [kinds[template.blocks.index(use)][0] for use in (pair.ahead, pair.back)]
-                state = self._pair(pair, both, row, state)
-            way, state = moves.store(way, state)
-        for place, (use, those) in enumerate(zip(template.blocks, kinds, strict=True)):
-            state = self._transfers(code, Point(j, place), rows, state, brought) if place else state
-            left = _left(use, pairs)
-            for kind in those if left is not Presence.NEVER else ():
-                with jax.named_scope(self._scope(use, kind)):
-                    state = self._block(
-                        replace(use, active=left),
-                        kind,
-                        row,
-                        state,
-                        asks=len(those) > 1,
-                        alone=bool(pairs),
-                    )
+        for place, runs in self._runs(segment, j):
+            if place != begun:
+                state = self._transfers(segment, Point(j, place), rows, state, brought)
+                begun = place
+            for run in runs:
+                with jax.named_scope(self._scope(run)):
+                    state = self._run(run, row, state)
             way, state = moves.store(way, state)
         state = moves.end(way, state)
-        return (
-            self._transfers(code, Point(j, len(template.blocks)), rows, state, brought)
-            if template.blocks
-            else state
-        )
+        end = Point(j, len(segment.templates[j].blocks))
+        return self._transfers(segment, end, rows, state, brought)
+
+    def _runs(self, segment: Segment, j: int) -> Iterator[tuple[int, list[_Run]]]:
+        """(block before which it is, what is run there): pairs, then the blocks of a template."""
+        template, ticks = segment.templates[j], segment.sharing(j)
+        where = [self._where(use)[ticks] for use in template.blocks]
+        kinds = [self._kinds(use, ticks) for use in template.blocks]
+        ahead = pairs_of(self._program.ticks.forward, self._program.ticks.backward)[ticks]
+        fuses = self.clock is None and not self._has_recompute
+        fuses = fuses and bool(ahead.any()) and all(len(those) == 1 for those in kinds)
+        assert not fuses or template.paired, "a pair that its template does not know of"
+        numbers = range(len(where)) if fuses else ()
+        apart = {}
+        for f in (i for i in numbers if template.blocks[i].block.kind is Kind.F):
+            for b in (i for i in numbers if template.blocks[i].block.kind is Kind.B):
+                both = ahead & where[f] & where[b]
+                if both.any():
+                    uses = template.blocks[f], template.blocks[b]
+                    active = Presence.of(int(both.sum()), both.size)
+                    yield 0, [_Run(uses, (kinds[f][0], kinds[b][0]), active)]
+                    for i in (f, b):
+                        apart[i] = Presence.of(int((where[i] & ~ahead).sum()), both.size)
+        for place, use in enumerate(template.blocks):
+            active = apart.get(place, use.active)
+            asks = len(kinds[place]) > 1
+            those = kinds[place] if active is not Presence.NEVER else ()
+            own = (replace(use, active=active),)
+            yield place, [_Run(own, (kind,), active, asks, bool(apart)) for kind in those]
 
     def _transfers(
-        self, code: _Code, at: Point, rows: _Rows, state: State, brought: _Brought
+        self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
     ) -> State:
         """The permutes that are issued at a point of the trip, and what is written there of those
         under way.
         """
-        under_way = [
-            t for t in code.segment.transits if code.before is not None or not t.from_before
-        ]
-        for transit in under_way:
-            if self._issued(code.segment, transit) == at:
+        for transit in segment.transits:
+            point = transit.issued
+            if self.shared.blocking and point.block:
+                # It would hold up the blocks of its tick: when they are over.
+                point = Point(point.tick, len(segment.templates[point.tick].blocks))
+            if point == at and (-1 in rows or not transit.from_before):
                 with jax.named_scope(scope_of(transit)):
-                    brought[transit], state = permuted(
-                        transit.permute, self.axis, state, blocking=self.blocking
-                    )
+                    brought[transit], state = self._permuted(transit, state)
         # A transfer with slack is written to its slot ticks later, so that nothing in between
         # depends on it; what reads the pool in between must be done by then (see `run_in_order`),
         # or XLA makes the write on a copy.
         for transit in [t for t in brought if t.written == at]:
-            row = given(code.before) if transit.from_before else rows[transit.tick]
-            keep = transit.from_before or code.keeps[transit.tick][transit.lane]
-            state = self._arrive(
-                transit.permute.payload,
-                row.arrivals[transit.lane],
-                brought.pop(transit),
-                state,
-                keep=keep,
-            )
+            row = rows[-1 if transit.from_before else transit.tick]
+            takes = self._program.ticks.arrivals[transit.lane].takes
+            keep = transit.from_before or not bool(takes[segment.sharing(transit.tick)].all())
+            state = self._arrive(transit, row, brought.pop(transit), state, keep=keep)
         return state
 
-    def _issued(self, segment: Segment, transit: Transit) -> Point:
-        """Where a permute is issued: where it would hold up the blocks of its tick, when they are
-        over.
-        """
-        issued = transit.issued
-        return (
-            Point(issued.tick, len(segment.templates[issued.tick].blocks))
-            if self.blocking and issued.block
-            else issued
-        )
-
-    def land(self, segment: Segment, last: TickRecord[Scalar], state: State) -> State:
-        """What is in flight after the last trip; `last`: its last tick."""
-        for transit in segment.in_flight:
-            with jax.named_scope(EXCHANGE):
-                brought, state = permuted(transit.permute, self.axis, state, blocking=self.blocking)
-            state = self._arrive(
-                transit.permute.payload, last.arrivals[transit.lane], brought, state, keep=True
-            )
-        return state
+    def _permuted(self, transit: Transit, state: State) -> tuple[Leaves, State]:
+        shared = self.shared
+        return permuted(transit.permute, shared.axis, state, blocking=shared.blocking)
 
     def _arrive(
         self,
-        payload: Payload,
-        arrival: Arrival[Scalar],
+        transit: Transit,
+        row: TickRecord[Scalar],
         leaves: Leaves,
         state: State,
         *,
         keep: bool,
     ) -> State:
-        """Write what a permute has brought, no sooner than what ran before is over."""
+        """Write what a permute has brought, no sooner than what ran before is over; `keep`: some
+        slots may keep what they have.
+        """
+        payload = transit.permute.payload
         with jax.named_scope(EXCHANGE):
             # Both, since a pool of one slot has no slot to ask for: XLA would then write all
             # arrivals of a trip in one fusion.
-            at = map_fields(lambda number: jnp.where(given(state.token), 0, number), arrival)
+            at: Arrival[Scalar] = map_fields(
+                lambda number: jnp.where(state["token"], 0, number), row.arrivals[transit.lane]
+            )
             return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
 
-    def _block(
-        self,
-        use: BlockUse,
-        kind: int,
-        row: TickRecord[Scalar],
-        state: State,
-        *,
-        asks: bool,
-        alone: bool,
-    ) -> State:
-        """A block of one kind of stage under its predicate; `asks`: other kinds of stages may run
-        it too; `alone`: pairs run apart.
-        """
-        if use.block.is_share:
-            return self._share(use, row, state)
-        half: Forward[Scalar] | Backward[Scalar] = (
-            row.forward if use.block.runs_forward else row.backward
-        )
-        predicate, stage = half.chunk == use.block.chunk, half.stage
-        if isinstance(half, Backward) or self._has_recompute:
-            predicate = jnp.logical_and(predicate, half.kind == int(use.block.kind))
-        if isinstance(half, Forward):
-            if self._has_recompute and use.block.kind is Kind.F:
-                predicate = jnp.logical_and(predicate, (half.keeps != 0) == use.block.keeps)
-            run = RunForward if use.block.kind is Kind.F else RunRecompute
-            code: RunForward | RunRecompute | RunBackward | RunDeferred = run(
-                self.shared, use, kind, half
+    def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
+        """Run a block, or a pair, under its predicate."""
+        shared, use = self.shared, run.uses[0]
+        block: Block
+        if len(run.uses) == 2:
+            forward, backward = (
+                StageAction(shared, use, kind, row.of(use.block.kind))
+                for use, kind in zip(run.uses, run.kinds, strict=True)
             )
-        elif use.block.of_device:
-            code = RunDeferred(self.shared, self.axis, half)
+            chunks = (
+                row.forward.chunk == use.block.chunk,
+                row.backward.chunk == run.uses[1].block.chunk,
+            )
+            flag = _all(_is_pair(row), _all(*chunks))
+            return run_in_order(run.active, flag, pair_block(forward, backward), state)
+        action = use.block.kind
+        record: Any = row.of(action)
+        flags = [record.kind == int(action)]
+        if use.block.collective:
+            stage, block = lax.axis_index(shared.axis), collective_block(shared, action, record)
         else:
-            code = RunBackward(self.shared, use, kind, half)
-        if alone and use.block.kind in (Kind.F, Kind.B):
-            predicate = jnp.logical_and(predicate, jnp.logical_not(_is_pair(row)))
-        if asks:
-            predicate = jnp.logical_and(predicate, jnp.array(self.shared.kind_of)[stage] == kind)
-        if self.clock is None:
-            return run_in_order(Presence.SOMETIMES if asks else use.active, predicate, code, state)
-        # Under a predicate always: a loop's body begins when all that it reads is there.
-        clocked = Clocked(code, int(use.block.kind), stage, self.clock, self.axis, self.data_axes)
-        return run_in_order(
-            Presence.NEVER if use.active is Presence.NEVER else Presence.SOMETIMES,
-            predicate,
-            clocked,
-            state,
-        )
+            stage, block = record.stage, StageAction(shared, use, run.kinds[0], record).block()
+            flags = flags if self._has_recompute or not use.block.runs_forward else []
+            flags = [record.chunk == use.block.chunk, *flags]
+            if action is Kind.F and self._has_recompute:
+                flags.append((record.keeps != 0) == use.block.keeps)
+            if run.alone and action in (Kind.F, Kind.B):
+                flags.append(jnp.logical_not(_is_pair(row)))
+            if run.asks:
+                flags.append(jnp.array(shared.code.kind_of)[stage] == run.kinds[0])
+        active, how = Presence.SOMETIMES if run.asks else run.active, run_in_order
+        if self.clock is not None:
+            # Under a predicate always: a loop's body begins when all that it reads is there.
+            active = Presence.SOMETIMES
+            what = (jnp.int32(int(action)), stage, record.microbatch)
+            block = clocked(block, what, self.clock, shared.axis, self.data_axes)
+        elif use.block.together and active is Presence.ALWAYS:
+            how = run_where  # in order by what it exchanges
+        state = how(active, _all(*flags), block, state)
+        waits = shared.blocking and use.block.together
+        return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
-    def _pairs_at(self, segment: Segment, j: int) -> list[_Pair]:
-        """The overlapped pairs of a template's ticks: a forward and a whole backward of one device
-        in one tick.
-        """
-        ticks = segment.sharing(j)
-        forward, backward = self.program.ticks.forward, self.program.ticks.backward
-        ahead = pairs_of(forward, backward)[ticks]
-        if self._has_recompute or not ahead.any():
-            return []
-        found = []
-        uses = segment.templates[j].blocks
-        for f in (use for use in uses if use.block.kind is Kind.F):
-            for b in (use for use in uses if use.block.kind is Kind.B):
-                both = (
-                    ahead
-                    & (forward.chunk[ticks] == f.block.chunk)
-                    & (backward.chunk[ticks] == b.block.chunk)
-                )
-                runs = [
-                    int(
-                        (
-                            (half.chunk[ticks] == use.block.chunk)
-                            & (half.kind[ticks] == int(use.block.kind))
-                            & ~ahead
-                        ).sum()
-                    )
-                    for half, use in ((forward, f), (backward, b))
-                ]
-                if both.any():
-                    found.append(
-                        _Pair(
-                            f,
-                            b,
-                            Presence.of(int(both.sum()), both.size),
-                            (runs[0], runs[1]),
-                            both.size,
-                        )
-                    )
-        return found
-
-    def _pair(
-        self, pair: _Pair, kinds: Sequence[int], row: TickRecord[Scalar], state: State
-    ) -> State:
-        """A forward and a backward, of these kinds of stages, in one block."""
-        forward = RunForward(self.shared, pair.ahead, kinds[0], row.forward)
-        backward = RunBackward(self.shared, pair.back, kinds[1], row.backward)
-        here = jnp.logical_and(
-            row.forward.chunk == pair.ahead.block.chunk, row.backward.chunk == pair.back.block.chunk
-        )
-        return run_in_order(
-            pair.active, jnp.logical_and(_is_pair(row), here), RunPair(forward, backward), state
-        )
-
-    def _scope(self, use: BlockUse, kind: int) -> str:
+    def _scope(self, run: _Run) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this
         code, else "F chunk 0".
         """
-        if use.block.of_device:
-            return use.block.kind.name
-        half = half_of(self.program, use.block)
-        here = (half.chunk == use.block.chunk) & (half.kind == int(use.block.kind))
-        stages = {int(s) for s in np.unique(half.stage[here]) if self.shared.kind_of[s] == kind}
-        return (
-            f"{use.block.kind.name} "
-            f"{f'stage {stages.pop()}' if len(stages) == 1 else f'chunk {use.block.chunk}'}"
-        )
+        if len(run.uses) == 2:
+            return " with ".join(str(use.block) for use in run.uses)
+        block = run.uses[0].block
+        if block.collective:
+            return block.kind.name
+        record: Any = self._program.ticks.of(block.kind)
+        every = np.unique(record.stage[self._where(run.uses[0])]).tolist()
+        stages = [s for s in every if self.shared.code.kind_of[s] == run.kinds[0]]
+        where = f"stage {stages[0]}" if len(stages) == 1 else f"chunk {block.chunk}"
+        return f"{block.kind.name} {where}"
 
-    def _share(self, use: BlockUse, row: TickRecord[Scalar], state: State) -> State:
-        """What all devices do together: under a predicate, where there is one, that all of them
-        answer alike.
-        """
-        (share,) = row.shares
-        shared = self.shared
-        block: RunShare | RunFirstShare | RunFirstGradient
-        block = RunShare(
-            shared, self.axis, shared.kinds[shared.kind_of[-1]], share, waits=self.blocking
-        )
-        if use.block.kind is Kind.E:
-            block = RunFirstShare(shared, share, waits=self.blocking)
-        elif use.block.kind is Kind.G:
-            block = RunFirstGradient(shared, share, waits=self.blocking)
-        if self.clock is not None:
-            clocked = Clocked(
-                block,
-                int(use.block.kind),
-                lax.axis_index(self.axis),
-                self.clock,
-                self.axis,
-                self.data_axes,
-            )
-            state = run_in_order(
-                Presence.SOMETIMES, share.kind == int(use.block.kind), clocked, state
-            )
-        elif use.active is not Presence.ALWAYS:
-            state = run_in_order(use.active, share.kind == int(use.block.kind), block, state)
-        else:
-            state = run_where(use.active, share.kind == int(use.block.kind), block, state)
-        return settled(jax.tree.leaves(block.writes(state)), state) if self.blocking else state
+    def _where(self, use: BlockUse) -> NDArray[np.bool_]:
+        """`[tick, device]`: who runs the kind and chunk of a block."""
+        record: Any = self._program.ticks.of(use.block.kind)
+        found: NDArray[np.bool_] = record.kind == int(use.block.kind)
+        return found if use.block.collective else found & (record.chunk == use.block.chunk)
 
-    def _kinds_at(self, segment: Segment) -> list[list[tuple[int, ...]]]:
-        """For each template and each of its blocks, the kinds of the stages that run it."""
-        kind_of = np.array(self.shared.kind_of)
-        found = []
-        for j, template in enumerate(segment.templates):
-            ticks = segment.sharing(j)
-            found.append(
-                [
-                    (0,)
-                    if use.block.of_device
-                    else tuple(np.unique(kind_of[self._stages(use, ticks)]).tolist())
-                    for use in template.blocks
-                ]
-            )
-        return found
-
-    def _stages(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The stages that run a block in these ticks."""
-        half = half_of(self.program, use.block)
-        return half.stage[ticks][
-            (half.chunk[ticks] == use.block.chunk) & (half.kind[ticks] == int(use.block.kind))
-        ]
-
-    def _keeps_at(self, segment: Segment) -> list[list[bool]]:
-        """For each template and lane, whether a slot may keep what it has."""
-        ticks = [segment.sharing(j) for j in range(segment.period)]
-        return [
-            [not bool(arrival.takes[rows].all()) for arrival in self.program.ticks.arrivals]
-            for rows in ticks
-        ]
+    def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> tuple[int, ...]:
+        """The kinds of the stages that run a block in these ticks."""
+        if use.block.collective:
+            return (0,)
+        record: Any = self._program.ticks.of(use.block.kind)
+        stages = record.stage[ticks][self._where(use)[ticks]]
+        return tuple(np.unique(np.array(self.shared.code.kind_of)[stages]).tolist())

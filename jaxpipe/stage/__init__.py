@@ -1,4 +1,3 @@
-"""A user's function -> the code of its forward, full backward, input gradient and weight gradient.
+"""A user's function -> the code of its forward, full backward and halves of the backward."""
 
-May import `model`, `jaxprs` and `program`.
-"""
+IMPORTS = ("arrays", "errors", "jaxprs", "lowering", "model", "program", "table")

@@ -19,7 +19,8 @@ one of I and W.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ from jax.extend import core
 
 from ..arrays import Leaves
 from ..jaxprs import results_of
-from ..program.liveness import Liveness
+from ..table.effects import Liveness, Place
+from ..table.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,6 @@ class ParamUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeferredCode:
-    """`train` of a `last` in two: `loss(params, once, y, extra, seed) -> loss, aux, dy, stash` (L),
-    and what H does with the stash.
-
-    `weights(params, once, extra, seed, stash) -> dparams`.
-    """
-
-    loss: core.Jaxpr
-    weights: core.Jaxpr
-    stash: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class LastCode:
     """The loss of one microbatch with its gradients: `train(params, once, y, extra, seed) -> loss,
     aux, dparams, dy`.
@@ -142,7 +131,11 @@ class LastCode:
     aux_tree: Any
     aux_avals: tuple[Any, ...]
     loss_dtype: Any
-    deferred: DeferredCode | None = None  # where the table has H
+    num_trained: int
+    # the code of collective actions that do a part of `train`
+    parts: Mapping[Kind, core.Jaxpr] = field(default_factory=dict)
+    # what one of them leaves in a pool for another
+    left: Mapping[Place, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:

@@ -41,8 +41,8 @@ class Job:
     outputs: bool = False
     # which parameters are cut over the pipe axis
     cuts: Cuts = field(default_factory=lambda: Cuts(1))
-    observe: Observe | None = None  # for reports
-    clock: Clock | None = None  # for profiles: called by every block
+    observe: Observe | None = None  # called as soon as the model is traced
+    clock: Clock | None = None  # called by every block
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ class Job:
             return ("outputs", "state")
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
 
-    def told(self, sizes: dict[str, PyTree]) -> Job:
+    def with_axis(self, sizes: dict[str, PyTree]) -> Job:
         """The job whose spread functions know the axis, and the sizes of what is cut."""
         return (
             replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes))

@@ -11,22 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..lowering.offload import Offload
-from ..model.functions import Context, Functions
-from ..model.leaf_plan import LeafPlan, is_plan, leaf_plans
+from ..model.functions import Functions, make_extra
+from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
-from ..program.liveness import Liveness, longest
 from ..program.verify import verify
+from ..table.effects import Liveness, Place, longest
 from .code import LastCode, ParamUse, StageCode, reads
-from .first import trace_spread_first
 from .job import Job
-from .last import trace_last
+from .outer import trace_last, trace_spread_first
 from .state_gradient import check_state_gradient
 from .trace import trace_stage
 
@@ -45,29 +43,15 @@ class ModelCode:
     outer_wants: frozenset[str]
 
     @property
-    def first_avals(self) -> tuple[Any, ...]:
-        """What waits for the gradient of `first`: what it keeps itself, or where it is spread the
-        gradient of the first stage's input.
-        """
-        return (
-            self.first.dy_avals
-            if self.program.schedule.encoded.spreads_first
-            else self.first.residual_avals
-        )
-
-    @property
-    def last_avals(self) -> tuple[Any, ...]:
-        """What waits for a spread `last`: the last stage's output."""
-        return (
-            self.kinds[self.kind_of[-1]].y_avals
-            if self.program.schedule.encoded.spreads_last
-            else ()
-        )
-
-    @property
-    def share_avals(self) -> tuple[Any, ...]:
-        """What waits for H: what L leaves for it."""
-        return () if self.last is None or self.last.deferred is None else self.last.deferred.stash
+    def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
+        """What waits in pools for `first` and `last`."""
+        table, first = self.program.schedule.encoded, self.first
+        found = {
+            # what the gradient needs: what `first` keeps, or of all devices the input's gradient
+            Place.FIRST: first.dy_avals if table.spreads_first else first.residual_avals,
+            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if table.spreads_last else (),
+        }
+        return found if self.last is None else found | dict(self.last.left)
 
     @property
     def permutes(self) -> bool:
@@ -88,31 +72,6 @@ class ModelCode:
     def liveness(self) -> Liveness:
         """Until when what is kept is needed by any stage."""
         return longest([code.liveness for code in self.kinds])
-
-
-def split_batch(batch: PyTree, count: int) -> PyTree:
-    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
-    )
-
-
-def make_extra(
-    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
-) -> dict[str, PyTree]:
-    """The microbatch's rows of the batch and the context, those of them that are wanted."""
-    extra: dict[str, PyTree] = {}
-    if "microbatch" in wants:
-        extra["microbatch"] = jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
-        )
-    if "ctx" in wants:
-        key = (
-            None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
-        )
-        common = None if rng is None else jax.random.fold_in(rng, microbatch)
-        extra["ctx"] = Context(stage, microbatch, key, common)
-    return extra
 
 
 def trace_model(
@@ -144,9 +103,7 @@ def trace_model(
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
-        uses = (
-            _uses(params, job.layout.leaves_of(stage, job.plans["stages"], is_plan)) + shared_uses
-        )
+        uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"])) + shared_uses
         # and where they lie
         key = (
             function,
@@ -169,10 +126,7 @@ def trace_model(
     last_code = None
     if functions.last is not None:
         last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
-        defers = job.axis if job.training and job.plan.ticks.schedule.encoded.defers_last else None
-        last_code = trace_last(
-            functions.run_last, (last, shared), x, outer, last_uses, defers=defers
-        )
+        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
         if not functions.last.spread:
             _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     offloads = job.training and any(code.offloads for code in codes)
@@ -281,7 +235,7 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
             f"R in the table recomputes what the gradient of `{name}` needs, and that depends on "
             "the "
             "state, which later microbatches have changed by then; let x depend on the state only "
-            "where training=False, or take R out with jaxpipe.remove_recompute"
+            "where training=False, or take R out with jaxpipe.transforms.remove_recompute"
         )
 
 

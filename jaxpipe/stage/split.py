@@ -13,7 +13,7 @@ from jax.extend import core
 from ..jaxprs import Cut, cut, drop_dead, equal_outputs, into_scans, keep_first, known_from, sink
 from ..jaxprs.cut import keep_work
 from ..jaxprs.flatten import Atom
-from ..program.liveness import LastUse, Liveness
+from ..table.effects import LastUse, Liveness
 from .code import ParamUse, StageCode, inexact, reads
 from .weight_cut import cut_weights
 

@@ -15,7 +15,7 @@ from ..jaxprs import drop_dead, flatten
 from ..jaxprs.flatten import Atom
 from ..model.functions import Returned
 from .code import inexact
-from .trace import filled
+from .trace import chosen, filled
 
 
 def check_state_gradient(
@@ -79,7 +79,7 @@ def _tangents(
     parts = params, x, extra["state"]
     leaves, tree = jax.tree.flatten(parts)
     moves = [*trained, *(inexact(leaf) for leaf in leaves[len(trained) :])]
-    moving = [leaf for leaf, m in zip(leaves, moves, strict=True) if m]
+    moving = chosen(leaves, moves)
 
     def tangents(leaves: Leaves, extra: dict[str, PyTree], directions: Leaves) -> Leaves:
         def returned(values: Leaves) -> Leaves:
@@ -87,9 +87,7 @@ def _tangents(
             y, more = call(params, x, {**extra, "state": state})
             return [leaf for leaf in jax.tree.leaves((y, more.loss, more.state)) if inexact(leaf)]
 
-        _, derivative = jax.linearize(
-            returned, [leaf for leaf, m in zip(leaves, moves, strict=True) if m]
-        )
+        _, derivative = jax.linearize(returned, chosen(leaves, moves))
         found: Leaves = derivative(directions)
         return found
 

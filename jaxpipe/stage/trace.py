@@ -38,14 +38,12 @@ def trace_stage(
     params_tree = jax.tree.structure(params)
 
     def split(
-        diff: Leaves, params_leaves: Leaves, rest: Leaves, extra: PyTree
+        params_leaves: Leaves, x_leaves: Leaves, extra: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
-        def call(p: Leaves, d: Leaves) -> tuple[PyTree, PyTree]:
-            floats, others = iter(d), iter(rest)
-            merged = [next(floats) if w else next(others) for w in wanted]
+        def call(p: Leaves, diff: Leaves) -> tuple[PyTree, PyTree]:
             out = function(
                 jax.tree.unflatten(params_tree, filled(p, params_leaves, trained)),
-                jax.tree.unflatten(x_tree, merged),
+                jax.tree.unflatten(x_tree, filled(diff, x_leaves, wanted)),
                 extra,
             )
             y, more = (
@@ -56,17 +54,12 @@ def trace_stage(
             return (y, more.loss), more.state
 
         y, vjp, state = jax.vjp(
-            call,
-            [leaf for leaf, t in zip(params_leaves, trained, strict=True) if t],
-            diff,
-            has_aux=True,
+            call, chosen(params_leaves, trained), chosen(x_leaves, wanted), has_aux=True
         )
         return y, state, vjp
 
     params_leaves = jax.tree.leaves(params)
-    diff = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if w]
-    rest = [leaf for leaf, w in zip(x_leaves, wanted, strict=True) if not w]
-    forward, shapes = jax.make_jaxpr(split, return_shape=True)(diff, params_leaves, rest, extra)
+    forward, shapes = jax.make_jaxpr(split, return_shape=True)(params_leaves, x_leaves, extra)
     y, state, vjp = shapes
     vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
     y_leaves, both_tree = jax.tree.flatten(y)
@@ -81,16 +74,7 @@ def trace_stage(
     backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
     outputs = [*y_leaves, *state_leaves]
     joint = _join(flatten(forward), flatten(backward), len(outputs), len(dy))
-    # Put the leaves of x back in their own order: the trace had the floating ones first and the
-    # others after params.
-    consts = len(joint.consts)
-    order = _input_order(consts, len(params_leaves), wanted, len(jax.tree.leaves(extra)), len(dy))
-    joint = Joint(
-        joint.jaxpr.replace(invars=[joint.jaxpr.invars[i] for i in order]),
-        joint.consts,
-        joint.split,
-    )
-    inputs = Inputs(consts, tuple(uses), len(x_leaves), len(jax.tree.leaves(extra)))
+    inputs = Inputs(len(joint.consts), tuple(uses), len(x_leaves), len(jax.tree.leaves(extra)))
     has_loss = not isinstance(y[1], tuple)
     y_count = len(y_leaves) - has_loss
     returns = Returns(
@@ -110,26 +94,14 @@ def filled(values: Leaves, leaves: Leaves, replaced: Sequence[bool]) -> Leaves:
     return [next(new) if r else leaf for leaf, r in zip(leaves, replaced, strict=True)]
 
 
+def chosen(leaves: Leaves, which: Sequence[bool]) -> Leaves:
+    """Some of the leaves."""
+    return [leaf for leaf, w in zip(leaves, which, strict=True) if w]
+
+
 def _no_gradient(leaf: Any) -> Any:
     """The cotangent that JAX wants for a leaf that is not floating."""
     return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
-def _input_order(
-    consts: int, params: int, wanted: Sequence[bool], extra: int, dy: int
-) -> list[int]:
-    """Positions, in the traced order (consts, diff, params, rest, extra, dy), of (consts, params,
-    x, extra, dy).
-    """
-    diff = consts
-    base = diff + sum(wanted)
-    rest = base + params
-    after = rest + len(wanted) - sum(wanted)
-    x = []
-    for w in wanted:
-        x.append(diff if w else rest)
-        diff, rest = diff + w, rest + (not w)
-    return [*range(consts), *range(base, base + params), *x, *range(after, after + extra + dy)]
 
 
 def _join(

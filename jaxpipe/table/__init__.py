@@ -1,5 +1,13 @@
 """What a schedule is: actions, placements, tables as text and as arrays, and the rules a table
 obeys.
 
-May import `errors` alone.  No JAX here, nor in any room up to `cli`.
+No JAX here, nor in any room up to `cli`.
 """
+
+from .action import Cell, parse_action, parse_cell
+from .activations import Release
+from .certificate import Certificate, Objective, Proof
+
+__all__ = ["Cell", "Certificate", "Objective", "Proof", "Release", "parse_action", "parse_cell"]
+
+IMPORTS = ("errors",)

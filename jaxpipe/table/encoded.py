@@ -36,7 +36,6 @@ from .kinds import (
     Value,
     kinds_where,
     makers,
-    readers,
 )
 from .limits import is_whole
 
@@ -147,6 +146,11 @@ class Encoded:
         return wanted[self.kind]
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        return frozenset(map(Kind, np.unique(self.kind).tolist()))
+
+    @cached_property
     def is_compute(self) -> BoolArray:
         """Per action, whether it is no SEND and no RECV."""
         return self.of_kinds(COMPUTE)
@@ -201,11 +205,6 @@ class Encoded:
     def recomputes(self) -> bool:
         """True where a forward is run again for its backward."""
         return bool(self.of_kinds(RECOMPUTE).any())
-
-    @cached_property
-    def defers_last(self) -> bool:
-        """True where L leaves the gradient of the parameters of `last` to H."""
-        return bool(self.of_kinds(readers(Value.SHARE_STASH)).any())
 
     @cached_property
     def meetings(self) -> dict[int, Meeting]:
@@ -409,7 +408,7 @@ def _not_actions(cell: Cell) -> str:
         type(cell) is not Overlap or {type(half) for half in cell} == {Action}
     ):
         return ""
-    return "is not an Action, an Overlap or None; jaxpipe.parse_cell reads text"
+    return "is not an Action, an Overlap or None; jaxpipe.table.parse_cell reads text"
 
 
 def _not_numbers(cell: Cell) -> str:

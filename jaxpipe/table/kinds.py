@@ -104,6 +104,8 @@ class KindSpec:
         receives: of a RECV, its SEND.
         end: of what all devices do at the same time, each its share, once for each microbatch; its
             first number is then the device's.
+        part_of: of a collective action that a device does alone and later, the one that would do it
+            else.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
         light, dark: its colours on a light and on a dark page; None where it is drawn as a
             transfer.
@@ -120,6 +122,7 @@ class KindSpec:
     sends: Value | None = None
     receives: Kind | None = None
     end: End | None = None
+    part_of: Kind | None = None
     cost: str | None = None
     light: Shades | None = None
     dark: Shades | None = None
@@ -136,8 +139,10 @@ class KindSpec:
 
     @property
     def of_device(self) -> bool:
-        """Whether the number before it is the device's, which does its share, and not a stage's."""
-        return self.together or Value.SHARE_STASH in self.reads
+        """Whether it is a collective action: the number before it is the device's, which does its
+        share, and not a stage's.
+        """
+        return self.together or self.part_of is not None
 
     @property
     def came_from(self) -> int:
@@ -242,6 +247,7 @@ KINDS = (
         words="weight gradient of last, spread",
         direction=Pass.BACKWARD,
         reads=(Value.SHARE_STASH,),
+        part_of=Kind.L,
         cost="last_weight_grad",
         light=("#6b1f47", "#d690b3"),
         dark=("#8f3a66", "#d58fb2"),
@@ -301,7 +307,7 @@ RUNS_FORWARD = makers(Value.ACTIVATIONS)
 KEPT = tuple(value for value in Value if readers(value))
 # What all devices do at the same time.
 TOGETHER = kinds_where(lambda spec: spec.together)
-# What has the number of its device before it; all but H are done together.
+# The collective actions: what has the number of its device before it.
 SHARES = kinds_where(lambda spec: spec.of_device)
 # Those that are a spread `first` and its gradient, and those that are a spread `last`.
 SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)

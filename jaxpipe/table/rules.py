@@ -171,18 +171,19 @@ def _shares(table: Encoded) -> list[Violation]:
 
 
 def _late_parts(table: Encoded) -> list[Violation]:
-    """Every L has its H, and every H its L, or no L has any."""
+    """Where a part of a collective action is done later, each has its part (L its H)."""
     found = []
-    later, sooner = readers(Value.SHARE_STASH), makers(Value.SHARE_STASH)
-    there, wanted = ((table.at[list(kinds)] >= 0).any(axis=0) for kinds in (later, sooner))
-    for number, m in np.argwhere(there ^ wanted).tolist() if table.defers_last else ():
-        has, lacks = (sooner, later) if table.at[sooner[0], number, m] >= 0 else (later, sooner)
-        other = int(table.at[has[0], number, m])
-        message = (
-            f"{number}{lacks[0].name}{m} is missing: {KINDS[lacks[0]].words}, of the share "
-            f"{table.text(other)}"
-        )
-        found.append(_at(table, "completeness", other, message))
+    pairs = [(k, part) for k in table.kinds if (part := KINDS[k].part_of) is not None]
+    for later, sooner in pairs:
+        there, wanted = (table.at[kind] >= 0 for kind in (later, sooner))
+        for number, m in np.argwhere(there ^ wanted).tolist():
+            has, lacks = (sooner, later) if wanted[number, m] else (later, sooner)
+            other = int(table.at[has, number, m])
+            message = (
+                f"{number}{lacks.name}{m} is missing: {KINDS[lacks].words}, of the share "
+                f"{table.text(other)}"
+            )
+            found.append(_at(table, "completeness", other, message))
     return found
 
 
@@ -483,7 +484,7 @@ def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Violation:
 
 
 def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
-    """The run order of a table under one kind of transfer."""
-    if transfers is Transfers.RENDEZVOUS:
+    """The run order of a table under one kind of transfer, which matters with SEND and RECV."""
+    if transfers is Transfers.RENDEZVOUS and table.has_transfers:
         return rendezvous_order(table)
     return buffered_order(table, waits(table, transfers))

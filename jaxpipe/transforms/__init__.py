@@ -1,5 +1,11 @@
 """Table -> table, valid in and valid out: transfers or recomputation added, backwards split or
 merged, forwards alone.
-
-May import `table` and `engine`.
 """
+
+from .add_recompute import remove_recompute
+from .add_transfers import remove_transfers
+from .spread_last import remove_spread
+
+__all__ = ["remove_recompute", "remove_spread", "remove_transfers"]
+
+IMPORTS = ("engine", "errors", "table")

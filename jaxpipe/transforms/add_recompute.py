@@ -123,8 +123,8 @@ def _refuse(
     check(schedule)
     if schedule.has_transfers:
         raise ScheduleError(
-            "the table has SEND and RECV; add R first, then transfers (jaxpipe.remove_transfers "
-            "takes them out)"
+            "the table has SEND and RECV; add R first, then transfers "
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if schedule.forward_only:
         raise ScheduleError(

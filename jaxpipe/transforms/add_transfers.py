@@ -60,12 +60,12 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     """
     if schedule.has_transfers:
         raise ScheduleError(
-            "the table has SEND and RECV already; jaxpipe.remove_transfers removes them"
+            "the table has SEND and RECV already; jaxpipe.transforms.remove_transfers removes them"
         )
     if schedule.encoded.together.any():
         raise ScheduleError(
-            "the table has L or E, for which no SEND and RECV are defined; jaxpipe.remove_spread "
-            "takes them out"
+            "the table has L or E, for which no SEND and RECV are defined; "
+            "jaxpipe.transforms.remove_spread takes them out"
         )
     with paused_collector():
         plan = _plan(simulate(schedule, costs))

@@ -12,7 +12,6 @@ from ..table.kinds import COMPUTE, KINDS, RECOMPUTE, SHARES, TOGETHER, TRANSFERS
 from ..table.schedule import Schedule
 from .add_recompute import add_recompute, remove_recompute
 from .add_transfers import add_transfers, remove_transfers
-from .defer_last import defer_last
 from .forward_only import forward_only
 from .merge_backward import merge_backward
 from .split_backward import split_backward
@@ -22,7 +21,7 @@ from .spread_last import remove_spread, spread_last
 Faults = tuple[str, ...]
 
 
-def _keeps(
+def keeps(
     kept: Collection[Kind], *, holds: Collection[Kind] = tuple(Kind), whole: bool = False
 ) -> Callable[[Schedule, Schedule], Faults]:
     """A promise: a valid table of the same stages, with the actions of `kept` in each row's order,
@@ -112,31 +111,30 @@ _FORWARD = (Kind.F, Kind.L, Kind.E)
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
 # The transforms that take a table alone, of compute actions.
 CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
-    Contract("add_transfers", add_transfers, _keeps(COMPUTE, whole=True)),
-    Contract("remove_transfers", remove_transfers, _keeps(COMPUTE, holds=COMPUTE, whole=True)),
-    Contract("merge_backward", merge_backward, _keeps(_without(*_BACKWARD), whole=True)),
+    Contract("add_transfers", add_transfers, keeps(COMPUTE, whole=True)),
+    Contract("remove_transfers", remove_transfers, keeps(COMPUTE, holds=COMPUTE, whole=True)),
+    Contract("merge_backward", merge_backward, keeps(_without(*_BACKWARD), whole=True)),
     Contract(
         "split_backward",
         split_backward,
-        _keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True),
+        keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True),
     ),
-    Contract("forward_only", forward_only, _keeps(_FORWARD, holds=_FORWARD)),
-    Contract("add_recompute", add_recompute, _keeps(_without(*RECOMPUTE, *TRANSFERS))),
+    Contract("forward_only", forward_only, keeps(_FORWARD, holds=_FORWARD)),
+    Contract("add_recompute", add_recompute, keeps(_without(*RECOMPUTE, *TRANSFERS))),
     Contract(
         "spread_last",
         spread_last,
-        _spreads(_keeps(_without(*_BACKWARD, Kind.L), whole=True), Kind.L),
+        _spreads(keeps(_without(*_BACKWARD, Kind.L), whole=True), Kind.L),
     ),
     Contract(
         "spread_first",
         spread_first,
-        _spreads(_keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
+        _spreads(keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
     ),
-    Contract("remove_spread", remove_spread, _keeps(_without(*SHARES), holds=_without(*SHARES))),
-    Contract("defer_last", defer_last, _keeps(_without(Kind.H), whole=True)),
+    Contract("remove_spread", remove_spread, keeps(_without(*SHARES), holds=_without(*SHARES))),
     Contract(
         "remove_recompute",
         remove_recompute,
-        _keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE)),
+        keeps(_without(*RECOMPUTE), holds=_without(*RECOMPUTE)),
     ),
 )

@@ -13,9 +13,11 @@ from ..engine.simulate import simulate
 from ..errors import ScheduleError, quoted
 from ..table.action import Action, Kind
 from ..table.check import check
+from ..table.contract import Contract
 from ..table.kinds import Value, readers
 from ..table.schedule import Schedule
 from ..table.typed import typed
+from .contracts import keeps
 from .place_together import without
 
 _LATE = readers(Value.SHARE_STASH)
@@ -71,7 +73,7 @@ def defer_last(
     if plain.has_transfers:
         raise ScheduleError(
             "the table has SEND and RECV; defer what L does without them "
-            "(jaxpipe.remove_transfers takes them out)"
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if not plain.encoded.spreads_last:
         raise ScheduleError(
@@ -90,7 +92,7 @@ def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
     table = plain.encoded
     by_stage = costs.for_stages(table.num_stages)
     late = by_stage.last_weight_grad
-    insertion = Insertion(plain, by_stage.shortened())
+    insertion = Insertion(plain, by_stage.shortened(_LATE))
     loop = insertion.loop
     # Per device, the H that are left to do.
     left: list[deque[int]] = [deque() for _ in plain.rows]
@@ -115,3 +117,8 @@ def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
             yield from waiting
 
     return insertion.run(policy())
+
+
+CONTRACT = Contract(
+    "defer_last", defer_last, keeps([kind for kind in Kind if kind not in _LATE], whole=True)
+)

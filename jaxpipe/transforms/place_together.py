@@ -132,14 +132,15 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
     name = "`last`" if Kind.L in kinds else "`first`"
     if schedule.has_transfers:
         raise ScheduleError(
-            f"the table has SEND and RECV; spread {name} without them (jaxpipe.remove_transfers "
-            "takes them out)"
+            f"the table has SEND and RECV; spread {name} without them "
+            "(jaxpipe.transforms.remove_transfers takes them out)"
         )
     if schedule.num_stages < schedule.num_devices:
         raise ScheduleError(
-            f"the table has {schedule.num_stages} stages on {schedule.num_devices} devices; "
-            f"{name} can be spread where every device "
-            "has a stage: use as many stages as devices, or more"
+            f"the table has fewer stages ({schedule.num_stages}) than devices "
+            f"({schedule.num_devices}), and the share of {name} on device "
+            "d is written as that of stage d: use as many stages as devices, or more, or a "
+            f"{name} that is not spread"
         )
 
 

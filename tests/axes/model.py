@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 from tests.oracle import oracle_value_and_grad
 
 FEATURES, WIDTH, HIDDEN, CLASSES, ROWS = 6, 8, 16, 12, 4
@@ -61,7 +62,7 @@ def pipeline(schedule: jp.Schedule, **options: Any) -> jp.Pipeline:
         "replicated_axes",
         [name for name in grid.axis_names if name not in options.get("data_axes", ())],
     )
-    return jp.Pipeline(
+    return flat_pipeline(
         options.pop("stage", stage),
         schedule=schedule,
         first=first,

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 import jaxpipe as jp
 from benchmarks.llama import Model, Shape, parameters, specs
 from tests.axes.model import build, like_truth, mesh, worst_error
+from tests.flat import flat_pipeline
 from tests.oracle import oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
 
@@ -72,12 +73,11 @@ def test_stages_of_unlike_numbers_of_layers_keep_what_is_split() -> None:
     }
     layers = {"E": model.first, "t": model.layer, "L": model.last}
     pipe = jp.Pipeline(
-        layers=layers,
+        jp.Model(layers, layers="EttttL"),
+        schedule,
+        mesh(),
         layout="Et|tt|t|L",
-        schedule=schedule,
-        mesh=mesh(),
-        data_axes=("data",),
-        specs=split,
+        sharding=jp.Sharding(data=("data",), specs=split),
     )
     params, rows = pipe.place({**whole, "stages": {"t": stack}}), tokens(shape, M)
     loss, grads = pipe.value_and_grad(params, rows)
@@ -96,7 +96,7 @@ def check(shape: Shape, name: str, options: dict[str, Any]) -> None:
     schedule = build(name, M)
     model = Model(shape, compute=jnp.float64, **options)
     how = {"data_axes": ("data",), "fsdp": "data", "specs": specs()}
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         model.stage, schedule=schedule, mesh=mesh(), first=model.first, last=model.last, **how
     )
     params, rows = arrays(shape, schedule.num_stages), tokens(shape, M)

@@ -16,6 +16,7 @@ import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.eager import EagerExecutor
 from tests.axes.test_errors import raises
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 
@@ -69,7 +70,7 @@ def pipe_of(name: str, **how: Any) -> jp.Pipeline:
     chunks = {"zbv": 2}.get(name, 1)
     schedule = jp.schedules.build(name, devices=STAGES // chunks, microbatches=M, chunks=chunks)
     model = {"stage": stage, "first": first, "last": last, "frozen": FROZEN}
-    return jp.Pipeline(**{**model, **how}, schedule=schedule, mesh=mesh_of(STAGES // chunks))
+    return flat_pipeline(**{**model, **how}, schedule=schedule, mesh=mesh_of(STAGES // chunks))
 
 
 @pytest.mark.parametrize(
@@ -163,11 +164,7 @@ def test_an_optimizer_has_no_state_for_them_and_a_checkpoint_keeps_them(tmp_path
 
 def traced(pipe: jp.Pipeline) -> Any:
     """The code of the step."""
-    found: list[Any] = []
-    pipe._lower(
-        pipe.place(weights()), batch(), None, (), lambda job, code, entries: found.append(code)
-    )
-    return found[0]
+    return pipe.trace(pipe.place(weights()), batch()).code
 
 
 def test_w_of_frozen_weights_costs_nothing() -> None:

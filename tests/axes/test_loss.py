@@ -26,6 +26,7 @@ from tests.axes.model import (
     worst_error,
 )
 from tests.axes.test_errors import raises
+from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
 
 
@@ -40,7 +41,7 @@ def build_pipe(**options: Any) -> tuple[jp.Pipeline, Any]:
         "data_axes": ("data",),
         "replicated_axes": ("rest",),
     }
-    pipe = jp.Pipeline(stage, schedule=build("1f1b"), first=first, **where, **options)
+    pipe = flat_pipeline(stage, schedule=build("1f1b"), first=first, **where, **options)
     return pipe, pipe.place(canonical(2))
 
 
@@ -117,12 +118,10 @@ def test_the_loss_of_forwards_is_that_of_training() -> None:
         return stage(params, x) * (jax.random.bernoulli(ctx.rng, 0.5, x.shape) if training else 1.0)
 
     pipe = jp.Pipeline(
-        noisy,
-        schedule=build("1f1b"),
-        mesh=mesh("pipe", "a", "b"),
-        replicated_axes=("a", "b"),
-        first=first,
-        last=last,
+        jp.Model(noisy, first=first, last=last),
+        build("1f1b"),
+        mesh("pipe", "a", "b"),
+        sharding=jp.Sharding(replicated=("a", "b")),
     )
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pipe.place(canonical(2)))
     key = jax.random.key(0)

@@ -26,6 +26,7 @@ from tests.axes.model import (
     truth,
     worst_error,
 )
+from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
 
 EXPLICIT = AxisType.Explicit
@@ -35,7 +36,7 @@ def small_pipe(**options: Any) -> tuple[jp.Pipeline, Any, Any]:
     """Two stages on README's mesh, with canonical parameters and a batch."""
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2], axis_types=(EXPLICIT,))
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         lambda p, x: jnp.tanh(x @ p),
         schedule=schedule,
         mesh=mesh,

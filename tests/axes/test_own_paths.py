@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_unlike import draw, worst
@@ -107,7 +108,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 def pipe_of(case: str, **more: Any) -> jp.Pipeline:
     model, _, frozen = CASES[case]
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
-    return jp.Pipeline(
+    return flat_pipeline(
         **{"frozen": frozen, "mesh": mesh_of(2), "schedule": schedule, **model, **more}
     )
 

@@ -118,7 +118,7 @@ def test_a_clip_of_one_parameter_alone_is_for_all() -> None:
     schedule = jp.schedules.build("zbv", devices=1, microbatches=2)
     mesh = jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1])
     pipe = jp.Pipeline(
-        lambda p, x: x @ p, schedule=schedule, mesh=mesh, last=lambda p, x, mb: jnp.mean(x)
+        jp.Model(lambda p, x: x @ p, last=lambda p, x, mb: jnp.mean(x)), schedule, mesh
     )
     pipe.init(PLAIN["clipped"], pipe.place({"stages": jnp.ones((2, 3, 3)), "last": {}}))
 

@@ -15,6 +15,7 @@ import optax.contrib
 import pytest
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
 
 WIDTH = 6
@@ -60,7 +61,7 @@ def pipes() -> dict[str, jp.Pipeline]:
 
     def of(devices: int, **model: Any) -> jp.Pipeline:
         schedule = jp.schedules.build("1f1b", devices=devices, microbatches=2)
-        return jp.Pipeline(
+        return flat_pipeline(
             schedule=schedule,
             mesh=jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices]),
             **model,

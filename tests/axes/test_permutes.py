@@ -20,7 +20,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.spmd.exchange import settled
-from jaxpipe.spmd.state import State
 from tests.axes.model import (
     SPECS,
     batch,
@@ -150,7 +149,7 @@ def check(
     found = pipe.outputs(params, rows).reshape(shards, M, -1, outputs[0].shape[-1]).swapaxes(0, 1)
     assert worst_error(found.reshape(M, *outputs[0].shape), np.stack(outputs)) <= FLOAT64
     with pytest.raises(jp.PipelineError, match="cannot be profiled on CPU devices"):
-        pipe.profile(params, rows)
+        jp.inspect.profile(pipe, params, rows)
 
 
 def forwards() -> None:
@@ -163,11 +162,10 @@ def forwards() -> None:
     ]
     on = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "tensor"))
     pipe = jp.Pipeline(
-        functions,
-        schedule=jp.schedules.build("gpipe", devices=2, microbatches=3),
-        mesh=on,
-        replicated_axes=("tensor",),
-        specs=SIDES,
+        jp.Model(functions),
+        jp.schedules.build("gpipe", devices=2, microbatches=3),
+        on,
+        sharding=jp.Sharding(specs=SIDES, replicated=("tensor",)),
     )
     weights = [{"w": w} for w in np.random.default_rng(0).standard_normal((2, 4, 4))]
     x = np.random.default_rng(1).standard_normal((9, 4))
@@ -208,8 +206,8 @@ def test_forwards_alone_permute() -> None:
 
 
 def test_a_flag_that_travels_is_awaited_as_numbers_are() -> None:
-    state = settled([jnp.ones(2, bool)], State(token=jnp.ones((), bool)))
-    assert not state.token  # it depends on what has come
+    state = settled([jnp.ones(2, bool)], {"token": jnp.ones((), bool)})
+    assert not state["token"]  # it depends on what has come
 
 
 def test_what_lies_raveled_beside_other_kinds_is_whole_until_it_is_read() -> None:
@@ -224,15 +222,18 @@ def test_what_lies_raveled_beside_other_kinds_is_whole_until_it_is_read() -> Non
         return jnp.sort(x @ params["w"], axis=-1)
 
     pipe = jp.Pipeline(
-        layers={
-            "a": layer,
-            "b": sorting,
-            "L": lambda params, x, microbatch: jnp.mean((x @ params["w"]) ** 2),
-        },
+        jp.Model(
+            {
+                "a": layer,
+                "b": sorting,
+                "L": lambda params, x, microbatch: jnp.mean((x @ params["w"]) ** 2),
+            },
+            layers="abbbaaL",
+        ),
+        jp.schedules.build("interleaved_1f1b", devices=2, microbatches=2, chunks=2),
+        Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "tensor")),
         layout="a|bb|b|aaL",
-        schedule=jp.schedules.build("interleaved_1f1b", devices=2, microbatches=2, chunks=2),
-        mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "tensor")),
-        specs={"stages": SPLIT, "last": SPLIT},
+        sharding=jp.Sharding(specs={"stages": SPLIT, "last": SPLIT}),
     )
     params = pipe.place(
         {"stages": {k: {"w": jnp.ones((3, 2, 2))} for k in "ab"}, "last": {"w": jnp.ones((2, 2))}}

@@ -28,6 +28,7 @@ from tests.axes.model import (
     stage,
     worst_error,
 )
+from tests.flat import flat_pipeline
 from tests.oracle import oracle_outputs, oracle_value_and_grad
 from tests.tiers import slow
 from tests.tolerance import longest_chain, rounding
@@ -164,7 +165,7 @@ def test_a_vocabulary_in_bfloat16(sizes: tuple[int, int]) -> None:
         "accumulate_dtype": None,
         **ends,
     }
-    pipe = jp.Pipeline(lambda p, x: x + jnp.tanh(x @ p), **options)
+    pipe = flat_pipeline(lambda p, x: x + jnp.tanh(x @ p), **options)
     rng = np.random.default_rng(0)
     shapes = {
         "first": {"table": (12, WIDTH)},
@@ -178,7 +179,7 @@ def test_a_vocabulary_in_bfloat16(sizes: tuple[int, int]) -> None:
     )
     rows = {"tokens": rng.integers(0, 12, (4 * M, 3)), "targets": rng.integers(0, 12, (4 * M, 3))}
     found = pipe.value_and_grad(pipe.place(cast(weights, jnp.bfloat16)), rows)
-    wide = jp.Pipeline(lambda p, x: x + jnp.tanh(x @ p), **options)
+    wide = flat_pipeline(lambda p, x: x + jnp.tanh(x @ p), **options)
     wanted = wide.value_and_grad(wide.place(cast(cast(weights, jnp.bfloat16), jnp.float64)), rows)
     assert worst_error(
         (found[0], pipe.canonical(found[1])), (wanted[0], wide.canonical(wanted[1]))

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 from tests.oracle import oracle_value_and_grad
 
 LAYERS, WIDTH, ROWS, MICROBATCHES = 8, 6, 2, 8
@@ -72,7 +73,7 @@ def pipeline(name: str, devices: int, *, chunks: int | None = None, **options: A
         name, devices=devices, microbatches=MICROBATCHES, chunks=chunks
     )
     mesh = options.pop("mesh", None) or Mesh(np.array(jax.devices()[:devices]), ("pipe",))
-    return jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
+    return flat_pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
 
 
 def explicit_mesh(devices: int) -> Mesh:

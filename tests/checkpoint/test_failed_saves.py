@@ -163,6 +163,20 @@ def test_a_folder_that_cannot_be_made_or_is_gone_is_named(tmp_path: Path) -> Non
         save_and_wait(checkpoints, 1)
 
 
+def test_arrays_of_size_0_are_named_before_orbax_refuses_them(tmp_path: Path) -> None:
+    stages: dict[str, Any] = {"w": jnp.ones((2, 3)), "bias": jnp.ones((2, 0))}
+    state = {"params": {"stages": stages}}
+    with Checkpoints(tmp_path, None) as checkpoints:
+        with pytest.raises(
+            CheckpointError,
+            match=r"(?s)of size 0; put None in their place.*params/stages/bias is float64\[2, 0\]",
+        ):
+            checkpoints.save(1, state)
+        stages["bias"] = None
+        checkpoints.save(1, state)
+        assert checkpoints.restore(state)[1]["params"]["stages"]["bias"] is None
+
+
 def test_no_save_is_left_out_silently(tmp_path: Path) -> None:
     """Steps that do not grow, as after going on from an older checkpoint, are refused; the same
     step again is there already.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_every_entry_refuses_another_placement(tmp_path: Path) -> None:
         pipe.losses,
         pipe.outputs,
         pipe.lower,
-        pipe.compile_report,
+        partial(jp.inspect.report, pipe),
     ]
     for call in calls:
         with pytest.raises(jp.PipelineError, match=says):
@@ -80,7 +81,7 @@ def test_every_entry_refuses_another_placement(tmp_path: Path) -> None:
     with pytest.raises(jp.PipelineError, match=says):
         pipe.canonical(wrong)
     with pytest.raises(jp.PipelineError, match=says):
-        jp.find_nonfinite(pipe, wrong, rows)
+        jp.debug.find_nonfinite(pipe, wrong, rows)
     with Checkpoints(tmp_path, pipe) as checkpoints:
         with pytest.raises(CheckpointError, match=says):
             checkpoints.save(1, {"params": wrong})

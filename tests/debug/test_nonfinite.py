@@ -11,6 +11,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.debug import Nonfinite, Phase, find_nonfinite
+from tests.flat import flat_pipeline
 
 M, WIDTH = 4, 3
 
@@ -38,7 +39,7 @@ def make(name="1f1b", data=1, **options):
     schedule = jp.schedules.build(name, devices=2, microbatches=M)
     shape, names = ((2, data), ("pipe", "data"))
     mesh = jax.make_mesh(shape, names, devices=jax.devices()[: 2 * data])
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         stage, schedule=schedule, mesh=mesh, first=first, last=last, data_axes=("data",), **options
     )
     s = schedule.num_stages
@@ -153,10 +154,9 @@ def test_stages_with_state_are_refused_by_name():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     pipe = jp.Pipeline(
-        lambda p, x, *, state: (x * p, state),
-        schedule=schedule,
-        mesh=mesh,
-        last=lambda p, x, mb: jnp.mean(x),
+        jp.Model(lambda p, x, *, state: (x * p, state), last=lambda p, x, mb: jnp.mean(x)),
+        schedule,
+        mesh,
     )
     params = pipe.place({"stages": np.ones(2), "last": {}})
     with pytest.raises(jp.PipelineError, match="none that takes `state`"):

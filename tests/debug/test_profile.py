@@ -1,5 +1,5 @@
-"""`Pipeline.profile`: every action of a run has its time, in an order that the table allows, beside
-the plan.
+"""`jp.inspect.profile`: every action of a run has its time, in an order that the table allows,
+beside the plan.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.compiled.hlo import parse
-from jaxpipe.profiling import Event, _Clock, timeline_of, with_clock
+from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.step_profile import Clock, Event, timeline_of
 from jaxpipe.table.kinds import Kind
+from tests.flat import flat_pipeline
 
 P, M, WIDTH = 2, 4, 64
 
@@ -25,7 +26,7 @@ def build(name, *, tensor=1, **options):
     schedule = jp.schedules.build(name, devices=P, microbatches=M)
     mesh = jax.make_mesh((P, tensor), ("pipe", "tensor"), devices=jax.devices()[: P * tensor])
     specs = {"stages": PartitionSpec(None, "tensor")}
-    return jp.Pipeline(
+    return flat_pipeline(
         lambda w, x: x + jnp.tanh(x @ w) @ w.T,
         schedule=schedule,
         mesh=mesh,
@@ -39,7 +40,7 @@ def build(name, *, tensor=1, **options):
 def test_every_action_has_its_time(name, tensor):
     pipe = build(name, tensor=tensor)
     params = pipe.place({"stages": jnp.ones((P, WIDTH, WIDTH)) * 0.01, "last": {}})
-    ran = pipe.profile(params, {"x": np.ones((16, WIDTH))}, repeats=1)
+    ran = jp.inspect.profile(pipe, params, {"x": np.ones((16, WIDTH))}, repeats=1)
     table = ran.schedule.encoded
     starts, ends = np.array(ran.starts), np.array(ran.ends)
     assert (ends >= starts).all()
@@ -62,7 +63,7 @@ def test_every_action_has_its_time(name, tensor):
 
 def spread_model(schedule, mesh, **options):
     """An embedding and a head that are spread over the pipe axis, and a batch of tokens."""
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         lambda w, x: x + jnp.tanh(x @ w),
         schedule=schedule,
         mesh=mesh,
@@ -87,7 +88,7 @@ def test_what_all_devices_do_together_has_its_times_too():
     mesh = jax.make_mesh((P, 2), ("pipe", "data"), devices=jax.devices()[: 2 * P])
     schedule = jp.schedules.build("interleaved_1f1b", devices=P, microbatches=M, chunks=2)
     pipe, params, batch = spread_model(schedule, mesh, data_axes=("data",))
-    ran = pipe.profile(params, batch, repeats=1)
+    ran = jp.inspect.profile(pipe, params, batch, repeats=1)
     table = ran.schedule.encoded
     meetings = set(table.meetings.values())
     assert len(meetings) == 3 * M
@@ -132,7 +133,7 @@ def test_the_weight_gradient_of_a_share_has_its_time_and_an_l_is_booked_whole():
     mesh = jax.make_mesh((P,), ("pipe",), devices=jax.devices()[:P])
     whole = jp.spread_last(jp.schedules.build("1f1b", devices=P, microbatches=M), split=False)
     pipe, params, batch = spread_model(jp.spread_first(jp.defer_last(whole), split=False), mesh)
-    ran = pipe.profile(params, batch, repeats=1)
+    ran = jp.inspect.profile(pipe, params, batch, repeats=1)
     table, length = ran.schedule.encoded, np.array(ran.ends) - np.array(ran.starts)
     for device in range(P):
         soon, late = (np.median(length[table.at[kind, device]]) for kind in (jp.Kind.L, jp.Kind.H))
@@ -150,16 +151,13 @@ def test_no_block_runs_before_its_begin_is_noted(name):
     schedule = jp.schedules.build(name, devices=devices, microbatches=1)
     mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
     pipe = jp.Pipeline(
-        lambda w, x: x + jnp.tanh(x @ w),
-        schedule=schedule,
-        mesh=mesh,
-        last=lambda p, x, mb: jnp.mean(x**2),
+        jp.Model(lambda w, x: x + jnp.tanh(x @ w), last=lambda p, x, mb: jnp.mean(x**2)),
+        schedule,
+        mesh,
     )
     params = pipe.place({"stages": jnp.ones((devices, WIDTH, WIDTH)), "last": {}})
-    twin = with_clock(pipe, _Clock([]), [])
-    module = parse(
-        pipe.jit(twin._step).lower(params, {"x": np.ones((4, WIDTH))}, None, ()).compile().as_text()
-    )
+    traced = pipe.trace(params, {"x": np.ones((4, WIDTH))}, clock=Clock([]))
+    module = parse(traced.function.lower().compile().as_text())
     called = [
         (each, [i.name for i in each.instructions if "callback" in i.target])
         for each in module.computations.values()
@@ -182,4 +180,4 @@ def test_no_block_runs_before_its_begin_is_noted(name):
 def test_a_profile_needs_a_run():
     pipe = build("1f1b")
     with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
-        pipe.profile({}, {}, repeats=0)
+        jp.inspect.profile(pipe, {}, {}, repeats=0)

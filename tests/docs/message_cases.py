@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 import jaxpipe as jp
 from jaxpipe import checkpoint
 from jaxpipe.cli.main import main
+from tests.flat import flat_pipeline
 
 
 def cli(*words):
@@ -52,7 +53,7 @@ def mesh(**axes):
 
 
 def pipeline(stage=stage, **options):
-    return jp.Pipeline(
+    return flat_pipeline(
         stage, **{"schedule": schedule(), "mesh": mesh(pipe=2), "last": last, **options}
     )
 
@@ -152,12 +153,14 @@ class WhatGoesIn:
 
     def parameters_of_another_layout():
         layers = {"t": stage, "L": last}
-        pipe = jp.Pipeline(layers=layers, layout="t|tL", schedule=schedule(), mesh=mesh(pipe=2))
+        pipe = jp.Pipeline(jp.Model(layers, layers="ttL"), schedule(), mesh(pipe=2), layout="t|tL")
         pipe.place({"stages": [{"w": ones(4, 4)}, {"w": ones(4, 4)}], "last": {}})
 
     def too_few_layers():
         layers = {"t": stage, "L": last}
-        pipe = jp.Pipeline(layers=layers, layout="t|ttL", schedule=schedule(), mesh=mesh(pipe=2))
+        pipe = jp.Pipeline(
+            jp.Model(layers, layers="tttL"), schedule(), mesh(pipe=2), layout="t|ttL"
+        )
         pipe.place({"stages": {"t": {"w": ones(2, 4, 4)}}, "last": {}})
 
     def torch_tensors_as_parameters():
@@ -394,7 +397,7 @@ class Text:
         jp.Costs(overlap=10**400)
 
     def a_cost_that_is_a_letter():
-        jp.split_layers(["a"], stages=1)
+        jp.layouts.split_layers(["a"], stages=1)
 
 
 class CommandLine:

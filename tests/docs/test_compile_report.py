@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpipe import report
+from jaxpipe.inspect import step_report
 
 SPEC = importlib.util.spec_from_file_location(
     "make_compile_report", Path(__file__).parents[2] / "docs" / "make_compile_report.py"
@@ -36,5 +36,5 @@ def test_every_schedule_is_there_once_in_each_table() -> None:
 
 
 def test_the_keys_are_fresh() -> None:
-    keys = "\n".join(line.rstrip() for line in report.__doc__.strip().splitlines()[2:])
+    keys = "\n".join(line.rstrip() for line in step_report.__doc__.strip().splitlines()[2:])
     assert keys in TEXT, AGAIN

@@ -40,9 +40,7 @@ def batch_of(rows=4, seed=0):
 def pipeline(model, name="1f1b", devices=4, microbatches=2):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("pipe",))
-    return jp.Pipeline(
-        model.stage, schedule=schedule, mesh=mesh, first=model.first, last=model.last
-    )
+    return jp.Pipeline(jp.Model(model.stage, first=model.first, last=model.last), schedule, mesh)
 
 
 @pytest.fixture(scope="module")

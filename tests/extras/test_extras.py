@@ -26,7 +26,7 @@ params = pipe.place({"stages": jnp.array([2.0, 3.0]), "last": {}})
 loss, grads = pipe.value_and_grad(params, {"x": jnp.array([[1.0], [3.0]])})
 assert loss == 12, loss
 assert pipe.canonical(grads)["stages"].tolist() == [6, 4]
-assert jp.find_nonfinite is not None
+assert jp.debug.find_nonfinite is not None
 import jaxpipe.distributed
 """
 

@@ -40,12 +40,12 @@ def test_what_is_proven_is_said_with_where_it_comes_from():
     pytest.importorskip("ortools")
     found = jp.schedules.build("auto", **SETTING, search=20).certificate
     assert found.is_optimal
-    assert (found.proof, found.max_activations) == (jp.Proof.SOLVER, 8)
+    assert (found.proof, found.max_activations) == (jp.table.Proof.SOLVER, 8)
     relaxed = jp.lower_bound(COSTS, placement=PLACEMENT, microbatches=6, max_activations=8)
     assert found.bound > relaxed  # so it is the solver's
     cheaper = replace(COSTS, backward=tuple(1.5 * time for time in LONG))
     split = jp.schedules.build("auto", **SETTING | {"costs": cheaper}, search=20).certificate
-    assert (split.value, split.proof) == (found.value, jp.Proof.RELAXATION)
+    assert (split.value, split.proof) == (found.value, jp.table.Proof.RELAXATION)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -62,7 +62,7 @@ def test_nothing_is_below_what_is_proven(seed):
         rng.randint(1, 5),
         rng.randint(0, 5),
         rng.choice((0, 2)),
-        release=rng.choice(tuple(jp.Release)),
+        release=rng.choice(tuple(jp.table.Release)),
     )
     chunks = 1 + seed % 3
     table = jp.schedules.build("interleaved_zb", devices=2, chunks=chunks, microbatches=3)
@@ -125,7 +125,7 @@ def test_the_least_period_repeats_under_the_cap():
         "placement": jp.Placement.vee(devices=4),
     }
     found = jp.schedules.build(
-        "auto", **shape, microbatches=16, costs=costs, objective=jp.Objective.PERIOD, search=5
+        "auto", **shape, microbatches=16, costs=costs, objective=jp.table.Objective.PERIOD, search=5
     )
     jp.check(found, max_activations=6)
     assert str(found.certificate).startswith("period 12, the optimum for 6 activations a device")
@@ -136,7 +136,7 @@ def test_a_turn_of_several_microbatches_may_be_shorter():
     pytest.importorskip("ortools")
     shape = {"devices": 4, "max_activations": 3}
     found = jp.schedules.build(
-        "auto", **shape, microbatches=24, objective=jp.Objective.PERIOD, search=5
+        "auto", **shape, microbatches=24, objective=jp.table.Objective.PERIOD, search=5
     )
     jp.check(found, max_activations=3)
     # A turn of one takes 4, which 1F1B has, and one of two 7; the bound is 3.
@@ -151,7 +151,7 @@ def test_a_turn_of_several_microbatches_may_be_shorter():
 
 def test_a_period_without_a_search_is_refused():
     with pytest.raises(jp.ScheduleError, match="found by a search alone; give seconds for it"):
-        jp.schedules.build("auto", devices=2, microbatches=4, objective=jp.Objective.PERIOD)
+        jp.schedules.build("auto", devices=2, microbatches=4, objective=jp.table.Objective.PERIOD)
     with pytest.raises(jp.ScheduleError, match=r"objective must be a jaxpipe\.Objective"):
         jp.schedules.build("auto", devices=2, microbatches=4, objective="period")
 
@@ -191,7 +191,7 @@ def test_no_schedule_of_the_catalogue_is_below_a_certificate(seed):
         if found.max_activations is None or max(timeline.peak_activations) <= found.max_activations:
             assert found.bound <= timeline.makespan + 1e-9, name
     period = jp.schedules.build(
-        "auto", **shape, costs=costs, objective=jp.Objective.PERIOD, search=1
+        "auto", **shape, costs=costs, objective=jp.table.Objective.PERIOD, search=1
     ).certificate
     for name in ("1f1b", "zb_h1") if chunks == 1 else ("interleaved_1f1b",):
         steady = jp.simulate(jp.schedules.build(name, **shape | {"microbatches": 24}), costs).period
@@ -233,5 +233,5 @@ def test_a_whole_backward_that_is_cheaper_refutes_no_proof():
     found = jp.schedules.build("auto", devices=2, microbatches=2, costs=costs, search=2).certificate
     best = jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2), costs).makespan
     assert found.bound <= best < found.value
-    assert found.proof is jp.Proof.RELAXATION
+    assert found.proof is jp.table.Proof.RELAXATION
     assert not found.is_optimal

@@ -28,9 +28,11 @@ M, ROWS = 2, 3
 
 def pipeline(model: Any, name: str) -> jp.Pipeline:
     schedule = jp.schedules.build(name, devices=2, microbatches=M)
-    return jp.Pipeline(
-        **model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",))
-    )
+    return pipeline_of(model, schedule)
+
+
+def pipeline_of(model: Any, schedule: jp.Schedule) -> jp.Pipeline:
+    return jp.Pipeline(model.model, schedule, Mesh(np.array(jax.devices()[:2]), ("pipe",)))
 
 
 def one_by_one(model: Any, params: Any, batch: Any) -> tuple[Any, Any]:
@@ -99,9 +101,7 @@ def test_dropout_does_not_depend_on_the_schedule() -> None:
     for name, num_stages in (("1f1b", 2), ("interleaved_1f1b", 6)):
         model = taken_apart(Net(dropout=0.5), num_stages)
         schedule = jp.schedules.build(name, devices=2, microbatches=M, chunks=num_stages // 2)
-        pipe = jp.Pipeline(
-            **model.functions, schedule=schedule, mesh=Mesh(np.array(jax.devices()[:2]), ("pipe",))
-        )
+        pipe = pipeline_of(model, schedule)
         params, batch = pipe.place(model.params), rows(M * ROWS)
         losses[name] = [
             float(pipe.value_and_grad(params, batch, rng=jax.random.key(step))[0])

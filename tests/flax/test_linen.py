@@ -221,4 +221,4 @@ def test_faults_are_told() -> None:
     with pytest.raises(
         PipelineError, match=r"`first` changes its variables; only blocks may keep state"
     ):
-        model.first(model.params["first"], rows(), ctx=None)
+        model.model.first(model.params["first"], rows(), ctx=None)

@@ -52,7 +52,7 @@ def test_metadata_becomes_specs(model: Any) -> None:
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     mesh = jax.make_mesh((2, 2), ("pipe", "tensor"), devices=jax.devices()[:4])
     made = model(rules={"mlp": "tensor"})
-    pipe = jp.Pipeline(**made.functions, schedule=schedule, mesh=mesh)
+    pipe = jp.Pipeline(made.model, schedule, mesh, sharding=jp.Sharding(specs=made.specs))
     kernels = {
         jax.tree_util.keystr(path): leaf.sharding.spec
         for path, leaf in jax.tree_util.tree_leaves_with_path(pipe.place(made.params)["stages"])
@@ -61,12 +61,8 @@ def test_metadata_becomes_specs(model: Any) -> None:
         PartitionSpec("pipe", None, None, "tensor")
     }
     assert {spec for name, spec in kernels.items() if "bias" in name} == {PartitionSpec("pipe")}
-    whole = jp.Pipeline(
-        **{**made.functions, "specs": None},
-        schedule=schedule,
-        mesh=mesh,
-        replicated_axes=("tensor",),
-    )
+    replicated = jp.Sharding(replicated="tensor")
+    whole = jp.Pipeline(made.model, schedule, mesh, sharding=replicated)
     rows = {"x": jnp.ones((4, WIDTH))}
     # A matmul whose columns two devices share: the same sums, in float32.
     split, plain = (
@@ -74,9 +70,9 @@ def test_metadata_becomes_specs(model: Any) -> None:
         whole.evaluate(whole.place(made.params), rows),
     )
     assert float(split) == pytest.approx(float(plain), rel=1e-5)
-    unknown = jp.Pipeline(
-        **model().functions, schedule=schedule, mesh=mesh, replicated_axes=("tensor",)
-    )
+    other = model()
+    sharding = jp.Sharding(specs=other.specs, replicated="tensor")
+    unknown = jp.Pipeline(other.model, schedule, mesh, sharding=sharding)
     with pytest.raises(jp.PipelineError, match="names an axis 'mlp' that the mesh does not have"):
         unknown.place(made.params)
 
@@ -92,9 +88,8 @@ def test_a_filter_of_nnx_says_what_is_frozen() -> None:
         frozen=lambda path, variable: not isinstance(variable, nnx.LoRAParam),
     )
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    pipe = jp.Pipeline(
-        **model.functions, schedule=jp.schedules.build("1f1b", devices=2, microbatches=2), mesh=mesh
-    )
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(model.model, schedule, mesh)
     params = pipe.place(model.params)
     _, grads = jax.eval_shape(pipe.value_and_grad, params, {"x": jnp.ones((4, WIDTH))})
     names = {

@@ -78,14 +78,10 @@ def test_leaves_of_stages_are_stage_then_block() -> None:
     assert model.params["first"]["embedding"].shape == (VOCAB, WIDTH)
     assert set(model.params["last"]) == {"out", "head"}
     assert model.state == {}
-    assert set(model.functions) == {"stage", "first", "last"}
+    assert model.specs is model.layout is None
     # So `per_layer` acts on each block, also where it is not told.
-    pipe = jp.Pipeline(
-        **model.functions,
-        schedule=jp.schedules.build("1f1b", devices=2, microbatches=2),
-        mesh=mesh_of(2),
-        remat="full",
-    )
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(model.model, schedule, mesh_of(2), memory=jp.Memory(remat="full"))
     state = jax.eval_shape(
         jp.per_layer(pipe, optax.adam(0.1)).init, jax.eval_shape(pipe.place, model.params)
     )

@@ -96,13 +96,8 @@ def linen_model(**options: Any) -> Any:
 
 def pipeline(model: Any) -> tuple[jp.Pipeline, Any]:
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
-    functions = {"first": lambda _, microbatch: microbatch["x"], **model.functions}
-    if "layers" in functions:
-        functions["layers"] = {**functions["layers"], "E": functions["first"]}
-        functions["layout"] = "E" + functions["layout"]
-        del functions["first"]
-    pipe = jp.Pipeline(**functions, schedule=schedule, mesh=mesh_of(2))
-    return pipe, pipe.place({"first": {}, **model.params})
+    pipe = jp.Pipeline(model.model, schedule, mesh_of(2), layout=model.layout)
+    return pipe, pipe.place(model.params)
 
 
 def blocks_of(model: Any) -> list[Any]:

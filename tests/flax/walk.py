@@ -60,14 +60,15 @@ def _through(
         ]
         return function(*arguments, **{name: have[name] for name in named})
 
-    x = batch if model.first is None else call(model.first, 0, params["first"], batch)
+    functions = model.model
+    x = batch if functions.first is None else call(functions.first, 0, params["first"], batch)
     states = []
     for s in range(num_stages):
         own, rest = jax.tree.map(lambda leaf, s=s: leaf[s], (params["stages"], state))
-        x = call(model.stage, s, own, x, state=rest)
+        x = call(functions.stages, s, own, x, state=rest)
         if jax.tree.leaves(state):
             x, new = x
             states.append(new)
-    if model.last is not None:
-        x = call(model.last, num_stages - 1, params["last"], x, batch)
+    if functions.last is not None:
+        x = call(functions.last, num_stages - 1, params["last"], x, batch)
     return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *states) if states else {}

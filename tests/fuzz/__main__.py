@@ -7,7 +7,6 @@ makes what is found small.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import sys
@@ -16,23 +15,12 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-import jax
-
 from tests.parity.workers import run_all
 
 from .case import Case, draw
-from .trial import run
+from .trial import work
 
 SECONDS = 240.0  # of a case
-
-
-def work(case: Case) -> tuple[str, str]:
-    """Run a case in a worker, whose memory does not grow."""
-    try:
-        return run(case)
-    finally:
-        jax.clear_caches()  # a case's programs are of no use to the next one
-        gc.collect()
 
 
 def outcome(done: Any) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 
 TARGET = Path(__file__).with_name("h100.txtpb")
 # Sizes that occur nowhere else, so that a shape in the text says which buffer it is.
@@ -110,7 +111,7 @@ def shapes(
 def compile_step(schedule: jp.Schedule, **options: Any) -> Any:
     """The compiled GPU step of a small model on as many H100s as the schedule has devices."""
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
+    pipe = flat_pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
     params = pipe.place(shapes(schedule.num_stages))
     everywhere = NamedSharding(mesh, PartitionSpec())
     batch = {
@@ -131,7 +132,10 @@ def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
         return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
 
     pipe = jp.Pipeline(
-        layers={"E": first, "t": layer, "L": last}, layout=layout, schedule=schedule, mesh=mesh
+        jp.Model({"E": first, "t": layer, "L": last}, layers=str(layout).replace("|", "")),
+        schedule,
+        mesh,
+        layout=layout,
     )
     count = jp.parse_layout(layout, devices=schedule.num_devices).layers.count("t")
     canonical = shapes(1, layers=count)
@@ -163,11 +167,11 @@ def compile_two_kinds(schedule: jp.Schedule, layout: str, *, tensor: int = 1) ->
 
     layers = {"E": first, "n": narrow, "w": wide, "L": last}
     pipe = jp.Pipeline(
-        layers=layers,
+        jp.Model(layers, layers=str(layout).replace("|", "")),
+        schedule,
+        mesh,
         layout=layout,
-        schedule=schedule,
-        mesh=mesh,
-        specs=specs if tensor > 1 else None,
+        sharding=jp.Sharding(specs=specs if tensor > 1 else None),
     )
     canonical = shapes(1, layers=layout.count("w"))
     own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])

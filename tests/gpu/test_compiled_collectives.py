@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpipe.compiled import Beside, Collective, compile_and_read, find_collectives, parse, steady
+from jaxpipe.inspect.collectives import Beside, Collective, find_collectives, steady
+from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.hlo import parse
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 SIDE, TRIPS = 1024, 4

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.compiled import LargeMove, Move, compile_and_read, large_moves, parse
+from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.moves import LargeMove, Move, large_moves
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 TRIPS, SIDE = 6, 1024
@@ -45,7 +47,6 @@ def test_a_transpose_in_a_loop_is_counted_every_trip() -> None:
     # XLA made the transpose itself, and so gave it no name: that of the sine which reads it is
     # taken.
     assert move.origin.endswith("while/body/closed_call/sin")
-    assert move.source.startswith("test_compiled_copies.py:")
 
 
 @needs_gpu_compiler
@@ -170,7 +171,7 @@ def test_roots_of_fusions_are_told_apart() -> None:
         ("f3", Move.REWRITE),
     ]
     assert [m.nbytes for m in found] == [4 * 2**20, 4 * 2**20, 2**20, 8 * 2**20]
-    assert (found[0].source, found[0].origin) == ("model.py:12 stage", "jit(f)/x")
+    assert found[0].origin == "jit(f)/x"
     assert len(large_moves(parse(FUSIONS), least=2**20 - 1024)) == len(found) + 1
 
 

@@ -10,18 +10,15 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpipe.compiled import (
-    GpuProgram,
-    always,
-    compile_and_read,
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, graph_nodes
+from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.waits import (
+    Predicate,
     count_waits,
+    find_predicates,
     flat,
     most_waits,
-    never,
-    parse,
 )
-from jaxpipe.compiled.thunks import graph_nodes
-from jaxpipe.compiled.waits import Predicate, find_predicates
 from tests.gpu import programs
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
@@ -75,22 +72,18 @@ def read(tick: Any, options: dict[str, Any] | None = None) -> GpuProgram:
 @needs_gpu_compiler
 def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
     predicates = read(one).predicates
-    assert [each.asked for each in flat(predicates)] == [TICKS]
-    assert count_waits(predicates, never) == TICKS
-    assert count_waits(predicates, always) == 2 * TICKS
-    assert count_waits(predicates, lambda *_: 2) == TICKS + 2
+    assert [each.times for each in flat(predicates)] == [TICKS]
+    assert count_waits(predicates, taken=False) == TICKS
+    assert count_waits(predicates, taken=True) == 2 * TICKS
     assert most_waits(predicates, actions=2) == TICKS + 2
 
 
 @needs_gpu_compiler
 def test_a_nested_predicate_is_asked_where_the_outer_one_is_taken() -> None:
     (outer,) = predicates = read(one_in_another).predicates
-    assert (outer.asked, [each.asked for each in outer.nested]) == (TICKS, [1])
-    assert count_waits(predicates, never) == TICKS
-    assert count_waits(predicates, always) == 4 * TICKS
-    assert (
-        count_waits(predicates, lambda p, asked: 3 if p is outer else asked) == (TICKS + 3) + 2 * 3
-    )
+    assert (outer.times, [each.times for each in outer.nested]) == (TICKS, [1])
+    assert count_waits(predicates, taken=False) == TICKS
+    assert count_waits(predicates, taken=True) == 4 * TICKS
 
 
 @needs_gpu_compiler
@@ -102,10 +95,10 @@ def test_loops_of_known_trip_count_do_not_wait() -> None:
 def test_a_conditional_is_a_graph_node_unless_graphs_are_off() -> None:
     (off,) = read(conditional, {"xla_gpu_enable_command_buffer": ""}).predicates
     assert not off.in_graph
-    assert count_waits([off], never) == count_waits([off], always) == TICKS
+    assert count_waits([off], taken=False) == count_waits([off], taken=True) == TICKS
     (on,) = read(conditional, GRAPHS).predicates
     assert on.in_graph
-    assert count_waits([on], always) == 0
+    assert count_waits([on], taken=True) == 0
 
 
 @needs_gpu_compiler
@@ -114,7 +107,7 @@ def test_a_loop_in_a_graph_does_not_wait() -> None:
     (outer,) = read(one_in_another, GRAPHS).predicates
     assert outer.in_graph
     assert outer.nested[0].in_graph
-    assert count_waits([outer], always) == 0
+    assert count_waits([outer], taken=True) == 0
     assert not any(each.in_graph for each in flat(read(one_in_another).predicates))
 
 
@@ -178,11 +171,11 @@ ENTRY %main (a: (pred[], f32[4])) -> (pred[], f32[4]) {
 def test_of_the_gates_of_a_tick_one_is_taken() -> None:
     predicates = find_predicates(parse(GATES), ())
     assert [each.sends for each in predicates] == [False, True, True, False, True]
-    assert count_waits(predicates, never) == 5
+    assert count_waits(predicates, taken=False) == 5
     # Five asked, both blocks taken, and one gate of each of the two ticks.
     assert most_waits(predicates, actions=9) == 5 + 2 + 2
     assert most_waits(predicates, actions=1) == 5 + 1 + 2
-    assert count_waits(predicates, always) == 10
+    assert count_waits(predicates, taken=True) == 10
 
 
 def test_no_more_predicates_of_a_kind_are_taken_than_a_device_has_actions_of_it() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
-from jaxpipe.compiled import LargeMove, Move, compile_and_read
+from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.moves import LargeMove, Move
 from jaxpipe.jaxprs.entry import Entry
 from tests.gpu.programs import gpu_fault
 from tests.tiers import exhaustive, slow

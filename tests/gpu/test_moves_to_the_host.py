@@ -10,6 +10,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.program.pools import UNDER_WAY
+from tests.flat import flat_pipeline
 from tests.gpu.programs import (
     compile_step,
     first,
@@ -44,7 +45,7 @@ def slots_of(schedule, **options):
     """What the program for GPUs has."""
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
     return (
-        jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
+        flat_pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
         ._plan.program()
         .slots
     )

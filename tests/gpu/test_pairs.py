@@ -12,7 +12,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.compiled import Beside, Collective, GpuProgram, Move, compile_and_read
+from jaxpipe.inspect.collectives import Beside, Collective
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from jaxpipe.inspect.moves import Move
+from tests.flat import flat_pipeline
 from tests.gpu.programs import gpu_fault, gpu_mesh
 from tests.tiers import exhaustive, slow
 
@@ -77,7 +80,7 @@ def program(name: str, stage: Any, **axes: Any) -> GpuProgram:
         k: jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, *dims), jnp.bfloat16)
         for k, dims in shapes.items()
     }
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         stage,
         schedule=schedule,
         mesh=mesh,

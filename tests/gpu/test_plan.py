@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.inspect.step_time import step_time
 from jaxpipe.lowering.overheads import GUESSED
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
@@ -46,11 +47,12 @@ def test_a_plan_is_of_the_program_that_runs(
         "ttttL", {"t": cost, "L": loss}, transfer=GUESSED.hop, mesh=mesh, **given, **options
     )
     tensor = "tensor" in names
-    pipe = plan.pipeline(LAYERS, mesh=mesh, **({"replicated_axes": ("tensor",)} if tensor else {}))
-    took = pipe._step_time()
-    assert took is not None
+    model = jp.Model(LAYERS, layers="ttttL")
+    sharding = jp.Sharding(data=plan.data_axes, replicated=("tensor",) if tensor else ())
+    pipe = plan.pipeline(model, mesh, sharding=sharding)
+    took = step_time(pipe._plan, pipe._target.overheads, pipe.costs)
     assert plan.seconds == took.seconds
-    alone = plan.pipeline(LAYERS, mesh=gpu_mesh((2,), ("pipe",)), axis="pipe", data_axes=())
+    alone = plan.pipeline(model, gpu_mesh((2,), ("pipe",)), sharding=jp.Sharding())
     assert (pipe._plan == alone._plan) == (not tensor), (
         "where blocks communicate, another program is chosen"
     )

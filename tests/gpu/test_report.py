@@ -1,4 +1,4 @@
-"""What `compile_report` reads in the text of a GPU program."""
+"""What `jp.inspect.report` reads in the text of a GPU program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.compiled import compile_and_read
+from jaxpipe.inspect.gpu_program import compile_and_read
 from tests.gpu.programs import (
     ROWS,
     TIME,
@@ -37,11 +37,13 @@ def report(
 ) -> dict[str, object]:
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     mesh = gpu_mesh((devices,), ("pipe",))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, remat=remat)
+    pipe = jp.Pipeline(
+        jp.Model(stage, first=first, last=last), schedule, mesh, memory=jp.Memory(remat=remat)
+    )
     rows = jax.ShapeDtypeStruct(
         (microbatches * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
     )
-    return pipe.compile_report(pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
+    return jp.inspect.report(pipe, pipe.place(shapes(schedule.num_stages)), {"tokens": rows})
 
 
 @pytest.mark.parametrize("defers", [False, slow(True)])
@@ -56,7 +58,7 @@ def test_a_spread_head_waits_for_nobody_in_the_steady_state(defers: bool) -> Non
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
     schedule = jp.defer_last(jp.spread_last(schedule, split=False)) if defers else schedule
     mesh = gpu_mesh((4,), ("pipe",))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=jp.spread(head))
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=jp.spread(head)), schedule, mesh)
     canonical = {**shapes(4), "last": {"head": jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32)}}
     rows = jax.ShapeDtypeStruct(
         (8 * ROWS, TIME), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())
@@ -70,7 +72,7 @@ def test_a_spread_head_waits_for_nobody_in_the_steady_state(defers: bool) -> Non
     shares = [
         s
         for s in pipe._plan.segments
-        if s.repeats > 1 and any(use.block.is_share for t in s.templates for use in t.blocks)
+        if s.repeats > 1 and any(use.block.together for t in s.templates for use in t.blocks)
     ]
     assert {each.place.trips for each in sums} == {s.repeats for s in shares} != set(), (
         "once a trip"

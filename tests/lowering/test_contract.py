@@ -167,12 +167,10 @@ def test_metrics_are_averaged_over_microbatches_and_data_shards(data):
     canonical, batch, count = stacked(2), rows_of(3 * data), 3 * data
     mesh = mesh_of(2, data=data)
     pipe = jp.Pipeline(
-        plain_stage,
-        schedule=build("1f1b"),
-        mesh=mesh,
-        last=last,
-        has_metrics=True,
-        data_axes=("data",),
+        jp.Model(plain_stage, last=last, has_metrics=True),
+        build("1f1b"),
+        mesh,
+        sharding=jp.Sharding(data=("data",)),
     )
     params = pipe.place(canonical)
     (loss, metrics), _ = pipe.value_and_grad(params, batch)
@@ -212,7 +210,7 @@ def test_shared_parameters_get_the_sum_over_first_stages_and_last():
     right = wanted(canonical, batch, 3, first=first, stage=stage, last=last)
     for name in ("interleaved_1f1b", "interleaved_zb"):
         pipe = jp.Pipeline(
-            stage, schedule=build(name, chunks=2), mesh=mesh_of(2), first=first, last=last
+            jp.Model(stage, first=first, last=last), build(name, chunks=2), mesh_of(2)
         )
         assert worst_error(outcome(pipe, canonical, batch), right) <= FLOAT64
 
@@ -233,9 +231,7 @@ def test_parameters_that_nothing_uses_get_zero_gradients():
     canonical = stacked(2)
     full = {key: {**canonical.get(key, {}), **idle[key]} for key in idle}
     batch = rows_of(3)
-    pipe = jp.Pipeline(
-        stage, schedule=build("zb_h1"), mesh=mesh_of(2), first=first, last=plain_last
-    )
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=plain_last), build("zb_h1"), mesh_of(2))
     found = outcome(pipe, full, batch)
     for key in idle:
         assert not found.grads[f"{key}/idle"].any()
@@ -295,7 +291,7 @@ def dropout_outcome(canonical, batch, microbatches, key):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h2"])
 def test_randomness_depends_on_stage_and_microbatch_and_not_on_the_schedule(name):
     canonical, batch, key = stacked(2), rows_of(3), jax.random.key(7)
-    pipe = jp.Pipeline(dropout_stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
+    pipe = jp.Pipeline(jp.Model(dropout_stage, last=plain_last), build(name), mesh_of(2))
     found = outcome(pipe, canonical, batch, rng=key)
     assert worst_error(found, dropout_outcome(canonical, batch, 3, key)) <= FLOAT64
     other = outcome(pipe, canonical, batch, rng=jax.random.key(8))
@@ -310,7 +306,7 @@ def test_randomness_is_the_same_with_chunks_and_in_a_vee():
     right = dropout_outcome(canonical, batch, 4, key)
     for name in ("interleaved_1f1b", "zbv"):
         pipe = jp.Pipeline(
-            dropout_stage, schedule=build(name, microbatches=4), mesh=mesh_of(2), last=plain_last
+            jp.Model(dropout_stage, last=plain_last), build(name, microbatches=4), mesh_of(2)
         )
         assert worst_error(outcome(pipe, canonical, batch, rng=key), right) <= FLOAT64
 
@@ -321,12 +317,10 @@ def test_data_shards_draw_different_random_numbers():
 
     batch = {"x": np.ones((8, WIDTH)), "side": np.repeat([1.0, -1.0], 4)}
     pipe = jp.Pipeline(
-        plain_stage,
-        schedule=build("1f1b", microbatches=2),
-        mesh=mesh_of(2, data=2),
-        last=last,
-        has_metrics=True,
-        data_axes=("data",),
+        jp.Model(plain_stage, last=last, has_metrics=True),
+        build("1f1b", microbatches=2),
+        mesh_of(2, data=2),
+        sharding=jp.Sharding(data=("data",)),
     )
     (_, difference), _ = pipe.value_and_grad(
         pipe.place({**stacked(2), "last": {}}), batch, rng=jax.random.key(0)
@@ -367,7 +361,7 @@ def test_a_stage_and_its_ends_may_take_the_microbatch_and_the_context():
     right = Outcome(float(loss), to_flat(grads))
     for name in ("interleaved_1f1b", "interleaved_zb"):
         pipe = jp.Pipeline(
-            stage, schedule=build(name, chunks=2), mesh=mesh_of(2), first=first, last=last
+            jp.Model(stage, first=first, last=last), build(name, chunks=2), mesh_of(2)
         )
         assert worst_error(outcome(pipe, canonical, batch), right) <= FLOAT64
 
@@ -409,7 +403,7 @@ def test_activations_may_be_trees_with_integers_masks_and_keys(name):
 
     canonical = {"first": {}, **stacked(2)}
     batch = {**rows_of(3), "ids": np.arange(3 * ROWS) % 3}
-    pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), first=first, last=last)
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last), build(name), mesh_of(2))
     right = wanted(canonical, batch, 3, first=first, stage=stage, last=last)
     assert worst_error(outcome(pipe, canonical, batch), right) <= FLOAT64
 
@@ -424,7 +418,7 @@ def test_a_stage_may_do_nothing_or_hold_constants():
         return x + mixed * params["w"][0]
 
     canonical, batch = stacked(2), rows_of(3)
-    pipe = jp.Pipeline(stage, schedule=build("zb_h1"), mesh=mesh_of(2), last=plain_last)
+    pipe = jp.Pipeline(jp.Model(stage, last=plain_last), build("zb_h1"), mesh_of(2))
     assert (
         worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=stage))
         <= FLOAT64
@@ -433,7 +427,7 @@ def test_a_stage_may_do_nothing_or_hold_constants():
     def nothing(params, x):
         return x
 
-    pipe = jp.Pipeline(nothing, schedule=build("zb_h1"), mesh=mesh_of(2), last=plain_last)
+    pipe = jp.Pipeline(jp.Model(nothing, last=plain_last), build("zb_h1"), mesh_of(2))
     assert (
         worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=nothing))
         <= FLOAT64
@@ -443,7 +437,7 @@ def test_a_stage_may_do_nothing_or_hold_constants():
 def test_stages_without_parameters():
     canonical, batch = {"stages": {}, "last": stacked(2)["last"]}, rows_of(3)
     pipe = jp.Pipeline(
-        lambda params, x: jnp.tanh(x), schedule=build("zb_h1"), mesh=mesh_of(2), last=plain_last
+        jp.Model(lambda params, x: jnp.tanh(x), last=plain_last), build("zb_h1"), mesh_of(2)
     )
     loss, grads = pipe.value_and_grad(pipe.place(canonical), batch)
     x = np.tanh(np.tanh(batch["x"]))
@@ -465,7 +459,7 @@ def test_rules_of_their_own_for_the_gradient_are_obeyed():
 
     canonical, batch = stacked(2), rows_of(3)
     for name in ("1f1b", "zb_h1"):
-        pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
+        pipe = jp.Pipeline(jp.Model(stage, last=plain_last), build(name), mesh_of(2))
         assert (
             worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 3, stage=stage))
             <= FLOAT64
@@ -480,7 +474,7 @@ def test_a_callback_in_a_stage_runs_once_a_microbatch(name):
         jax.debug.callback(lambda s, m: seen.append((int(s), int(m))), ctx.stage, ctx.microbatch)
         return plain_stage(params, x)
 
-    pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
+    pipe = jp.Pipeline(jp.Model(stage, last=plain_last), build(name), mesh_of(2))
     jax.block_until_ready(pipe.value_and_grad(pipe.place(stacked(2)), rows_of(3)))
     jax.effects_barrier()
     assert sorted(seen) == [(s, m) for s in range(2) for m in range(3)]
@@ -502,7 +496,7 @@ def test_stages_may_be_unlike_by_a_switch_on_the_stage(name):
         return plain_last(params["last"], x, batch)
 
     loss, grads = jax.value_and_grad(loss_of)(canonical)
-    pipe = jp.Pipeline(stage, schedule=build(name), mesh=mesh_of(2), last=plain_last)
+    pipe = jp.Pipeline(jp.Model(stage, last=plain_last), build(name), mesh_of(2))
     assert (
         worst_error(outcome(pipe, canonical, batch), Outcome(float(loss), to_flat(grads)))
         <= FLOAT64
@@ -516,11 +510,10 @@ def test_two_data_axes():
     canonical, batch = stacked(2), rows_of(12)
     mesh = mesh_of(2, data=2, replica=2)
     pipe = jp.Pipeline(
-        plain_stage,
-        schedule=build("1f1b"),
-        mesh=mesh,
-        last=plain_last,
-        data_axes=("data", "replica"),
+        jp.Model(plain_stage, last=plain_last),
+        build("1f1b"),
+        mesh,
+        sharding=jp.Sharding(data=("data", "replica")),
     )
     assert worst_error(outcome(pipe, canonical, batch), wanted(canonical, batch, 12)) <= FLOAT64
 
@@ -531,7 +524,10 @@ def test_axes_that_are_not_named_are_left_to_the_partitioner():
     canonical, batch = stacked(2), rows_of(3)
     mesh = mesh_of(2, model=3)
     pipe = jp.Pipeline(
-        plain_stage, schedule=build("zb_h1"), mesh=mesh, last=plain_last, replicated_axes=("model",)
+        jp.Model(plain_stage, last=plain_last),
+        build("zb_h1"),
+        mesh,
+        sharding=jp.Sharding(replicated=("model",)),
     )
     params = pipe.place(canonical)
     split = NamedSharding(mesh, PartitionSpec("pipe", None, "model"))
@@ -550,7 +546,7 @@ def test_where_a_transfer_blocks_it_is_issued_after_all_blocks_of_its_tick(name)
     do theirs one after the other.
     """
     pipe = jp.Pipeline(
-        plain_stage, schedule=build(name, microbatches=4), mesh=mesh_of(2), last=plain_last
+        jp.Model(plain_stage, last=plain_last), build(name, microbatches=4), mesh_of(2)
     )
     makers = senders(jax.make_jaxpr(pipe.value_and_grad)(pipe.place(stacked(2)), rows_of(4)).jaxpr)
     assert makers

@@ -14,6 +14,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import Loss, PipelineError, Schedule
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.lowering.test_spread_last import (
     HEADS,
     LIMIT,
@@ -53,7 +54,7 @@ def deferred(name: str, devices: int, microbatches: int, most: int) -> Schedule:
         split=False,
     )
     made = jp.defer_last(table, max_deferred=most) if most else late(table)
-    assert made.encoded.defers_last
+    assert jp.Kind.H in made.encoded.kinds
     return made
 
 
@@ -70,7 +71,7 @@ def agrees(
     devices, microbatches = table.num_devices, table.num_microbatches
     count = ROWS * microbatches * data
     mesh = mesh_of(devices, data=data) if data > 1 else mesh_of(devices)
-    pipe = jp.Pipeline(stage, schedule=table, mesh=mesh, last=HEADS[head], **options)
+    pipe = flat_pipeline(stage, schedule=table, mesh=mesh, last=HEADS[head], **options)
     params, batch = (
         pipe.place(canonical(table.num_stages, vocabulary, tied=tied)),
         rows(count, vocabulary, HEADS[head].ignore),
@@ -125,7 +126,7 @@ def whole_model(own: Any) -> dict[str, Any]:
 
 
 def a_step(table: Schedule, last: Any, own: Any) -> Any:
-    pipe = jp.Pipeline(stage, schedule=table, mesh=mesh_of(2), last=last)
+    pipe = jp.Pipeline(jp.Model(stage, last=last), table, mesh_of(2))
     loss, grads = pipe.value_and_grad(pipe.place(whole_model(own)), rows(6, 2))
     return float(loss), pipe.canonical(grads)
 
@@ -144,7 +145,7 @@ def test_a_function_of_ones_own_with_collectives_and_a_parameter_that_is_whole()
     spread = jp.spread(last, dims={"w": 1, "scale": None})
     table = deferred("gpipe", 2, 3, 0)
     (loss, found), (wanted_loss, wanted) = (
-        a_step(each, spread, own) for each in (table, jp.remove_spread(table))
+        a_step(each, spread, own) for each in (table, jp.transforms.remove_spread(table))
     )
     assert abs(loss - wanted_loss) <= LIMIT * abs(wanted_loss)
     assert worst(found, wanted) <= LIMIT
@@ -167,8 +168,8 @@ def test_what_waits_is_the_gradient_of_the_logits_and_the_hidden_state():
     the gradient.
     """
     table = late(jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=3)))
-    pipe = jp.Pipeline(stage, schedule=table, mesh=mesh_of(2), last=jp.VocabHead())
+    pipe = jp.Pipeline(jp.Model(stage, last=jp.VocabHead()), table, mesh_of(2))
     params = pipe.place(canonical(2, 10))
-    report = pipe.compile_report(params, rows(6, 10))
+    report = jp.inspect.report(pipe, params, rows(6, 10))
     assert report["slots"].share == 3
     assert report["slot_bytes"]["share"] == 8 * ROWS * TOKENS * (WIDTH + 10 // 2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 
 P, M, WIDTH = 2, 3, 4
@@ -26,7 +27,7 @@ def schedule(name="1f1b", **changes):
 
 
 def pipe_of(stage=stage, **options):
-    return jp.Pipeline(
+    return flat_pipeline(
         stage, **{"schedule": schedule(), "mesh": mesh_of(P), "last": last, **options}
     )
 

@@ -2,6 +2,8 @@
 each other and as plain JAX.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
 from tests.tiers import slow
 
@@ -41,7 +44,9 @@ def pipelines(name, *, devices=4, microbatches=8, mesh=None, data_axes=()):
         "loss": jp.Loss.SUM_OVER_COUNT,
         "data_axes": data_axes,
     }
-    return [jp.Pipeline(stage, **common, executor=executor) for executor in (None, EagerExecutor())]
+    return [
+        flat_pipeline(stage, **common, executor=executor) for executor in (None, EagerExecutor())
+    ]
 
 
 def case(schedule, shards=1):
@@ -104,7 +109,7 @@ def test_state_outputs_and_unlike_layers():
     mesh = jax.make_mesh((2,), ("pipe",))
     common = {"schedule": schedule, "mesh": mesh, "last": lambda p, x, mb: jnp.mean(x**2)}
     compiled, eager = (
-        jp.Pipeline([layer, layer], **common, executor=executor)
+        flat_pipeline([layer, layer], **common, executor=executor)
         for executor in (None, EagerExecutor())
     )
     key = jax.random.key(1)
@@ -121,13 +126,19 @@ def test_state_outputs_and_unlike_layers():
     close(eager.outputs(placed, batch, state=state), compiled.outputs(placed, batch, state=state))
 
 
-@pytest.mark.parametrize("call", ["jit", "jax.jit", "lower", "compile_report", "predict_memory"])
+@pytest.mark.parametrize("call", ["jit", "jax.jit", "lower", "report", "memory"])
 def test_the_eager_executor_says_that_it_cannot_be_traced(call):
     _, pipe = pipelines("gpipe", devices=1, microbatches=2)
     canonical, batch = case(pipe.schedule)
     params = pipe.place(canonical)
-    calls = {"jit": pipe.jit(pipe.value_and_grad), "jax.jit": jax.jit(pipe.evaluate)}
+    calls = {
+        "jit": pipe.jit(pipe.value_and_grad),
+        "jax.jit": jax.jit(pipe.evaluate),
+        "lower": pipe.lower,
+        "report": partial(jp.inspect.report, pipe),
+        "memory": partial(jp.inspect.memory, pipe),
+    }
     with pytest.raises(
         jp.PipelineError, match=r"cannot be traced: call the step outside of jax\.jit"
     ):
-        (calls[call] if call in calls else getattr(pipe, call))(params, batch)
+        calls[call](params, batch)

@@ -9,8 +9,10 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.lowering.target import Target
+from jaxpipe.measuring import measure_stages
 from jaxpipe.measuring.blocks import blocks_of, compile_block, traced
 from jaxpipe.planner.running import step_seconds
+from tests.flat import flat_pipeline
 
 WIDTH, ROWS, M = 64, 16, 4
 
@@ -24,6 +26,9 @@ LAYERS = {
     "t": layer,
     "L": lambda w, x, microbatch: jnp.mean((x @ w) ** 2),
 }
+
+
+MODEL = jp.Model(LAYERS, layers="EttttttL")
 
 
 def shapes(*dims):
@@ -44,16 +49,16 @@ BATCH = {"x": shapes(ROWS * M, WIDTH)}
 def pipe():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     return jp.Pipeline(
-        layers=LAYERS,
+        jp.Model(LAYERS, layers="EttttttL"),
+        schedule,
+        jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]),
         layout="Etttt|ttL",
-        schedule=schedule,
-        mesh=jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]),
     )
 
 
 def test_measured_costs_are_seconds_of_each_stage(pipe):
     """Times differ with the machine; sizes do not."""
-    costs = jp.measure(pipe, pipe.place(PARAMS), BATCH, repeats=3)
+    costs = measure_stages(pipe, pipe.place(PARAMS), BATCH, repeats=3)
     assert costs.unit.startswith("seconds, measured on")
     times = costs.for_stages(2)
     assert all(
@@ -71,8 +76,8 @@ def test_measured_costs_are_seconds_of_each_stage(pipe):
 
 
 def test_estimates_count_flops_and_say_so(pipe):
-    peak = jp.Peak(flops=1e9, bandwidth=1e30, link=1e6, latency=1.0)
-    costs = jp.measure(pipe, pipe.place(PARAMS), BATCH, peak=peak)
+    peak = jp.measuring.Peak(flops=1e9, bandwidth=1e30, link=1e6, latency=1.0)
+    costs = measure_stages(pipe, pipe.place(PARAMS), BATCH, peak=peak)
     assert costs.unit.startswith("seconds, estimated for 1e+09 flops")
     times = costs.for_stages(2)
     matmul = 2 * ROWS * WIDTH * 4 * WIDTH / 1e9
@@ -87,7 +92,9 @@ def test_estimates_count_flops_and_say_so(pipe):
 @pytest.mark.slow
 def test_layers_are_measured_apart_and_planned():
     microbatch = {"x": shapes(ROWS, WIDTH)}
-    costs = jp.measure_layers(LAYERS, PARAMS, microbatch, peak=jp.Peak(flops=1e12, bandwidth=1e30))
+    costs = jp.measure(
+        MODEL, PARAMS, microbatch, peak=jp.measuring.Peak(flops=1e12, bandwidth=1e30)
+    )
     assert set(costs) == set("EtL")
     assert costs["t"].parameters == costs["t"].gradients == 2 * 4 * WIDTH * WIDTH * 4
     assert costs["t"].boundary == ROWS * WIDTH * 4
@@ -96,12 +103,12 @@ def test_layers_are_measured_apart_and_planned():
         "Et*6,L", costs, devices=2, microbatches=M, chunks=(1,), schedules=("1f1b",), remat=(None,)
     )
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    built = plans.best.pipeline(LAYERS, mesh=mesh)
+    built = plans.best.pipeline(MODEL, mesh)
     # What the plan says of parameters and pools, against the compiled program's own account.
-    report = built.compile_report(built.place(PARAMS), BATCH)
+    report = jp.inspect.report(built, built.place(PARAMS), BATCH)
     held = plans.best.parts
     residuals = sum(report["pool_bytes"][pool] for pool in ("residual_input", "residual_weight"))
-    assert held.residuals == residuals
+    assert held.pools["residual_weight"] == residuals
     assert held.batch == BATCH["x"].size * 4
     # The traced model's own account, which a plan can be given instead.
     traced = jp.plan(
@@ -112,7 +119,7 @@ def test_layers_are_measured_apart_and_planned():
         chunks=(1,),
         schedules=("1f1b",),
         remat=(None,),
-        traced=jp.traced_memory(LAYERS, PARAMS, {"x": shapes(ROWS, WIDTH)}, mesh=mesh),
+        traced=jp.measuring.traced_memory(MODEL, PARAMS, {"x": shapes(ROWS, WIDTH)}, mesh=mesh),
     )
     assert traced.best.traced == report["predicted"]
     gradients = 2 * (costs["t"].gradients * 3 + costs["E"].gradients + costs["L"].gradients)
@@ -128,6 +135,7 @@ def test_shared_parameters_are_planned_with_the_last_layer():
         "t": lambda w, x: jnp.tanh(x @ w["w"]),
         "L": lambda w, x, microbatch, *, shared: jnp.mean((x @ shared["table"].T) ** 2),
     }
+    model = jp.Model(tied, layers="EttL")
     table, width = 4 * 512 * 16, 4 * 16 * 16
     params = {
         "first": {},
@@ -136,8 +144,8 @@ def test_shared_parameters_are_planned_with_the_last_layer():
         "shared": {"table": shapes(512, 16)},
     }
     rows = {"tokens": jax.ShapeDtypeStruct((2,), jnp.int32)}
-    peak = jp.Peak(flops=1e12, bandwidth=1e30)
-    costs = jp.measure_layers(tied, params, rows, peak=peak)
+    peak = jp.measuring.Peak(flops=1e12, bandwidth=1e30)
+    costs = jp.measure(model, params, rows, peak=peak)
     assert (costs["E"].parameters, costs["L"].parameters, costs["L"].gradients) == (0, table, table)
     given = {
         "devices": 2,
@@ -147,14 +155,14 @@ def test_shared_parameters_are_planned_with_the_last_layer():
         "remat": (None,),
     }
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    assert jp.plan("EttL", costs, **given).best.parts.outer == 4 * table
+    parts = jp.plan("EttL", costs, **given).best.parts
+    assert parts.parameters + parts.gradients + parts.optimizer == 4 * (table + 2 * width)
     traced = jp.plan(
-        "EttL", costs, **given, traced=jp.traced_memory(tied, params, rows, mesh=mesh)
+        "EttL", costs, **given, traced=jp.measuring.traced_memory(model, params, rows, mesh=mesh)
     ).best
     assert max(traced.memory) == traced.traced["total"] + 2 * (table + 2 * width), "'Ett|L'"
-    frozen = jp.measure_layers(
-        tied, params, rows, peak=peak, frozen=lambda path, leaf: path.startswith("stages")
-    )
+    model = jp.Model(tied, layers="EttL", frozen=lambda path, leaf: path.startswith("stages"))
+    frozen = jp.measure(model, params, rows, peak=peak)
     assert (frozen["t"].parameters, frozen["t"].gradients, frozen["L"].gradients) == (
         width,
         0,
@@ -169,9 +177,11 @@ def test_devices_that_share_a_layer_have_a_part_of_it():
     mesh = jax.make_mesh((1, 2), ("pipe", "tensor"), devices=jax.devices()[:2])
     columns, rows = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
     specs = {"stages": {"t": {"up": columns, "down": rows}}, "last": columns}
-    microbatch, peak = {"x": shapes(ROWS, WIDTH)}, jp.Peak(flops=1e12, bandwidth=1e30)
-    alone = jp.measure_layers(LAYERS, PARAMS, microbatch, peak=peak)
-    shared = jp.measure_layers(LAYERS, PARAMS, microbatch, peak=peak, mesh=mesh, specs=specs)
+    microbatch, peak = {"x": shapes(ROWS, WIDTH)}, jp.measuring.Peak(flops=1e12, bandwidth=1e30)
+    alone = jp.measure(MODEL, PARAMS, microbatch, peak=peak)
+    shared = jp.measure(
+        MODEL, PARAMS, microbatch, peak=peak, mesh=mesh, sharding=jp.Sharding(specs=specs)
+    )
     for letter, names in (
         ("t", ("parameters", "gradients", "residuals", "stash", "forward")),
         ("L", ("parameters", "gradients", "forward")),
@@ -189,7 +199,9 @@ def test_devices_that_share_a_layer_have_a_part_of_it():
     def forward_flops(mesh, **options):
         """Of one device, by XLA's count of the block that is timed."""
         schedule = jp.schedules.build("no_pipelining", devices=1, microbatches=M)
-        pipe = jp.Pipeline(layers=LAYERS, layout="Et*6,L", schedule=schedule, mesh=mesh, **options)
+        pipe = flat_pipeline(
+            layers=LAYERS, layout="Et*6,L", schedule=schedule, mesh=mesh, **options
+        )
         step = traced(pipe, pipe.place(PARAMS), BATCH, None, ())
         return compile_block(step, blocks_of(step)["F 0"]).cost_analysis()["flops"]
 
@@ -215,8 +227,12 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
     one, mesh = (
         jax.make_mesh((count, 2), names, devices=jax.devices()[: 2 * count]) for count in (1, 2)
     )
-    given = {"peak": jp.Peak(flops=1e12, bandwidth=1e30), "mesh": one, "specs": specs}
-    costs = jp.measure_layers(LAYERS, PARAMS, {"x": shapes(ROWS, WIDTH)}, **given)
+    given = {
+        "peak": jp.measuring.Peak(flops=1e12, bandwidth=1e30),
+        "mesh": one,
+        "sharding": jp.Sharding(specs=specs),
+    }
+    costs = jp.measure(MODEL, PARAMS, {"x": shapes(ROWS, WIDTH)}, **given)
     (plan,) = jp.plan(
         "Et*6,L",
         costs,
@@ -227,12 +243,12 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
         remat=(None,),
         mesh=mesh,
     )
-    pipe = plan.pipeline(LAYERS, mesh=mesh, specs=specs)
+    pipe = plan.pipeline(MODEL, mesh, sharding=jp.Sharding(specs=specs))
     assert plan.seconds == step_seconds(Target.of(pipe.mesh, ("pipe",)), pipe._plan, pipe.costs)
     slots, held = pipe._plan.program().slots, plan.parts
-    predicted = pipe.predict_memory(pipe.place(PARAMS), BATCH)
+    predicted = jp.inspect.memory(pipe, pipe.place(PARAMS), BATCH)
     # A stage whose backward does not read its input gives that back sooner than the plan can know.
-    others = predicted["pools"] - held.residuals - held.stash
+    others = predicted["pools"] - held.pools["residual_weight"] - held.pools["stash"]
     assert 0 <= others <= costs["t"].boundary * (slots.x + slots.cotangent)
 
 
@@ -251,20 +267,23 @@ def test_costs_as_json_that_make_no_sense():
     [
         (
             lambda: jp.measure(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}),
+            "model must be a jaxpipe.Model",
+        ),
+        (
+            lambda: measure_stages(jp.schedules.build("1f1b", devices=2, microbatches=2), {}, {}),
             "pipe must be a jaxpipe.Pipeline",
         ),
-        (lambda: jp.measure(None, {}, {}, repeats="a", peak=3), "peak must be a jaxpipe.Peak"),
         (
-            lambda: jp.measure_layers([layer], PARAMS, BATCH),
-            "layers must be a mapping from letters to functions",
+            lambda: measure_stages(None, {}, {}, repeats="a", peak=3),
+            "peak must be a jaxpipe.measuring.Peak",
         ),
-        (lambda: jp.measure_layers(LAYERS, None, BATCH), "params must be a mapping with 'stages'"),
+        (lambda: jp.measure(MODEL, None, BATCH), "params must be a mapping with 'stages'"),
         (
-            lambda: jp.measure_layers(LAYERS, {"stages": {}}, BATCH),
+            lambda: jp.measure(MODEL, {"stages": {}}, BATCH),
             "nothing for the layers E, t, L",
         ),
         (
-            lambda: jp.traced_memory(LAYERS, 3, BATCH, mesh=None),
+            lambda: jp.measuring.traced_memory(MODEL, 3, BATCH, mesh=None),
             "params must be a mapping with 'stages'",
         ),
     ],
@@ -276,7 +295,7 @@ def test_arguments_of_another_kind_are_named(call, message):
 
 def test_no_rounds_are_refused(pipe):
     with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
-        jp.measure(pipe, pipe.place(PARAMS), BATCH, repeats=0)
+        measure_stages(pipe, pipe.place(PARAMS), BATCH, repeats=0)
 
 
 def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
@@ -289,15 +308,15 @@ def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
         schedule = jp.schedules.build("1f1b", devices=devices, microbatches=M)
         mesh = jax.make_mesh((devices,), ("pipe",), devices=jax.devices()[:devices])
         pipe = jp.Pipeline(
-            lambda w, x: x + jnp.tanh(x @ w), schedule=schedule, mesh=mesh, first=first, last=last
+            jp.Model(lambda w, x: x + jnp.tanh(x @ w), first=first, last=last), schedule, mesh
         )
         table = {"w": shapes(vocabulary, WIDTH)}
         params = pipe.place(
             {"first": table, "stages": shapes(devices, WIDTH, WIDTH), "last": table}
         )
         tokens = jax.ShapeDtypeStruct((rows * M, length), jnp.int32)
-        peak = jp.Peak(flops=1.0, bandwidth=1e12)
-        return jp.measure(pipe, params, {"tokens": tokens, "targets": tokens}, peak=peak)
+        peak = jp.measuring.Peak(flops=1.0, bandwidth=1e12)
+        return measure_stages(pipe, params, {"tokens": tokens, "targets": tokens}, peak=peak)
 
     matmul = 2 * rows * length * WIDTH * vocabulary
     for devices in (1, 2, 4):

@@ -11,7 +11,8 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.program.liveness import LastUse, Liveness
+from jaxpipe.table.effects import LastUse, Liveness
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.passes import cut
 
@@ -36,11 +37,11 @@ def last(params, x, microbatch):
 def compiled(name, microbatches, *, devices=4, **options):
     """The step's report, for shapes alone."""
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
+    pipe = flat_pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
     shape = jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, WIDTH, WIDTH), jnp.float32)
     rows = jax.ShapeDtypeStruct((ROWS * microbatches, WIDTH), jnp.float32)
-    return pipe.compile_report(
-        pipe.place({"stages": {"w": shape}, "last": {}}), {"x": rows, "y": rows}
+    return jp.inspect.report(
+        pipe, pipe.place({"stages": {"w": shape}, "last": {}}), {"x": rows, "y": rows}
     )
 
 
@@ -108,8 +109,8 @@ def test_slots_are_the_simulated_peak(name, devices, microbatches):
     slots = program_of(schedule).slots
     pairs = any(isinstance(cell, jp.Overlap) for row in schedule.rows for cell in row)
     for found, release in (
-        (slots.residual_weight, jp.Release.WEIGHT_GRAD),
-        (slots.residual_input, jp.Release.INPUT_GRAD),
+        (slots.residual_weight, jp.table.Release.WEIGHT_GRAD),
+        (slots.residual_input, jp.table.Release.INPUT_GRAD),
     ):
         peak = max(jp.simulate(schedule, jp.Costs(release=release)).peak_activations)
         # The simulator lets both halves of a pair run at once; the program runs the backward first,
@@ -143,10 +144,10 @@ def test_the_report_has_the_slots_that_were_compiled():
         return x + params["b"]
 
     schedule = jp.schedules.build("gpipe", devices=2, microbatches=8)
-    pipe = jp.Pipeline(summed, schedule=schedule, mesh=mesh_of(2), last=last)
+    pipe = jp.Pipeline(jp.Model(summed, last=last), schedule, mesh_of(2))
     params = pipe.place({"stages": {"b": np.ones((2, WIDTH), np.float32)}, "last": {}})
     rows = np.ones((8 * ROWS, WIDTH), np.float32)
-    report = pipe.compile_report(params, {"x": rows, "y": rows})
+    report = jp.inspect.report(pipe, params, {"x": rows, "y": rows})
     assert report["slots"].x < 8
     assert report["temp_bytes"] >= ACTIVATION * (report["slots"].x + report["slots"].cotangent)
 
@@ -156,7 +157,7 @@ def test_parameters_drawn_under_jit_are_drawn_where_they_lie():
     a device's own part.
     """
     schedule = jp.schedules.build("1f1b", devices=8, microbatches=8)
-    pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(8), last=last)
+    pipe = jp.Pipeline(jp.Model(lambda w, x: jnp.tanh(x @ w), last=last), schedule, mesh_of(8))
     shape = (8, 256, 256)
     init = jax.jit(
         lambda key: pipe.place({"stages": jax.random.normal(key, shape, jnp.float32), "last": {}})
@@ -178,7 +179,7 @@ def test_the_gradient_of_last_is_an_array_before_it_is_added_up():
         return jnp.mean(jnp.square(jnp.tanh(x @ params) - microbatch["y"]))
 
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
-    pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), last=head)
+    pipe = jp.Pipeline(jp.Model(lambda w, x: jnp.tanh(x @ w), last=head), schedule, mesh_of(2))
     shapes = {
         "stages": jax.ShapeDtypeStruct((2, WIDTH, WIDTH), jnp.float32),
         "last": jax.ShapeDtypeStruct((WIDTH, vocab), jnp.float32),
@@ -187,7 +188,7 @@ def test_the_gradient_of_last_is_an_array_before_it_is_added_up():
         "x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32),
         "y": jax.ShapeDtypeStruct((2 * ROWS, 1), jnp.float32),
     }
-    assert pipe.predict_memory(pipe.place(shapes), rows)["work"] >= 4 * vocab * (ROWS + WIDTH)
+    assert jp.inspect.memory(pipe, pipe.place(shapes), rows)["work"] >= 4 * vocab * (ROWS + WIDTH)
 
 
 def lookup(params, microbatch, *, shared):
@@ -220,9 +221,9 @@ def test_what_a_large_table_needs_is_predicted(where):
         logits_loss if where != "first" else lambda params, x, microbatch, *, shared: jnp.mean(x**2)
     )
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
-    pipe = jp.Pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), **ends)
+    pipe = flat_pipeline(lambda w, x: jnp.tanh(x @ w), schedule=schedule, mesh=mesh_of(2), **ends)
     rows = {"tokens": jax.ShapeDtypeStruct((2 * ROWS,), jnp.int32)}
     rows |= {} if "first" in ends else {"x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32)}
-    report = pipe.compile_report(pipe.place(params), rows)
+    report = jp.inspect.report(pipe, pipe.place(params), rows)
     needs = sum(report[f"{part}_bytes"] for part in ("argument", "output", "temp"))
     assert report["predicted"]["total"] == pytest.approx(needs, rel=0.03)

@@ -121,10 +121,10 @@ def test_what_is_no_key() -> None:
 
 
 def test_without_a_loss() -> None:
-    pipe = jp.Pipeline(stage, schedule=pipe_of().schedule, mesh=mesh_of(P))
+    pipe = jp.Pipeline(jp.Model(stage), pipe_of().schedule, mesh_of(P))
     params = pipe.place({"stages": params_of()["stages"]})
     for name in ("evaluate", "losses", "loss", "value_and_grad"):
-        with raises("needs a loss; give Pipeline(..., last="):
+        with raises("needs a loss; give Model(..., last="):
             getattr(pipe, name)(params, batch_of())
 
 
@@ -180,10 +180,10 @@ def test_constant_losses_small_floats_and_jaxs_strict_modes() -> None:
 
 def test_choices_that_are_none() -> None:
     with raises(
-        "accumulate_dtype must be a floating dtype, or None for the parameters' own; got 'float31'"
+        "accumulate must be a floating dtype, or None for the parameters' own; got 'float31'"
     ):
         pipe_of(accumulate_dtype="float31")
-    with raises("accumulate_dtype must be a floating dtype", "got 'int32'"):
+    with raises("accumulate must be a floating dtype", "got 'int32'"):
         pipe_of(accumulate_dtype="int32")
     with raises(
         "frozen: '[' is no regular expression (unterminated character set at position 0)",

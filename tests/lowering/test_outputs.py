@@ -37,11 +37,10 @@ def test_outputs_are_those_of_the_model_row_by_row(name, data):
         "stages": {"w": rng.standard_normal((schedule.num_stages, WIDTH, WIDTH))},
     }
     pipe = jp.Pipeline(
-        stage,
-        schedule=schedule,
-        mesh=mesh_of(2, data=data),
-        first=first,
-        data_axes=("data",) if data > 1 else (),
+        jp.Model(stage, first=first),
+        schedule,
+        mesh_of(2, data=data),
+        sharding=jp.Sharding(data=("data",) if data > 1 else ()),
     )
     found = pipe.outputs(pipe.place(canonical), batch)
     wanted = first(canonical["first"], batch)

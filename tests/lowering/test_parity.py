@@ -105,10 +105,7 @@ def test_gradients_are_added_in_the_order_of_backwards(name):
     schedule = jp.schedules.build(name, devices=2, microbatches=4)
     xs = np.random.default_rng(527).standard_normal(4).astype(np.float32)
     pipe = jp.Pipeline(
-        lambda w, x: w * x,
-        schedule=schedule,
-        mesh=mesh_of(2),
-        last=lambda _, x, microbatch: jnp.sum(x),
+        jp.Model(lambda w, x: w * x, last=lambda _, x, microbatch: jnp.sum(x)), schedule, mesh_of(2)
     )
     _, grads = pipe.value_and_grad(
         pipe.place({"stages": np.ones((2, 1), np.float32), "last": {}}), {"x": xs}

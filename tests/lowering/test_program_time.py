@@ -11,7 +11,6 @@ import jaxpipe as jp
 from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, program_makespan
 from jaxpipe.lowering.overheads import Overheads
 from jaxpipe.lowering.plan import Plan, plan_of
-from jaxpipe.lowering.trips import _Cycle
 from jaxpipe.program.segments import Segment, room_of
 from jaxpipe.program.templates import Part, Payload, Permute, TickTemplate
 from tests.passes import simulated
@@ -123,7 +122,6 @@ def test_cycles_of_different_trips_are_simulated_once(seed):
         np.array(trips, float).reshape(-1, len(Part), devices),
         [Segment(0, repeats, templates)],
     )
-    assert _Cycle.of(np.array([0, 1, 2] * 30)).length == 3
     assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=0.25)) == simulated(
         costs, segments, 0.25
     )

@@ -11,6 +11,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
+from tests.flat import flat_pipeline
 from tests.lowering.random_stages import ROWS, random_stage, under
 from tests.parity.engines import mesh_of
 from tests.tiers import exhaustive, slow
@@ -103,7 +104,7 @@ def pipeline_error(stage, name):
     }
     schedule = jp.schedules.build(name, devices=2, microbatches=MICROBATCHES)
     options = {"schedule": schedule, "mesh": mesh_of(2), "last": last, "remat": stage.remat}
-    pipe = jp.Pipeline(stage.__call__, **options)
+    pipe = flat_pipeline(stage.__call__, **options)
     batch, key = stage.batch(MICROBATCHES), jax.random.key(stage.seed)
     loss, grads = pipe.value_and_grad(pipe.place(canonical), batch, rng=key)
 

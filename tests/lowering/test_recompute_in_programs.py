@@ -8,6 +8,7 @@ import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.program.verify import verify
+from tests.flat import flat_pipeline
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
 from tests.parity.tolerance import FLOAT64
@@ -48,7 +49,7 @@ def test_the_interpreter_recomputes_too():
     mesh = jax.make_mesh((2,), ("pipe",))
     common = {"schedule": schedule, "mesh": mesh, "last": lambda p, x, mb: jnp.mean(x**2)}
     compiled, eager = (
-        jp.Pipeline(lambda p, x: jnp.tanh(x @ p), **common, executor=e)
+        flat_pipeline(lambda p, x: jnp.tanh(x @ p), **common, executor=e)
         for e in (None, EagerExecutor())
     )
     key = jax.random.key(0)

@@ -1,4 +1,4 @@
-"""`Pipeline.compile_report` says what the table and the program are: every number against one that
+"""`jp.inspect.report` says what the table and the program are: every number against one that
 is counted otherwise.
 """
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 
 P, WIDTH, ROWS = 4, 16, 8
@@ -23,19 +24,19 @@ def last(params, x, microbatch):
 
 def report(name, microbatches=8, *, stage=stage, devices=P, dtype=jnp.float32, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
+    pipe = flat_pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=last, **options)
     params = {
         "stages": {"w": jax.ShapeDtypeStruct((schedule.num_stages, WIDTH, WIDTH), dtype)},
         "last": {},
     }
     rows = jax.ShapeDtypeStruct((ROWS * microbatches, WIDTH), jnp.float32)
-    return schedule, pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})
+    return schedule, jp.inspect.report(pipe, pipe.place(params), {"x": rows, "y": rows})
 
 
 def test_it_has_every_key_that_its_docstring_names():
     import re
 
-    from jaxpipe import report as module
+    from jaxpipe.inspect import step_report as module
 
     _, found = report("1f1b", devices=2, microbatches=2)
     lines = [
@@ -144,12 +145,10 @@ def test_parameter_bytes_are_what_a_device_holds():
     schedule = jp.schedules.build("1f1b", devices=P, microbatches=4)
     pipes = [
         jp.Pipeline(
-            stage,
-            schedule=schedule,
-            mesh=mesh_of(P),
-            first=lambda p, mb: mb["x"] @ p["w"],
-            last=last,
-            shard_outer=split,
+            jp.Model(stage, first=lambda p, mb: mb["x"] @ p["w"], last=last),
+            schedule,
+            mesh_of(P),
+            sharding=jp.Sharding(outer=split),
         )
         for split in (False, True)
     ]
@@ -157,7 +156,7 @@ def test_parameter_bytes_are_what_a_device_holds():
     params["first"] = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
     rows = jax.ShapeDtypeStruct((ROWS * 4, WIDTH), jnp.float32)
     whole, split = (
-        pipe.compile_report(pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"]
+        jp.inspect.report(pipe, pipe.place(params), {"x": rows, "y": rows})["parameter_bytes"]
         for pipe in pipes
     )
     one = WIDTH * WIDTH * 4

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.tiers import slow
 
 
@@ -25,7 +26,7 @@ def last(params, x, microbatch):
 
 
 def run(schedule, function=stage, **options):
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         function,
         schedule=schedule,
         mesh=jax.make_mesh((schedule.num_devices,), ("pipe",)),
@@ -61,7 +62,7 @@ def test_numbers_are_equal_and_both_memories_are_reported(name, devices, chunks)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-16), grads, expected_grads
     )
-    report, before = (pipe.compile_report(params, batch) for pipe in (away, plain))
+    report, before = (jp.inspect.report(pipe, params, batch) for pipe in (away, plain))
     slots = report["slots"]
     assert slots.host > 0
     assert slots.residual_input < before["slots"].residual_input
@@ -117,7 +118,7 @@ def test_policies_that_offload_are_followed(policy, inside):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-15), grads, expected_grads
     )
-    assert pipe.compile_report(params, batch)["slots"].host == 8
+    assert jp.inspect.report(pipe, params, batch)["slots"].host == 8
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ from jaxpipe import PipelineError
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.verify import faults
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
 from tests.tiers import exhaustive, slow
@@ -110,7 +111,7 @@ def agrees(
         "last": last or jp.VocabHead(),
         **options,
     }
-    pipe = jp.Pipeline(stage, schedule=schedule, **options)
+    pipe = flat_pipeline(stage, schedule=schedule, **options)
     params, batch = pipe.place(canonical(stages, vocabulary, tied=tied)), rows(count, vocabulary)
     loss, grads = pipe.value_and_grad(params, batch)
     wanted_loss, wanted = truth(stages, vocabulary, count, tied=tied)
@@ -250,9 +251,7 @@ def test_a_function_of_ones_own_needs_what_its_forward_makes_again():
     whole = {**canonical(2, 5, tied=False), "first": own}
     steps = []
     for function in (jp.spread(first, dims={"w": 0, "scale": None, "at": None}), plain):
-        pipe = jp.Pipeline(
-            stage, schedule=schedule, mesh=mesh_of(2), first=function, last=plain_head
-        )
+        pipe = jp.Pipeline(jp.Model(stage, first=function, last=plain_head), schedule, mesh_of(2))
         loss, grads = pipe.value_and_grad(pipe.place(whole), rows(6, 5))
         steps.append((float(loss), pipe.canonical(grads)))
     assert abs(steps[0][0] - steps[1][0]) <= LIMIT * abs(steps[1][0])
@@ -266,11 +265,9 @@ def test_a_checkpoint_of_a_tied_table_fits_another_number_of_devices():
             "interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices
         )
         return jp.Pipeline(
-            stage,
-            schedule=schedule,
-            mesh=mesh_of(devices),
-            first=jp.VocabEmbedding(),
-            last=jp.VocabHead(),
+            jp.Model(stage, first=jp.VocabEmbedding(), last=jp.VocabHead()),
+            schedule,
+            mesh_of(devices),
         )
 
     whole = canonical(4, 10, tied=True)
@@ -290,7 +287,7 @@ def test_a_table_that_a_stage_reads_too_is_not_cut_and_the_embedding_says_so():
 
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     pipe = jp.Pipeline(
-        reads, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=plain_head
+        jp.Model(reads, first=jp.VocabEmbedding(), last=plain_head), schedule, mesh_of(2)
     )
     with pytest.raises(
         PipelineError,
@@ -302,7 +299,7 @@ def test_a_table_that_a_stage_reads_too_is_not_cut_and_the_embedding_says_so():
 def test_a_token_that_is_no_word_gives_no_number():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
     pipe = jp.Pipeline(
-        stage, schedule=schedule, mesh=mesh_of(2), first=jp.VocabEmbedding(), last=jp.VocabHead()
+        jp.Model(stage, first=jp.VocabEmbedding(), last=jp.VocabHead()), schedule, mesh_of(2)
     )
     params, batch = pipe.place(canonical(2, 3, tied=True)), rows(4, 3)
     assert np.isfinite(pipe.evaluate(params, batch))
@@ -321,7 +318,9 @@ def test_what_waits_for_meetings_takes_few_slots(name):
     )
     costs = jp.Costs(last=0.2, first=0, first_grad=0)
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
-    mine, bare = (plan_of(table).program().slots for table in (spread, jp.remove_spread(spread)))
+    mine, bare = (
+        plan_of(table).program().slots for table in (spread, jp.transforms.remove_spread(spread))
+    )
     assert mine.last == 1
     assert mine.first <= 2 + (name == "interleaved_1f1b")
     assert mine.x - bare.x <= 1 + (name == "interleaved_zb")
@@ -333,12 +332,12 @@ def test_what_waits_for_meetings_takes_few_slots(name):
 @pytest.mark.parametrize(
     ("kind", "fields", "rule"),
     [
-        ("E", lambda t: {"is_source": put(t, 1, 1)}, Rule.ACTION),
-        ("E", lambda t: {"kind": put(t, slice(None), int(jp.Kind.G))}, Rule.ACTION),
-        ("E", lambda t: {"kind": put(t, slice(None), -1)}, Rule.ACTION),
-        ("E", lambda t: {"out": put(t, 0, 1)}, Rule.VALUE),
-        ("G", lambda t: {"y": put(t, 0, 1)}, Rule.SLOT),
-        ("G", lambda t: {"microbatch": put(t, slice(None), 1)}, Rule.ACTION),
+        ("E", lambda t: {"is_source": put(t, 1, 1)}, ProgramRule.ACTION),
+        ("E", lambda t: {"kind": put(t, slice(None), int(jp.Kind.G))}, ProgramRule.ACTION),
+        ("E", lambda t: {"kind": put(t, slice(None), -1)}, ProgramRule.ACTION),
+        ("E", lambda t: {"out": put(t, 0, 1)}, ProgramRule.VALUE),
+        ("G", lambda t: {"y": put(t, 0, 1)}, ProgramRule.SLOT),
+        ("G", lambda t: {"microbatch": put(t, slice(None), 1)}, ProgramRule.ACTION),
     ],
 )
 def test_a_wrong_share_is_found(kind, fields, rule):
@@ -347,6 +346,6 @@ def test_a_wrong_share_is_found(kind, fields, rule):
         jp.spread_first(jp.schedules.build("gpipe", devices=2, microbatches=2))
     ).program()
     assert faults(program) == ()
-    (share,) = program.ticks.shares
+    (share,) = program.ticks.collectives
     tick = int(np.argmax(share.kind[:, 0] == jp.Kind[kind]))
     assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}

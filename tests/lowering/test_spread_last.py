@@ -19,9 +19,10 @@ from jaxpipe import Loss, PipelineError
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.templates import Presence
 from jaxpipe.program.verify import faults
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
 from tests.tiers import exhaustive, slow
@@ -139,7 +140,7 @@ def agrees(
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
     count, stages = ROWS * microbatches * data, schedule.num_stages
     options.setdefault("mesh", mesh_of(devices, data=data) if data > 1 else mesh_of(devices))
-    pipe = jp.Pipeline(stage, schedule=schedule, last=HEADS[head], **options)
+    pipe = flat_pipeline(stage, schedule=schedule, last=HEADS[head], **options)
     params, batch = (
         pipe.place(canonical(stages, vocabulary, tied=tied)),
         rows(count, vocabulary, HEADS[head].ignore),
@@ -237,7 +238,7 @@ def test_the_eager_executor_runs_the_same_program():
 
 def test_what_is_placed_comes_back_and_shapes_are_placed_too():
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=4)
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(4), last=jp.VocabHead())
+    pipe = jp.Pipeline(jp.Model(stage, last=jp.VocabHead()), schedule, mesh_of(4))
     whole = canonical(4, 10)
     placed = pipe.place(whole)
     assert jax.tree.leaves(placed["last"])[0].shape == (12, WIDTH)
@@ -258,7 +259,7 @@ def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
         schedule = jp.schedules.build(
             "interleaved_1f1b", devices=devices, microbatches=4, chunks=4 // devices
         )
-        return jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(devices), last=jp.VocabHead())
+        return jp.Pipeline(jp.Model(stage, last=jp.VocabHead()), schedule, mesh_of(devices))
 
     whole = canonical(4, 10)
     states = {}
@@ -309,7 +310,7 @@ def test_a_function_of_ones_own_and_any_collective():
     whole = {**canonical(2, 1), "last": own}
     steps = []
     for function in (jp.spread(last, dims={"w": 1, "scale": None}), plain):
-        pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2), last=function)
+        pipe = jp.Pipeline(jp.Model(stage, last=function), schedule, mesh_of(2))
         loss, grads = pipe.value_and_grad(pipe.place(whole), rows(6, 2))
         steps.append((float(loss), pipe.canonical(grads)))
     assert abs(steps[0][0] - steps[1][0]) <= LIMIT * abs(steps[1][0])
@@ -339,17 +340,16 @@ SCHEDULE = jp.schedules.build("1f1b", devices=2, microbatches=2)
 )
 def test_what_cannot_be_spread_is_refused(options, message):
     with pytest.raises(PipelineError, match=message):
-        jp.Pipeline(
+        flat_pipeline(
             stage, **{"schedule": SCHEDULE, "mesh": mesh_of(2), "last": jp.VocabHead(), **options}
         )
 
 
 def test_every_parameter_that_cannot_be_cut_is_listed():
     pipe = jp.Pipeline(
-        stage,
-        schedule=SCHEDULE,
-        mesh=mesh_of(2),
-        last=jp.spread(lambda p, x, mb: 0.0, dims={"a": 2, "b": "x"}),
+        jp.Model(stage, last=jp.spread(lambda p, x, mb: 0.0, dims={"a": 2, "b": "x"})),
+        SCHEDULE,
+        mesh_of(2),
     )
     whole = {
         "stages": np.zeros((2, 3, 3)),
@@ -370,7 +370,7 @@ def test_every_parameter_that_cannot_be_cut_is_listed():
 def test_a_head_says_what_it_lacks():
     with pytest.raises(PipelineError, match=r"(?s)label_smoothing=2.*z_loss=-1"):
         jp.VocabHead(label_smoothing=2, z_loss=-1)
-    pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead())
+    pipe = jp.Pipeline(jp.Model(stage, last=jp.VocabHead()), SCHEDULE, mesh_of(2))
     for own, text in (
         ({"w": np.zeros((4, 3)), "b": np.zeros(4)}, "got 2 of shapes"),
         ({}, "got 0 of shapes"),
@@ -384,7 +384,7 @@ def test_a_head_says_what_it_lacks():
 @pytest.mark.parametrize("loss", [Loss.MEAN, slow(Loss.SUM_OVER_COUNT)])
 def test_the_accuracy_beside_the_loss(loss):
     pipe = jp.Pipeline(
-        stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead(), has_metrics=True, loss=loss
+        jp.Model(stage, last=jp.VocabHead(), loss=loss, has_metrics=True), SCHEDULE, mesh_of(2)
     )
     whole, batch = canonical(2, 3), rows(8, 3)
     _, metrics = pipe.evaluate(pipe.place(whole), batch)
@@ -401,7 +401,7 @@ def test_the_accuracy_beside_the_loss(loss):
 
 def test_a_target_that_is_no_word_gives_no_number():
     """As plain JAX: an error of the data must not look like a loss."""
-    pipe = jp.Pipeline(stage, schedule=SCHEDULE, mesh=mesh_of(2), last=jp.VocabHead())
+    pipe = jp.Pipeline(jp.Model(stage, last=jp.VocabHead()), SCHEDULE, mesh_of(2))
     params, batch = pipe.place(canonical(2, 4)), rows(4, 4)
     assert np.isfinite(pipe.evaluate(params, batch))
     batch["targets"][1, 0] = 4
@@ -411,13 +411,13 @@ def test_a_target_that_is_no_word_gives_no_number():
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        (lambda t: {"kind": put(t, 1, -1)}, Rule.TOGETHER),
-        (lambda t: {"microbatch": put(t, 0, 1)}, Rule.TOGETHER),
-        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, Rule.TOGETHER),
-        (lambda t: {"is_source": put(t, 0, 1)}, Rule.ACTION),
-        (lambda t: {"kind": put(t, slice(None), -1)}, Rule.ACTION),
-        (lambda t: {"y": put(t, 1, 1)}, Rule.SLOT),
-        (lambda t: {"out": put(t, 1, 1)}, Rule.SLOT),
+        (lambda t: {"kind": put(t, 1, -1)}, ProgramRule.TOGETHER),
+        (lambda t: {"microbatch": put(t, 0, 1)}, ProgramRule.TOGETHER),
+        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, ProgramRule.TOGETHER),
+        (lambda t: {"is_source": put(t, 0, 1)}, ProgramRule.ACTION),
+        (lambda t: {"kind": put(t, slice(None), -1)}, ProgramRule.ACTION),
+        (lambda t: {"y": put(t, 1, 1)}, ProgramRule.SLOT),
+        (lambda t: {"out": put(t, 1, 1)}, ProgramRule.SLOT),
     ],
 )
 def test_a_wrong_share_is_found(fields, rule):
@@ -426,7 +426,7 @@ def test_a_wrong_share_is_found(fields, rule):
         jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=1))
     ).program()
     assert faults(program) == ()
-    tick = int(np.argmax(program.ticks.shares[0].kind[:, 0] >= 0))
+    tick = int(np.argmax(program.ticks.collectives[0].kind[:, 0] >= 0))
     assert rule in {fault.rule for fault in faults(changed(program, **fields(tick)))}
 
 
@@ -438,7 +438,9 @@ def test_code_for_shares_is_where_they_are():
         replace(s, templates=tuple(_without_shares(template) for template in s.templates))
         for s in program.segments
     ]
-    assert Rule.CODE in {fault.rule for fault in faults(replace(program, segments=tuple(bare)))}
+    assert ProgramRule.CODE in {
+        fault.rule for fault in faults(replace(program, segments=tuple(bare)))
+    }
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "gpipe"])
@@ -528,7 +530,7 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
 
 
 def _without_shares(template):
-    return replace(template, blocks=tuple(use for use in template.blocks if not use.block.is_share))
+    return replace(template, blocks=tuple(use for use in template.blocks if not use.block.together))
 
 
 def test_shares_are_placed_by_the_pipeline_s_costs():
@@ -542,7 +544,7 @@ def test_shares_are_placed_by_the_pipeline_s_costs():
 
     def placed(costs: jp.Costs | None) -> jp.Schedule:
         return jp.Pipeline(
-            lambda w, x: x @ w, schedule=table, mesh=mesh, last=jp.VocabHead(), costs=costs
+            jp.Model(lambda w, x: x @ w, last=jp.VocabHead()), table, mesh, costs=costs
         ).schedule
 
     assert (

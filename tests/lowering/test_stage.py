@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpipe.report import fallbacks
+from jaxpipe.inspect.step_report import fallbacks
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
 from tests.models import twin

@@ -8,10 +8,10 @@ import jax
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.inspect.step_time import merged, step_time
 from jaxpipe.lowering.cost_model import cost_matrix, program_makespan
 from jaxpipe.lowering.overheads import ON_HOST, Overheads
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.step_time import merged, step_time
 from jaxpipe.lowering.trips import with_predicates
 
 
@@ -80,7 +80,7 @@ def test_1f1b_has_the_same_work():
 def pipe_with(costs):
     table = jp.schedules.build("1f1b", devices=1, microbatches=2)
     return jp.Pipeline(
-        lambda params, x: x, schedule=table, mesh=jax.make_mesh((1,), ("pipe",)), costs=costs
+        jp.Model(lambda params, x: x), table, jax.make_mesh((1,), ("pipe",)), costs=costs
     )
 
 

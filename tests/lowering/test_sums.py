@@ -7,6 +7,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 
 M, DATA = 4, 2
@@ -24,7 +25,7 @@ def pipelines(last, stage=lambda p, x: x * p, **options):
     }
     common |= {"data_axes": ("data",), "last": last, **options}
     for executor in (None, EagerExecutor()):
-        pipe = jp.Pipeline(stage, **common, executor=executor)
+        pipe = flat_pipeline(stage, **common, executor=executor)
         yield pipe, pipe.place({"stages": jnp.ones(2, jnp.float32), "last": {}})
 
 

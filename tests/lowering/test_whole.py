@@ -16,6 +16,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.lowering.test_errors import WIDTH, batch_of, last, params_of, pipe_of, stage
 from tests.parity.engines import mesh_of
 
@@ -41,7 +42,7 @@ def test_an_equal_pipeline_is_compiled_once() -> None:
             "last": last,
             "data_axes": [],
         }
-        return jp.Pipeline(counted, **{**how, **changes})
+        return flat_pipeline(counted, **{**how, **changes})
 
     first, second = build(), build()
     params = first.place(params_of())

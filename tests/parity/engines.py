@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 import jaxpipe as jp
 import torch_ref
+from tests.flat import flat_pipeline
 from tests.models import Twin, to_flat, to_tree
 from tests.models.base import cast
 from tests.oracle import oracle_outputs, oracle_value_and_grad
@@ -45,7 +46,7 @@ def mesh_of(devices: int, **axes: int) -> Mesh:
 def pipeline(schedule: jp.Schedule, twin: Twin, **options: Any) -> jp.Pipeline:
     """The twin on a mesh of the schedule's devices, with the program that GPUs run."""
     options.setdefault("mesh", mesh_of(schedule.num_devices))
-    return jp.Pipeline(twin.stage, schedule=schedule, first=twin.first, last=twin.last, **options)
+    return flat_pipeline(twin.stage, schedule=schedule, first=twin.first, last=twin.last, **options)
 
 
 def jaxpipe_step(pipe: jp.Pipeline, weights: Flat, batch: Flat, **how: Any) -> Outcome:

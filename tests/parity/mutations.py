@@ -9,7 +9,7 @@ from typing import TypeAlias
 import jaxpipe as jp
 from jaxpipe.table.action import parts
 
-Rows: TypeAlias = list[list[jp.Cell]]
+Rows: TypeAlias = list[list[jp.table.Cell]]
 Change: TypeAlias = Callable[[random.Random, Rows], None]
 
 B, F, I, W = jp.Kind.B, jp.Kind.F, jp.Kind.I, jp.Kind.W
@@ -36,7 +36,7 @@ def _changes() -> tuple[Change, ...]:
     return (*misplaced, *renamed, _split, _merge, _pair, _unpair, _idle)
 
 
-def _pick(rng: random.Random, rows: Rows) -> tuple[list[jp.Cell], int] | None:
+def _pick(rng: random.Random, rows: Rows) -> tuple[list[jp.table.Cell], int] | None:
     """A row and the position of a cell in it."""
     cells = [(row, k) for row in rows for k in range(len(row))]
     return rng.choice(cells) if cells else None
@@ -44,7 +44,7 @@ def _pick(rng: random.Random, rows: Rows) -> tuple[list[jp.Cell], int] | None:
 
 def _pick_action(
     rng: random.Random, rows: Rows, kinds: tuple[jp.Kind, ...] = (F, B, I, W)
-) -> tuple[list[jp.Cell], int] | None:
+) -> tuple[list[jp.table.Cell], int] | None:
     cells = [
         (row, k)
         for row in rows

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 from tests.models import to_flat
 from tests.oracle import oracle_loss
 
@@ -54,7 +55,7 @@ def build(name: str, *, microbatches: int = 4, data: int = 1, **how: Any) -> jp.
         "data_axes": ("data",),
         **how,
     }
-    return jp.Pipeline(options.pop("stage"), schedule=schedule, **options)
+    return flat_pipeline(options.pop("stage"), schedule=schedule, **options)
 
 
 def step(pipe: jp.Pipeline, canonical: dict[str, Any], rows: dict[str, Any], **how: Any) -> Outcome:

@@ -24,7 +24,7 @@ def test_a_table_whose_forwards_run_in_another_order_runs_and_the_batch_may_be_a
         return last(params, x, {"y": microbatch["target"][0]})
 
     schedule = jp.Schedule.from_csv(MIXED)
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh_of(2), first=first, last=last_of_tree)
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last_of_tree), schedule, mesh_of(2))
     plain = batch(3 * ROWS)
     tree = {"input": {"x": (plain["x"],)}, "target": [plain["y"]]}
     canonical = weights(2)

@@ -8,6 +8,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
@@ -40,8 +41,14 @@ class _Worker(Generic[T]):
         self.since = 0.0
 
     def give(self, case: T) -> None:
-        self.pipe.send(case)
+        with suppress(OSError):  # of a process that has died meanwhile, as `_collect` will see
+            self.pipe.send(case)
         self.case, self.since, self.count = case, time.monotonic(), self.count + 1
+
+    def exit_code(self) -> int | None:
+        """Of a process that has closed its pipe and ends: minus the signal where one ended it."""
+        self._process.join(timeout=10)
+        return self._process.exitcode
 
     def stop(self) -> None:
         self.pipe.close()
@@ -86,8 +93,11 @@ def _collect(worker: _Worker[T], ready: bool, seconds: float) -> Done[T] | None:
     if ready:
         try:
             result, fault = worker.pipe.recv()
-        except EOFError:
-            result, fault = None, "the process died"
+        except (EOFError, OSError) as error:  # OSError where it died before it read the case
+            result, fault = (
+                None,
+                f"the process died ({type(error).__name__}, exit code {worker.exit_code()})",
+            )
         return Done(worker.case, result, fault, spent)
     return (
         Done(worker.case, None, f"stuck: no answer in {seconds:.0f} s", spent)

@@ -21,11 +21,13 @@ def main(coordinator: str, process: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, 2, process, shutdown_timeout_seconds=20)
     pipe = jp.Pipeline(
-        lambda params, x: jnp.tanh(x * params),
-        schedule=jp.schedules.build("1f1b", devices=2, microbatches=4),
-        mesh=make_mesh({"data": 2, "pipe": 2}),
-        last=lambda params, x, microbatch: jnp.mean(jnp.log(x + 2)),
-        data_axes=("data",),
+        jp.Model(
+            lambda params, x: jnp.tanh(x * params),
+            last=lambda params, x, microbatch: jnp.mean(jnp.log(x + 2)),
+        ),
+        jp.schedules.build("1f1b", devices=2, microbatches=4),
+        make_mesh({"data": 2, "pipe": 2}),
+        sharding=jp.Sharding(data=("data",)),
     )
     params = pipe.place({"stages": np.ones((2, 3), np.float32), "last": {}})
     rows = local_rows(pipe, 16)

@@ -34,11 +34,10 @@ def pipeline(pipe: int, data: int) -> jp.Pipeline:
     schedule = jp.schedules.build("1f1b", devices=pipe, microbatches=2)
     mesh = make_mesh({"pipe": pipe, "data": data}, devices=jax.devices()[: pipe * data])
     return jp.Pipeline(
-        lambda p, x: x * p,
-        schedule=schedule,
-        mesh=mesh,
-        last=lambda p, x, mb: jnp.mean(x),
-        data_axes=("data",),
+        jp.Model(lambda p, x: x * p, last=lambda p, x, mb: jnp.mean(x)),
+        schedule,
+        mesh,
+        sharding=jp.Sharding(data=("data",)),
     )
 
 
@@ -182,9 +181,7 @@ def test_a_fingerprint_differs_where_what_is_computed_does():
     shapes = {"stages": jax.ShapeDtypeStruct((2, 3), jnp.float32), "last": {}}
     one, wide = pipeline(2, 1), {**shapes, "stages": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
     other = jp.Pipeline(
-        lambda p, x: x,
-        schedule=jp.schedules.build("gpipe", devices=2, microbatches=2),
-        mesh=one.mesh,
+        jp.Model(lambda p, x: x), jp.schedules.build("gpipe", devices=2, microbatches=2), one.mesh
     )
     base = fingerprint(one, shapes, rate=0.1)
     check_same(one, shapes, rate=0.1)  # a job of one process agrees with itself

@@ -47,10 +47,9 @@ def run(
 
     fingerprint.__version__ = version
     pipe = jp.Pipeline(
-        stage,
-        schedule=jp.schedules.build(schedule, devices=2, microbatches=microbatches),
-        mesh=make_mesh({"pipe": 2}),
-        last=lambda params, x, microbatch: jnp.mean(x**2),
+        jp.Model(stage, last=lambda params, x, microbatch: jnp.mean(x**2)),
+        jp.schedules.build(schedule, devices=2, microbatches=microbatches),
+        make_mesh({"pipe": 2}),
     )
     params = pipe.place({"stages": np.ones((2, layers, 8, 8), np.float32), "last": {}})
     batch = {"x": np.ones((rows, 8), np.float32)}

@@ -47,7 +47,7 @@ def compiled(name: str, *, donate: bool) -> Any:
     """The step of AdamW with a global clip, and the bytes of parameters and state on one device."""
     schedule = jp.schedules.build(name, devices=DEVICES, microbatches=8)
     mesh = gpu_mesh((DEVICES,), ("pipe",))
-    pipe = jp.Pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last)
+    pipe = jp.Pipeline(jp.Model(stage, first=first, last=last), schedule, mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def train(state: Any, batch: Any) -> Any:

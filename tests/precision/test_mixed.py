@@ -17,6 +17,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 import jaxpipe as jp
+from tests.flat import flat_pipeline
 
 # Sizes that occur nowhere else, so that a shape says which array it is.
 WIDTH, HIDDEN, LAYERS, VOCAB, ROWS, MICROBATCHES = 6, 10, 3, 14, 2, 4
@@ -104,7 +105,7 @@ def casts(
     over ticks.
     """
     mesh = Mesh(np.array(jax.devices()[: schedule.num_devices]), ("pipe",))
-    pipe = jp.Pipeline(function, schedule=schedule, mesh=mesh, first=first, last=last, **options)
+    pipe = flat_pipeline(function, schedule=schedule, mesh=mesh, first=first, last=last, **options)
     batch = {"tokens": jax.ShapeDtypeStruct((ROWS * MICROBATCHES, 5), jnp.int32)}
     jaxpr = jax.make_jaxpr(pipe.value_and_grad)(pipe.place(shapes(schedule.num_stages)), batch)
     known = {(WIDTH, HIDDEN), (HIDDEN, WIDTH), (HIDDEN,), (VOCAB, WIDTH), (WIDTH, VOCAB)}
@@ -169,11 +170,13 @@ def gradient(dtype: Any, accumulate: Any) -> Any:
     schedule = jp.schedules.build("1f1b", devices=1, microbatches=2)
     mesh = Mesh(np.array(jax.devices()[:1]), ("pipe",))
     pipe = jp.Pipeline(
-        lambda p, x: p.astype(jnp.bfloat16) * x,
-        schedule=schedule,
-        mesh=mesh,
-        last=lambda _, x, microbatch: jnp.sum(x.astype(jnp.float32)),
-        accumulate_dtype=accumulate,
+        jp.Model(
+            lambda p, x: p.astype(jnp.bfloat16) * x,
+            last=lambda _, x, microbatch: jnp.sum(x.astype(jnp.float32)),
+        ),
+        schedule,
+        mesh,
+        memory=jp.Memory(accumulate=accumulate),
     )
     params = pipe.place({"stages": jnp.ones((1,), dtype), "last": {}})
     _, grads = pipe.value_and_grad(params, {"x": jnp.asarray([256, 1], jnp.bfloat16)})
@@ -202,10 +205,11 @@ def test_the_optimizers_state_is_begun_as_a_step_leaves_it(unlike: bool) -> None
     schedule = jp.schedules.build("gpipe", devices=2, microbatches=2)
     functions = [lambda p, x: x @ p, lambda p, x: x @ p["w"]]
     pipe = jp.Pipeline(
-        functions if unlike else functions[0],
-        schedule=schedule,
-        mesh=jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]),
-        last=lambda p, x, microbatch: jnp.mean(x**2),
+        jp.Model(
+            functions if unlike else functions[0], last=lambda p, x, microbatch: jnp.mean(x**2)
+        ),
+        schedule,
+        jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]),
     )
     weight = jnp.ones((3, 3), jnp.bfloat16)
     params = pipe.place(
@@ -227,10 +231,9 @@ def test_the_optimizers_state_is_begun_as_a_step_leaves_it(unlike: bool) -> None
 
 def test_an_optimizer_that_wants_the_loss_is_begun_as_it_says() -> None:
     pipe = jp.Pipeline(
-        lambda p, x: x @ p,
-        schedule=jp.schedules.build("gpipe", devices=1, microbatches=1),
-        mesh=jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]),
-        last=lambda p, x, microbatch: jnp.mean(x**2),
+        jp.Model(lambda p, x: x @ p, last=lambda p, x, microbatch: jnp.mean(x**2)),
+        jp.schedules.build("gpipe", devices=1, microbatches=1),
+        jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]),
     )
     params = pipe.place({"stages": jnp.ones((1, 3, 3), jnp.bfloat16), "last": {}})
     optimizer = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())

@@ -18,6 +18,7 @@ import jaxpipe as jp
 from jaxpipe.model.arguments import rematerialised
 from jaxpipe.model.functions import Function
 from tests.axes.model import worst_error
+from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
 
 WIDTH, HIDDEN, LAYERS, ROWS, MICROBATCHES = 6, 24, 2, 4, 4
@@ -50,7 +51,7 @@ def step(function: Any, remat: Any) -> tuple[Any, int]:
     """(loss, gradients) and the bytes of residuals that a microbatch keeps on a device."""
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=MICROBATCHES)
     mesh = Mesh(np.array(jax.devices()[:2]), ("pipe",))
-    pipe = jp.Pipeline(function, schedule=schedule, mesh=mesh, last=last, remat=remat)
+    pipe = jp.Pipeline(jp.Model(function, last=last), schedule, mesh, memory=jp.Memory(remat=remat))
     rng = np.random.default_rng(0)
     own = {
         "w": rng.standard_normal((2, LAYERS, WIDTH, HIDDEN)),
@@ -59,7 +60,7 @@ def step(function: Any, remat: Any) -> tuple[Any, int]:
     params = pipe.place({"stages": own, "last": {}})
     batch = {name: rng.standard_normal((ROWS * MICROBATCHES, WIDTH)) for name in "xy"}
     loss, grads = pipe.value_and_grad(params, batch)
-    size = pipe.compile_report(params, batch)["slot_bytes"]
+    size = jp.inspect.report(pipe, params, batch)["slot_bytes"]
     return (loss, pipe.canonical(grads)), size["residual_input"] + size["residual_weight"]
 
 
@@ -106,7 +107,7 @@ def test_training_is_a_python_bool_under_remat(remat: Any, by_letters: bool) -> 
         given = {"layers": {"t": in_two_modes, "L": last}, "layout": "t|tL"}
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=MICROBATCHES)
     mesh = Mesh(np.array(jax.devices()[:2]), ("pipe",))
-    pipe = jp.Pipeline(**given, schedule=schedule, mesh=mesh, remat=remat)
+    pipe = flat_pipeline(**given, schedule=schedule, mesh=mesh, remat=remat)
     own = np.ones((2, WIDTH, WIDTH))
     params = pipe.place({"stages": {"t": own} if by_letters else own, "last": {}})
     batch = {name: np.ones((ROWS * MICROBATCHES, WIDTH)) for name in "xy"}

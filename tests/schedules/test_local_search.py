@@ -83,5 +83,5 @@ def test_known_optima_are_reached(costs, microbatches, chunks, cap, optimum):
     }
     found = jp.schedules.build("auto", **shape, costs=costs)
     assert jp.simulate(found, costs).makespan == found.certificate.value == optimum
-    assert found.certificate.proof is jp.Proof.RELAXATION
+    assert found.certificate.proof is jp.table.Proof.RELAXATION
     assert found.certificate.bound <= optimum

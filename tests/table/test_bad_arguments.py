@@ -27,6 +27,7 @@ from jaxpipe import Costs, Layout, Placement, Schedule, megatron, render
 from jaxpipe.cli.main import main
 from jaxpipe.errors import quoted
 from jaxpipe.schedules.registry import describe
+from jaxpipe.table.limits import is_number
 from tests.odd_values import BROKEN, GOOD, LAYOUT, SPREAD, TIMELINE, draw_value
 
 SECONDS = 10  # of the processor, for one call
@@ -99,7 +100,7 @@ def use_layout(**arguments: Any) -> None:
         layout.stage_to_chunk,
         hash(layout),
     )
-    jp.check_layout(layout)
+    jp.layouts.check_layout(layout)
 
 
 def read_schedule(**given: Any) -> None:
@@ -124,7 +125,18 @@ def as_json(value: object) -> str | None:
 
 def certified(**arguments: Any) -> None:
     """A certificate, as text."""
-    str(jp.Certificate(**arguments))
+    str(jp.table.Certificate(**arguments))
+
+
+def use_plans(**arguments: Any) -> None:
+    """Plans made and written: without a search, which takes the time that it is given, and
+    functions, whose errors are their own.
+    """
+    arguments |= {name: None for name in ("progress", "traced") if callable(arguments[name])}
+    arguments |= {"search": 0} if is_number(arguments["search"]) and arguments["search"] > 0 else {}
+    plans = jp.plan(**arguments)
+    json.dumps([plan.facts() for plan in plans])
+    _ = str(plans), repr(plans)
 
 
 # A function or method, and arguments with which it works, where it has no defaults for them.
@@ -140,21 +152,36 @@ FIELDS = {
     "rows": [["0F0"], []],
     "name": "",
 }
+COST = jp.LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3, parameters=1e6)
+PLANNED: dict[str, Any] = {
+    name: parameter.default for name, parameter in inspect.signature(jp.plan).parameters.items()
+}
+PLANNED |= SIZE | {
+    "model": "t*4",
+    "costs": {"t": COST},
+    "chunks": (1, 2),
+    "schedules": ("1f1b", "zb_h1", "dualpipe"),
+}
 TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     *(
         (call, TABLE)
         for call in (
             jp.check,
             jp.simulate,
-            jp.simulate_steps,
+            jp.engine.simulate_steps,
             jp.add_transfers,
-            jp.remove_transfers,
+            jp.transforms.remove_transfers,
             jp.add_recompute,
         )
     ),
     *(
         (call, TABLE)
-        for call in (jp.remove_recompute, jp.remove_spread, jp.merge_backward, jp.split_backward)
+        for call in (
+            jp.transforms.remove_recompute,
+            jp.transforms.remove_spread,
+            jp.merge_backward,
+            jp.split_backward,
+        )
     ),
     *((call, TABLE) for call in (jp.spread_first, jp.spread_last)),
     (jp.defer_last, {"schedule": SPREAD}),
@@ -179,8 +206,8 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     *((call, {"devices": 2}) for call in (Placement.loop, Placement.vee, Placement.bidirectional)),
     (Placement.explicit, {"stage_to_device": [0, 1]}),
     (GOOD.placement.chunk_of, {"stage": 0, "device": 0}),
-    (jp.parse_action, {"text": "0F0"}),
-    (jp.parse_cell, {"text": "0F0"}),
+    (jp.table.parse_action, {"text": "0F0"}),
+    (jp.table.parse_cell, {"text": "0F0"}),
     (
         use_costs,
         {
@@ -191,6 +218,7 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (Costs.from_json, {"text": Costs().to_json()}),
     (read_costs, {"forward": 1, "release": "weight_grad", "unit": "", "last": None}),
     (Costs().for_stages, {"num_stages": 2}),
+    (use_plans, PLANNED),
     (jp.LayerCost, {"forward": 1, "input_grad": 1, "weight_grad": 1}),
     (TIMELINE.memory, {"device": 0}),
     (TIMELINE.over, {"planned": TIMELINE}),
@@ -200,10 +228,13 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (render.to_trace, DRAWN),
     (jp.parse_layout, {"text": "Et|tL", "devices": 2}),
     (use_layout, {"stages": ("Et", "tL"), "num_devices": 2}),
-    (jp.check_layout, {"layout": LAYOUT}),
-    (jp.balanced_layout, {"layers": "Et*4,L", "costs": {"E": 1, "t": 2, "L": 1}, "devices": 2}),
-    (jp.even_layout, {"num_layers": 4, "devices": 2}),
-    (jp.split_layers, {"costs": [1, 2, 3], "stages": 2, "sizes": [1, 1, 1], "most": 3}),
+    (jp.layouts.check_layout, {"layout": LAYOUT}),
+    (
+        jp.layouts.balanced_layout,
+        {"layers": "Et*4,L", "costs": {"E": 1, "t": 2, "L": 1}, "devices": 2},
+    ),
+    (jp.layouts.even_layout, {"num_layers": 4, "devices": 2}),
+    (jp.layouts.split_layers, {"costs": [1, 2, 3], "stages": 2, "sizes": [1, 1, 1], "most": 3}),
     (LAYOUT.count, {"letter": "t"}),
     (LAYOUT.layer_ids, {"letter": "t"}),
     (LAYOUT.stage_costs, {"costs": {"E": 1, "t": 1, "L": 1}}),
@@ -212,10 +243,10 @@ TARGETS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (
         certified,
         {
-            "objective": jp.Objective.PERIOD,
+            "objective": jp.table.Objective.PERIOD,
             "value": 2.0,
             "bound": 1,
-            "proof": jp.Proof.RELAXATION,
+            "proof": jp.table.Proof.RELAXATION,
             "max_activations": None,
         },
     ),

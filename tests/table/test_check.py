@@ -48,7 +48,7 @@ GOOD = {
 }
 
 
-def faults(schedule: Schedule, **options) -> list[jp.Violation]:
+def faults(schedule: Schedule, **options) -> list[jp.errors.Violation]:
     with pytest.raises(ScheduleError) as caught:
         jp.check(schedule, **options)
     assert caught.value.violations
@@ -64,11 +64,11 @@ def broken(text: str, change: Callable[[Rows], object]) -> Schedule:
 
 
 def put(device: int, position: int, cell: str) -> Callable[[Rows], object]:
-    return lambda rows: rows[device].__setitem__(position, jp.parse_cell(cell))
+    return lambda rows: rows[device].__setitem__(position, jp.table.parse_cell(cell))
 
 
 def insert(device: int, position: int, cell: str) -> Callable[[Rows], object]:
-    return lambda rows: rows[device].insert(position, jp.parse_cell(cell))
+    return lambda rows: rows[device].insert(position, jp.table.parse_cell(cell))
 
 
 def drop(device: int, position: int) -> Callable[[Rows], object]:
@@ -176,13 +176,17 @@ MUTATIONS = {
     ),
     "overlap: an F with a W": (
         SPLIT,
-        lambda rows: rows[1].__setitem__(slice(2, 5), [jp.parse_cell("1I1"), pair("1F1", "1W0")]),
+        lambda rows: rows[1].__setitem__(
+            slice(2, 5), [jp.table.parse_cell("1I1"), pair("1F1", "1W0")]
+        ),
         {"overlap", "order"},
         (1, 3),
     ),
     "overlap: an F with an R": (
         AGAIN,
-        lambda rows: rows[1].__setitem__(slice(1, 4), [pair("1F1", "1R0"), jp.parse_cell("1B0")]),
+        lambda rows: rows[1].__setitem__(
+            slice(1, 4), [pair("1F1", "1R0"), jp.table.parse_cell("1B0")]
+        ),
         {"overlap"},
         (1, 1),
     ),
@@ -236,7 +240,7 @@ MUTATIONS = {
 
 def pair(forward: str, backward: str) -> Overlap:
     """A pair that the parser would refuse."""
-    return Overlap(jp.parse_action(forward), jp.parse_action(backward))
+    return Overlap(jp.table.parse_action(forward), jp.table.parse_action(backward))
 
 
 @pytest.mark.parametrize(("text", "change", "rules", "cell"), MUTATIONS.values(), ids=MUTATIONS)
@@ -263,7 +267,7 @@ def test_the_memory_cap_sees_its_break():
 
 def test_the_memory_cap_counts_until_w_or_until_i():
     schedule = Schedule.from_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
-    assert jp.check(schedule, max_activations=1, release=jp.Release.INPUT_GRAD) is schedule
+    assert jp.check(schedule, max_activations=1, release=jp.table.Release.INPUT_GRAD) is schedule
     (fault,) = faults(schedule, max_activations=1)
     assert fault.position == 2
 
@@ -354,13 +358,13 @@ def test_the_transfers_that_are_asked_for_decide(schedule, runs_under, how):
 
 
 def test_steps_are_counted_where_the_asked_for_transfers_run():
-    assert len(jp.simulate_steps(CROSSED)) == 10
+    assert len(jp.engine.simulate_steps(CROSSED)) == 10
     for schedule, transfers in ((CROSSED, Transfers.RENDEZVOUS), (POSTED, Transfers.BUFFERED)):
         with pytest.raises(ScheduleError, match="wait for each other"):
-            jp.simulate_steps(schedule, transfers=transfers)
+            jp.engine.simulate_steps(schedule, transfers=transfers)
 
 
-@pytest.mark.parametrize("call", [jp.check, jp.simulate, jp.simulate_steps])
+@pytest.mark.parametrize("call", [jp.check, jp.simulate, jp.engine.simulate_steps])
 def test_a_word_is_no_kind_of_transfer(call):
     with pytest.raises(
         ScheduleError,

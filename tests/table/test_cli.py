@@ -239,7 +239,7 @@ def test_simulate_json_holds_everything(run):
         ),
         (["--costs", "1:2:1:1,1,1"], jp.Costs(forward=[1, 2, 1, 1])),
         (["--backward", "1.5", "--activation", "2"], jp.Costs(backward=1.5, activation=2)),
-        (["--release", "input_grad"], jp.Costs(release=jp.Release.INPUT_GRAD)),
+        (["--release", "input_grad"], jp.Costs(release=jp.table.Release.INPUT_GRAD)),
     ],
 )
 def test_costs_on_the_command_line(run, flags, costs):

@@ -4,7 +4,6 @@ programs made of such tables.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,7 +14,7 @@ import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
 from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.verify import faults
 from tests.shares import changed, put
 from tests.strategies import random_schedule
@@ -92,7 +91,7 @@ def test_what_a_head_as_long_as_a_forward_gains(name, most, gain):
             left += (cell.kind is Kind.L) - (cell.kind is Kind.H)
             kept = max(kept, left)
     assert gain == 0 or kept == most
-    assert jp.remove_spread(after).rows == jp.remove_spread(before).rows
+    assert jp.transforms.remove_spread(after).rows == jp.transforms.remove_spread(before).rows
     assert jp.defer_last(after, max_deferred=most, costs=costs) == after
     assert jp.spread_last(after, costs=costs, split=False) == before
 
@@ -133,29 +132,22 @@ def test_a_slot_that_h_finds_wrong_is_found():
     ).program()
     assert program.slots.share == 2
     assert faults(program) == ()
-    (share,) = program.ticks.shares
+    (share,) = program.ticks.collectives
     first, second = (int(t) for t in (share.kind[:, 0] == int(Kind.L)).nonzero()[0])
     assert share.stash[first, 0] != share.stash[second, 0]
     for tick, slot, rule in (
-        (second, int(share.stash[first, 0]), Rule.VALUE),
-        (first, 2, Rule.SLOT),
+        (second, int(share.stash[first, 0]), ProgramRule.VALUE),
+        (first, 2, ProgramRule.SLOT),
     ):
         assert rule in {fault.rule for fault in faults(changed(program, stash=put(tick, 0, slot)))}
-    b = program.ticks.backward
-    (late, _) = (int(t) for t in (b.kind[:, 0] == int(Kind.H)).nonzero()[0])
+    (late, _) = (int(t) for t in (share.kind[:, 0] == int(Kind.H)).nonzero()[0])
     wrong = (
-        ("stash", 1 - int(b.stash[late, 0]), Rule.VALUE),
-        ("stage", 1, Rule.ACTION),
-        ("kind", int(Kind.W), Rule.ACTION),
+        ("stash", 1 - int(share.stash[late, 0]), ProgramRule.VALUE),
+        ("microbatch", 1 - int(share.microbatch[late, 0]), ProgramRule.ACTION),
+        ("kind", int(Kind.W), ProgramRule.ACTION),
     )
     for name, value, rule in wrong:
-        other = replace(
-            program,
-            ticks=replace(
-                program.ticks,
-                backward=replace(b, **{name: put(late, 0, value)(getattr(b, name).copy())}),
-            ),
-        )
+        other = changed(program, **{name: put(late, 0, value)})
         assert rule in {fault.rule for fault in faults(other)}
 
 

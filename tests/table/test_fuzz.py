@@ -77,14 +77,14 @@ def exercise(schedule: Schedule) -> None:
     for transfers in Transfers:
         survives(lambda t=transfers: jp.check(schedule, transfers=t, max_activations=1))
         survives(lambda t=transfers: jp.simulate(schedule, transfers=t).critical_path)
-        survives(lambda t=transfers: jp.simulate_steps(schedule, transfers=t))
+        survives(lambda t=transfers: jp.engine.simulate_steps(schedule, transfers=t))
     for change in (
         jp.add_transfers,
-        jp.remove_transfers,
+        jp.transforms.remove_transfers,
         jp.merge_backward,
         jp.split_backward,
         jp.add_recompute,
-        jp.remove_recompute,
+        jp.transforms.remove_recompute,
     ):
         survives(lambda c=change: c(schedule))
 

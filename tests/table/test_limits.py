@@ -259,7 +259,7 @@ COSTS = {
     ),
     "a word for release": (
         lambda: jp.Costs(release="input_grad"),
-        "release is 'input_grad'; it is a jaxpipe.Release",
+        "release is 'input_grad'; it is a jaxpipe.table.Release",
     ),
 }
 
@@ -363,8 +363,8 @@ def test_a_number_of_a_stage_that_is_no_whole_number_is_no_cell():
             Schedule.to_csv,
             Schedule.to_json,
             jp.merge_backward,
-            jp.remove_transfers,
-            jp.remove_spread,
+            jp.transforms.remove_transfers,
+            jp.transforms.remove_spread,
         ):
             assert "are not actions" in refused(lambda c=call, s=drafted: c(s))
 
@@ -473,7 +473,7 @@ BUILDS = {
     ),
     "CSV that is no text": (lambda: Schedule.from_csv(b"0F0"), "give the CSV as a str"),
     "JSON that is no text": (lambda: Schedule.from_json(None), "give the JSON as a str"),
-    "an action that is no text": (lambda: jp.parse_action(None), "None is not text"),
+    "an action that is no text": (lambda: jp.table.parse_action(None), "None is not text"),
     "a cap that is a word": (
         lambda: jp.check(Schedule.from_csv("0F0"), max_activations="x"),
         "max_activations must be a whole number or a sequence or None, not 'x'",
@@ -522,18 +522,18 @@ TAKES_A_TABLE = [
     *(
         jp.check,
         jp.simulate,
-        jp.simulate_steps,
+        jp.engine.simulate_steps,
         jp.add_transfers,
-        jp.remove_transfers,
+        jp.transforms.remove_transfers,
         jp.add_recompute,
-        jp.remove_recompute,
+        jp.transforms.remove_recompute,
     ),
     *(
         jp.merge_backward,
         jp.split_backward,
         jp.spread_first,
         jp.spread_last,
-        jp.remove_spread,
+        jp.transforms.remove_spread,
         jp.defer_last,
     ),
 ]
@@ -571,8 +571,8 @@ def test_what_are_no_costs_is_named(call, given):
 )
 def test_what_is_no_timeline_is_named(draw):
     schedule = Schedule.from_csv("0F0")
-    assert "timeline must be a jaxpipe.Timeline, not" in refused(lambda: draw(schedule))
-    assert "planned must be a jaxpipe.Timeline, not" in refused(
+    assert "timeline must be a jaxpipe.engine.Timeline, not" in refused(lambda: draw(schedule))
+    assert "planned must be a jaxpipe.engine.Timeline, not" in refused(
         lambda: jp.simulate(schedule).over(schedule)
     )
 

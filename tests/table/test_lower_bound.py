@@ -29,7 +29,7 @@ NAMES = (
 
 
 def bound_of(schedule, costs):
-    peak = max(max(jp.simulate(schedule, costs).peak_activations), schedule.num_chunks)
+    peak = max(jp.simulate(schedule, costs).peak_activations)
     shape = {"placement": schedule.placement, "microbatches": schedule.num_microbatches}
     return jp.lower_bound(costs, max_activations=peak, **shape)
 
@@ -48,7 +48,7 @@ def test_no_schedule_is_below_it(name, seed):
         transfer=rng.choice((0, 1, 2.5)),
         backward=rng.choice((None, 2, 11)),
         overlap=rng.choice((None, 7, [2 * f for f in per_stage])),
-        release=rng.choice(tuple(jp.Release)),
+        release=rng.choice(tuple(jp.table.Release)),
     )
     assert bound_of(schedule, costs) <= jp.simulate(schedule, costs).makespan + 1e-9
 
@@ -94,6 +94,20 @@ def test_tables_with_recompute_go_below_a_cap_alone():
         jp.lower_bound(placement=table.placement, microbatches=8),
         None,
     )
+
+
+def test_a_microbatch_goes_through_one_device_of_a_stage():
+    """A table that exists: both devices have both stages, and hold one activation at most."""
+    rows = [[*map(jp.table.parse_cell, row)] for row in (("0F0", "0B0"), ("1F0", "1B0"))]
+    table = jp.Schedule.from_rows(rows, placement=jp.Placement.bidirectional(devices=2))
+    timeline = jp.simulate(table)
+    assert timeline.peak_activations == (1, 1)
+    assert bound_beside(timeline) == (5, 1)
+    mixed = jp.Placement.explicit([(0, 1), 0, 0], devices=2)
+    # three F, three I, one W
+    assert jp.lower_bound(placement=mixed, microbatches=1, max_activations=2) == 7
+    with pytest.raises(jp.ScheduleError, match="less than the 2 that one microbatch needs"):
+        jp.lower_bound(placement=mixed, microbatches=1, max_activations=1)
 
 
 def test_devices_without_stages_have_bounds_too(monkeypatch):
@@ -177,7 +191,7 @@ def test_no_steady_state_is_below_its_bound(name):
         costs,
         placement=schedule.placement,
         max_activations=max(timeline.peak_activations),
-        objective=jp.Objective.PERIOD,
+        objective=jp.table.Objective.PERIOD,
     )
     if timeline.period is None:
         assert name in ("gpipe", "dualpipe", "dualpipev", "zbv", "v_half", "v_min")

@@ -59,9 +59,9 @@ CHANGES = ("plain", "split", "recomputed", "sent", "recomputed, sent", *SPREAD)
 
 TRANSFORMS = (
     jp.merge_backward,
-    jp.remove_recompute,
-    jp.remove_spread,
-    jp.remove_transfers,
+    jp.transforms.remove_recompute,
+    jp.transforms.remove_spread,
+    jp.transforms.remove_transfers,
     jp.split_backward,
 )
 TRANSFORMS = (
@@ -237,7 +237,7 @@ def _is_simulated(table: Schedule, transfers: Transfers, where: str) -> None:
     assert timeline.critical_path, where
     assert min(timeline.peak_memory) >= 0, where
     if transfers is not Transfers.ASYNC:  # which is no way to run in steps
-        assert len(jp.simulate_steps(table, transfers=transfers)), where
+        assert len(jp.engine.simulate_steps(table, transfers=transfers)), where
     assert Schedule.from_json(table.to_json()) == table, where
     for change in TRANSFORMS:
         try:

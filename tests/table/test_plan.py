@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,9 +17,9 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli import terminal
 from jaxpipe.cli.main import main
+from jaxpipe.inspect.step_time import step_time
 from jaxpipe.lowering.overheads import ON_HOST
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.step_time import step_time
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner import plan as planner
 from jaxpipe.planner.layer_cost import Remat
@@ -81,7 +82,7 @@ def test_the_best_of_one_is_the_best_of_many():
     many = jp.plan("Et*14,L", costs, **given)
     best = min(many, key=lambda p: p.seconds)
     assert best.timeline.makespan > min(p.timeline.makespan for p in many), "this case says nothing"
-    assert jp.plan("Et*14,L", costs, **given, most=1).best.words == best.words
+    assert jp.plan("Et*14,L", costs, **given, most=1).best.label == best.label
 
 
 def test_all_the_work_is_in_the_times(plans):
@@ -109,11 +110,12 @@ def test_memory_is_that_of_the_program():
     assert (gpipe.remat, full.remat) == (None, "full")
     assert gpipe.layout in ("Et*3|t*3,L", "Et*4|ttL")
     inner = max(stage.count("t") for stage in jp.parse_layout(gpipe.layout, devices=2).stages)
-    assert gpipe.parts.stages == 4 * 4e8 * inner
-    assert gpipe.parts.outer == 4 * (2e8 + 2e8)
+    held = 4e8 * inner + 2e8 + 2e8
+    parts = gpipe.parts
+    assert (parts.parameters, parts.gradients, parts.optimizer) == (held, held, 2 * held)
     # A run of layers is a scan, which keeps what each of them takes besides.
-    assert gpipe.parts.residuals == 4 * inner * (1e8 + 1e7)
-    assert full.parts.residuals == 0
+    assert parts.pools["residual_weight"] == 4 * inner * (1e8 + 1e7)
+    assert full.parts.pools["residual_weight"] == 0
     assert full.seconds > gpipe.seconds
 
 
@@ -136,7 +138,8 @@ def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
         for kind in (RunsOn.GPUS, RunsOn.ONE_CPU_PROCESS)
     )
     assert there.summed == 0
-    assert here.total == here.stages + here.outer + here.batch + 2e9 + 2e8
+    held = here.parameters + here.gradients + here.optimizer
+    assert here.total == held + here.batch + 2e9 + 2e8
 
 
 def test_the_split_is_the_best_of_all_splits():
@@ -261,7 +264,7 @@ def test_numbers_of_microbatches_have_costs_of_their_own():
     assert {p.schedule.num_microbatches: p.seconds for p in found} == {
         p.schedule.num_microbatches: p.seconds for p in alone
     }
-    assert {p.words for p in found} == {"1f1b, V 1, M 4", "1f1b, V 1, M 8"}
+    assert {p.label for p in found} == {"1f1b, V 1, M 4", "1f1b, V 1, M 8"}
     with pytest.raises(
         jp.PlanError, match="costs are missing for 8 microbatches: a microbatch of another size"
     ):
@@ -293,7 +296,7 @@ def test_some_microbatches_are_recomputed_where_that_is_enough():
     fewest, plan = min(zip(recomputed, some, strict=True), key=lambda each: len(each[0]))
     assert {action.stage for action in fewest} == {0}
     assert len(fewest) == 2
-    assert "recompute 6%" in plan.words
+    assert "recompute 6%" in plan.label
     assert plan.remat is None, "the table says it"
 
 
@@ -439,6 +442,21 @@ def test_auto_uses_the_memory_that_there_is():
         ({"costs": {**COSTS, "t": jp.Costs()}}, "must be a jaxpipe.LayerCost"),
         ({"microbatches": ([],)}, "microbatches must be a whole number of at least 1"),
         ({"microbatches": np.array([4.5])}, "microbatches must be a whole number of at least 1"),
+        (
+            {"microbatches": b"48", "costs": {52: COSTS, 56: COSTS}},
+            "microbatches must be a whole number of at least 1",
+        ),
+        ({"chunks": np.array(1)}, "chunks must be a few whole numbers"),
+        ({"memory": Fraction(80)}, "for gigabytes write 80e9"),
+        ({"schedules": np.array(["zbv", "v_min"]), "chunks": (1,)}, "no schedule can be built"),
+        (
+            {"schedules": ("dualpipe",), "chunks": (2,)},
+            "2 stages, each on several devices; choose it by chunks=(1,)",
+        ),
+        (
+            {"traced": lambda plan: {"stages": 1}},
+            "traced must return bytes by what they are for, and their 'total'",
+        ),
         ({"schedules": 1}, "schedules must be names"),
         ({"search": "long", "seed": -1}, "seed must be a whole number of at least 0"),
         ({"progress": 1, "traced": "it"}, "traced must be a function of a plan"),
@@ -449,6 +467,19 @@ def test_faults_are_named(change, message):
     with pytest.raises(jp.PlanError) as caught:
         jp.plan(given.pop("layers"), given.pop("costs"), **given)
     assert message in str(caught.value)
+
+
+def test_a_stage_on_two_devices_is_planned_once_and_not_searched_for():
+    """A layout of DualPipe has a stage a device, and `auto` has no placement of its kind."""
+    plans = jp.plan(
+        MODEL, COSTS, devices=2, microbatches=4, schedules=("dualpipe",), remat=(None,), search=0.1
+    )
+    assert [plan.label for plan in plans] == ["dualpipe, V 1"]
+    assert plans[0].layout.count("|") == 1
+    parts = plans[0].parts
+    held = T.held_bytes * 6 + EMBED.held_bytes + HEAD.held_bytes  # every device holds all layers
+    assert parts.parameters + parts.gradients + parts.optimizer == held
+    assert "chunks=(1,)" in plans.rejected[0].why
 
 
 def test_a_layer_cost_is_a_number_of_at_least_0():

@@ -92,7 +92,8 @@ def test_predicates_of_meetings_do_not_grow_with_microbatches():
 
 
 # Where it is more than 1.00: in DualPipe's ramps some devices run an overlapped pair while their
-# neighbours run a single action.
+# neighbours run a single action. The candidates are a fixed list without a search: losses up to 2 %
+# are accepted for these two.
 MOST = {"dualpipe": 1.011, "dualpipev": 1.02}
 
 
@@ -198,13 +199,15 @@ def test_passes_print(name, devices, microbatches, chunks):
     "name", ["1f1b_overlap", *map(slow, ("interleaved_1f1b", "zb_h1", "zbv", "dualpipev"))]
 )
 def test_transfers_beside_compute_cost_neither_slots_nor_code_with_more_microbatches(name):
-    """With "speed": what is in flight has no slot yet, and makespans are the table's."""
+    """What is in flight has no slot yet, and makespans are the table's, but for what the fixed
+    candidates lose (`MOST`).
+    """
     sizes = []
     for microbatches in (32, 96):
         schedule = jp.schedules.build(name, devices=8, microbatches=microbatches)
         plan = plan_of(schedule)
         sizes.append(sum(segment.size for segment in plan.segments))
-        assert plan.makespan <= 1.005 * jp.simulate(schedule).makespan
+        assert plan.makespan <= MOST.get(name, 1.005) * jp.simulate(schedule).makespan
         held, least = (vars(p.program().slots) for p in (plan, plan_of(schedule)))
         assert all(held[pool] <= least[pool] for pool in least)
     assert sizes[1] <= sizes[0]

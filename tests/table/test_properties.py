@@ -161,7 +161,7 @@ def test_the_grid_draws_every_cell_once_and_no_input_late(schedule):
         assert drawn == [str(c) for c in row if c is not None]
         for step, start in enumerate(starts):
             text = line[start : starts[step + 1] if step + 1 < len(starts) else None].strip()
-            for action in parts(jp.parse_cell(text)):
+            for action in parts(jp.table.parse_cell(text)):
                 step_of[str(action)] = step
     table = schedule.encoded
     for i in range(table.num_actions):

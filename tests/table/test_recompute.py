@@ -112,7 +112,7 @@ def test_the_fewest_are_recomputed_that_make_room(rng):
         max(jp.simulate(jp.add_recompute(schedule, lead=1, max_activations=most)).peak_activations)
         <= most
     )
-    for row in jp.remove_recompute(schedule).rows:
+    for row in jp.transforms.remove_recompute(schedule).rows:
         passes = sorted({action[::2] for cell in row for action in parts(cell)})
         taken = sum(
             action[::2] in passes for _, _, action in table.actions() if action.kind is Kind.R
@@ -172,8 +172,8 @@ def test_a_valid_table_with_every_r_and_nothing_else_changed(rng):
     had = {a[::2] for _, _, a in schedule.actions() if a.kind is Kind.R}
     asked = {(s, m) for s in stages for m in range(schedule.num_microbatches)}
     assert {a[::2] for _, _, a in table.actions() if a.kind is Kind.R} == had | asked
-    bare = jp.remove_recompute(schedule)
-    assert jp.remove_recompute(table).rows == tuple(
+    bare = jp.transforms.remove_recompute(schedule)
+    assert jp.transforms.remove_recompute(table).rows == tuple(
         tuple(c for c in row if c is not None) for row in bare.rows
     )
     assert lead is None or most_ahead(table) <= lead

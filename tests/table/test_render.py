@@ -257,8 +257,8 @@ def test_transfers_are_thin_strips():
 )
 def test_themes(theme, light, dark):
     sheet = ElementTree.fromstring(to_svg(timeline(), theme=theme)).find(f"{SVG}style").text
-    assert (f".page{{fill:{LIGHT.page}" in sheet) is light
-    assert (f".page{{fill:{DARK.page}" in sheet) is dark
+    assert (f".page{{fill:{LIGHT.colours['page']}" in sheet) is light
+    assert (f".page{{fill:{DARK.colours['page']}" in sheet) is dark
     assert ("prefers-color-scheme:dark" in sheet) is (theme is Theme.AUTO)
 
 

@@ -4,11 +4,24 @@ torch.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.rooms import PACKAGE, WITHOUT_JAX, climbing, floors, graph, imports, modules, room
+from tests.rooms import (
+    OPTIONAL,
+    PACKAGE,
+    WITHOUT_JAX,
+    between_rooms,
+    floors,
+    graph,
+    imports,
+    modules,
+    room,
+    undeclared,
+)
 
 PROBE = """
 import importlib, sys
@@ -23,29 +36,78 @@ assert not heavy(), ("imported", heavy()[:5])
 import jaxpipe as jp
 whole = jp.add_transfers(jp.check(jp.schedules.build("1f1b", devices=2, microbatches=3)))
 jp.simulate(jp.Schedule.from_json(whole.to_json()), jp.Costs(transfer=1)).critical_path
-jp.simulate_steps(whole), str(whole)
+jp.engine.simulate_steps(whole), str(whole)
 from jaxpipe.cli.main import main
 assert main(["compare", "1f1b", "gpipe", "-P", "2", "-M", "2"]) == 0
 assert not heavy(), ("used", heavy()[:5])
 """
 
 
-def test_no_import_climbs():
-    assert climbing() == []
+def test_rooms_import_what_they_declare():
+    assert undeclared() == []
 
 
-def test_a_climbing_import_is_found(tmp_path: Path):
+def test_an_undeclared_import_is_found(tmp_path: Path):
     for name, text in (
+        ("table/__init__.py", "IMPORTS = ('errors',)"),
         ("table/check.py", "from ..lowering.plan import Plan"),
         ("lowering/plan.py", ""),
         ("attic.py", ""),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert climbing(tmp_path) == [
-        "attic: room 'attic' is not declared in tests/rooms.py",
-        "table.check imports lowering.plan, which is above it",
+    assert undeclared(tmp_path) == [
+        "room 'attic' is not in tests/rooms.py",
+        "table/__init__.py says IMPORTS = ['errors']; its files import ['lowering']",
     ]
+
+
+def test_rooms_have_at_most_eleven_levels_and_no_circles():
+    levels, circles = floors(between_rooms())
+    assert circles == []
+    assert levels <= 11
+
+
+def test_the_core_imports_no_optional_room():
+    core = {name: t for name, t in between_rooms().items() if name not in OPTIONAL}
+    # The only exception is asked for by an argument: build("auto", search=seconds).
+    needed = {(name, target) for name, targets in core.items() for target in targets & OPTIONAL}
+    assert needed == {("schedules", "solver")}
+
+
+CORE = """
+import jax, jax.numpy as jnp, jaxpipe as jp
+model = jp.Model(lambda p, x: jnp.tanh(x @ p), last=lambda p, x, microbatch: jnp.mean(x**2))
+schedule = jp.schedules.build("zb_h1", devices=2, microbatches=2)
+pipe = jp.Pipeline(model, schedule, jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]))
+params = pipe.place({"stages": jnp.ones((2, 3, 3)), "last": {}})
+loss, grads = pipe.value_and_grad(params, {"x": jnp.ones((4, 3))})
+print(float(loss) > 0, jp.__file__)
+"""
+
+
+def test_optional_rooms_can_be_deleted(tmp_path: Path):
+    """A copy without them trains."""
+    copy = tmp_path / "jaxpipe"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in OPTIONAL:
+        shutil.rmtree(copy / name, ignore_errors=True)
+        (copy / f"{name}.py").unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CORE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tmp_path),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", str(copy / "__init__.py")]
 
 
 def test_files_import_in_no_circle():

@@ -73,13 +73,13 @@ def test_a_recomputation_takes_a_forward_and_keeps_no_input_unless_told():
 def test_recomputed_activations_die_where_others_do():
     # F0 0-1, R0 1-2, I0 2-3, F1 3-4, W0 4-5, R1 5-6, I1 6-7, W1 7-8.
     table = read("0F0,0R0,0I0,0F1,0W0,0R1,0I1,0W1\n")
-    assert jp.simulate(table, Costs(release=jp.Release.WEIGHT_GRAD)).memory(0) == (
+    assert jp.simulate(table, Costs(release=jp.table.Release.WEIGHT_GRAD)).memory(0) == (
         (1, 1),
         (5, 0),
         (5, 1),
         (8, 0),
     )
-    assert jp.simulate(table, Costs(release=jp.Release.INPUT_GRAD)).memory(0) == (
+    assert jp.simulate(table, Costs(release=jp.table.Release.INPUT_GRAD)).memory(0) == (
         (1, 1),
         (3, 0),
         (5, 1),
@@ -141,7 +141,7 @@ def test_activation_sizes_and_their_release():
     late = jp.simulate(schedule, Costs(activation=3))
     assert (late.peak_activations, late.peak_memory) == ((2,), (6,))
     assert late.memory(0) == ((0, 3), (1, 6), (5, 3), (6, 0))
-    early = jp.simulate(schedule, Costs(activation=3, release=jp.Release.INPUT_GRAD))
+    early = jp.simulate(schedule, Costs(activation=3, release=jp.table.Release.INPUT_GRAD))
     assert early.memory(0) == ((0, 3), (1, 6), (3, 3), (4, 0))
     sized = jp.simulate(read("0F0,1F0,1B0,0B0\n"), Costs(activation=[5, 7]))
     assert sized.peak_memory == (12,)
@@ -249,7 +249,7 @@ def test_costs_take_numpy():
 
 
 def test_the_eleven_steps():
-    steps = jp.simulate_steps(read(TWO_BY_TWO))
+    steps = jp.engine.simulate_steps(read(TWO_BY_TWO))
     assert str(steps) == ELEVEN_STEPS
     assert len(steps) == 11
     assert steps.rows[1][:4] == (None, parse_action("1RECV_F0"), None, parse_action("1RECV_F1"))
@@ -258,18 +258,18 @@ def test_the_eleven_steps():
 def test_steps_where_send_and_recv_wait_for_each_other():
     schedule = read("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1\n")
     assert (
-        str(jp.simulate_steps(schedule))
+        str(jp.engine.simulate_steps(schedule))
         == "0F0 | 0SEND_F0 1RECV_F0 | 0F1 1F0 | 0SEND_F1 1RECV_F1 | 1F1"
     )
     late = read("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
-    assert str(jp.simulate_steps(late)) == str(
-        jp.simulate_steps(late, transfers=Transfers.RENDEZVOUS)
+    assert str(jp.engine.simulate_steps(late)) == str(
+        jp.engine.simulate_steps(late, transfers=Transfers.RENDEZVOUS)
     )
 
 
 def test_steps_of_a_compute_only_table_and_of_a_pair():
     assert (
-        str(jp.simulate_steps(read(PAIRED)))
+        str(jp.engine.simulate_steps(read(PAIRED)))
         == "0F0 | 0F1 1F0 | (1F1;1B0)OVERLAP_F_B | 0B0 1B1 | 0B1"
     )
 
@@ -430,4 +430,4 @@ def test_memory_over_time_is_what_is_alive(rng):
 def test_no_costs_but_one_make_steps(schedule):
     """With every cell at cost 1 and transfers free, times are steps."""
     costs = Costs(forward=1, input_grad=1, weight_grad=1, backward=1, overlap=1)
-    assert jp.simulate(schedule, costs).makespan == len(jp.simulate_steps(schedule))
+    assert jp.simulate(schedule, costs).makespan == len(jp.engine.simulate_steps(schedule))

@@ -77,8 +77,8 @@ def test_residual_slots_are_the_simulated_peak(schedule):
         assert program.slots.residual_weight == program.slots.residual_input == 1
         return
     for found, release in (
-        (program.slots.residual_weight, jp.Release.WEIGHT_GRAD),
-        (program.slots.residual_input, jp.Release.INPUT_GRAD),
+        (program.slots.residual_weight, jp.table.Release.WEIGHT_GRAD),
+        (program.slots.residual_input, jp.table.Release.INPUT_GRAD),
     ):
         peak = max(jp.simulate(schedule, jp.Costs(release=release)).peak_activations)
         # The simulator lets both halves of a pair run at once; the program runs the backward first,

@@ -54,7 +54,7 @@ def test_cells_read_and_print(text, value):
     ],
 )
 def test_what_is_not_an_action_is_told_where(text, why):
-    with pytest.raises(jp.ParseError) as caught:
+    with pytest.raises(jp.errors.ParseError) as caught:
         parse_action(text)
     assert why in str(caught.value)
 
@@ -71,7 +71,7 @@ def test_what_is_not_an_action_is_told_where(text, why):
     ],
 )
 def test_what_is_not_a_pair_is_refused(text):
-    with pytest.raises(jp.ParseError, match=r"overlap|character"):
+    with pytest.raises(jp.errors.ParseError, match=r"overlap|character"):
         parse_cell(text)
 
 
@@ -158,7 +158,7 @@ def test_round_trips(schedule):
 def test_the_parser_accepts_only_what_it_prints(text):
     try:
         cell = parse_cell(text)
-    except jp.ParseError:
+    except jp.errors.ParseError:
         return
     if cell is not None:
         assert parse_cell(str(cell)) == cell
@@ -252,7 +252,7 @@ def test_torch_reads_our_transfers_and_counts_the_same_steps(name, torch_schedul
         [str(c) for c in row] for row in whole.rows
     ]
     if name != "pairs":  # torch's simulation does not know pairs
-        assert max(map(len, runtime._simulate().values())) == len(jp.simulate_steps(whole))
+        assert max(map(len, runtime._simulate().values())) == len(jp.engine.simulate_steps(whole))
 
 
 @pytest.mark.torch
@@ -269,7 +269,7 @@ def test_we_read_what_torch_writes(name, torch_schedules, tmp_path):
     assert "UNSHARD" in text
     assert "REDUCE_GRAD" in text
     whole = jp.check(Schedule.from_csv(text))
-    assert jp.remove_transfers(whole).rows == tuple(
+    assert jp.transforms.remove_transfers(whole).rows == tuple(
         tuple(c for c in row if c is not None) for row in schedule.rows
     )
 
@@ -301,7 +301,7 @@ def test_never_more_steps_than_torch_with_early_receives_nor_with_safe_late_ones
         {"chunks": 2} if name in ("interleaved_1f1b", "zbv", "looped_bfs", "interleaved_zb") else {}
     )
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, **chunks)
-    ours = len(jp.simulate_steps(jp.add_transfers(schedule)))
+    ours = len(jp.engine.simulate_steps(jp.add_transfers(schedule)))
     device_of = schedule.stage_to_device.__getitem__
     order = {
         d: [torch_schedules._Action.from_str(str(c)) for c in row if c is not None]
@@ -312,13 +312,13 @@ def test_never_more_steps_than_torch_with_early_receives_nor_with_safe_late_ones
     safe = jp.check(
         schedule.with_rows([[parse_cell(str(a)) for a in early[d]] for d in range(devices)])
     )
-    assert ours <= len(jp.simulate_steps(safe))
+    assert ours <= len(jp.engine.simulate_steps(safe))
     table = schedule.with_rows([[parse_cell(str(a)) for a in late[d]] for d in range(devices)])
     assert {v.rule for v in table.violations} <= {"deadlock"}
     if not table.violations:
-        assert ours <= len(jp.simulate_steps(table))
+        assert ours <= len(jp.engine.simulate_steps(table))
     # torch's simulation lets a SEND return at once, and so does ours unless it is asked for more.
     assert jp.check(table, transfers=Transfers.BUFFERED) is table
     theirs = torch_schedules._simulate_comms_compute(late, device_of, schedule.num_stages)
-    assert len(jp.simulate_steps(table)) == max(map(len, theirs.values()))
+    assert len(jp.engine.simulate_steps(table)) == max(map(len, theirs.values()))
     assert {v.rule for v in deferred(schedule).violations} <= {"deadlock"}

@@ -35,7 +35,7 @@ def test_an_exchange_is_taken_apart():
         "1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n"
     )
     # eleven with the receives as early as torch's _add_send_recv puts them
-    assert len(jp.simulate_steps(whole)) == 10
+    assert len(jp.engine.simulate_steps(whole)) == 10
 
 
 def test_neighbours_on_a_device_hand_over():
@@ -91,7 +91,7 @@ def test_the_result_runs_both_ways_and_computes_the_same(schedule):
     assert jp.check(whole) is whole
     assert runs_with_transfers(whole, Transfers.RENDEZVOUS)
     assert runs_with_transfers(whole, Transfers.BUFFERED)
-    assert jp.remove_transfers(whole).rows == tuple(
+    assert jp.transforms.remove_transfers(whole).rows == tuple(
         tuple(c for c in row if c is not None) for row in schedule.rows
     )
     assert (whole.placement, whole.num_microbatches) == (
@@ -174,8 +174,8 @@ def sorted_gaps(row) -> list[object]:
 @given(schedules(recompute=True))
 def test_lock_step_with_both_sides_waiting_is_no_shorter(schedule):
     whole = jp.add_transfers(schedule)
-    strict = jp.simulate_steps(whole, transfers=Transfers.RENDEZVOUS)
-    assert len(strict) >= len(jp.simulate_steps(whole))
+    strict = jp.engine.simulate_steps(whole, transfers=Transfers.RENDEZVOUS)
+    assert len(strict) >= len(jp.engine.simulate_steps(whole))
     sent = {
         str(cell): step for row in strict.rows for step, cell in enumerate(row) if cell is not None
     }
@@ -201,7 +201,7 @@ def build(name: str, devices: int, microbatches: int) -> Schedule:
 def test_in_steps_no_longer_than_receives_right_before_their_consumers(name, devices, microbatches):
     """Where SEND and RECV take a step each, as torch's `_simulate_comms_compute` counts."""
     schedule = build(name, devices, microbatches)
-    assert len(jp.simulate_steps(jp.check(jp.add_transfers(schedule)))) <= free_steps(
+    assert len(jp.engine.simulate_steps(jp.check(jp.add_transfers(schedule)))) <= free_steps(
         deferred(schedule)
     )
 
@@ -217,7 +217,7 @@ def test_in_steps_of_v_shapes_a_few_are_lost(name, devices):
     """
     schedule = build(name, devices, 2 * devices)
     assert (
-        len(jp.simulate_steps(jp.check(jp.add_transfers(schedule))))
+        len(jp.engine.simulate_steps(jp.check(jp.add_transfers(schedule))))
         <= free_steps(deferred(schedule)) + 1.25 * devices
     )
 

@@ -12,6 +12,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_checkpoints import begin, train
@@ -57,7 +58,7 @@ def canonical():
 
 def pipeline(layout=LAYOUT, name="1f1b", devices=3, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=M)
-    return jp.Pipeline(
+    return flat_pipeline(
         layers=LAYERS,
         layout=layout,
         schedule=schedule,
@@ -120,10 +121,10 @@ def test_one_kind_stays_as_it_is():
     """
     layers = {k: LAYERS[k] for k in "EnL"}
     pipe = jp.Pipeline(
-        layers=layers,
+        jp.Model(layers, layers="EnnnnL"),
+        jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh_of(2),
         layout="Ennn|nL",
-        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
-        mesh=mesh_of(2),
     )
     (chunk,) = pipe.place({**canonical(), "stages": {"n": canonical()["stages"]["n"]}})["stages"]
     assert sorted(chunk.leaves) == ["n/0/scale", "n/0/w", "n/1/scale", "n/1/w"]
@@ -208,10 +209,9 @@ def test_a_function_for_each_stage_shares_too():
         "last": draw({"head": (4, 2)}),
     }
     pipe = jp.Pipeline(
-        functions,
-        schedule=jp.schedules.build("zbv", devices=2, microbatches=M),
-        mesh=mesh_of(2),
-        last=head,
+        jp.Model(functions, last=head),
+        jp.schedules.build("zbv", devices=2, microbatches=M),
+        mesh_of(2),
     )
     placed = pipe.place(params)
     assert [leaf.shape for chunk in placed["stages"] for leaf in chunk.leaves.values()] == [
@@ -248,7 +248,7 @@ def test_rules_for_one_parameter_see_it_by_itself(tmp_path):
     found, runs = [], []
     for each in (pipe, alone):
         params = each.place(canonical())
-        assert any(chunk.buffers for chunk in params["stages"]) is (each is pipe)
+        assert any(chunk.layout.buffers for chunk in params["stages"]) is (each is pipe)
         optimizer = jp.per_layer(each, optax.chain(rule, optax.adam(0.1)))
         update, state = jax.jit(optimizer.update), each.init(optimizer, params)
         for _ in range(2):

@@ -24,7 +24,12 @@ CANONICAL = {
 
 def layered(name, devices, layout):
     schedule = jp.schedules.build(name, devices=devices, microbatches=M)
-    return jp.Pipeline(layers=EXTRA, layout=layout, schedule=schedule, mesh=mesh_of(devices))
+    return jp.Pipeline(
+        jp.Model(EXTRA, layers=str(layout).replace("|", "")),
+        schedule,
+        mesh_of(devices),
+        layout=layout,
+    )
 
 
 def train(pipe, optimizer, state, steps, batch):
@@ -74,10 +79,9 @@ def test_stages_with_functions_of_their_own_resume(tmp_path):
     optimizer = optax.adam(0.1)
     pipes = [
         jp.Pipeline(
-            functions,
-            schedule=jp.schedules.build(name, devices=devices, microbatches=M),
-            mesh=mesh_of(devices),
-            last=head,
+            jp.Model(functions, last=head),
+            jp.schedules.build(name, devices=devices, microbatches=M),
+            mesh_of(devices),
         )
         for name, devices in (("1f1b", 4), ("zbv", 2))
     ]
@@ -94,10 +98,9 @@ def test_stages_with_functions_of_their_own_resume(tmp_path):
 def test_stages_of_a_list_may_have_scalars():
     functions = [lambda p, x: x * p["s"], lambda p, x: x @ p["w"]]
     pipe = jp.Pipeline(
-        functions,
-        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
-        mesh=mesh_of(2),
-        last=head,
+        jp.Model(functions, last=head),
+        jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh_of(2),
     )
     canonical = {"stages": [{"s": 2.0}, draw({"w": (3, 4)})], "last": draw({"head": (4, 2)})}
     canonical = jax.tree.map(jnp.asarray, canonical)
@@ -125,7 +128,7 @@ def test_what_is_frozen_has_no_moments_in_a_checkpoint():
     """As in the model without a pipeline, which can go on from it."""
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     pipe = jp.Pipeline(
-        layers=EXTRA, layout="Et|ttL", schedule=schedule, mesh=mesh_of(2), frozen=["scale$"]
+        jp.Model(EXTRA, layers="EtttL", frozen=["scale$"]), schedule, mesh_of(2), layout="Et|ttL"
     )
     canonical = {
         **CANONICAL,

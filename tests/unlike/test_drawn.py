@@ -33,7 +33,7 @@ def drawn(shapes):
 def chunks():
     """Two stages a device."""
     schedule = jp.schedules.build("interleaved_1f1b", devices=4, microbatches=M, chunks=2)
-    pipe = jp.Pipeline(lambda p, x: x @ p["w"], schedule=schedule, mesh=mesh_of(4), last=head)
+    pipe = jp.Pipeline(jp.Model(lambda p, x: x @ p["w"], last=head), schedule, mesh_of(4))
     return pipe, {"stages": {"w": (8, WIDTH, WIDTH)}, "last": {"head": (4, 2)}}
 
 
@@ -46,7 +46,7 @@ def kinds():
     shapes["w"] |= {"norm": {"scale": (2, 128)}, "base": (2, WIDTH, WIDTH)}
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=M)
     pipe = jp.Pipeline(
-        layers=LAYERS, layout="Ennnnn|nnnnn|w|wL", schedule=schedule, mesh=mesh_of(4)
+        jp.Model(LAYERS, layers="EnnnnnnnnnnwwL"), schedule, mesh_of(4), layout="Ennnnn|nnnnn|w|wL"
     )
     return pipe, {"first": {"table": (5, 4)}, "stages": shapes, "last": {"head": (4, 2)}}
 

@@ -11,6 +11,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_unlike import draw, over_microbatches, worst
@@ -64,7 +65,7 @@ def test_losses_of_stages_are_added_to_that_of_their_microbatch(name):
         ),
         "last": {},
     }
-    pipe = jp.Pipeline(balanced, schedule=schedule, mesh=mesh_of(2), last=last, stage_loss=True)
+    pipe = jp.Pipeline(jp.Model(balanced, last=last, stage_loss=True), schedule, mesh_of(2))
     params = pipe.place(canonical)
     loss, grads = pipe.value_and_grad(params, rows())
     wanted_loss, wanted = over_microbatches(with_penalties)(canonical, rows())
@@ -90,7 +91,10 @@ def test_losses_of_layers():
         "last": {},
     }
     pipe = jp.Pipeline(
-        layers=layers, layout="Ett|tL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True
+        jp.Model(layers, layers="EtttL", stage_loss=True),
+        build("1f1b"),
+        mesh_of(2),
+        layout="Ett|tL",
     )
     loss, grads = pipe.value_and_grad(pipe.place(canonical), rows())
     flat = {**canonical, "stages": canonical["stages"]["t"]}
@@ -114,7 +118,10 @@ def layers_with(loss):
 def of_layers(loss):
     layers = layers_with(loss)
     pipe = jp.Pipeline(
-        layers=layers, layout="ttu|ttL", schedule=build("1f1b"), mesh=mesh_of(2), stage_loss=True
+        jp.Model(layers, layers="ttuttL", stage_loss=True),
+        build("1f1b"),
+        mesh_of(2),
+        layout="ttu|ttL",
     )
     own = {letter: draw([(count, WIDTH, WIDTH)])[0] for letter, count in (("t", 4), ("u", 1))}
     return pipe, {"stages": own, "last": {}}, rows()
@@ -178,7 +185,7 @@ def test_what_is_no_loss_of_a_layer_is_refused(loss, text):
 @pytest.mark.parametrize("loss", [0, 0.5, None])
 def test_a_stage_may_return_a_python_number_as_its_loss(loss, remat):
     options = {"last": last, "stage_loss": True, "remat": remat}
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         lambda p, x: (x @ p, loss), schedule=build("1f1b"), mesh=mesh_of(2), **options
     )
     params = pipe.place({"stages": draw([(2, WIDTH, WIDTH)])[0], "last": {}})
@@ -194,9 +201,7 @@ def test_faults_of_losses():
             r"`stage` must return a floating scalar as its loss; it returns float64\[2, 4\]",
         ),
     ]:
-        pipe = jp.Pipeline(
-            stage, schedule=build("1f1b"), mesh=mesh_of(2), last=last, stage_loss=True
-        )
+        pipe = jp.Pipeline(jp.Model(stage, last=last, stage_loss=True), build("1f1b"), mesh_of(2))
         with pytest.raises(jp.PipelineError, match=text):
             pipe.value_and_grad(pipe.place(canonical), rows())
 
@@ -246,7 +251,7 @@ def one_by_one(params, state, batch, stage):
 def test_state_goes_from_microbatch_to_microbatch_and_from_step_to_step(name):
     schedule = build(name)
     canonical = {"stages": draw({"w": (schedule.num_stages, WIDTH, WIDTH)}), "last": {}}
-    pipe = jp.Pipeline(normalised, schedule=schedule, mesh=mesh_of(2), last=last)
+    pipe = jp.Pipeline(jp.Model(normalised, last=last), schedule, mesh_of(2))
     params, state = pipe.place(canonical), pipe.place_state(start(schedule.num_stages))
     expected = start(schedule.num_stages)
     for _ in range(2):
@@ -310,12 +315,9 @@ def all_one_by_one(params, state, batch, training):
 def test_recomputation_adds_losses_and_state_once(name, executor):
     schedule = jp.add_recompute(build(name))
     pipe = jp.Pipeline(
-        everything,
-        schedule=schedule,
-        mesh=mesh_of(2),
-        last=with_metrics,
-        stage_loss=True,
-        has_metrics=True,
+        jp.Model(everything, last=with_metrics, has_metrics=True, stage_loss=True),
+        schedule,
+        mesh_of(2),
         executor=executor,
     )
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH), "v": (2, WIDTH)}), "last": {}}
@@ -342,7 +344,10 @@ def test_recomputation_adds_losses_and_state_once(name, executor):
 def test_state_of_data_shards_is_averaged():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
     pipe = jp.Pipeline(
-        normalised, schedule=build("1f1b"), mesh=mesh_of(2, data=2), last=last, data_axes=("data",)
+        jp.Model(normalised, last=last),
+        build("1f1b"),
+        mesh_of(2, data=2),
+        sharding=jp.Sharding(data=("data",)),
     )
     (_, state), _ = pipe.value_and_grad(
         pipe.place(canonical), rows(2), state=pipe.place_state(start(2))
@@ -359,7 +364,7 @@ def test_state_of_data_shards_is_averaged():
 
 def test_faults_of_state():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
-    pipe = jp.Pipeline(normalised, schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    pipe = jp.Pipeline(jp.Model(normalised, last=last), build("1f1b"), mesh_of(2))
     params = pipe.place(canonical)
     with pytest.raises(
         jp.PipelineError, match=r"takes `state`, but the step got none; give state=pipe.place_state"
@@ -369,25 +374,22 @@ def test_faults_of_state():
         pipe.place_state(start(3))
     with pytest.raises(jp.PipelineError, match=r"state are not placed.*`place_state`"):
         pipe.value_and_grad(params, rows(), state=start(2))
-    stateless = jp.Pipeline(
-        lambda p, x: x @ p["w"], schedule=build("1f1b"), mesh=mesh_of(2), last=last
-    )
+    stateless = jp.Pipeline(jp.Model(lambda p, x: x @ p["w"], last=last), build("1f1b"), mesh_of(2))
     with pytest.raises(jp.PipelineError, match="no stage takes `state`"):
         stateless.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
-    with pytest.raises(jp.PipelineError, match="cannot stand on two devices"):
-        jp.Pipeline(normalised, schedule=build("dualpipe"), mesh=mesh_of(2), last=last)
+    with pytest.raises(jp.PipelineError, match="cannot be on two devices"):
+        jp.Pipeline(jp.Model(normalised, last=last), build("dualpipe"), mesh_of(2))
 
     def scaled(params, x, *, state):
         return x @ params["w"] * (1 + state["mean"]), {**state, "mean": state["mean"] + 1}
 
-    reads = jp.Pipeline(scaled, schedule=build("1f1b"), mesh=mesh_of(2), last=last)
+    reads = jp.Pipeline(jp.Model(scaled, last=last), build("1f1b"), mesh_of(2))
     with pytest.raises(jp.PipelineError, match="the gradient of `stage` depends on its state"):
         reads.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
     grown = jp.Pipeline(
-        lambda p, x, *, state: (x @ p["w"], {"mean": state["mean"]}),
-        schedule=build("1f1b"),
-        mesh=mesh_of(2),
-        last=last,
+        jp.Model(lambda p, x, *, state: (x @ p["w"], {"mean": state["mean"]}), last=last),
+        build("1f1b"),
+        mesh_of(2),
     )
     with pytest.raises(jp.PipelineError, match="return the same tree"):
         grown.value_and_grad(params, rows(), state=pipe.place_state(start(2)))

@@ -10,6 +10,7 @@ from jax import lax
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.unlike.test_returned import ROWS, WIDTH, M, build, last, one_by_one, rows
@@ -118,7 +119,7 @@ def on_the_side(params, x, *, state):
 
 
 def pipeline(stage, schedule=None, **options):
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         stage,
         schedule=schedule or build("1f1b"),
         mesh=mesh_of(2),
@@ -177,7 +178,7 @@ def test_frozen_parameters_have_no_gradient_to_lose():
             "mean": params["b"] * state["mean"],
         }
 
-    pipe = jp.Pipeline(shifted, schedule=build("1f1b"), mesh=mesh_of(2), last=last, frozen=["/b$"])
+    pipe = jp.Pipeline(jp.Model(shifted, last=last, frozen=["/b$"]), build("1f1b"), mesh_of(2))
     params = pipe.place({"stages": draw({"w": (2, WIDTH, WIDTH), "b": (2, WIDTH)}), "last": {}})
     jax.eval_shape(partial(pipe.value_and_grad, state=pipe.place_state(STATE)), params, rows())
 

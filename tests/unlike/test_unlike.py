@@ -9,6 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.spmd.shared_buffers import SharedBuffer
+from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 
@@ -128,7 +129,7 @@ def test_a_function_for_each_stage(name, devices, stages):
     functions, canonical = unlike_model(stages)
     schedule = jp.schedules.build(name, devices=devices, microbatches=M)
     assert schedule.num_stages == stages
-    pipe = jp.Pipeline(functions, schedule=schedule, mesh=mesh_of(devices), last=head)
+    pipe = jp.Pipeline(jp.Model(functions, last=head), schedule, mesh_of(devices))
 
     def loss_of(params, microbatch, _):
         x = microbatch["x"]
@@ -149,10 +150,9 @@ def test_a_function_for_each_stage(name, devices, stages):
 def test_canonical_is_the_inverse_of_place_and_shapes_go_both_ways():
     functions, canonical = unlike_model(4)
     pipe = jp.Pipeline(
-        functions,
-        schedule=jp.schedules.build("zbv", devices=2, microbatches=M),
-        mesh=mesh_of(2),
-        last=head,
+        jp.Model(functions, last=head),
+        jp.schedules.build("zbv", devices=2, microbatches=M),
+        mesh_of(2),
     )
     placed = pipe.place(canonical)
     back = pipe.canonical(placed)
@@ -176,10 +176,9 @@ def test_parameters_of_one_name_share_memory_and_keep_their_names():
         {"stages": [draw({"in": {"w": (3, 4)}}), draw({"in": {"w": (4, 4)}})], "last": {}},
     )
     pipe = jp.Pipeline(
-        functions,
-        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
-        mesh=mesh_of(2),
-        last=lambda p, x, mb: x.sum(),
+        jp.Model(functions, last=lambda p, x, mb: x.sum()),
+        jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh_of(2),
     )
     (chunk,) = pipe.place(canonical)["stages"]
     ((path, leaf),) = jax.tree_util.tree_leaves_with_path(chunk)
@@ -191,10 +190,9 @@ def test_parameters_of_one_name_share_memory_and_keep_their_names():
 def test_a_stage_that_does_not_fit_the_one_before_is_named_with_its_shapes():
     functions, canonical = unlike_model(4)
     pipe = jp.Pipeline(
-        [functions[0], mix, *functions[2:]],
-        schedule=jp.schedules.build("1f1b", devices=4, microbatches=M),
-        mesh=mesh_of(4),
-        last=head,
+        jp.Model([functions[0], mix, *functions[2:]], last=head),
+        jp.schedules.build("1f1b", devices=4, microbatches=M),
+        mesh_of(4),
     )
     with pytest.raises(
         jp.PipelineError, match=r"stage 1 cannot take what stage 0 returns \(x float64\[2, 4\]\)"
@@ -205,10 +203,10 @@ def test_a_stage_that_does_not_fit_the_one_before_is_named_with_its_shapes():
 def test_wrong_lists_of_functions_and_parameters():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     with pytest.raises(
-        jp.PipelineError, match="a list of 3 functions, but the schedule has 2 stages"
+        jp.PipelineError, match="a list of 3 stage functions, but the schedule has 2 stages"
     ):
-        jp.Pipeline([narrow] * 3, schedule=schedule, mesh=mesh_of(2))
-    pipe = jp.Pipeline([narrow, narrow], schedule=schedule, mesh=mesh_of(2), last=head)
+        jp.Pipeline(jp.Model([narrow] * 3), schedule, mesh_of(2))
+    pipe = jp.Pipeline(jp.Model([narrow, narrow], last=head), schedule, mesh_of(2))
     with pytest.raises(
         jp.PipelineError, match=r"a list with a tree for each of the 2 stages.*got dict"
     ):
@@ -319,7 +317,9 @@ def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
         name, devices=devices, microbatches=M, chunks=chunks if name.startswith("inter") else None
     )
     layers = {letter: function for letter, function in LAYERS.items() if letter in text}
-    pipe = jp.Pipeline(layers=layers, layout=text, schedule=schedule, mesh=mesh_of(devices))
+    pipe = jp.Pipeline(
+        jp.Model(layers, layers=str(text).replace("|", "")), schedule, mesh_of(devices), layout=text
+    )
     canonical, key = by_letter(layout), jax.random.key(1)
     found_loss, grads = pipe.value_and_grad(pipe.place(canonical), tokens(), rng=key)
     wanted_loss, wanted = over_microbatches(layered_loss(layout, key))(canonical, tokens())
@@ -334,7 +334,10 @@ def test_a_layout_for_a_table_whose_stages_do_not_divide_over_its_devices():
 
     schedule = jp.Schedule.from_csv(f"{actions('0F 2F 2B 0B')}\n{actions('1F 1B')}")
     pipe = jp.Pipeline(
-        layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tt|L", schedule=schedule, mesh=mesh_of(2)
+        jp.Model({k: LAYERS[k] for k in "EtL"}, layers="EtttL"),
+        schedule,
+        mesh_of(2),
+        layout="Et|tt|L",
     )
     layout, key = jp.parse_layout("Et|tt|L", devices=1), jax.random.key(1)
     canonical = by_letter(layout)
@@ -347,7 +350,10 @@ def test_a_layout_for_a_table_whose_stages_do_not_divide_over_its_devices():
         jp.PipelineError, match=r"has 2 stages but the schedule has 3.*write 2 bars"
     ):
         jp.Pipeline(
-            layers={k: LAYERS[k] for k in "EtL"}, layout="Et|tL", schedule=schedule, mesh=mesh_of(2)
+            jp.Model({k: LAYERS[k] for k in "EtL"}, layers="EttL"),
+            schedule,
+            mesh_of(2),
+            layout="Et|tL",
         )
 
 
@@ -357,27 +363,27 @@ def test_no_stage_computes_layers_that_it_does_not_have():
     """
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     pipe = jp.Pipeline(
-        layers={"E": embed, "t": extra_block, "L": loss},
+        jp.Model({"E": embed, "t": extra_block, "L": loss}, layers="EttttL"),
+        schedule,
+        mesh_of(2),
         layout="Ettt|tL",
-        schedule=schedule,
-        mesh=mesh_of(2),
     )
     canonical = {
         "first": draw({"table": (5, 4)}),
         "stages": {"t": draw({"w": (4, 4, 4), "scale": (4, 4)})},
         "last": draw({"head": (4, 2)}),
     }
-    report = pipe.compile_report(pipe.place(canonical), tokens())
+    report = jp.inspect.report(pipe, pipe.place(canonical), tokens())
     assert report["stage_kinds"] == 2
     # Residuals of "ttt" and "t" share pools: the larger has one stacked input for two layers more.
     alone = jp.Pipeline(
-        layers={"E": embed, "t": extra_block, "L": loss},
+        jp.Model({"E": embed, "t": extra_block, "L": loss}, layers="EttttttL"),
+        schedule,
+        mesh_of(2),
         layout="Ettt|tttL",
-        schedule=schedule,
-        mesh=mesh_of(2),
     )
     both = {**canonical, "stages": {"t": draw({"w": (6, 4, 4), "scale": (6, 4)})}}
-    even = alone.compile_report(alone.place(both), tokens())
+    even = jp.inspect.report(alone, alone.place(both), tokens())
     assert even["stage_kinds"] == 1
     total = lambda r: sum(r["slot_bytes"].values())  # noqa: E731
     assert total(report) <= total(even)
@@ -385,16 +391,28 @@ def test_no_stage_computes_layers_that_it_does_not_have():
 
 def test_faults_of_layers_and_layout():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
-    make = lambda **options: jp.Pipeline(schedule=schedule, mesh=mesh_of(2), **options)  # noqa: E731
-    with pytest.raises(jp.PipelineError, match="belong together"):
-        make(layers=LAYERS)
-    with pytest.raises(jp.PipelineError, match="leave stage, last out"):
-        make(stage=narrow, last=head, layers=LAYERS, layout="Et|tL")
+    make = lambda **options: flat_pipeline(schedule=schedule, mesh=mesh_of(2), **options)  # noqa: E731
+    with pytest.raises(jp.PipelineError, match="a dict of functions needs layers="):
+        jp.Model(LAYERS)
+    with pytest.raises(jp.PipelineError, match="leave last out"):
+        jp.Model(LAYERS, last=head, layers="EttL")
     with pytest.raises(
         jp.PipelineError,
-        match=r"(?s)has layers 'q', but layers= has no function.*has a function for 'm', which",
+        match=r"(?s)has letters 'm', for which there is no function.*is a function for 'q', which",
     ):
-        make(layers=LAYERS, layout=jp.parse_layout("Et|qL", devices=2, letters="EtqL"))
+        jp.Model({k: LAYERS[k] for k in "EtL"} | {"q": narrow}, layers="EtmL")
+    with pytest.raises(jp.PipelineError, match=r"(?s)cannot be read.*character 3"):
+        jp.Model(LAYERS, layers="Et?L")
+    with pytest.raises(jp.PipelineError, match=r"holds '\|'; write the letters of the whole model"):
+        jp.Model({k: LAYERS[k] for k in "EtL"}, layers="Et|tL")
+    with pytest.raises(jp.PipelineError, match="give Model a dict with a function for each letter"):
+        jp.Model(narrow, layers="EtL")
+    model = jp.Model({k: LAYERS[k] for k in "EtL"}, layers="EttL")
+    with pytest.raises(jp.PipelineError, match="has other layers than the model"):
+        jp.Pipeline(model, schedule, mesh_of(2), layout="Et|L")
+    with pytest.raises(jp.PipelineError, match="the model is not given by letters"):
+        jp.Pipeline(jp.Model([narrow, narrow]), schedule, mesh_of(2), layout="t|t")
+    assert jp.Pipeline(model, schedule, mesh_of(2)).layout.layers.stages == ("t", "t")
     with pytest.raises(jp.PipelineError, match=r"has 4 stages but the schedule has 2.*chunks=2"):
         make(layers={k: LAYERS[k] for k in "EtL"}, layout="Et|t|t|tL")
     with pytest.raises(jp.PipelineError, match="L can only be the last layer"):
@@ -409,10 +427,9 @@ def test_faults_of_layers_and_layout():
         pipe.place(wrong)
     with pytest.raises(jp.PipelineError, match=r"a dict with the letters \['t'\]"):
         pipe.place({**wrong, "stages": {"x": {}}})
-    with pytest.raises(
-        jp.PipelineError, match="give Pipeline a stage function, a list of them, or layers"
-    ):
-        make()
+    for nothing in (None, [], "t"):
+        with pytest.raises(jp.PipelineError, match="Model takes a stage function, a list of them"):
+            jp.Model(nothing)
 
 
 def test_specs_of_layers_split_every_stack_of_theirs():
@@ -429,7 +446,7 @@ def test_specs_of_layers_split_every_stack_of_theirs():
         "schedule": jp.schedules.build("1f1b", devices=2, microbatches=M),
         "mesh": mesh,
     }
-    pipe = jp.Pipeline(
+    pipe = flat_pipeline(
         **how,
         data_axes=("data",),
         fsdp="data",
@@ -448,7 +465,7 @@ def test_specs_of_layers_split_every_stack_of_theirs():
     }
     cells = {"tokens": np.tile(tokens()["tokens"], 2), "y": np.tile(tokens()["y"], (2, 1))}
     value, grads = pipe.value_and_grad(placed, cells)
-    plain = jp.Pipeline(**{**how, "mesh": mesh_of(2)})
+    plain = flat_pipeline(**{**how, "mesh": mesh_of(2)})
     wanted_value, wanted = plain.value_and_grad(plain.place(canonical), tokens())
     assert abs(float(value) - float(wanted_value)) <= FLOAT64 * float(wanted_value)
     assert (
@@ -460,24 +477,24 @@ def test_specs_of_layers_split_every_stack_of_theirs():
     with pytest.raises(
         jp.PipelineError, match=r"specs name 't/q', but the parameters are \['t/scale', 't/w'\]"
     ):
-        jp.Pipeline(
+        flat_pipeline(
             **how, replicated_axes=("data",), specs={"stages": {"t": {"q": spec("tensor")}}}
         ).place(canonical)
 
 
 def test_canonical_may_stay_spread():
     schedule = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
-    pipe = jp.Pipeline(lambda p, x: x @ p["w"], schedule=schedule, mesh=mesh_of(2), last=head)
+    pipe = jp.Pipeline(jp.Model(lambda p, x: x @ p["w"], last=head), schedule, mesh_of(2))
     canonical = {"stages": draw({"w": (4, 6, 6)}), "last": draw({"head": (4, 2)})}
     found = pipe.canonical(pipe.place(canonical), spread=True)
     assert found["stages"]["w"].sharding.shard_shape((4, 6, 6)) == (2, 6, 6)
     # numbers are moved, not computed
     assert worst(jax.device_get(found["stages"]), canonical["stages"]) == 0
     layered = jp.Pipeline(
-        layers=EXTRA,
+        jp.Model(EXTRA, layers="EtttL"),
+        jp.schedules.build("1f1b", devices=2, microbatches=M),
+        mesh_of(2),
         layout="Ett|tL",
-        schedule=jp.schedules.build("1f1b", devices=2, microbatches=M),
-        mesh=mesh_of(2),
     )
     stacks = {"t": draw({"w": (3, 4, 4), "scale": (3, 4)})}
     back = layered.canonical(
@@ -511,9 +528,9 @@ def test_a_remat_policy_for_each_stage():
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
     found = []
     for functions in ([plain, plain], [jax.checkpoint(plain), plain]):
-        pipe = jp.Pipeline(functions, schedule=schedule, mesh=mesh_of(2), last=head)
+        pipe = jp.Pipeline(jp.Model(functions, last=head), schedule, mesh_of(2))
         found.append(pipe.value_and_grad(pipe.place(canonical), rows(width=4)))
-        assert pipe.compile_report(pipe.place(canonical), rows(width=4))["stage_kinds"] == len(
+        assert jp.inspect.report(pipe, pipe.place(canonical), rows(width=4))["stage_kinds"] == len(
             set(functions)
         )
     assert abs(float(found[0][0]) - float(found[1][0])) <= FLOAT64

@@ -1,0 +1,269 @@
+"""The commands and their arguments, as data: a line of text for each argument."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from ..errors import quoted
+from ..planner.plan import SCHEDULES
+from ..planner.transformer import Transformer
+from ..render import Theme
+from ..table.activations import Release
+from ..table.run_order import Transfers
+from ..version import __version__
+from .arguments import MOST_DIGITS, REAL, WHOLE
+from .commands import check_command, compare_command, list_command, show_command, simulate_command
+from .plan import plan_command
+from .terminal import Terminal
+
+
+class Command(NamedTuple):
+    """A command; `run` returns False where a table is invalid.
+
+    `groups` are arguments that the help lists together: a title, then a line for each, flags and
+    what stands for the value before the bar ("-P --devices P | help").  A flag without a value is a
+    switch; a positional argument has its name first.  `more` holds what argparse is given besides,
+    by the argument's name.
+    """
+
+    name: str
+    run: Callable[[argparse.Namespace, Terminal], bool]
+    help: str
+    description: str
+    groups: tuple[str, ...]
+    more: Mapping[str, Mapping[str, Any]]
+
+
+def whole(text: str) -> int:
+    """An argument that is a whole number, for argparse."""
+    if WHOLE.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a whole number (of at most {MOST_DIGITS} digits)"
+        )
+    return int(text)
+
+
+def real(text: str) -> float:
+    """An argument that is a number, for argparse."""
+    if REAL.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
+    return float(text)
+
+
+def size(text: str) -> float:
+    """An argument that is a number of bytes, `80GB` or `74.5GiB`, for argparse."""
+    match = re.fullmatch(
+        r"([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(?:([KMGT])(I?)B)?", text.strip(), re.IGNORECASE
+    )
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a size; write 80GB, 74.5GiB or a number of bytes"
+        )
+    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+    return float(match[1]) * (2.0**10 if match[3] else 1e3) ** power
+
+
+def remat(text: str) -> str | None:
+    """`none`, `full` or `stages`, for argparse."""
+    if text not in ("none", "full", "stages"):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not none, full or stages")
+    return None if text == "none" else text
+
+
+def _choice(values: Any, default: str | None = None) -> dict[str, Any]:
+    """One of the values of an enum."""
+    return {"choices": [each.value for each in values], "default": default}
+
+
+_SOURCE = """
+source NAME|FILE | a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input
+"""
+_SHAPE = """shape (of a named schedule)
+-P --devices P
+-M --microbatches M
+-V --chunks V | stages per device (default: the schedule's own)
+--option KEY=VALUE | an option of the schedule; see jaxpipe list NAME
+--forward-only | leave out all backwards, for evaluation
+"""
+_COSTS = """costs
+--costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0);
+    numbers joined by : are one per stage
+--backward B | time of a full backward (default: I + W)
+--overlap FB | time of an overlapped pair (default: the sum of its halves)
+--recompute R | time of a recomputation (default: as a forward)
+--last L | time of what one device does of a spread `last` (default 1)
+--last-weight-grad H | of that, the time of the weight gradient that H does (default L / 3)
+--first E | the same of a spread `first` (default 1)
+--first-grad G | the same of its gradient (default 1)
+--activation A | memory of a stage's activations of one microbatch (default 1)
+--checkpoint C | memory of the stage input kept where a table has an R (default 0)
+--release R | when activations are freed where the backward is split (default: weight_grad)
+"""
+_DRAWING = """svg and html
+--title TITLE
+--width PIXELS | of the picture (default: as wide as the microbatch numbers need)
+--theme THEME | of the svg (default: auto)
+--memory | draw the activations held over time (html always has them)
+--critical-path | outline a longest chain of actions (html has a switch for it)
+"""
+_TRANSFERS = """
+--transfers WHO | who waits in a table with SEND and RECV: the consumer (async), the RECV
+    (buffered), or SEND and RECV for each other (rendezvous); default: {}
+"""
+_JSON = """
+--json | print JSON
+"""
+_WRITE = """
+--transfers | add SEND and RECV
+--format FORMAT | default: by the suffix of FILE (.trace.json is a trace), else grid
+-o --output FILE | write to a file; - is standard output
+"""
+_CHECK = """
+file FILE | a .csv table (torch's form) or a .json one; - is CSV from standard input
+--max-activations N | most activations that a device may hold at once
+"""
+_PLAN = """
+-P --devices P | devices along the pipeline
+-M --microbatches M | microbatches of a step
+--memory SIZE | of a device, e.g. 80GB (default: no limit)
+-o --output FILE | draw the best plan: a file that ends in .html or .svg
+"""
+_VARY = f"""what may vary
+--schedules NAME | default: {" ".join(SCHEDULES)}
+-V --chunks V | default: 1 2 4
+--remat none|full|stages | default: none full
+--search SECONDS | search for a shorter table (needs jaxpipe[solver])
+"""
+_SIZES = """model by its sizes
+--layers N
+--width W
+--vocab N
+--context TOKENS | of a sequence (default: 4096)
+--rows N | sequences of a microbatch (default: 1)
+--ffn W | width of the MLP (default: 4 times the width)
+--gated | the MLP has three matrices (SwiGLU)
+--kv-share X | heads of keys / heads (default: 1)
+--tensor N | devices that share a layer (default: 1)
+--shards N | devices that share the optimizer's state (default: 1)
+--flops RATE | a second that matmuls reach (default: 4e14)
+--bandwidth RATE | bytes a second of a hop (default: 5e10)
+"""
+_FILE = """model by a file of costs
+--costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
+    "transfer": 0}
+"""
+_SHARED: dict[str, dict[str, Any]] = {
+    "devices": {"type": whole},
+    "microbatches": {"type": whole},
+    "chunks": {"type": whole},
+    "option": {"action": "append", "default": []},
+    "release": _choice(Release, Release.WEIGHT_GRAD.value),
+}
+COMMANDS = (
+    Command(
+        "list",
+        list_command,
+        "the schedules that can be built",
+        "List the schedules that can be built, or describe those that are named.",
+        ("\nnames NAME", _JSON),
+        {"names": {"nargs": "*"}},
+    ),
+    Command(
+        "show",
+        show_command,
+        "print or draw a schedule",
+        "Print or draw a schedule.",
+        (_SOURCE, _SHAPE, _COSTS, _WRITE, _DRAWING),
+        _SHARED
+        | {
+            "format": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
+            "width": {"type": real},
+            "theme": _choice(Theme, Theme.AUTO.value),
+        },
+    ),
+    Command(
+        "simulate",
+        simulate_command,
+        "makespan, bubble, memory and times of a schedule",
+        "Simulate a schedule with given costs.",
+        (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
+        _SHARED | {"transfers": _choice(Transfers, "async")},
+    ),
+    Command(
+        "check",
+        check_command,
+        "check a table and list everything that is invalid in it",
+        "Check a table: completeness, order, placement, deadlock, and a cap on activations.",
+        (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
+        {"transfers": _choice(Transfers, "rendezvous"), "max_activations": {"type": whole}},
+    ),
+    Command(
+        "compare",
+        compare_command,
+        "simulate several schedules of one model side by side",
+        "Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of "
+        "a schedule with S stages costs P/S of them, and its activations count P/S too, so that "
+        "schedules with different chunks can be compared.  Each schedule uses the nearest number "
+        "of --chunks that it allows, and ignores each --option that it does not take.",
+        ("\nsources NAME|FILE | default: every schedule that can be built", _SHAPE, _COSTS, _JSON),
+        _SHARED | {"sources": {"nargs": "*"}},
+    ),
+    Command(
+        "plan",
+        plan_command,
+        "the fastest pipelines of a model that fit into memory",
+        "The fastest pipelines of a model that fit: layers to stages, schedule, chunks, remat; a "
+        "step's seconds and a device's memory.  The model is given by its sizes (a decoder-only "
+        "transformer; times are then estimates) or by a file of costs.",
+        (_PLAN, _VARY, _SIZES, _FILE, _JSON),
+        {name: {"type": whole, "required": True} for name in ("devices", "microbatches")}
+        | {field.name: {"type": real} for field in fields(Transformer) if field.name != "gated"}
+        | {
+            "memory": {"type": size},
+            "schedules": {"nargs": "+"},
+            "chunks": {"type": whole, "nargs": "+", "default": [1, 2, 4]},
+            "remat": {"type": remat, "nargs": "+", "default": [None, "full"]},
+            "search": {"type": real, "default": 0.0},
+            "layers": {"type": whole},
+        },
+    ),
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; `run` of what it returns runs the command."""
+    parser = argparse.ArgumentParser(
+        prog="jaxpipe",
+        description="Design, check, compare and draw pipeline-parallel schedules.",
+        epilog="Exit status: 0 success, 1 the schedule is invalid, 2 bad usage.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        own = commands.add_parser(command.name, help=command.help, description=command.description)
+        own.set_defaults(run=command.run)
+        for group in command.groups:
+            title, _, lines = group.replace("\n    ", " ").partition("\n")
+            to = own.add_argument_group(title) if title else own
+            for line in lines.splitlines():
+                _add(to, line, command.more)
+    return parser
+
+
+def _add(
+    parser: argparse._ActionsContainer, line: str, more: Mapping[str, Mapping[str, Any]]
+) -> None:
+    left, _, text = line.partition(" | ")
+    words = left.split()
+    flags = [word for word in words if word.startswith("-")]
+    name = flags[-1].strip("-").replace("-", "_") if flags else words[0]
+    options = {"help": text.replace("%", "%%"), **more.get(name, {})}
+    if len(words) == len(flags):
+        options["action"] = "store_true"
+    elif "choices" not in options:
+        options["metavar"] = words[-1]
+    parser.add_argument(*(flags or words[:1]), **options)

@@ -1,0 +1,265 @@
+"""The memory that a block needs while it runs, besides what it reads, stores and returns: read off
+each block compiled alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
+
+from ..arrays import Leaves
+from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
+from ..jaxprs.sizes import nbytes
+from ..model.leaf_plan import leaf_plans
+from ..spmd.body import accumulator_dtype
+from ..spmd.entries import Group, StageEntries, auto_axes, compiled_alone, outer_specs
+from ..spmd.executor import TracedStep
+from ..spmd.operands import SharedBuffers
+from ..stage.code import StageCode
+from ..stage.job import Job
+from ..stage.model_code import ModelCode
+from ..table.kinds import RECOMPUTE, Kind
+
+_WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of code, how its inputs are split, and which inputs and outputs are in slots or
+    accumulators.
+    """
+
+    name: str
+    jaxpr: core.Jaxpr
+    specs: tuple[PartitionSpec | None, ...]
+    reads: tuple[tuple[int, Entry], ...] = ()
+    writes: tuple[tuple[int, Entry], ...] = ()
+    # of the outputs that are added to accumulators, as the parameters are split
+    parameters: tuple[PartitionSpec, ...] = ()
+    totals_at: int = 0  # the first of those outputs
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step on a mesh; `entries` say for each kind of stage how what it has and keeps is
+    split over the axes that are left to the partitioner.
+    """
+
+    job: Job
+    mesh: Mesh
+    code: ModelCode
+    entries: tuple[StageEntries, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh, traced: TracedStep) -> Step:
+        """A pipeline's own."""
+        code = traced.code
+        return cls(traced.job, mesh, code, traced.entries or tuple(map(whole_entries, code.kinds)))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several devices share a stage."""
+        return bool(auto_axes(self.mesh, self.job))
+
+    def entry(self, kind: int) -> dict[str, int]:
+        """Bytes on one device of what a kind of stage has and keeps of one microbatch, by pool."""
+        buffers = SharedBuffers.of([self.code.kinds[kind]], [self.entries[kind]])
+        return {field.name: getattr(buffers, field.name).nbytes for field in fields(buffers)}
+
+    def boundary(self, kind: int) -> int:
+        """Bytes on one device of what a kind of stage returns."""
+        code = self.code.kinds[kind]
+        split = output_entries(code, self.entries[kind])
+        return sum(nbytes(a) // e.local_share for a, e in zip(code.y_avals, split, strict=True))
+
+    @property
+    def runs(self) -> list[tuple[Block, ...]]:
+        """The blocks of the step's table, those together that are run as one."""
+        table = self.code.program.schedule.encoded
+        kinds = {k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if table.of_kinds((k,)).any()}
+        kinds |= {"R"} if table.of_kinds(RECOMPUTE).any() else set()
+        found: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
+        for kind, entries in zip(self.code.kinds, self.entries, strict=True):
+            blocks = stage_blocks(kind, entries)
+            found += [(block,) for name, block in blocks.items() if name in kinds]
+            found += [(blocks["B"], blocks["F"])] if len(table.pairs) and "B" in kinds else []
+        return found
+
+    def work_space(self) -> dict[str, int]:
+        """Bytes on one device of each block's own arrays, by block.
+
+        The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind
+        of stage that needs most; "first", "first gradient" and "last".
+
+        Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.
+        Takes a compilation of each block.
+        """
+        found: dict[str, int] = {}
+        for run in self.runs:
+            name = " with ".join(block.name for block in run)
+            found[name] = max(found.get(name, 0), self.temp(*run))
+        return found
+
+    def work_without_gradients(self) -> dict[str, int]:
+        """The same of "first gradient" and "last", their gradients of parameters left out."""
+        found = {}
+        for block in outer_blocks(self):
+            if block.parameters:
+                outs, end = block.jaxpr.outvars, block.totals_at + len(block.parameters)
+                rest = block.jaxpr.replace(outvars=outs[: block.totals_at] + outs[end:])
+                found[block.name] = self.temp(replace(block, jaxpr=rest, parameters=()))
+        return found
+
+    def permutes(self) -> bool:
+        """Whether the partitioner puts a permute into a block: read off each, compiled alone.
+
+        What is spread does not count: all devices run it at once.
+        """
+        functions = self.job.functions
+        spread = {"first", "first gradient"} if functions.spreads_first else set()
+        spread |= {"last"} if functions.spreads_last else set()
+        return any(
+            " collective-permute" in self.compiled(*run, asked=True).as_text()
+            for run in self.runs
+            if run[0].name not in spread
+        )
+
+    def temp(self, *blocks: Block) -> int:
+        """Bytes besides inputs and outputs, of blocks that run as one."""
+        memory = self.compiled(*blocks).memory_analysis()
+        return int(getattr(memory, "temp_size_in_bytes", 0))
+
+    def compiled(self, *blocks: Block, asked: bool = False) -> Any:
+        """Blocks that run as one, compiled alone; they read and write slots as in the step."""
+        parts = [_part(self.job, block) for block in blocks]
+        count = len(parts)
+
+        def run(*groups: Leaves) -> Leaves:
+            codes = [part.code(*groups[3 * k : 3 * k + 3]) for k, part in enumerate(parts)]
+            if count == 1:
+                return run_in_slots(
+                    codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes
+                )
+            return [leaf for outs in run_both_in_slots(codes[0], codes[1]) for leaf in outs]
+
+        # Pools and accumulators are changed in place: were they outputs of their own, these would
+        # be room for the block's arrays.
+        donated = [3 * k + group for k in range(count) for group in (1, 2)]
+        groups = [group for part in parts for group in part.groups]
+        return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, asked=asked)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block's inputs, pools and accumulators, and its code once they are arrays."""
+
+    groups: tuple[Group, Group, Group]
+    code: Callable[[Leaves, Leaves, Leaves], InSlots]
+
+
+def _part(job: Job, block: Block) -> _Part:
+    invars: list[Any] = [var.aval for var in block.jaxpr.invars]
+    outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
+    lazily = dict(block.reads)
+    inputs: Group = [
+        (lazily[i].pool(1, aval.dtype), lazily[i].pool_spec) if i in lazily else (aval, spec)
+        for i, (aval, spec) in enumerate(zip(invars, block.specs, strict=True))
+    ]
+    pools: Group = [(entry.pool(1, outvars[i].dtype), entry.pool_spec) for i, entry in block.writes]
+    added = range(block.totals_at, block.totals_at + len(block.parameters))
+    wide = [
+        jax.ShapeDtypeStruct(outvars[i].shape, accumulator_dtype(outvars[i].dtype, job.accumulate))
+        for i in added
+    ]
+    totals: Group = list(zip(wide, block.parameters, strict=True))
+
+    def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
+        at = jnp.int32(0)
+        writes: dict[int, Target] = {i: Total(leaf) for i, leaf in zip(added, totals, strict=True)}
+        writes |= {
+            i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)
+        }
+        return InSlots(
+            block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes
+        )
+
+    return _Part((inputs, pools, totals), code)
+
+
+def whole_entries(code: StageCode) -> StageEntries:
+    """No axis is left to the partitioner."""
+
+    def plain(avals: Sequence[Any]) -> tuple[Entry, ...]:
+        return tuple(Entry(tuple(aval.shape)) for aval in avals)
+
+    stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
+    return StageEntries((_WHOLE,) * code.num_params, *map(plain, stored))
+
+
+def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
+    """The blocks of a kind of stage, by name."""
+    before = [
+        *(_WHOLE for _ in code.consts),
+        *entries.parameters,
+        *(entry.spec for entry in entries.x),
+    ]
+    free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
+    start = (*before, *(None for _ in range(free)))
+    kept = (*entries.residual_input, *entries.residual_weight)
+    dy = [*(entry.spec for entry in entries.cotangent), *([] if code.loss is None else [_WHOLE])]
+    late = (*start, *(entry.spec for entry in kept), *dy)
+    read = tuple((len(start) + i, entry) for i, entry in enumerate(kept))
+    stash = tuple((len(late) + i, entry) for i, entry in enumerate(entries.stash))
+
+    def written(first: int, those: Sequence[Entry]) -> tuple[tuple[int, Entry], ...]:
+        return tuple((first + i, entry) for i, entry in enumerate(those))
+
+    trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
+    every = (*late, *(entry.spec for entry in entries.stash))
+    blocks = (
+        Block("F", code.forward, start, writes=written(code.num_outputs, kept)),
+        Block("R", code.recompute, start, writes=written(0, kept)),
+        Block("B", code.backward, late, read, parameters=trained),
+        Block("I", code.input_grad, late, read, written(sum(code.x_wanted), entries.stash)),
+        Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
+    )
+    return {block.name: block for block in blocks}
+
+
+def outer_blocks(step: Step) -> list[Block]:
+    """`first`, its gradient, `last` with its gradient."""
+    job, free = step.job, None if step.is_shared else _WHOLE
+
+    def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
+        start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]
+        return (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
+
+    def trained(key: str) -> tuple[PartitionSpec, ...]:
+        plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
+        return tuple(
+            spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen
+        )
+
+    first, last = step.code.first, step.code.last
+    found = [Block("first", first.forward, specs("first", len(first.consts), first.forward))]
+    if first.num_trained:
+        start = specs("first", len(first.consts), first.backward)
+        found.append(Block("first gradient", first.backward, start, parameters=trained("first")))
+    if last is not None:
+        # The loss and what comes with it are before the gradients.
+        start, before = specs("last", len(last.consts), last.train), 1 + len(last.aux_avals)
+        found.append(Block("last", last.train, start, parameters=trained("last"), totals_at=before))
+    return found
+
+
+def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
+    """How each leaf of a stage's output is split: as its cotangent, where it has one."""
+    cotangents = iter(entries.cotangent)
+    for aval, wanted in zip(code.y_avals, code.y_wanted, strict=True):
+        yield next(cotangents) if wanted else Entry(tuple(aval.shape))

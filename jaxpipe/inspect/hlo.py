@@ -1,0 +1,278 @@
+"""The text of a compiled program (scheduled HLO after optimisation) as computations of
+instructions.
+
+The format is that of XLA's HLO parser (openxla.org/xla/operation_semantics names the opcodes).
+Only what the readers of this package need is taken from a line: name, shapes of the results,
+opcode, operands, and attributes as text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+_BITS = re.compile(r"^(?:bf|[sufc]|f8e\d\w*?)(\d+)")
+_ARRAY = re.compile(r"\b(pred|token|opaque|bf16|f8e\w+|f4e\w+|[sufc]\d+)\[([\d,<=]*)\]")
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(
+    r"(?P<role>condition|body|calls|to_apply|true_computation|false_computation)=%(?P<one>[\w.\-]+)|branch_computations=\{(?P<many>[^}]*)\}"
+)
+
+
+class Array(NamedTuple):
+    """The dtype and dimensions of one result."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, a dtype of less than a byte rounded up over the array."""
+        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def _bits(dtype: str) -> int:
+    if dtype in ("token", "opaque"):
+        return 0
+    if dtype == "pred" or dtype.startswith("f8"):
+        return 8
+    if dtype.startswith("f4"):
+        return 4
+    match = _BITS.match(dtype)
+    assert match, f"a dtype that is not known: {dtype}"
+    return int(match[1])
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction; `results` are the arrays of a tuple in order, nested ones too."""
+
+    name: str
+    results: tuple[Array, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all results."""
+        return sum(array.nbytes for array in self.results)
+
+    @cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Names of the computations it runs, by role: condition, body, calls,
+        to_apply, branches.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for match in _CALLED.finditer(self.attributes):
+            if match["many"] is not None:
+                found["branches"] = tuple(_NAME.findall(match["many"]))
+            elif match["role"] in ("true_computation", "false_computation"):
+                found["branches"] = (*found.get("branches", ()), match["one"])
+            else:
+                found[match["role"]] = (match["one"],)
+        return found
+
+    @property
+    def trip_count(self) -> int | None:
+        """Of a while loop, where the compiler knows it: then the host asks for nothing between
+        trips.
+        """
+        match = _TRIPS.search(self.attributes)
+        return int(match[1]) if match else None
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX names and scopes that it comes from."""
+        return _quoted(self.attributes, "op_name=")
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        return _quoted(self.attributes, "custom_call_target=")
+
+
+def _quoted(text: str, key: str) -> str:
+    match = re.search(re.escape(key) + r'"([^"]*)"', text)
+    return match[1] if match else ""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions in the order in which they are issued."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """The same by name."""
+        return {each.name: each for each in self.instructions}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Which instructions read each."""
+        found: dict[str, list[Instruction]] = {}
+        for each in self.instructions:
+            for name in dict.fromkeys(each.operands):
+                found.setdefault(name, []).append(each)
+        return found
+
+    @cached_property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(each for each in self.instructions if each.is_root)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program."""
+
+    entry: str
+    computations: Mapping[str, Computation]
+
+    def calls(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that it runs: loops, branches, fusions, what a reduction applies."""
+        for names in instruction.called.values():
+            yield from (self.computations[name] for name in names)
+
+
+def parse(text: str) -> Module:
+    """Read `compiled.as_text()`.
+
+    Raises:
+        ValueError: the text is not a scheduled HLO module, so the order of its lines says nothing.
+    """
+    lines = text.splitlines()
+    if not lines or "is_scheduled=true" not in lines[0]:
+        raise ValueError(
+            "not a scheduled HLO module: read what `compile()` returns, not what is lowered"
+        )
+    computations: dict[str, Computation] = {}
+    entry, name = "", ""
+    current: list[Instruction] = []
+    for line in lines:
+        head = _HEAD.match(line)
+        if head:
+            name, current = head["name"], []
+            entry = name if head["entry"] else entry
+        elif line == "}" and name:
+            computations[name] = Computation(name, tuple(current))
+            name = ""
+        elif name and (match := _INSTRUCTION.match(line)):
+            current.append(_instruction(match, line))
+    return Module(entry, computations)
+
+
+def _instruction(match: re.Match[str], line: str) -> Instruction:
+    start = match.end()
+    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    results = tuple(Array(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(line[start:end]))
+    opcode = _OPCODE.match(line, end)
+    assert opcode, f"an instruction without an opcode: {line[:200]}"
+    close = _closing(line, opcode.end() - 1)
+    inside = line[opcode.end() : close - 1]
+    operands = (inside,) if opcode[1] == "parameter" else tuple(_NAME.findall(inside))
+    return Instruction(
+        match["name"], results, opcode[1], operands, line[close:], match["root"] is not None
+    )
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(each.lstrip("<=")) for each in text.split(",") if each)
+
+
+def _closing(line: str, start: int) -> int:
+    """One past the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(line, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    raise ValueError(f"a parenthesis that is not closed: {line[:200]}")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A loop or conditional around a computation; `trips` is None where only the running program
+    knows how often it is run.
+    """
+
+    instruction: Instruction
+    trips: int | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A computation and the frames around it, outermost first."""
+
+    computation: Computation
+    frames: tuple[Frame, ...]
+
+    @property
+    def trips(self) -> int:
+        """How often it is run a step; where it is guarded an upper bound, if each predicate is of
+        at most one trip.
+        """
+        return math.prod(frame.trips for frame in self.frames if frame.trips is not None)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a predicate says if it is run."""
+        return any(frame.trips is None for frame in self.frames)
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it is run more than once a step."""
+        return self.trips > 1
+
+    @property
+    def segment(self) -> Frame | None:
+        """The outermost loop of known trip count: a segment of the schedule, where it is unrolled
+        into ticks.
+        """
+        return next((frame for frame in self.frames if frame.trips is not None), None)
+
+
+def walk(module: Module) -> Iterator[Place]:
+    """All computations that issue instructions: the entry, bodies and conditions of loops,
+    branches, calls; not fusions.
+    """
+    return _walk(module, Place(module.computations[module.entry], ()))
+
+
+def _walk(module: Module, place: Place) -> Iterator[Place]:
+    yield place
+    for instruction in place.computation.instructions:
+        for computation, frames in inner(module, instruction):
+            yield from _walk(module, Place(computation, (*place.frames, *frames)))
+
+
+def inner(
+    module: Module, instruction: Instruction
+) -> Iterator[tuple[Computation, tuple[Frame, ...]]]:
+    """The computations that one instruction issues, each with the frame that it adds."""
+    roles = instruction.called
+    if instruction.opcode == "while":
+        frame = (Frame(instruction, instruction.trip_count),)
+        for role in ("condition", "body"):
+            yield from ((module.computations[name], frame) for name in roles[role])
+    elif instruction.opcode == "conditional":
+        yield from (
+            (module.computations[name], (Frame(instruction, None),)) for name in roles["branches"]
+        )
+    elif instruction.opcode in ("call", "async-start"):
+        names = (*roles.get("to_apply", ()), *roles.get("calls", ()))
+        yield from ((module.computations[name], ()) for name in names)

@@ -1,0 +1,168 @@
+"""What a compiled program moves or fills without computing anything: whole arrays copied,
+transposed, zeroed or padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from .flow import Flow
+from .hlo import Array, Computation, Instruction, Module, Place, walk
+
+LARGE = 2**20
+
+
+class Move(Enum):
+    """How an array is made."""
+
+    COPY = "copy"
+    TRANSPOSE = "transpose"
+    FILL = "fill"  # a broadcast: zeros of an accumulator or stack, mostly
+    PAD = "pad"
+    CONCATENATE = "concatenate"
+    REWRITE = "rewrite"  # a dynamic-update-slice of something that is not updated in place
+    SLICE = "slice"  # part of an array, read apart: an entry of a pool before its reader
+
+
+MADE_ANEW = frozenset(Move) - {Move.SLICE}
+_OPCODES = {
+    "copy": Move.COPY,
+    "copy-start": Move.COPY,
+    "transpose": Move.TRANSPOSE,
+    "broadcast": Move.FILL,
+    "pad": Move.PAD,
+    "concatenate": Move.CONCATENATE,
+    "slice": Move.SLICE,
+    "dynamic-slice": Move.SLICE,
+}
+# What changes neither the number of an array's elements nor their order; a root under it is what
+# makes the array.
+_SEEN_THROUGH = ("bitcast", "reshape", "convert", "bitcast-convert", "copy-done")
+
+
+@dataclass(frozen=True)
+class LargeMove:
+    """One array that is made so, wherever it is run."""
+
+    move: Move
+    array: Array
+    instruction: Instruction
+    place: Place
+    # op_name of what makes the array, or, where XLA has added that, of the first that reads it
+    origin: str
+    # The array is one that the outermost loop around it carries, or reads in each trip, or becomes
+    # one: a pool, an accumulator, stacked parameters, what is sent; a whole one of them is made
+    # again.  Others are a block's own.
+    is_carried: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.array.nbytes
+
+    @property
+    def nbytes_a_step(self) -> int:
+        """Bytes a step; where a predicate is around it, an upper bound."""
+        return self.nbytes * self.place.trips
+
+    def __str__(self) -> str:
+        often = f"{self.place.trips} x{' guarded' if self.place.guarded else ''}"
+        whose = "carried " if self.is_carried else ""
+        return (
+            f"{self.move.value} {whose}{self.array} {self.nbytes / 2**20:.1f} MiB, {often}: "
+            f"{self.instruction.name} for {self.origin or '?'}"
+        )
+
+
+def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
+    """Every array of `least` bytes or more that an instruction, or a root of a fusion, moves or
+    fills.
+    """
+    found, flow = [], Flow(module)
+    for place in walk(module):
+        loop = place.segment
+        for instruction in place.computation.instructions:
+            for move, computation, root in _moves(module, place.computation, instruction):
+                if root.results[0].nbytes >= least:
+                    named = _named(place.computation, instruction, root)
+                    is_carried = loop is not None and flow.is_of(
+                        loop.instruction, computation, root
+                    )
+                    found.append(
+                        LargeMove(
+                            move,
+                            root.results[0],
+                            instruction,
+                            place,
+                            named.op_name,
+                            is_carried,
+                        )
+                    )
+    return found
+
+
+def _named(computation: Computation, instruction: Instruction, root: Instruction) -> Instruction:
+    """The instruction itself, the root of its fusion, or else its nearest user, whichever has a
+    name of the program's.
+    """
+    if root.op_name or instruction.op_name:
+        return root if root.op_name else instruction
+    seen, waiting = {instruction.name}, [instruction.name]
+    for name in waiting:
+        for user in computation.users.get(name, ()):
+            if user.op_name and user.opcode not in ("tuple", "get-tuple-element"):
+                return user
+            if user.name not in seen:
+                seen.add(user.name)
+                waiting.append(user.name)
+    return instruction
+
+
+def _moves(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Move, Computation, Instruction]]:
+    """How it makes each array that it makes so, and the instruction, itself or a root of its
+    fusion, that does, with what that is in.
+    """
+    if instruction.opcode in _OPCODES:
+        yield _OPCODES[instruction.opcode], computation, instruction
+    elif instruction.opcode == "fusion":
+        (name,) = instruction.called["calls"]
+        fused = module.computations[name]
+        for root in _roots(fused):
+            move = _made_by(fused, root)
+            if move is not None:
+                yield move, fused, root
+
+
+def _roots(fused: Computation) -> list[Instruction]:
+    """What makes each result of a fusion."""
+    root = fused.root
+    return [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+
+
+def _made_by(fused: Computation, root: Instruction) -> Move | None:
+    maker = _behind(fused, root)
+    if maker.opcode == "dynamic-update-slice":
+        # XLA updates the operand in place where it is a parameter of the fusion, and copies before
+        # the fusion where it may not.
+        in_place = (
+            _behind(fused, fused.by_name[maker.operands[0]], through=("bitcast",)).opcode
+            == "parameter"
+        )
+        return None if in_place else Move.REWRITE
+    made = _OPCODES.get(maker.opcode)
+    if made is Move.COPY:  # a slice in another layout
+        read = _OPCODES.get(_behind(fused, maker, through=(*_SEEN_THROUGH, "copy")).opcode)
+        return Move.SLICE if read is Move.SLICE else made
+    return made
+
+
+def _behind(
+    fused: Computation, instruction: Instruction, through: tuple[str, ...] = _SEEN_THROUGH
+) -> Instruction:
+    while instruction.opcode in through:
+        instruction = fused.by_name[instruction.operands[0]]
+    return instruction

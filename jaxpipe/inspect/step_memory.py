@@ -1,0 +1,272 @@
+"""What one device holds in a step, by what it is for: predicted from the program, its pools, and
+each block compiled alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import PartitionSpec
+
+from ..arrays import PyTree
+from ..jaxprs.sizes import nbytes
+from ..model.leaf_plan import LeafPlan, leaf_plans, trained
+from ..model.param_layout import with_outer
+from ..pipeline import Pipeline
+from ..planner.memory import Sizes, memory_of
+from ..program.ir import Program
+from ..program.templates import Payload
+from ..spmd.body import accumulator_dtype
+from ..spmd.entries import compiled_alone, outer_specs
+from ..spmd.executor import TracedStep
+from ..spmd.mapped import on_cpus
+from ..spmd.operands import SharedBuffers
+from ..spmd.shared_buffers import SharedBuffer
+from ..stage.code import run
+from ..stage.job import Job
+from ..stage.model_code import ModelCode
+from ..table.kinds import Kind
+from .blocks import Step
+
+
+def memory(
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
+) -> dict[str, int]:
+    """Bytes that a step takes on one device, by what they are for, and their "total".
+
+    Takes what `pipe.lower` takes.  The step is traced, and each block of it compiled alone; the
+    step itself is not compiled.
+
+        parameters, batch   what the step is given
+        gradients           what it returns
+        pools               the slots that the program has, each as large as a device's part of what
+                            it holds
+        host                what waits in the host's memory (`offload`); not in the total
+        gathered            whole parameters and accumulators where only parts are given and
+                            returned (fsdp, outer, DualPipe's copies)
+        hoisted             what is computed from parameters once a step
+        sent                what is to be sent next, what of it is under way while the next is made,
+                            and what arrives beside a block
+        raveled             copies of what a pool that unlike stages share holds raveled
+        work                of the block that needs most, its own arrays
+        summed              results of sums of gradients over CPU devices, but for what lies in
+                            their room before; GPUs sum in place
+
+    Raises:
+        PipelineError: as `value_and_grad` does.
+    """
+    traced = pipe.trace(params, batch, rng=rng, state=state)
+    return facts(traced, step_sizes(pipe, traced, params, batch))
+
+
+def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
+    """What `memory` returns."""
+    found = memory_of(traced.code.program.slots, sizes)
+    parts = {name: int(size) for name, size in found.facts().items() if name != "optimizer"}
+    return {**parts, "total": int(found.total)}
+
+
+def placed_shapes(pipe: Pipeline, params: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Parameters as shapes, with the shardings that a step has."""
+    found: dict[str, PyTree] = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        params,
+        pipe.partition.shardings(pipe.mesh, params),
+    )
+    return found
+
+
+def step_sizes(
+    pipe: Pipeline, traced: TracedStep, given: dict[str, PyTree], batch: PyTree
+) -> Sizes:
+    """Sizes of a traced model on one device."""
+    step, params = Step.of(pipe.mesh, traced), with_outer(placed_shapes(pipe, given))
+    job, code, program = step.job, step.code, step.code.program
+    buffers = SharedBuffers.of(code.kinds, step.entries)
+    splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
+    residuals = buffers.residual_input.nbytes, buffers.residual_weight.nbytes
+    work = step.work_space()
+    most = max(work.values(), default=0)
+    found = Sizes(
+        parameters=sum(map(local_bytes, jax.tree.leaves(params))),
+        gradients=sum(
+            gradient_bytes(job, leaf)
+            for leaf in trained(jax.tree.leaves(params), leaf_plans(job.plans))
+        ),
+        batch=sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
+        gathered=_gathered(step, params),
+        hoisted=_hoisted(step),
+        entry=dict.fromkeys(vars(program.slots), 0)
+        | {
+            "x": buffers.x.nbytes,
+            "residual_input": residuals[0],
+            "residual_weight": residuals[1],
+            "cotangent": buffers.cotangent.nbytes,
+            "stash": buffers.stash.nbytes if splits else 0,
+            **{
+                place.value: sum(nbytes(aval) for aval in avals)
+                for place, avals in code.outer_pools.items()
+            },
+            "host": sum(residuals) if program.slots.host else 0,
+        },
+        sent=_sent_bytes(program, buffers) + _with_arrivals(program, buffers, work) - most,
+        raveled=_raveled(buffers, code, splits=splits),
+        work=most,
+    )
+    return replace(found, **_summed(step, params, most)) if on_cpus(step.mesh) else found
+
+
+def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
+    """What is to be sent, of each payload, and once more where permutes of it are awaited in a
+    later tick, when the next is there.
+    """
+    late = {
+        p.payload
+        for segment in program.segments
+        for template in segment.templates
+        for p in template.permutes
+        if p.delay
+    }
+    return sum((1 + (payload in late)) * buffers.sent(payload).nbytes for payload in Payload)
+
+
+def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, int]) -> int:
+    """The most that a block needs with what arrives while it runs."""
+    most = max(work.values(), default=0)
+    for segment in program.segments:
+        for j, *_ in segment.emitted:
+            for place, use in enumerate(segment.templates[j].blocks):
+                beside = [
+                    t.permute.payload
+                    for t in segment.transits
+                    if t.issued <= (j, place) < t.written
+                ]
+                arriving = sum(buffers.sent(payload).nbytes for payload in beside)
+                most = max(most, work.get(use.block.kind.name, 0) + arriving)
+    return most
+
+
+def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
+    """Copies of what has another shape in its pool, so that no block works on it in place; those of
+    one block are there at a time.
+    """
+
+    def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
+        return sum(
+            nbytes(aval)
+            for aval, place in zip(avals, buffer.of_kind(avals), strict=True)
+            if place.flat
+        )
+
+    kept = [
+        copies(buffers.residual_input, k.residual_input)
+        + copies(buffers.residual_weight, k.residual_weight)
+        for k in code.kinds
+    ]
+    left = [copies(buffers.stash, kind.stash) if splits else 0 for kind in code.kinds]
+    return max(one + other for one, other in zip(kept, left, strict=True))
+
+
+def local_bytes(leaf: Any) -> int:
+    """Bytes of one device's part of an array, or of a shape with a sharding."""
+    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+
+
+def gradient_bytes(job: Job, leaf: Any) -> int:
+    """The same of its accumulator."""
+    wide = accumulator_dtype(leaf.dtype, job.accumulate).itemsize
+    return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
+
+
+def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, Any]:
+    """Room that the results of sums need beside what the ticks do: they are no accumulators there,
+    but outputs of their own.
+
+    The room of what the ticks hold is free by then.  XLA puts the largest of it there that fits: of
+    `last`, the gradient of its own parameters.
+    """
+    sizes = {key: _summed_bytes(step, key, params[key]) for key in params}
+    ends: tuple[int, ...] = ()
+    if any(size for key, size in sizes.items() if key != "stages"):
+        ends = tuple(
+            min(rest, most) + sizes[name.removesuffix(" gradient")] + sizes["shared"] - most
+            for name, rest in step.work_without_gradients().items()
+        )
+    return {"summed": sum(sizes.values()), "ends": ends}
+
+
+def _summed_bytes(step: Step, key: str, tree: PyTree) -> int:
+    """Of gradients that are summed over devices as they are; those of gathered parameters are parts
+    of their accumulators.
+    """
+    job, mesh = step.job, step.mesh
+    axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
+    leaves = zip(jax.tree.leaves(tree), leaf_plans(job.plans[key]), strict=True)
+    return sum(
+        gradient_bytes(job, leaf)
+        for leaf, plan in leaves
+        if not (plan.frozen or plan.gathers)
+        and math.prod(mesh.shape[name] for name in plan.whole_axes(axes)) > 1
+    )
+
+
+def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
+    job, total = step.job, 0
+    for key in ("first", "last", "shared"):
+        pairs = zip(jax.tree.leaves(params.get(key, ())), leaf_plans(job.plans[key]), strict=True)
+        total += sum(_whole_bytes(step, leaf, plan) for leaf, plan in pairs if plan.gathers)
+    chunks = params["stages"]
+    for chunk in range(step.code.program.schedule.num_chunks):
+        held = min(chunk, len(chunks) - 1)
+        plans = leaf_plans(job.plans["stages"][held])
+        for leaf, plan in zip(jax.tree.leaves(chunks[held]), plans, strict=True):
+            # A chunk that another device owns is a copy.
+            total += _whole_bytes(step, leaf, plan) if plan.gathers or chunk >= len(chunks) else 0
+    return total
+
+
+def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
+    """A parameter with what its manual axes split brought together, and its accumulator."""
+    share = math.prod(step.mesh.shape[name] for name, _ in plan.gathers)
+    return share * (local_bytes(leaf) + (0 if plan.frozen else gradient_bytes(step.job, leaf)))
+
+
+def hoisted_bytes(
+    step: Step, consts: int, jaxpr: core.Jaxpr, specs: Sequence[PartitionSpec]
+) -> int:
+    """Of what is computed from parameters that are split so, once a step."""
+    if not jaxpr.outvars:
+        return 0
+    splits = [*(PartitionSpec() for _ in range(consts)), *specs]
+    group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
+    compiled = compiled_alone(step.job, step.mesh, lambda values: run(jaxpr, *values), group)
+    return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
+
+
+def _hoisted(step: Step) -> int:
+    """Of every chunk of a device, and of first and last."""
+    job, code = step.job, step.code
+    kinds = [
+        hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters)
+        for kind, entries in zip(code.kinds, step.entries, strict=True)
+    ]
+    held = {
+        (v, code.kind_of[s])
+        for stages in code.program.schedule.placement.stages_of
+        for v, s in enumerate(stages)
+    }
+    outer: list[tuple[str, Any]] = [("first", code.first)]
+    outer += [] if code.last is None else [("last", code.last)]
+    return sum(kinds[kind] for _, kind in held) + sum(
+        hoisted_bytes(step, len(end.consts), end.hoist, outer_specs(job, key)) for key, end in outer
+    )

@@ -1,0 +1,172 @@
+"""What a step really did: its blocks timed while it runs, as a timeline like a simulated one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..arrays import PyTree
+from ..engine.costs import Costs
+from ..engine.timeline import Timeline
+from ..errors import PipelineError, quoted
+from ..pipeline import Pipeline
+from ..spmd.body import CANNOT_BE_TIMED
+from ..spmd.executor import TracedStep
+from ..spmd.mapped import on_cpus
+from ..table.kinds import KINDS, SHARES
+from ..table.run_order import Transfers
+from ..table.schedule import Schedule
+from .blocks import Step
+
+
+def profile(
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
+    repeats: int = 3,
+) -> Timeline:
+    """Run the step and return when each action really began and ended, in seconds: a timeline like
+    `simulate`'s.
+
+    Every block calls the host at its begin and its end, so the step is a little slower than without
+    (tens of microseconds a block).  The first block begins at 0; of `repeats` runs the median one
+    is returned.  `timeline.over(planned)` compares it with a simulated one.  What devices share
+    along axes that are left to the partitioner begins when the last of them has come to it.  For
+    backends where the host can be called from a program.
+
+    Args:
+        pipe: the pipeline.
+        params, batch, rng, state: as for `value_and_grad`.
+        repeats: runs of the step.
+
+    Raises:
+        PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
+    """
+    if repeats < 1:
+        raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
+    clock = Clock([])
+    traced = pipe.trace(params, batch, rng=rng, state=state, clock=clock)
+    _refuse_permutes(pipe, traced)
+    compiled = traced.function.lower().compile()
+    given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+    runs = []
+    for _ in range(repeats + 1):
+        clock.events.clear()
+        jax.block_until_ready(compiled(params, batch, **given))
+        # Callbacks may still be on their way when the results are there.
+        jax.effects_barrier()
+        runs.append(list(clock.events))
+    kind = pipe.mesh.devices.flat[0].device_kind
+    schedule = traced.job.plan.ticks.schedule
+    timelines = [timeline_of(schedule, events, kind) for events in runs[1:]]  # the first warms up
+    return sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
+
+
+def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
+    """PipelineError where the partitioner permutes in blocks on CPU devices: all devices then have
+    to run every block at once, and no block has a time of its own.
+    """
+    step = Step.of(pipe.mesh, traced)
+    waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
+    if step.is_shared and waits and step.permutes():
+        raise PipelineError(CANNOT_BE_TIMED)
+
+
+class Event(NamedTuple):
+    """The begin (phase 0) or the end (1) of a block; `partner`: the place of its device among those
+    that share the block.
+    """
+
+    now: float
+    partner: int
+    phase: int
+    shard: int
+    kind: int
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, eq=False)  # JAX hashes what it calls
+class Clock:
+    """Writes down when the begin or end of a block came to pass."""
+
+    events: list[Event]
+
+    def __call__(self, numbers: Any, _wrote: Any) -> Any:
+        """Note one event: `numbers` as the `Clock` of a `Job` gets them."""
+        now = time.perf_counter()
+        partner, phase, shard, _, kind, stage, microbatch = np.asarray(numbers).tolist()
+        self.events.append(Event(now, partner, phase, shard, kind, stage, microbatch))
+        return np.int32(0)
+
+
+def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
+    """Of data shard 0; its first block begins at 0."""
+    table = schedule.encoded
+    # Each of the devices that share a block, along axes of the partitioner, notes its own times.
+    times = np.full(
+        (2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan
+    )
+    for event in events:
+        number = int(table.at[event.kind, event.stage, event.microbatch])
+        if event.shard == 0 and number >= 0:
+            times[event.phase, event.partner, number] = event.now
+    # It begins when the last of them has come to it: until then the others wait in its collectives.
+    starts, ends = times.max(axis=1)
+    missing = [
+        table.text(i)
+        for i in np.flatnonzero((np.isnan(starts) | np.isnan(ends)) & table.is_compute).tolist()
+    ]
+    if missing:
+        raise PipelineError(
+            "the run has no times of "
+            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs "
+            "them otherwise"
+        )
+    # What all devices do together begins when the last of them has come to it: until then the
+    # others wait in its collective.
+    for meeting in set(table.meetings.values()):
+        members = list(meeting.members)
+        starts[members] = starts[members].max()
+        ends[members] = np.maximum(ends[members], starts[members])
+    zero = float(starts.min())
+    for i in table.pairs.tolist():
+        starts[i] = starts[i + 1] = min(starts[i], starts[i + 1])
+        ends[i] = ends[i + 1] = max(ends[i], ends[i + 1])
+    unit = f"seconds, of one run on {device_kind}"
+    begin, end = tuple((starts - zero).tolist()), tuple((ends - zero).tolist())
+    return Timeline(schedule, _costs(schedule, begin, end, unit), Transfers.ASYNC, begin, end)
+
+
+def _costs(
+    schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str
+) -> Costs:
+    """The median time of each stage's actions in the run, of shares of each device's; transfers are
+    in the gaps.
+    """
+    table = schedule.encoded
+    names = {spec.kind: spec.cost for spec in KINDS if spec.cost is not None}
+    found: dict[str, Any] = {}
+    for kind, name in names.items():
+        numbers = [
+            np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist()
+            for s in range(table.num_stages)
+        ]
+        if all(numbers) or (kind in SHARES and any(numbers)):
+            found[name] = tuple(
+                statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
+            )
+    for kind in table.kinds:  # what an action takes with all that it left for later
+        if (whole := KINDS[kind].part_of) is not None:
+            name, part = names[whole], names[kind]
+            found[name] = tuple(a + b for a, b in zip(found[name], found[part], strict=True))
+    return Costs(**found, unit=unit)

@@ -1,0 +1,312 @@
+"""What a compiled step is: the numbers of `jaxpipe.inspect.report`.
+
+The table and the program made of it:
+
+    schedule, devices, stages, microbatches
+    table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
+    makespan            the program's, where a transfer holds up only its two ends
+    seconds             of a step, simulated from the plan and the pipeline's `costs` (without any,
+                        a forward of 5 ms); None but on GPUs
+    predicate_seconds   of those, what predicates take; None but on GPUs
+    loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be
+                        faster; None but on GPUs
+    ticks               lock-step ticks of the program
+    num_segments, segments   pieces of code that are compiled once, and their text: which blocks
+                        and permutes each tick has
+    blocks              pieces of stage code that are compiled, over all segments
+    table_transfers     values that cross devices in the table, a step
+    late_transfers      (awaited in a later tick than issued, all) of the table's transfers that
+                        are needed no sooner than a tick later
+    transfers           pairs of devices that the program's permutes send between, a step; more
+                        than the table's where ticks share them
+
+Memory of one device:
+
+    slots               entries of each pool: the most that any device holds at one time
+    slot_bytes          of one entry of each pool
+    pool_bytes          slots times that; "host" is in the host's memory, the others on the device
+    residuals           (pool, dtype and shape, bytes) of each array that a forward keeps for the
+                        backward, or I for W, before the partitioner splits it
+    hoisted_bytes       what is computed from parameters once a step and kept (casts), over all
+                        chunks of a device
+    parameter_bytes     of stages, first, last and shared, as one device holds them; gradients take
+                        as much, in their own dtype
+    transfer_bytes      the most that one device sends, a step
+
+What XLA says of the compiled program, for one device:
+
+    temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
+    host_temp_bytes     in the memory of the host (`offload`); of CPU devices, whose memory that
+                        is, it is in temp_bytes
+    predicted           what `jaxpipe.inspect.memory` returns: from the program's slots and each
+                        block compiled alone, without the compiled step
+
+What the text of the step compiled for NVIDIA GPUs says; None for other backends:
+
+    host_waits          how often a device's host waits for it in a step, an upper bound: no CUDA
+                        graph holds that predicate
+    permutes_with_slack_beside_compute  (with compute issued between start and done, all) of those
+                        awaited in a later tick, anywhere
+    permutes_beside_compute     (with compute issued between start and done, all) of the segment of
+                        most trips
+    collectives_beside_compute  the same of all other collectives
+
+    stage_kinds         different stages (by function, parameters, or what they take); pools hold
+                        the largest of each, transfers too
+    fallbacks           equations that the cut of the backward into I and W could not cut, and so
+                        do W's work in I
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ..arrays import PyTree
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..jaxprs import needed_for
+from ..jaxprs.sizes import nbytes
+from ..jaxprs.slices import Split
+from ..lowering.plan import Plan
+from ..lowering.target import Target
+from ..pipeline import Pipeline
+from ..planner.memory import Sizes
+from ..program.ir import Program
+from ..program.templates import Payload
+from ..spmd.exchange import WITH_SLACK
+from ..spmd.operands import SharedBuffers
+from ..stage.model_code import ModelCode
+from ..table.action import Overlap, parts
+from ..table.effects import Place
+from ..table.schedule import Schedule
+from .collectives import steady
+from .gpu_program import GpuProgram, compile_and_try_to_read
+from .step_memory import facts, local_bytes, placed_shapes, step_sizes
+from .step_time import step_time
+from .waits import most_waits
+
+
+def report(
+    pipe: Pipeline,
+    params: dict[str, PyTree],
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
+) -> dict[str, Any]:
+    """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals,
+    XLA's memory, compile seconds.
+
+    Takes what `pipe.lower` takes and runs nothing.  `jaxpipe.inspect.step_report` lists the keys;
+    those most asked for are "ticks", "segments" (texts), "slots", "transfers", "temp_bytes",
+    "flops" and "compile_seconds".
+
+    Raises:
+        PipelineError: as `value_and_grad` does.
+    """
+    begin = time.perf_counter()
+    traced = pipe.trace(params, batch, rng=rng, state=state)
+    lowered = traced.function.lower()
+    middle = time.perf_counter()
+    target = Target.of(pipe.mesh, (pipe.axis, *pipe.data_axes))
+    compiled, program = (
+        compile_and_try_to_read(lowered) if target.on_gpus else (lowered.compile(), None)
+    )
+    end = time.perf_counter()
+    schedule, code = pipe.schedule, traced.code
+    held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
+    plan = traced.job.plan
+    times = step_time(plan, target.overheads, pipe.costs) if target.on_gpus else None
+    return {
+        "schedule": schedule.name,
+        "devices": schedule.num_devices,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        **_program(plan, code.program),
+        "seconds": times and times.seconds,
+        "predicate_seconds": times and times.predicates,
+        "loses_to_1f1b": times and times.loses,
+        **_pools(code, sizes),
+        "parameter_bytes": {
+            key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
+        },
+        **_xla(compiled),
+        **_gpu(program, schedule),
+        "stage_kinds": len(code.kinds),
+        "fallbacks": list(
+            dict.fromkeys(
+                f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted))
+            )
+        ),
+        "predicted": facts(traced, sizes),
+        "trace_seconds": middle - begin,
+        "compile_seconds": end - middle,
+    }
+
+
+def _program(plan: Plan, program: Program) -> dict[str, Any]:
+    """The table and the program."""
+    schedule = plan.ticks.schedule
+    return {
+        "table_makespan": table_makespan(schedule),
+        "makespan": plan.makespan,
+        "ticks": program.num_ticks,
+        "num_segments": len(plan.segments),
+        "segments": [str(segment) for segment in plan.segments],
+        "blocks": sum(segment.size for segment in plan.segments),
+        "table_transfers": int(np.sum(schedule.encoded.crosses)),
+        "late_transfers": plan.late_transfers,
+        "transfers": sum(segment.num_sends for segment in plan.segments),
+        "slots": program.slots,
+    }
+
+
+def table_makespan(schedule: Schedule) -> float:
+    """The table's own makespan with F = I = W = 1 and B = 2."""
+    return simulate(schedule, Costs()).makespan
+
+
+def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
+    """Pools, residuals and what is sent."""
+    program, buffers = code.program, SharedBuffers.of(code.kinds)
+    kept = {
+        "residual_input": buffers.residual_input.avals,
+        "residual_weight": buffers.residual_weight.avals,
+        "stash": buffers.stash.avals if sizes.entry["stash"] else (),
+        "first": code.outer_pools[Place.FIRST],
+    }
+    of = {
+        Payload.ACTIVATION: sizes.entry["x"],
+        Payload.COTANGENT: sizes.entry["cotangent"],
+    }
+    sent: Counter[int] = Counter()
+    for segment in program.segments:
+        for permute in (permute for template in segment.templates for permute in template.permutes):
+            for source, _ in permute.pairs:
+                sent[source] += segment.repeats * int(of[permute.payload])
+    return {
+        "slot_bytes": dict(sizes.entry),
+        "pool_bytes": {
+            pool: size * getattr(program.slots, pool) for pool, size in sizes.entry.items()
+        },
+        "residuals": [
+            (pool, f"{aval.dtype}{list(aval.shape)}", nbytes(aval))
+            for pool, avals in kept.items()
+            for aval in avals
+        ],
+        "hoisted_bytes": sizes.hoisted,
+        "transfer_bytes": max(sent.values(), default=0),
+    }
+
+
+def _xla(compiled: Any) -> dict[str, Any]:
+    """XLA's figures; None where a backend has none."""
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis() or {}
+    return {
+        "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
+        "host_temp_bytes": getattr(memory, "host_temp_size_in_bytes", None),
+        "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
+        "output_bytes": getattr(memory, "output_size_in_bytes", None),
+        "flops": cost.get("flops"),
+    }
+
+
+def _gpu(program: GpuProgram | None, schedule: Schedule) -> dict[str, Any]:
+    """Counts in the text of a GPU program; None where there is none."""
+    if program is None:
+        return {"host_waits": None} | dict.fromkeys(_BESIDE)
+    permutes, others = (
+        [each for each in program.collectives if (each.kind == "collective-permute") is kind]
+        for kind in (True, False)
+    )
+    with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
+    found = zip(_BESIDE, (with_slack, steady(program.collectives), others), strict=True)
+    return {
+        "host_waits": round(
+            most_waits(
+                program.predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)
+            )
+        ),
+        **{key: (sum(each.overlapped for each in those), len(those)) for key, those in found},
+    }
+
+
+_BESIDE = (
+    "permutes_with_slack_beside_compute",
+    "permutes_beside_compute",
+    "collectives_beside_compute",
+)
+
+
+def most_actions(schedule: Schedule) -> int:
+    """The most actions of any device, an overlapped pair counted as two."""
+    return max(
+        sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None)
+        for row in schedule.rows
+    )
+
+
+def most_of_each_kind(schedule: Schedule) -> dict[str, int]:
+    """The most actions of each kind that any device has."""
+    found: Counter[str] = Counter()
+    for row in schedule.rows:
+        found |= Counter(action.kind.name for cell in row for action in parts(cell))
+    return dict(found)
+
+
+def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
+    """Equations of I that have outputs which only W reads: nothing but a scan can be cut inside, so
+    I does that work too.
+
+    `input_grad` returns `num_dx` gradients, then what it leaves for W.
+    """
+    return _fallbacks(input_grad, [i < num_dx for i in range(len(input_grad.outvars))])
+
+
+# Several outputs, but no work that could be W's.
+_FREE = frozenset(
+    {"split", "optimization_barrier", "random_split", "random_unwrap", "threefry2x32"}
+)
+
+
+def _fallbacks(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> list[str]:
+    chosen = list(zip(jaxpr.eqns, needed_for(jaxpr, wanted), strict=True))
+    needed = {
+        v
+        for eqn, choice in chosen
+        if choice is not False
+        for v in eqn.invars
+        if isinstance(v, core.Var)
+    }
+    needed |= {
+        v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, core.Var)
+    }
+    found = []
+    for eqn, choice in chosen:
+        name = eqn.primitive.name
+        if choice is False:
+            continue
+        if name == "scan":
+            carries = (
+                choice.carry_first
+                if isinstance(choice, Split)
+                else (True,) * eqn.params["num_carry"]
+            )
+            read = [v in needed for v in eqn.outvars[len(carries) :]]
+            found += _fallbacks(eqn.params["jaxpr"].jaxpr, [*carries, *read])
+            continue
+        count = sum(v not in needed and not isinstance(v, core.DropVar) for v in eqn.outvars)
+        if count and len(eqn.outvars) > 1 and name not in _FREE:
+            found.append(
+                f"{name}: {count} of its {len(eqn.outvars)} results are for W alone, and are "
+                "computed in I"
+            )
+    return found

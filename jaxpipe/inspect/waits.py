@@ -1,0 +1,142 @@
+"""How often a compiled program makes the host wait for the GPU.
+
+A `while` without a known trip count is run by the host: it runs the condition, copies the flag to
+the host and waits for the stream, before each trip and once more at the end, so a predicate made of
+a loop of at most one trip waits once where it is not taken and twice where it is.  A `conditional`
+waits once, for the number of its branch.  Neither waits inside a CUDA graph, nor does a loop whose
+trip count is known (XLA's WhileThunk and ConditionalThunk).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from .hlo import Computation, Instruction, Module, Place, inner
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A loop of unknown trip count, or a conditional."""
+
+    instruction: Instruction
+    place: Place
+    times: int  # of a step, or, inside another predicate, of each time that one is taken
+    in_graph: bool  # a node of a CUDA graph: the host does not wait
+    sends: bool  # it holds a permute: the gate of an exchange
+    nested: tuple[Predicate, ...]
+
+    @property
+    def is_loop(self) -> bool:
+        """A loop, which waits once more each time that it is taken."""
+        return self.instruction.opcode == "while"
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of action whose block it is around, F of a pair; None where it is no block's."""
+        found = _SCOPE.search(self.instruction.op_name)
+        return found and found[1]
+
+    def __str__(self) -> str:
+        kind = "loop" if self.is_loop else "conditional"
+        return (
+            f"{kind} {self.instruction.name} asked "
+            f"{self.times}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
+        )
+
+
+# The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0".
+_SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)(?:/|$)")
+
+
+def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
+    """The predicates of a program, nested ones inside those around them; in the order in which they
+    run.
+    """
+    entry = Place(module.computations[module.entry], ())
+    return tuple(_predicates(module, frozenset(graph_nodes), entry, 1))
+
+
+def _predicates(
+    module: Module, graph_nodes: frozenset[str], place: Place, times: int
+) -> Iterator[Predicate]:
+    for instruction in place.computation.instructions:
+        inside = [
+            (Place(body, (*place.frames, *frames)), frames)
+            for body, frames in inner(module, instruction)
+        ]
+        if any(frame.trips is None for _, frames in inside for frame in frames):
+            nested = tuple(
+                each for body, _ in inside for each in _predicates(module, graph_nodes, body, 1)
+            )
+            sends = any(_sends(module, body.computation) for body, _ in inside)
+            yield Predicate(
+                instruction, place, times, instruction.name in graph_nodes, sends, nested
+            )
+        else:
+            for body, frames in inside:
+                trips = math.prod(frame.trips or 1 for frame in frames)
+                yield from _predicates(module, graph_nodes, body, times * trips)
+
+
+def _sends(module: Module, computation: Computation) -> bool:
+    """Whether it, or what it issues, has a permute."""
+    for instruction in computation.instructions:
+        if instruction.opcode.startswith("collective-permute"):
+            return True
+        if any(_sends(module, body) for body, _ in inner(module, instruction)):
+            return True
+    return False
+
+
+def flat(predicates: Sequence[Predicate]) -> Iterator[Predicate]:
+    """All of them, nested ones after those around them."""
+    for predicate in predicates:
+        yield predicate
+        yield from flat(predicate.nested)
+
+
+def count_waits(predicates: Sequence[Predicate], *, taken: bool, times: int = 1) -> int:
+    """Waits a step of a device that takes each predicate once each time, or none."""
+    total = 0
+    for predicate in predicates:
+        all_times = times * predicate.times
+        trips = all_times if taken else 0
+        total += 0 if predicate.in_graph else all_times + (trips if predicate.is_loop else 0)
+        total += count_waits(predicate.nested, taken=taken, times=trips)
+    return total
+
+
+def most_waits(
+    predicates: Sequence[Predicate], actions: int, *, by_kind: Mapping[str, int] | None = None
+) -> float:
+    """The most waits a step, of a device that runs so many actions, and of each kind so many where
+    that is given.
+
+    Each action takes one predicate that is no gate of an exchange; of the gates that follow one
+    another with no other predicate between, those of one tick, at most one is taken.
+    """
+    total: float = 0.0
+    gains: list[tuple[float, int, str]] = []
+    for (sends, _), run in groupby(
+        predicates, lambda each: (each.sends, each.place.computation.name)
+    ):
+        these = list(run)
+        total += count_waits(these, taken=False)
+        gain_of = [count_waits([p], taken=True) - count_waits([p], taken=False) for p in these]
+        each_gain = [(g / max(1, p.times), p.times) for g, p in zip(gain_of, these, strict=True)]
+        if sends:
+            total += max(gain * times for gain, times in each_gain)
+        else:
+            gains += [(*gain, p.kind or "") for gain, p in zip(each_gain, these, strict=True)]
+    left, of_kind = actions, dict(by_kind or {})
+    for gain, times, kind in sorted(gains, reverse=True):
+        taken = min(left, times, of_kind.get(kind, times))
+        total += gain * taken
+        left -= taken
+        if kind in of_kind:
+            of_kind[kind] -= taken
+    return total

@@ -1,0 +1,418 @@
+"""Model: the functions of a user's model, and its plain loss without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import PyTree, summable
+from ..errors import PipelineError
+from ..layouts.layout import LETTERS, LayoutError, parse_layout
+from ..table.placement import Placement
+from .functions import (
+    OUTER_KEYWORDS,
+    Function,
+    Functions,
+    Loss,
+    inverse_count,
+    make_extra,
+    split_batch,
+)
+from .layers import EMBEDDING, LOSS, LayerMap
+from .spread import Cuts, Spread
+
+Call: TypeAlias = Callable[..., Any]
+_OUTER_WANTS = frozenset({"microbatch", "ctx"})
+_AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
+
+
+@dataclass(frozen=True, init=False)
+class Model:
+    """A model: its functions, their loss contract, and which parameters are trained.
+
+    `first(first_params, microbatch) -> x`, `stage(stage_params, x) -> x` and
+    `last(last_params, x, microbatch) -> scalar loss` are the functions.  Each may also take by
+    keyword `ctx` (a `Context`: stage, microbatch, rng), `shared` (the parameters under "shared",
+    whose gradients are summed over all uses) and `training` (False in `evaluate`).  A stage may
+    also take `microbatch`, the rows of the batch, and `state` (see `Pipeline.place_state`).
+    Without `first`, x is the microbatch's "x".
+
+    Args:
+        stages: one function, where all stages have the same parameter shapes and return what they
+            take; or a list of functions, one for each stage, with parameters of any shapes; or a
+            dict with a function for each letter of `layers`.  In a dict "E" is `first`, "L" is
+            `last`, and other letters are layers, `(layer_params, x) -> x`.
+        first, last: run before the first stage and after the last one, on those devices only.
+            Under `jaxpipe.spread`, or as `jaxpipe.VocabEmbedding` and `jaxpipe.VocabHead`, they
+            run on all devices at once, each with its share of the parameters.
+        layers: the letters of all layers in model order, "Et*32L" (see `parse_layout`).
+        loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum,
+            count).
+        has_metrics: `last` returns (loss, tree of metrics).  Metrics are averaged over
+            microbatches, in float32 at least.
+        stage_loss: stages (or layers) return (x, loss).  These losses are added to that of the
+            microbatch.
+        frozen: parameters that are not trained: a function of a canonical path, "stages/w"
+            ("stages/1/w" of a list), and the shape and dtype (without the axis of stages or
+            layers), or regular expressions, each found in some path.  They have no gradient (None
+            stands in its place), no accumulator and no optimizer state, and any dtype.
+
+    Canonical parameters are {"first", "stages", "last", "shared"}.  "stages" has leaves [S, ...]
+    in model order; it is a list of S trees for a list of functions, and {letter: leaves
+    [layers, ...]} for letters.
+
+    Raises:
+        PipelineError: functions or arguments do not fit; every fault is listed.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpipe as jp
+        >>> model = jp.Model(lambda p, x: jnp.tanh(x @ p), last=lambda p, x, mb: jnp.mean(x**2))
+        >>> params = {"stages": jnp.ones((2, 3, 3)), "last": {}}
+        >>> float(model.loss(params, {"x": jnp.zeros((4, 3))}))
+        0.0
+    """
+
+    stages: Any
+    first: Any
+    last: Any
+    layers: str | None
+    contract: Loss
+    has_metrics: bool
+    stage_loss: bool
+    frozen: Any
+
+    def __init__(
+        self,
+        stages: Call | Sequence[Call] | Mapping[str, Call],
+        *,
+        first: Call | Spread | None = None,
+        last: Call | Spread | None = None,
+        layers: str | None = None,
+        loss: Loss = Loss.MEAN,
+        has_metrics: bool = False,
+        stage_loss: bool = False,
+        frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
+    ) -> None:
+        letters: str | None = None
+        if isinstance(stages, Mapping):
+            stages, letters = dict(stages), _letters(stages, layers, first, last)
+            first, last = stages.get(EMBEDDING), stages.get(LOSS)
+        elif layers is not None:
+            raise PipelineError(
+                "layers= names functions by letters; give Model a dict with a function for each "
+                "letter, or leave layers= out"
+            )
+        elif not callable(stages):
+            stages = _listed(stages)
+        _check_contract(loss)
+        values = (stages, first, last, letters, loss, has_metrics, stage_loss, frozen)
+        for name, value in zip(self.__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, name, value)
+        _ = self.outer
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether the model is given by letters."""
+        return self.layers is not None
+
+    @property
+    def outer(self) -> tuple[Function | None, Function | None]:
+        """`first` and `last`."""
+        names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]") if self.is_layered else _OUTER_NAMES
+        first = _outer(self.first, names[0], ("params", "microbatch"))
+        last = _outer(self.last, names[1], ("params", "x", "microbatch"))
+        returning = None if last is None else getattr(last.call, "returning", None)
+        if last is not None and returning is not None:
+            # A ready-made head returns what the loss contract asks for.
+            last = replace(last, call=returning(self.contract, has_metrics=self.has_metrics))
+        return first, last
+
+    def with_layers(self, layers: str) -> Model:
+        """The same functions of other layers."""
+        return Model(
+            self.stages,
+            layers=layers,
+            loss=self.contract,
+            has_metrics=self.has_metrics,
+            stage_loss=self.stage_loss,
+            frozen=self.frozen,
+        )
+
+    def functions(self, stages: Sequence[Function]) -> Functions:
+        """The functions of a step whose stages run these."""
+        first, last = self.outer
+        return Functions(
+            stages=tuple(stages),
+            first=first,
+            last=last,
+            loss=self.contract,
+            has_metrics=self.has_metrics,
+            stage_loss=self.stage_loss,
+        )
+
+    def stage_functions(self, count: int) -> list[Function]:
+        """A function for each of `count` stages of a model without letters; PipelineError where a
+        list has another number.
+        """
+        if callable(self.stages):
+            return [Function.of(self.stages, "stage")] * count
+        if len(self.stages) != count:
+            raise PipelineError(
+                f"the model has a list of {len(self.stages)} stage functions, but the schedule has "
+                f"{count} stages; give one for each"
+            )
+        # A function that several stages have is one kind of stage where their parameters have one
+        # form too.
+        made = {
+            id(call): Function.of(call, f"stage[{s}]")
+            for s, call in reversed(list(enumerate(self.stages)))
+        }
+        return [made[id(call)] for call in self.stages]
+
+    def cuts(self, stages: Sequence[Function]) -> dict[str, Any]:
+        """The dims along which parameters of spread functions are cut; those under "shared" only
+        where every function that takes them is spread.
+        """
+        first, last = self.outer
+        given = (("first", _spread(self.first)), ("last", _spread(self.last)))
+        ends = {key: spread for key, spread in given if spread is not None}
+        dims = {key: spread.dims for key, spread in ends.items()}
+        functions = [f for f in (*stages, first, last) if f is not None]
+        takers = [function for function in functions if "shared" in function.wants]
+        if not ends or not takers or not all(function.spread for function in takers):
+            return dims
+        outer = {"first": first, "last": last}
+        shared = [spread.shared for key, spread in ends.items() if outer[key] in takers]
+        if any(one != shared[0] for one in shared):
+            raise PipelineError(
+                f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
+                f"shared={shared[-1]!r}; what they share lies in one way: give both the same"
+            )
+        return {**dims, "shared": shared[0]}
+
+    def loss(
+        self,
+        params: Mapping[str, PyTree],
+        batch: PyTree,
+        *,
+        microbatches: int = 1,
+        rng: Any = None,
+        state: PyTree = (),
+        training: bool = True,
+    ) -> Any:
+        """The loss of canonical parameters without a pipeline, which JAX differentiates: an oracle
+        for tests, and the step of one device.
+
+        It returns what `Pipeline.loss` does: the loss, with metrics and state (canonical) where the
+        model has these.  The batch is cut into `microbatches` equal parts, which run one after the
+        other.  With the same number of microbatches and `rng`, random numbers are those of the
+        pipeline without data shards.
+
+        Raises:
+            PipelineError: rows do not divide into microbatches, or a function returns something
+                else than it should.
+        """
+        rows = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+        if any(not shape or shape[0] % microbatches for shape in rows):
+            raise PipelineError(
+                f"the batch has leaves with leading axes {sorted(rows)}, which do not divide into "
+                f"{microbatches} microbatches"
+            )
+        run = _Plain(self, params, split_batch(batch, microbatches), rng, training=training)
+        indices = jnp.arange(microbatches, dtype=jnp.int32)
+        if microbatches == 1:
+            state, out = run.microbatch(state, indices[0])
+            out = jax.tree.map(lambda leaf: leaf[None], out)
+        else:
+            state, out = jax.lax.scan(run.microbatch, state, indices)
+        losses, aux = out
+        loss = jnp.mean(losses)
+        if self.contract is Loss.SUM_OVER_COUNT:
+            loss = jnp.sum(losses) * inverse_count(jnp.sum(aux["count"]), losses.dtype)
+        metrics = jax.tree.map(lambda leaf: jnp.mean(summable(leaf), axis=0), aux["metrics"])
+        more = [metrics] if self.has_metrics else []
+        more += [state] if run.functions.has_state else []
+        return (loss, more[0] if len(more) == 1 else tuple(more)) if more else loss
+
+
+_OUTER_NAMES = ("first", "last")
+
+
+def _check_contract(loss: Any) -> None:
+    """PipelineError for a loss contract that is none."""
+    if not isinstance(loss, Loss):
+        known = " or ".join(f"Loss.{member.name}" for member in Loss)
+        raise PipelineError(f"loss must be {known}; got {loss!r}")
+
+
+def _listed(stages: Any) -> tuple[Call, ...]:
+    """A list of stage functions; PipelineError for anything else."""
+    if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
+        raise PipelineError(
+            "Model takes a stage function, a list of them (one for each stage), or a dict with a "
+            f"function for each letter of layers=; got {stages!r}"
+        )
+    return tuple(stages)
+
+
+def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> str:
+    """The letters of all layers in model order; PipelineError lists what does not fit the
+    functions.
+    """
+    both = [name for name, given in (("first", first), ("last", last)) if given is not None]
+    if both:
+        raise PipelineError(
+            f"the model is given by letters, so leave {', '.join(both)} out; letters {EMBEDDING} "
+            f"and {LOSS} are first and last"
+        )
+    if not isinstance(layers, str):
+        raise PipelineError(
+            "a dict of functions needs layers=, the letters of all layers in model order, "
+            f'"Et*32L" for instance; got {layers!r}'
+        )
+    try:
+        known = {*LETTERS, *stages, *(letter for letter in layers if letter.isalpha())}
+        found = parse_layout(layers, devices=1, letters="".join(sorted(known)))
+    except LayoutError as error:
+        raise PipelineError(f"layers={layers!r} cannot be read: {error}") from error
+    if found.num_stages > 1:
+        raise PipelineError(
+            f"layers={layers!r} holds '|'; write the letters of the whole model here, and the "
+            "stages as layout= of Pipeline"
+        )
+    used = set(found.layers)
+    faults = [
+        f"layers={layers!r} has letters {letter!r}, for which there is no function"
+        for letter in sorted(used - set(stages))
+    ]
+    faults += [
+        f"there is a function for {letter!r}, which layers={layers!r} does not have"
+        for letter in sorted(set(stages) - used)
+    ]
+    if faults:
+        raise PipelineError.listing("the functions and layers= do not fit", faults)
+    return found.layers
+
+
+def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
+    if call is None:
+        return None
+    spread = _spread(call)
+    if spread is None:
+        return Function.of(call, name, OUTER_KEYWORDS, takes=takes)
+    return replace(Function.of(spread.call, name, OUTER_KEYWORDS, takes=takes), spread=True)
+
+
+def _spread(call: Any) -> Spread | None:
+    """The function with how it is spread over all devices; None for any other function."""
+    if getattr(call, "spreads", False):
+        return Spread(call)
+    return call if isinstance(call, Spread) else None
+
+
+class _Plain:
+    """The plain loss of one microbatch after another, on one device."""
+
+    def __init__(
+        self, model: Model, params: Mapping[str, PyTree], rows: PyTree, rng: Any, *, training: bool
+    ) -> None:
+        self.rows, self.rng = rows, rng
+        self.outer = {key: params.get(key, {}) for key in ("first", "last", "shared")}
+        self.alike = not model.is_layered and callable(model.stages)
+        stages = params["stages"]
+        if model.is_layered:
+            assert model.layers is not None
+            layout = parse_layout(
+                model.layers, devices=1, letters="".join(sorted({*LETTERS, *model.stages}))
+            )
+            by_letter = LayerMap.of(layout, Placement.loop(devices=1, chunks=1), [[0]])
+            functions = list(by_letter.functions(model.stages, has_loss=model.stage_loss))
+            stages = by_letter.split(stages)
+        elif self.alike:
+            functions = model.stage_functions(1)
+        else:
+            functions = model.stage_functions(len(stages))
+        self.stages = stages
+        self.cuts = Cuts(1, model.cuts(functions))
+        sizes = {key: self.cuts.sizes(key, self.outer[key], parts=1) for key in self.cuts.dims}
+        self.functions = replace(
+            model.functions(functions), training=training, axis=_AXIS, sizes=sizes
+        )
+
+    def microbatch(self, state: PyTree, index: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
+        """State and the number of a microbatch -> new state, (loss, {"count", "metrics"})."""
+        first, last = self.functions.first, self.functions.last
+        x = self._spread_call(
+            self.functions.run_first,
+            "first",
+            first is not None and first.spread,
+            (),
+            self._extra(0, index, _OUTER_WANTS),
+        )
+        x, more, state = self._run_stages(x, index, state)
+        count = self._count()
+        loss, aux = self._spread_call(
+            self.functions.run_last,
+            "last",
+            last is not None and last.spread,
+            x,
+            self._extra(count - 1, index, _OUTER_WANTS),
+        )
+        return state, (loss + more, aux)
+
+    def _count(self) -> int:
+        """The number of stages."""
+        if not self.alike:
+            return len(self.stages)
+        leaves = jax.tree.leaves(self.stages)
+        return int(leaves[0].shape[0]) if leaves else 1
+
+    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> dict[str, PyTree]:
+        return make_extra(self.rows, self.rng, jnp.int32(stage), index, wants)
+
+    def _spread_call(
+        self, run: Call, key: str, spread: bool, x: PyTree, extra: dict[str, PyTree]
+    ) -> Any:
+        """Call `first` or `last`; a spread one finds an axis of one device."""
+        own, shared = self.outer[key], self.outer["shared"]
+        if not spread:
+            return run((own, shared), x, extra)
+        shares = self.cuts.shares(key, own), self.cuts.shares("shared", shared)
+        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=_AXIS, axis_size=1)(*shares)
+        return jax.tree.map(lambda leaf: leaf[0], every)
+
+    def _stage(
+        self, at: int, number: Any, own: PyTree, x: PyTree, index: Any, state: PyTree
+    ) -> tuple[PyTree, Any, PyTree]:
+        """A stage's output, loss and new state."""
+        function = self.functions.stages[at]
+        extra = self._extra(number, index, function.wants_arrays)
+        extra |= {"state": state} if "state" in function.wants else {}
+        y, returned = self.functions.run_stage(at, (own, self.outer["shared"]), x, extra)
+        return y, (0.0 if isinstance(returned.loss, tuple) else returned.loss), returned.state
+
+    def _run_stages(self, x: PyTree, index: Any, state: PyTree) -> tuple[PyTree, Any, PyTree]:
+        """x after all stages, the sum of their losses, and their new state."""
+        count = self._count()
+        if not self.alike:
+            losses: Any = []
+            states = []
+            given = state if self.functions.has_state else [()] * count
+            for s, own in enumerate(self.stages):
+                x, loss, new = self._stage(s, s, own, x, index, given[s])
+                losses.append(loss)
+                states.append(new)
+            return x, sum(losses), (states if self.functions.has_state else ())
+
+        def body(x: PyTree, row: tuple[Any, PyTree, PyTree]) -> tuple[PyTree, Any]:
+            number, own, state = row
+            y, *more = self._stage(0, number, own, x, index, state)
+            return y, more
+
+        rows = (jnp.arange(count, dtype=jnp.int32), self.stages, state)
+        x, (losses, state) = jax.lax.scan(body, x, rows)
+        return x, jnp.sum(losses), state

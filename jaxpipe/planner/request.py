@@ -1,0 +1,301 @@
+"""The arguments of `plan`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PlanError, quoted
+from ..layouts.layout import parse_layout
+from ..lowering.target import RunsOn, Target
+from ..table.limits import is_number, is_whole
+from ..table.typed import plain
+from .layer_cost import FIRST, LAST, LayerCost, Remat
+
+# Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+    "zbv",
+    "v_half",
+    "v_min",
+    "auto",
+)
+_NO_PLAN = "there is no plan for this"
+# Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
+_LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
+
+
+@dataclass(frozen=True)
+class Request:
+    """Valid arguments of `plan`, for one number of microbatches."""
+
+    layers: str
+    costs: Mapping[str, LayerCost]
+    devices: int
+    microbatches: int
+    memory: float | None
+    transfer: float
+    schedules: tuple[str, ...]
+    chunks: tuple[int, ...]
+    remat: tuple[Remat, ...]
+    axis: str
+    data_axes: tuple[str, ...]
+    target: Target
+    one_of_many: bool  # there are requests for other numbers of microbatches
+
+
+def requests(given: Mapping[str, Any]) -> tuple[Request, ...]:
+    """One for each number of microbatches, of the arguments of `plan` by name; PlanError lists what
+    is wrong.
+    """
+    wrong = [name for name, (accepts, _) in _ACCEPTED.items() if not accepts(given[name])]
+    _refuse(*(f"{name} must be {_ACCEPTED[name][1]}, not {quoted(given[name])}" for name in wrong))
+    costs, microbatches, transfer = (given[n] for n in ("costs", "microbatches", "transfer"))
+    if is_whole(microbatches):
+        if any(is_whole(key) for key in costs):
+            raise PlanError(
+                "costs are given by number of microbatches, but microbatches is one number; "
+                f"write microbatches={tuple(costs)} or give the costs of that number alone"
+            )
+        if isinstance(transfer, Mapping):
+            raise PlanError(
+                "transfer is given by number of microbatches, but microbatches is one number; "
+                "give its seconds alone"
+            )
+        return (_request(given, costs, microbatches, transfer, one_of_many=False),)
+    counts = tuple(dict.fromkeys(microbatches))
+    if not counts:
+        raise PlanError(
+            "microbatches is empty; give one number or a few to choose among, such as (8, 16)"
+        )
+    missing = [count for count in counts if not isinstance(costs.get(count), Mapping)]
+    if missing:
+        raise PlanError(
+            f"costs are missing for {', '.join(map(str, missing))} microbatches: a microbatch of "
+            "another size costs something else; give "
+            "costs={8: {...}, 16: {...}}, each measured for the microbatch of that number"
+        )
+    hops = transfer if isinstance(transfer, Mapping) else dict.fromkeys(counts, transfer)
+    return tuple(
+        _request(given, costs[m], m, hops.get(m, 0.0), one_of_many=len(counts) > 1) for m in counts
+    )
+
+
+def _request(
+    given: Mapping[str, Any],
+    costs: Mapping[str, Any],
+    microbatches: int,
+    transfer: float,
+    *,
+    one_of_many: bool,
+) -> Request:
+    devices, mesh, chunks, remat = (given[n] for n in ("devices", "mesh", "chunks", "remat"))
+    axis, data_axes = given["axis"], _names(given["data_axes"])
+    memory = None if given["memory"] is None else plain(given["memory"])
+    _refuse(
+        *(
+            f"costs has a key {quoted(c)}; its keys are the letters of layers"
+            for c in costs
+            if not isinstance(c, str)
+        ),
+        *(
+            f"remat holds {quoted(r)}; it is None, 'full' or 'stages'"
+            for r in remat
+            if r not in [kind.value for kind in Remat]
+        ),
+        *_mesh_faults(mesh, axis, data_axes, devices),
+        *(
+            f"costs[{quoted(c)}] must be a jaxpipe.LayerCost, not {quoted(v)}"
+            for c, v in costs.items()
+            if not isinstance(v, LayerCost)
+        ),
+    )
+    text = given["model"]
+    model = parse_layout(text, devices=1, letters="".join(sorted({*"EtmL", *costs})))
+    letters, least = model.layers, min(chunks, default=1)
+    missing = sorted(set(letters) - set(costs))
+    faults = [
+        f"costs are missing for layer {c!r}; give costs[{c!r}] = jaxpipe.LayerCost(...)"
+        for c in missing
+    ]
+    if model.num_stages > 1:
+        faults.append(
+            f"layers={quoted(text)} already holds '|'; write the layers alone, e.g. 'Et*80,L'"
+        )
+    if devices * least > len(letters):
+        faults.append(
+            f"{len(letters)} layers are too few for {devices} devices of {least} stages; "
+            f"use at most {len(letters) // least} devices"
+        )
+    if not missing:
+        faults += _unit_faults({c: costs[c] for c in letters}, memory, plain(transfer))
+    _refuse(*faults)
+    return Request(
+        layers=letters,
+        costs=costs,
+        devices=devices,
+        microbatches=microbatches,
+        memory=memory,
+        transfer=plain(transfer),
+        schedules=_names(given["schedules"] if given["schedules"] is not None else ()) or SCHEDULES,
+        chunks=tuple(dict.fromkeys(chunks)),
+        remat=tuple(dict.fromkeys(Remat(r) for r in remat)),
+        axis=axis,
+        data_axes=data_axes,
+        target=_target(mesh, (axis, *data_axes)),
+        one_of_many=one_of_many,
+    )
+
+
+def _refuse(*faults: str) -> None:
+    """PlanError that lists faults, where there are any."""
+    if faults:
+        raise PlanError.listing(_NO_PLAN, list(faults))
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value >= 1
+
+
+def _are(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is a sequence of values that are accepted; NumPy's arrays of no dimension
+    only look like one.
+    """
+
+    def are(value: Any) -> bool:
+        listed = (
+            isinstance(value, Collection)
+            and not isinstance(value, str | bytes | Mapping)
+            and getattr(value, "ndim", 1) == 1
+        )
+        return listed and all(map(accepts, value))
+
+    return are
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_hop(value: object) -> bool:
+    return is_number(value) and 0 <= value < float("inf")
+
+
+def _is_function(value: object) -> bool:
+    return value is None or callable(value)
+
+
+# What each argument accepts, and what to write.
+_ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (
+        _is_text,
+        "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters",
+    ),
+    "costs": (lambda v: isinstance(v, Mapping), "a mapping, {'t': jaxpipe.LayerCost(...)}"),
+    "devices": (_is_count, "a whole number of at least 1"),
+    "microbatches": (
+        lambda v: _is_count(v) or _are(_is_count)(v),
+        "a whole number of at least 1, or a few of them",
+    ),
+    "memory": (
+        lambda v: v is None or (is_number(v) and v > 0),
+        "bytes that a device has, or None",
+    ),
+    "transfer": (
+        lambda v: _is_hop(v) or (isinstance(v, Mapping) and _are(_is_hop)(list(v.values()))),
+        "seconds, 0 or more",
+    ),
+    "schedules": (
+        lambda v: v is None or _is_text(v) or _are(_is_text)(v),
+        "names of schedules, such as ('1f1b', 'zb_h1')",
+    ),
+    "chunks": (_are(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
+    "remat": (_are(lambda v: v is None or _is_text(v)), "some of (None, 'full', 'stages')"),
+    "search": (_is_hop, "seconds, 0 or more"),
+    "seed": (lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
+    "most": (_is_count, "a whole number of at least 1"),
+    "progress": (_is_function, "a function of (done, of), or None"),
+    "traced": (_is_function, "a function of a plan, as jaxpipe.traced_memory makes it, or None"),
+    "axis": (_is_text, "the name of a mesh axis"),
+    "data_axes": (lambda v: _is_text(v) or _are(_is_text)(v), "names of mesh axes"),
+}
+
+
+def _target(mesh: Any, own: tuple[str, ...]) -> Target:
+    if mesh is None:
+        return Target()
+    if isinstance(mesh, RunsOn):
+        return Target(mesh)
+    return mesh if isinstance(mesh, Target) else Target.of(mesh, own)
+
+
+def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:
+    """What a plan's `Pipeline` would refuse too."""
+    if mesh is None or isinstance(mesh, RunsOn | Target):
+        return []
+    if not (hasattr(mesh, "devices") and hasattr(mesh, "shape")):
+        return [f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}"]
+    sizes = dict(mesh.shape)
+    faults = [
+        f"the mesh has no data axis {name!r}; its axes are {sizes}"
+        for name in data_axes
+        if name not in sizes
+    ]
+    if axis not in sizes:
+        faults.append(
+            f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them"
+        )
+    elif sizes[axis] != devices:
+        faults.append(
+            f"devices is {devices}, but mesh axis {axis!r} has {sizes[axis]}; write "
+            f"devices={sizes[axis]}"
+        )
+    return faults
+
+
+def _unit_faults(
+    costs: Mapping[str, LayerCost], memory: float | None, transfer: float
+) -> list[str]:
+    """Numbers that are thousands of times too large or small beside the others."""
+    faults = []
+    if memory is not None and memory < _LEAST_MEMORY:
+        faults.append(f"memory={memory:g} is {memory:g} bytes; for gigabytes write {memory:g}e9")
+    seconds = {c: cost.forward + cost.backward_seconds for c, cost in costs.items()}
+    long = [c for c, s in seconds.items() if s > _MOST_SECONDS]
+    faults += [
+        f"layer {c!r} takes {seconds[c]:g} seconds a microbatch; times are in seconds: possible "
+        "typo"
+        for c in long
+    ]
+    timed = {c: s for c, s in seconds.items() if s > 0 and c not in (FIRST, LAST)}
+    if timed and max(timed.values()) > _UNLIKE * min(timed.values()):
+        slow, fast = max(timed, key=lambda c: timed[c]), min(timed, key=lambda c: timed[c])
+        faults.append(
+            f"layer {slow!r} takes {timed[slow]:g} s and layer {fast!r} {timed[fast]:g} s; are "
+            "both in seconds? (milliseconds are 1e-3)"
+        )
+    if timed and transfer > 1000 * max(timed.values()):
+        faults.append(
+            f"transfer={transfer:g} s is over a thousand times a layer's {max(timed.values()):g} "
+            "s; are both in seconds?"
+        )
+    for letter, cost in costs.items():
+        small = [
+            name for name in ("parameters", "residuals", "boundary") if 0 < getattr(cost, name) < 1
+        ]
+        faults += [
+            f"layer {letter!r}: {name}={getattr(cost, name):g} is less than a byte; sizes are in "
+            "bytes"
+            for name in small
+        ]
+    return faults

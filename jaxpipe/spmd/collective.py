@@ -1,0 +1,195 @@
+"""The blocks of collective actions: a device's share of `first` and `last` spread over the pipe
+axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..arrays import Flag, Leaves, Scalar
+from ..errors import PipelineError
+from ..jaxprs import Cut, collectives
+from ..program.records import Collective
+from ..stage.code import run
+from ..stage.model_code import ModelCode
+from ..stage.weight_cut import cut_weights
+from ..table.effects import Access, Place
+from ..table.kinds import TOGETHER, Kind
+from .block import Block
+from .outer import accumulate, first_inputs, last_inputs, noted, run_last, with_last_gradients
+from .pools import read, write
+from .shared_code import SharedCode
+from .state import State
+
+
+def collective_block(shared: SharedCode, kind: Kind, row: Collective[Scalar]) -> Block:
+    """A device's share of an action.  All devices run those that are done together in any case."""
+    changes = {e.place.value for e in shared.effects(kind) if e.access is not Access.READ}
+    run = _RUNS[kind]
+    return Block(
+        changes, lambda state: run(shared, row, state), shared.together and kind not in TOGETHER
+    )
+
+
+def with_cuts(code: ModelCode, axis: str) -> ModelCode:
+    """The model's code as its table's actions need it."""
+    for kind in code.program.schedule.encoded.kinds & _CUTS.keys():
+        code = _CUTS[kind](code, axis)
+    return code
+
+
+def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """E: the first stage's input; every device has it whole, and that of the first stage keeps
+    it.
+    """
+    code, buffer = shared.code.first, shared.buffers.x
+    found = run(code.evaluate, *first_inputs(shared, _ordered(shared, row.microbatch, state)))
+    return state | {"x": _taken(buffer, code.y_avals, found, row, row.is_source != 0, state["x"])}
+
+
+def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """G: the gradient of a device's share of the parameters of `first`.
+
+    The device of the first stage begins with the gradient of its input, the others with zeros: what
+    is differentiated is the input that this device keeps.  The sum that made it from the shares has
+    a gradient that takes it to all of them, so no transfer is needed besides.
+    """
+    dx = [_or_zeros(row.is_source != 0, leaf) for leaf in read(state["first"], row.y)]
+    arguments = [*first_inputs(shared, _ordered(shared, row.microbatch, state)), *dx]
+    return accumulate("first_gradients", shared.code.first.backward, arguments, state)
+
+
+def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """L: the loss of a microbatch, and its gradient.
+
+    The output of the last stage goes to all devices as a sum in which the others are zero: its
+    source differs from microbatch to microbatch where stages stand on two devices, and one sum is
+    one collective, where a tree of permutes is log2(P) of them, each of the same size.  Every
+    device gets the same loss.  Each begins its backward with 1/P of the loss's cotangent: what is
+    differentiated is the mean over devices of their equal losses, so that a collective inside,
+    which sums cotangents over devices, counts none twice.
+    """
+    code, buffer, avals = shared.last_code, shared.buffers.cotangent, shared.last_stage.dy_avals
+    source = row.is_source != 0
+    if shared.blocking:
+        source = jnp.logical_and(source, jnp.logical_not(state["token"]))
+
+    def everywhere(leaf: Any) -> Any:
+        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+        return lax.psum(_or_zeros(source, number), shared.axis).astype(leaf.dtype)
+
+    def on_source(loss: Any, aux: Leaves, state: State) -> State:
+        # Noted on one device: the end of the step sums over devices.
+        mine = [_or_zeros(source, leaf) for leaf in aux]
+        return noted(_or_zeros(source, loss), mine, row.microbatch, state)
+
+    y = [everywhere(leaf) for leaf in read(state["last"], row.y)]
+    arguments = last_inputs(shared, y, row.microbatch)
+    if not shared.training:
+        loss, aux, _ = run_last(shared, code.evaluate, arguments)
+        return on_source(loss, aux, state)
+    jaxpr = code.parts.get(Kind.L, code.train)
+    seed = shared.operands.seed / lax.axis_size(shared.axis)
+    loss, aux, rest = run_last(shared, jaxpr, [*arguments, seed])
+    if Kind.L not in code.parts:
+        state, dy = with_last_gradients(rest, state)
+    else:
+        dy, stash = rest[: len(avals)], rest[len(avals) :]
+        state = state | {"share": write(state["share"], row.stash, stash)}
+    # One reduction of all leaves; only the device of the last stage has room for the result, the
+    # others keep what is in the slot.
+    whole = lax.psum(dy, shared.axis)
+    state = on_source(loss, aux, state)
+    pool = state["cotangent"]
+    return state | {"cotangent": _taken(buffer, avals, whole, row, source, pool)}
+
+
+def _last_weight_grad(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+    """H: the gradient of a device's own part of the parameters of `last`, from what its L left; no
+    other device takes part.
+    """
+    seed = shared.operands.seed / lax.axis_size(shared.axis)
+    stash = read(state["share"], row.stash)
+    arguments = [*last_inputs(shared, [], row.microbatch), seed, *stash]
+    return accumulate("last_gradients", shared.last_code.parts[Kind.H], arguments, state)
+
+
+def _cut_last(code: ModelCode, axis: str) -> ModelCode:
+    """The model whose L leaves the gradient of its parameters to an H: `train(parameters, once, y,
+    extra, seed) -> loss, aux, dparams, dy` by the smallest cut, as W is cut from B.
+
+    H is run by one device alone, at any time after its L.  So it has no collective over the pipe
+    axis, and what it reads of y, which devices have only while they are in L, is in the stash too.
+    """
+    last = code.last
+    assert last is not None, "a table with L has a loss"
+    train, before = last.train, 1 + len(last.aux_avals)
+    start = len(last.hoist.invars) + len(last.once_avals)
+    inputs = slice(start, start + len(code.kinds[code.kind_of[-1]].y_avals))
+    outs = train.outvars
+    late = outs[before : before + last.num_trained]
+    rest = [*outs[:before], *outs[before + last.num_trained :]]
+
+    def alone(made: Cut) -> bool:
+        return all(axis not in axes for _, axes in collectives(made.second))
+
+    made = cut_weights(
+        train.replace(outvars=[*late, *rest]),
+        params=last.num_trained,
+        residuals=inputs,
+        fits=alone,
+    )
+    if made is None:
+        raise PipelineError(
+            "the gradient of a parameter of `last` needs communication over the pipe axis "
+            f"{axis!r}, so an H cannot make it while other "
+            "devices do something else; use the table without H: jaxpipe.spread_last(schedule)"
+        )
+    first, second = made.first, made.second
+    read = [i for i in range(inputs.start, inputs.stop) if made.second_reads[i]]
+    crossing = len(made.crossing)
+    ins = second.invars[: len(second.invars) - crossing]
+    kept = [*(second.invars[i] for i in read), *second.invars[len(ins) :]]
+    count = len(first.outvars) - crossing
+    crossed = [*(first.invars[i] for i in read), *first.outvars[count:]]
+    parts = {
+        Kind.L: first.replace(outvars=[*first.outvars[:count], *crossed]),
+        Kind.H: second.replace(invars=[*ins[: inputs.start], *ins[inputs.stop :], *kept]),
+    }
+    left = {Place.SHARE: tuple(var.aval for var in kept)}
+    return replace(code, last=replace(last, parts=parts, left=left))
+
+
+# The kinds that take a part of another's code.
+_CUTS: dict[Kind, Callable[[ModelCode, str], ModelCode]] = {Kind.H: _cut_last}
+_RUNS: dict[Kind, Callable[[SharedCode, Collective[Scalar], State], State]] = {
+    Kind.E: _first,
+    Kind.G: _first_gradient,
+    Kind.L: _last,
+    Kind.H: _last_weight_grad,
+}
+
+
+def _ordered(shared: SharedCode, microbatch: Scalar, state: State) -> Scalar:
+    """The number, where a permute holds its device known no sooner than what ran before in the tick
+    is over: see `exchange.permuted`.
+    """
+    return jnp.where(state["token"], 0, microbatch) if shared.blocking else microbatch
+
+
+def _or_zeros(source: Flag, leaf: Any) -> Any:
+    return jnp.where(source, leaf, jnp.zeros_like(leaf))
+
+
+def _taken(
+    buffer: Any, avals: Any, new: Leaves, row: Collective[Scalar], source: Flag, pool: Leaves
+) -> Leaves:
+    """The pool with what all devices made, on the one that takes it."""
+    held = buffer.read(pool, row.out, avals)
+    kept = [jnp.where(source, n, old) for n, old in zip(new, held, strict=True)]
+    return buffer.write(pool, row.out, avals, kept)

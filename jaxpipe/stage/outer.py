@@ -1,0 +1,167 @@
+"""Trace what is around the stages: `last` with its gradients, and a `first` that is spread over the
+pipe axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ..arrays import Leaves, PyTree
+from ..jaxprs import drop_dead, flatten
+from ..table.effects import Liveness
+from .code import LastCode, ParamUse, StageCode, inexact
+from .split import hoist_known
+from .trace import chosen, filled
+
+
+class _Traced(NamedTuple):
+    """A function of (parameters, *arguments), what depends on parameters alone apart from it."""
+
+    consts: tuple[Any, ...]
+    hoist: core.Jaxpr  # (consts, parameters) -> once
+    body: core.Jaxpr  # (consts, parameters, once, arguments)
+    head: int  # consts and parameters
+    once: tuple[Any, ...]
+    shapes: Any  # what it returns
+
+
+def _trace(
+    function: Callable[..., PyTree], uses: Sequence[ParamUse], params: Leaves, *arguments: PyTree
+) -> _Traced:
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
+    flat = flatten(traced)
+    jaxpr = _without_axes(
+        flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
+    )
+    head, count = len(flat.consts) + len(params), len(jaxpr.invars)
+    known = [True] * len(flat.consts) + [use.once for use in uses]
+    apart = hoist_known(jaxpr, known + [False] * (count - head))
+    ins = apart.second.invars
+    body = apart.second.replace(invars=[*ins[:head], *ins[count:], *ins[head:count]])
+    hoist = apart.first.replace(invars=apart.first.invars[:head])
+    return _Traced(tuple(flat.consts), hoist, body, head, apart.crossing, shapes)
+
+
+def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The equations without the mark that they use a mesh axis: it orders nothing, and would keep
+    collectives that no output needs.
+    """
+
+    def plain(effects: Any) -> Any:
+        return frozenset(effect for effect in effects if type(effect).__name__ != "NamedAxisEffect")
+
+    eqns = [eqn.replace(effects=plain(eqn.effects)) for eqn in jaxpr.eqns]
+    return jaxpr.replace(eqns=eqns, effects=plain(jaxpr.effects))
+
+
+def trace_last(
+    function: Callable[..., tuple[Any, PyTree]],
+    params: PyTree,
+    y: PyTree,
+    extra: PyTree,
+    uses: Sequence[ParamUse],
+) -> LastCode:
+    """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends
+    on parameters alone.
+    """
+    y_leaves, y_tree = jax.tree.flatten(y)
+    wanted = [inexact(leaf) for leaf in y_leaves]
+    tree, trained = jax.tree.structure(params), [use.trained for use in uses]
+
+    def train(params_leaves: Leaves, y_leaves: Leaves, extra: PyTree, seed: Any) -> PyTree:
+        def call(p: Leaves, diff: Leaves) -> tuple[Any, PyTree]:
+            return function(
+                jax.tree.unflatten(tree, filled(p, params_leaves, trained)),
+                jax.tree.unflatten(y_tree, filled(diff, y_leaves, wanted)),
+                extra,
+            )
+
+        loss, vjp, aux = jax.vjp(
+            call, chosen(params_leaves, trained), chosen(y_leaves, wanted), has_aux=True
+        )
+        dparams, dy = vjp(seed.astype(loss.dtype))
+        return loss, aux, dparams, dy
+
+    # the widest: that of a float64 loss is not rounded
+    seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    traced = _trace(train, uses, jax.tree.leaves(params), y_leaves, extra, seed)
+    loss, aux, *_ = traced.shapes
+    aux_leaves, aux_tree = jax.tree.flatten(aux)
+    evaluate, _ = drop_dead(traced.body.replace(outvars=traced.body.outvars[: 1 + len(aux_leaves)]))
+    return LastCode(
+        consts=traced.consts,
+        hoist=traced.hoist,
+        train=traced.body,
+        evaluate=evaluate.replace(invars=evaluate.invars[:-1]),
+        once_avals=traced.once,
+        aux_tree=aux_tree,
+        aux_avals=tuple(aux_leaves),
+        loss_dtype=loss.dtype,
+        num_trained=sum(trained),
+    )
+
+
+def trace_spread_first(
+    function: Callable[..., PyTree], params: PyTree, extra: PyTree, uses: Sequence[ParamUse]
+) -> StageCode:
+    """Trace `function(params, (), extra) -> x` and its gradient, which keeps nothing of the
+    forward: a lookup's needs nothing of it.
+
+    What the gradient of another function needs it runs again.  The code is that of a stage without
+    input, residuals and I and W.
+    """
+    tree, trained = jax.tree.structure(params), [use.trained for use in uses]
+
+    def call(p: Leaves, extra: PyTree) -> PyTree:
+        return jax.tree.map(jnp.asarray, function(jax.tree.unflatten(tree, p), (), extra))
+
+    def train(params_leaves: Leaves, extra: PyTree, dy: Leaves) -> PyTree:
+        def differentiated(p: Leaves) -> tuple[Leaves, PyTree]:
+            x = call(filled(p, params_leaves, trained), extra)
+            return [leaf for leaf in jax.tree.leaves(x) if inexact(leaf)], x
+
+        _, vjp, x = jax.vjp(differentiated, chosen(params_leaves, trained), has_aux=True)
+        return x, vjp(dy)[0]
+
+    params_leaves = jax.tree.leaves(params)
+    x_leaves, x_tree = jax.tree.flatten(jax.eval_shape(call, params_leaves, extra))
+    dy = [leaf for leaf in x_leaves if inexact(leaf)]
+    traced = _trace(train, uses, params_leaves, extra, dy)
+    # (consts, params, once, extra, dy) -> (consts, params, extra, once, dy)
+    ins, stop = traced.body.invars, traced.head + len(traced.once)
+    late = len(ins) - len(dy)
+    body = traced.body.replace(
+        invars=[*ins[: traced.head], *ins[stop:late], *ins[traced.head : stop], *ins[late:]]
+    )
+    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: len(x_leaves)]))
+    evaluate = evaluate.replace(invars=evaluate.invars[:late])
+    backward, _ = drop_dead(body.replace(outvars=body.outvars[len(x_leaves) :]))
+    nothing = evaluate.replace(outvars=[], eqns=[])
+    return StageCode(
+        consts=traced.consts,
+        hoist=traced.hoist,
+        forward=evaluate,
+        evaluate=evaluate,
+        recompute=nothing,
+        backward=backward,
+        input_grad=nothing,
+        weight_grad=nothing,
+        y_tree=x_tree,
+        y_avals=tuple(x_leaves),
+        loss=None,
+        state=(),
+        x_avals=(),
+        once_avals=traced.once,
+        residual_input=(),
+        residual_weight=(),
+        stash=(),
+        x_wanted=(),
+        y_wanted=tuple(inexact(leaf) for leaf in x_leaves),
+        trained=tuple(trained),
+        liveness=Liveness(),
+    )

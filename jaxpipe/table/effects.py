@@ -1,0 +1,214 @@
+"""Every effect of every kind of action, declared once: what it reads and writes, where, and when.
+
+The access list of `verify`, the printed program, the interpreter, the slots and the state that
+passes through a block's loop are derived from `EFFECTS`.  No effect is stated anywhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from .kinds import SPREAD_FIRST, Kind
+
+
+class Place(enum.Enum):
+    """Where a value is.  Those with a letter are pools of slots; the others exist once a device."""
+
+    X = "x"  # inputs of stages
+    RESIDUAL_INPUT = "residual_input"  # what a forward keeps for I (or B) alone
+    RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
+    COTANGENT = "cotangent"  # gradients of outputs of stages
+    STASH = "stash"  # what I leaves for W
+    FIRST = "first"  # what waits for the gradient of `first`
+    LAST = "last"  # outputs of the last stage that wait for L
+    SHARE = "share"  # what L leaves for H, on every device
+    # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
+    HOST = "host"
+    SENT_X = "sent_x"  # the last output of a stage, which the tick's transfers send
+    SENT_DX = "sent_dx"  # the last gradient of a stage's input
+    STAGE_STATE = "stage_state"  # what a stage hands from microbatch to microbatch
+    LOSSES = "losses"
+    AUX = "aux"  # what `last` returns besides the loss
+    # accumulated gradients of parameters
+    STAGE_GRADIENTS = "stage_gradients"
+    FIRST_GRADIENTS = "first_gradients"
+    LAST_GRADIENTS = "last_gradients"
+    SHARED_GRADIENTS = "shared_gradients"
+
+    @property
+    def letter(self) -> str:
+        """The name of a pool in a printed program."""
+        return _LETTERS.get(self, "")
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether it has slots."""
+        return self in _LETTERS
+
+
+_LETTERS = dict(zip(Place, "xiwcsfylh", strict=False))
+# The pools that a program has even where nothing is in them.
+ALWAYS = tuple(_LETTERS)[:6]
+
+
+class Access(enum.IntEnum):
+    """The order in which a block does what it does."""
+
+    PREPARE = 0  # written before the block reads: what `first` makes inside of a forward
+    READ = 1
+    WRITE = 2
+
+
+class Of(enum.Enum):
+    """The stage to which a value belongs."""
+
+    OWN = "own"  # the action's
+    NEXT = "next"
+    BEFORE = "before"
+    FIRST = "first"  # the model's first
+    LAST = "last"  # the model's last
+    DEVICE = "device"  # no stage: every device has a value of its own
+
+
+class LastUse(enum.IntEnum):
+    """The last action of a stage and microbatch that reads a value."""
+
+    FORWARD = 0
+    INPUT_GRAD = 1
+    WEIGHT_GRAD = 2
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Until when the stage's code reads what it is given; read off the stage's jaxprs."""
+
+    x: LastUse = LastUse.WEIGHT_GRAD
+    cotangent: LastUse = LastUse.INPUT_GRAD
+
+
+def longest(needs: Sequence[Liveness]) -> Liveness:
+    """Until when any of several kinds of stages reads what it is given."""
+    return Liveness(*(max(getattr(n, f.name) for n in needs) for f in fields(Liveness)))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One thing that the actions of a kind do.
+
+    Attributes:
+        kind: the kind.
+        access: what is done.
+        place: where the value is.
+        field: of the kind's record, the field that holds the slot; "" where the place is no pool.
+        of: the stage to which the value belongs.
+        when: the flag of the record that must be set; None where it always happens.
+        never: flags of the record; it does not happen in code where one of them is always set.
+        present: kinds of which the table must have one, where there are any.
+        absent: kinds of which the table must have none.
+        until: of a reading, the field of `Liveness` must be at least this.
+    """
+
+    kind: Kind
+    access: Access
+    place: Place
+    field: str = ""
+    of: Of = Of.OWN
+    when: str | None = None
+    never: tuple[str, ...] = ()
+    present: tuple[Kind, ...] = ()
+    absent: tuple[Kind, ...] = ()
+    until: LastUse = LastUse.FORWARD
+
+
+PREPARE, READ, WRITE = Access
+_F, _B, _I, _W, _R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R
+_L, _E, _G, _H = Kind.L, Kind.E, Kind.G, Kind.H
+_BACKWARDS, _SENT_X, _SENT_DX = (_B, _I), ("is_last", "is_local"), ("is_first", "is_local")
+_EARLY, _LATE, _STASH = Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH
+_BY_I, _BY_W = LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD
+
+EFFECTS = (
+    # [first,] stage[, last and its gradient]
+    Effect(_F, PREPARE, Place.X, "x", when="is_first", absent=SPREAD_FIRST),
+    Effect(_F, PREPARE, Place.FIRST, "first", Of.OWN, "is_first", (), _BACKWARDS, SPREAD_FIRST),
+    Effect(_F, READ, Place.X, "x"),
+    Effect(_F, WRITE, _EARLY, "residual_input", when="keeps", present=_BACKWARDS),
+    Effect(_F, WRITE, _LATE, "residual_weight", when="keeps", present=_BACKWARDS),
+    Effect(_F, WRITE, Place.X, "out", Of.NEXT, when="is_local"),
+    Effect(_F, WRITE, Place.SENT_X, of=Of.NEXT, never=_SENT_X),
+    Effect(_F, WRITE, Place.STAGE_STATE),
+    Effect(_F, WRITE, Place.LOSSES, when="has_loss"),  # of the stage itself
+    Effect(_F, WRITE, Place.LAST, "out", when="is_last", present=(_L,)),
+    Effect(_F, WRITE, Place.COTANGENT, "out", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
+    Effect(_F, WRITE, Place.LOSSES, when="is_last", absent=(_L,)),
+    Effect(_F, WRITE, Place.AUX, when="is_last", absent=(_L,)),
+    Effect(_F, WRITE, Place.LAST_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
+    Effect(_F, WRITE, Place.SHARED_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
+    # the residuals of a forward that kept none
+    Effect(_R, READ, Place.X, "x"),
+    Effect(_R, WRITE, _EARLY, "residual_input"),
+    Effect(_R, WRITE, _LATE, "residual_weight"),
+    # both gradients of a stage, or the input's and later the parameters'
+    *(
+        effect
+        for kind in _BACKWARDS
+        for effect in (
+            Effect(kind, READ, Place.X, "x", until=_BY_I),
+            Effect(kind, READ, _EARLY, "residual_input"),
+            Effect(kind, READ, _LATE, "residual_weight"),
+            Effect(kind, READ, Place.COTANGENT, "cotangent"),
+            Effect(kind, READ, Place.FIRST, "first", when="is_first", absent=SPREAD_FIRST),
+            *((Effect(kind, WRITE, _STASH, "stash"),) if kind is _I else ()),
+            Effect(kind, WRITE, Place.COTANGENT, "out", Of.BEFORE, when="is_local"),
+            Effect(kind, WRITE, Place.SENT_DX, of=Of.BEFORE, never=_SENT_DX),
+            Effect(kind, WRITE, Place.FIRST, "out", when="is_first", present=SPREAD_FIRST),
+            Effect(kind, WRITE, Place.FIRST_GRADIENTS, when="is_first", absent=SPREAD_FIRST),
+            Effect(kind, WRITE, Place.SHARED_GRADIENTS, when="is_first", absent=SPREAD_FIRST),
+        )
+    ),
+    Effect(_W, READ, Place.X, "x", until=_BY_W),
+    Effect(_W, READ, _LATE, "residual_weight"),
+    Effect(_W, READ, Place.COTANGENT, "cotangent", until=_BY_W),
+    Effect(_W, READ, _STASH, "stash"),
+    *(
+        Effect(kind, WRITE, place)
+        for kind in (_B, _W)
+        for place in (Place.STAGE_GRADIENTS, Place.SHARED_GRADIENTS)
+    ),
+    # the collective actions
+    Effect(_E, WRITE, Place.X, "out", Of.FIRST, when="is_source"),
+    Effect(_G, READ, Place.FIRST, "y", Of.FIRST, when="is_source"),
+    Effect(_G, WRITE, Place.FIRST_GRADIENTS),
+    Effect(_G, WRITE, Place.SHARED_GRADIENTS),
+    Effect(_L, READ, Place.LAST, "y", Of.LAST, when="is_source"),
+    Effect(_L, WRITE, Place.COTANGENT, "out", Of.LAST, when="is_source", present=_BACKWARDS),
+    Effect(_L, WRITE, Place.LOSSES),
+    Effect(_L, WRITE, Place.AUX),
+    Effect(_L, WRITE, Place.LAST_GRADIENTS, present=_BACKWARDS, absent=(_H,)),
+    Effect(_L, WRITE, Place.SHARED_GRADIENTS, present=_BACKWARDS, absent=(_H,)),
+    Effect(_L, WRITE, Place.SHARE, "stash", Of.DEVICE, present=(_H,)),
+    Effect(_H, READ, Place.SHARE, "stash", Of.DEVICE),
+    Effect(_H, WRITE, Place.LAST_GRADIENTS),
+    Effect(_H, WRITE, Place.SHARED_GRADIENTS),
+)
+
+
+@lru_cache(maxsize=256)
+def effects_of(kind: Kind, kinds: frozenset[Kind], liveness: Liveness) -> tuple[Effect, ...]:
+    """The effects of a kind in a table that has actions of these kinds.
+
+    >>> from jaxpipe import Kind
+    >>> [e.place.name for e in effects_of(Kind.H, frozenset({Kind.L, Kind.H}), Liveness())]
+    ['SHARE', 'LAST_GRADIENTS', 'SHARED_GRADIENTS']
+    """
+    return tuple(
+        effect
+        for effect in EFFECTS
+        if effect.kind is kind
+        and (not effect.present or not kinds.isdisjoint(effect.present))
+        and kinds.isdisjoint(effect.absent)
+        and getattr(liveness, effect.field, LastUse.WEIGHT_GRAD) >= effect.until
+    )
