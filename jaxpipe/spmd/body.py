@@ -76,7 +76,7 @@ def prepare(
         first, last, shared = (
             bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
-    job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
+    job = job.with_axis({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
     code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
 
@@ -110,20 +110,7 @@ def body(
         chunks = with_replicas(job, start.owned)
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
         operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
-        shared_code = SharedCode(
-            kinds=code.kinds,
-            kind_of=code.kind_of,
-            wants=code.wants,
-            buffers=buffers,
-            first=code.first,
-            last=code.last,
-            operands=operands,
-            outer_wants=code.outer_wants,
-            program=code.program,
-            axis=job.axis,
-            together=together,
-            blocking=blocking,
-        )
+        shared_code = SharedCode(code, buffers, operands, job.axis, together, blocking)
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table, one slice of it a trip: dozens of arrays would be as many slices.
