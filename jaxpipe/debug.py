@@ -201,11 +201,7 @@ class _Search:
         if call.name in ("first", "last"):
             own = self.params.get(call.name, {})
         else:
-            device, chunk = next(
-                (d, row.index(stage))
-                for d, row in enumerate(self.pipe.layout.owned)
-                if stage in row
-            )
+            chunk, device = self.pipe.layout.where(stage)
             placed = self.params["stages"][chunk]
             own = (
                 placed.stage(device)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..program.templates import Block, Payload
 from ..table.encoded import BoolArray, Encoded, IntArray
-from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
+from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks
 
@@ -40,16 +40,6 @@ class Count(NamedTuple):
     local: int
 
 
-@dataclass(frozen=True)
-class TickRequirements:
-    """The static needs of one tick."""
-
-    blocks: dict[Block, Count]
-    # each transfer, and how many ticks it may take beyond the one it is issued in
-    slack: dict[Edge, int]
-    paired: bool = False  # some device runs a forward and a whole backward
-
-
 @dataclass(frozen=True, eq=False)
 class Requirements:
     """The requirements of every tick, by its code: tick t has `kinds[codes[t]]`.
@@ -71,27 +61,6 @@ class Requirements:
 
     def __len__(self) -> int:
         return len(self.codes)
-
-    @cached_property
-    def kinds(self) -> tuple[TickRequirements, ...]:
-        """The requirements by code, one by one."""
-        return tuple(map(self._kind, range(len(self.counts))))
-
-    def _kind(self, code: int) -> TickRequirements:
-        counts = zip(self.blocks, self.counts[code].tolist(), strict=True)
-        slack = zip(self.edges, self.slack[code].tolist(), strict=True)
-        blocks = {block: Count(*count) for block, count in counts if count[0]}
-        return TickRequirements(
-            blocks,
-            {edge: room for edge, room in slack if room != NO_TRANSFER},
-            bool(self.paired[code]),
-        )
-
-    @cached_property
-    def together(self) -> BoolArray:
-        """Per code, whether the devices do something together."""
-        meeting = np.array([block.kind in TOGETHER for block in self.blocks], bool)
-        return np.asarray((self.counts[:, meeting, 0] > 0).any(axis=1), bool)
 
     @cached_property
     def meets(self) -> IntArray:

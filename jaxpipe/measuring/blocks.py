@@ -56,7 +56,7 @@ def _local_shapes(
     def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
         start = prepare(job, p, b, r, s)
         parts = (start.owned, start.kept, start.shared, start.first, start.last, start.batch)
-        sized = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
+        sized = job.with_axis({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
         found.append((sized, jax.tree.map(shape_of, (*parts, start.rng))))
         return ()
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import joins_weights
-from jaxpipe.lowering.contracts import SEGMENTS, SLOTS, TICKS, Cut
 from jaxpipe.table.kinds import RECOMPUTE
 from jaxpipe.transforms import defer_last
 from jaxpipe.transforms.contracts import CONTRACTS
+from tests.lowering_contracts import SEGMENTS, SLOTS, TICKS, Cut
 from tests.strategies import random_schedule
 
 SEEDS = st.integers(0, 10_000)
