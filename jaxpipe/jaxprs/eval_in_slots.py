@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+from .equations import scan_counts
 from .evaluate import bind, literal
 from .loops import Loop, run_loops
-from .slices import scan_counts
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
 from .trip import Answer, Trip
 
