@@ -3,7 +3,7 @@
 from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
-from .eval_in_slots import run_both_in_slots, run_in_slots
+from .eval_in_slots import run_in_slots
 from .evaluate import results_of
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
@@ -38,7 +38,6 @@ __all__ = [
     "known_from",
     "needed_for",
     "results_of",
-    "run_both_in_slots",
     "run_in_slots",
     "stores_on_host",
 ]
