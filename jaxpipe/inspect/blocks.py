@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
-from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
+from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
@@ -142,11 +142,7 @@ class Step:
 
         def run(*groups: Leaves) -> Leaves:
             codes = [part.code(*groups[3 * k : 3 * k + 3]) for k, part in enumerate(parts)]
-            if count == 1:
-                return run_in_slots(
-                    codes[0].jaxpr, codes[0].arguments, reads=codes[0].reads, writes=codes[0].writes
-                )
-            return [leaf for outs in run_both_in_slots(codes[0], codes[1]) for leaf in outs]
+            return [leaf for outs in run_in_slots(*codes) for leaf in outs]
 
         # Pools and accumulators are changed in place: were they outputs of their own, these would
         # be room for the block's arrays.
