@@ -7,7 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from jaxpipe.table.action import Action, parts
-from jaxpipe.table.kinds import COMPUTE, KINDS, RECOMPUTE, SHARES, TOGETHER, TRANSFERS, Kind, Pass
+from jaxpipe.table.kinds import (
+    COLLECTIVE,
+    COMPUTE,
+    KINDS,
+    RECOMPUTE,
+    TOGETHER,
+    TRANSFERS,
+    Kind,
+    Pass,
+)
 from jaxpipe.table.schedule import Schedule
 from jaxpipe.transforms.add_recompute import add_recompute, remove_recompute
 from jaxpipe.transforms.add_transfers import add_transfers, remove_transfers
@@ -97,7 +106,7 @@ def _work(row: list[Action]) -> list[Action]:
             [a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a]
         )
     ]
-    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in SHARES)
+    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in COLLECTIVE)
 
 
 def _names(kinds: Collection[Kind]) -> str:
@@ -132,7 +141,9 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
         spread_first,
         _spreads(keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
     ),
-    Contract("remove_spread", remove_spread, keeps(_without(*SHARES), holds=_without(*SHARES))),
+    Contract(
+        "remove_spread", remove_spread, keeps(_without(*COLLECTIVE), holds=_without(*COLLECTIVE))
+    ),
     Contract("defer_last", defer_last, keeps(_without(Kind.H), whole=True)),
     Contract(
         "remove_recompute",

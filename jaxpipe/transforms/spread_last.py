@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ..engine.costs import Costs
 from ..table.action import Action, Kind
-from ..table.kinds import SHARES
+from ..table.kinds import COLLECTIVE
 from ..table.schedule import Schedule
 from ..table.typed import typed
 from .place_together import place_together
@@ -62,7 +62,7 @@ def remove_spread(schedule: Schedule) -> Schedule:
     """
     return schedule.with_rows(
         [
-            [c for c in row if not isinstance(c, Action) or c.kind not in SHARES]
+            [c for c in row if not isinstance(c, Action) or c.kind not in COLLECTIVE]
             for row in schedule.cells
         ]
     )
