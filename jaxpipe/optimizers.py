@@ -1,4 +1,4 @@
-"""Optimizers on placed parameters: state that lies where it belongs, and rules that act on a layer
+"""Optimizers on placed parameters: state beside its parameters, and rules that act on a layer
 at a time.
 """
 

@@ -32,7 +32,7 @@ def with_outer(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where each stage's parameters lie: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees
+    """Where each stage's parameters are: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees
     of leaves [P, ...]}`.
 
     A stage that is on several devices (a bidirectional placement) is held by the first of them

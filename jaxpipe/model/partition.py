@@ -83,7 +83,7 @@ class Partition:
         return {key: by_path(tree) for key, tree in (self.specs or {}).items()}
 
     def _name(self, path: str) -> str:
-        """A parameter's path as specs know it: one tree of specs may stand for all stages of a
+        """A parameter's path as specs know it: one tree of specs may be for all stages of a
         list.
         """
         key, _, name = path.partition("/")

@@ -67,9 +67,10 @@ class Placer:
         they are wherever they are wanted.
         """
         tree = self.checked(placed)
-
+        if not spread:
+            return self.in_model_order(tree, None)
         followers = Followers(placed, self._layout, self._partition)
-        return self.in_model_order(tree, followers.of(tree) if spread else None)
+        return self.in_model_order(tree, followers.of(tree))
 
     def in_model_order(
         self, tree: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
@@ -126,10 +127,7 @@ class Placer:
                 "`canonical` takes parameters, or gradients, as the pipeline returns them: a "
                 'dict with "stages"'
             )
-        if faults := owner_faults(
-            placed["stages"], self._layout.owners, "these parameters", "place"
-        ):
-            raise PipelineError("\n".join(faults), tuple(faults))
+        self._check_owners(placed["stages"], "these parameters", "place")
         return dict(placed)
 
     def init(

@@ -1,5 +1,5 @@
 """`first` and `last` written for a share of their parameters: which are cut over the pipe axis,
-where, and what the function is told.
+where, and what the function is given.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
     alike = [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]
     return StageEntries(
         parameters=tuple(specs),
-        # What arrives lies as the stage before left it, which is alike where it returns what it
+        # What arrives is split as the stage before left it, which is alike where it returns what it
         # takes.
         x=entries(code.x_avals, y)
         if alike
@@ -162,7 +162,7 @@ def compiled_alone(
     """A piece of a device's program compiled by itself for the mesh: it takes a list for each group
     and returns one.
 
-    Groups that are `donated` lie where the outputs do that are made of them, as pools and
+    Groups that are `donated` are where the outputs are that are made of them, as pools and
     accumulators do in the step. `asked`: the result is only asked what the partitioner made of it,
     neither run nor measured.
     """
