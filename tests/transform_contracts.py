@@ -18,14 +18,12 @@ from jaxpipe.table.kinds import (
     Pass,
 )
 from jaxpipe.table.schedule import Schedule
-from jaxpipe.transforms.add_recompute import add_recompute, remove_recompute
 from jaxpipe.transforms.add_transfers import add_transfers, remove_transfers
+from jaxpipe.transforms.backward import merge_backward, split_backward
 from jaxpipe.transforms.defer_last import defer_last
 from jaxpipe.transforms.forward_only import forward_only
-from jaxpipe.transforms.merge_backward import merge_backward
-from jaxpipe.transforms.split_backward import split_backward
-from jaxpipe.transforms.spread_first import spread_first
-from jaxpipe.transforms.spread_last import remove_spread, spread_last
+from jaxpipe.transforms.recompute import add_recompute, remove_recompute
+from jaxpipe.transforms.spread import remove_spread, spread_first, spread_last
 from tests.contract import Contract
 
 Faults = tuple[str, ...]

@@ -21,7 +21,7 @@ from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
 from ..table.limits import is_number
 from ..table.schedule import Schedule
-from ..transforms.add_recompute import add_recompute
+from ..transforms.recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
 from .memory import Memory, layer_sizes, least_bytes, least_slots, memory_of
