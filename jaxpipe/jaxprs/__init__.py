@@ -1,13 +1,12 @@
 """Small pure transformations of jaxprs: inline calls, slice, cut in two."""
 
-from .collectives import collectives
+from .collectives import Reductions, collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
 from .eval_in_slots import run_in_slots
 from .evaluate import results_of
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
-from .reductions import Reductions
 from .scan_residuals import into_scans, keep_fewer_residuals
 from .slices import known_from, needed_for
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece

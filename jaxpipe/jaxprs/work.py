@@ -41,8 +41,7 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
     """
     flops = moved = 0.0
     for eqn in jaxpr.eqns:
-        inner = [_inner(value) for value in eqn.params.values()]
-        bodies = [body for found in inner for body in found]
+        bodies = list(core.jaxprs_in_params(eqn.params))
         if bodies:
             times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
             parts = [count_work(body) for body in bodies]
@@ -82,14 +81,3 @@ def _multiplications(eqn: Any) -> int:
     # Each number of the output sums over the kernel of one output feature.
     features = right[eqn.params["dimension_numbers"].rhs_spec[0]]
     return int(made * math.prod(right) // max(1, features))
-
-
-def _inner(value: Any) -> list[core.Jaxpr]:
-    """The jaxprs in a parameter of an equation."""
-    if isinstance(value, core.ClosedJaxpr):
-        return [value.jaxpr]
-    if isinstance(value, core.Jaxpr):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [jaxpr for item in value for jaxpr in _inner(item)]
-    return []
