@@ -41,11 +41,10 @@ class Loop:
         devices: int,
         device: list[int],
         need: list[int],
-        latency: Sequence[float],
+        latency: list[float],
         duration: list[float],
     ) -> None:
-        self.device, self.need, self.duration = device, need, duration
-        self.latency = list(latency)
+        self.device, self.need, self.latency, self.duration = device, need, latency, duration
         self.groups: dict[int, tuple[int, ...]] = {}
         self.second_half: dict[int, int] = {}
         self.starts: list[float] = [NEVER] * len(device)
