@@ -161,7 +161,7 @@ class Run:
             size,
             str(self.microbatches),
             what,
-            plan.words,
+            plan.label,
             ends,
             bubble,
             program,

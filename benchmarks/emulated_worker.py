@@ -165,7 +165,7 @@ def layered(
     one = {"w": np.ones(1, np.float32)}
     costs = case.stage_costs(unit or 0.01)
     pipe = jp.Pipeline(
-        jp.Model(layers, layers=str(case.layout).replace("|", "")),
+        jp.Model(layers, layers=case.layout),
         schedule,
         mesh,
         layout=case.layout,

@@ -103,7 +103,7 @@ def row(model: Planned, found: Compared) -> tuple[str, ...]:
     sizes = [plan.parts.total if plan.parts else 0, max(plan.memory), found.xla]
     return (
         model.name,
-        plan.words,
+        plan.label,
         plan.layout,
         *(f"{size / 2**20:.0f}" for size in sizes),
         f"{found.layers:.3f}",

@@ -56,7 +56,7 @@ def held(
     mesh = jax.make_mesh(
         (devices, tensor), ("pipe", "tensor"), devices=jax.devices()[: devices * tensor]
     )
-    model = jp.Model(example.LAYERS, layers=example.LAYOUT.replace("|", ""))
+    model = jp.Model(example.LAYERS, layers=example.LAYOUT)
     pipe = jp.Pipeline(model, table, mesh, layout=example.LAYOUT, **options)
     if not shares:
         pipe.partition.__dict__["sharing"] = Sharing()

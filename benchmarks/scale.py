@@ -75,7 +75,7 @@ class Case:
                 "t": {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}
             }
             pipe = jp.Pipeline(
-                jp.Model(layers, layers=str(self.layout).replace("|", "")),
+                jp.Model(layers, layers=self.layout),
                 schedule,
                 mesh,
                 layout=self.layout,

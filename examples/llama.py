@@ -190,7 +190,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     pipe = jp.Pipeline(
         jp.Model(
             {"E": first, "t": model.layer, "L": last},
-            layers=str(layout).replace("|", ""),
+            layers=layout,
             loss=jp.Loss.SUM_OVER_COUNT,
         ),
         schedule,

@@ -105,7 +105,7 @@ def main() -> None:
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=4)
     mesh = jax.make_mesh((2,), ("pipe",), devices=devices)
     pipe = jp.Pipeline(
-        jp.Model(LAYERS, layers=str(LAYOUT).replace("|", ""), stage_loss=True),
+        jp.Model(LAYERS, layers=LAYOUT, stage_loss=True),
         schedule,
         mesh,
         layout=LAYOUT,

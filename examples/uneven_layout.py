@@ -77,9 +77,7 @@ def main() -> None:
     functions = {"E": embed, "t": layer, "L": loss}
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
-    pipe = jp.Pipeline(
-        jp.Model(functions, layers=str(layout).replace("|", "")), schedule, mesh, layout=layout
-    )
+    pipe = jp.Pipeline(jp.Model(functions, layers=layout), schedule, mesh, layout=layout)
     params = pipe.place(parameters())
     optimizer = optax.adam(3e-3)
     opt_state = pipe.init(optimizer, params)

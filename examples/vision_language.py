@@ -113,7 +113,7 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)  # for the comparison
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
     pipe = jp.Pipeline(
-        jp.Model(LAYERS, layers=str(LAYOUT).replace("|", "")),
+        jp.Model(LAYERS, layers=LAYOUT),
         schedule,
         jax.make_mesh((4,), ("pipe",), devices=devices),
         layout=LAYOUT,

@@ -27,13 +27,11 @@ from .table.check import check
 from .table.placement import Placement
 from .table.run_order import Transfers
 from .table.schedule import Schedule
-from .transforms.add_recompute import add_recompute
 from .transforms.add_transfers import add_transfers
+from .transforms.backward import merge_backward, split_backward
 from .transforms.defer_last import defer_last
-from .transforms.merge_backward import merge_backward
-from .transforms.split_backward import split_backward
-from .transforms.spread_first import spread_first
-from .transforms.spread_last import spread_last
+from .transforms.recompute import add_recompute
+from .transforms.spread import spread_first, spread_last
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:

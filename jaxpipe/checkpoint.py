@@ -49,9 +49,9 @@ class Checkpoints:
     atomic commit), so that a run that is killed in the middle of a save keeps the one before.
     Every process of a run calls every method.
 
-    A save that fails (a full disk, say) is told by a CheckpointError of the next `save`, which then
-    has not begun, of `wait` or of `close`.  What it has written is removed, the checkpoints before
-    it stay, and the run may go on and save again.
+    A save that fails (a full disk, say) is reported by a CheckpointError of the next `save`, which
+    then has not begun, of `wait` or of `close`.  What it has written is removed, the checkpoints
+    before it stay, and the run may go on and save again.
 
     Args:
         folder: made if it is not there.
@@ -271,7 +271,7 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
 
     def _opened(self) -> ocp.CheckpointManager:
-        """A manager of what lies in the folder."""
+        """A manager of the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
         # Threads that wait for folders wait for twenty minutes where these cannot be made, and keep
         # the process.

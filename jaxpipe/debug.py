@@ -130,7 +130,7 @@ class _Call:
 def _x_of_stage(
     functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree
 ) -> PyTree:
-    """What a stage hands on."""
+    """The output of a stage."""
     return functions.run_stage(stage, params, x, extra)[0]
 
 
@@ -201,11 +201,7 @@ class _Search:
         if call.name in ("first", "last"):
             own = self.params.get(call.name, {})
         else:
-            device, chunk = next(
-                (d, row.index(stage))
-                for d, row in enumerate(self.pipe.layout.owned)
-                if stage in row
-            )
+            chunk, device = self.pipe.layout.where(stage)
             placed = self.params["stages"][chunk]
             own = (
                 placed.stage(device)
@@ -336,7 +332,7 @@ def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
 
 def _floating(leaf: Any) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    # what stands for the gradient of a frozen parameter that is not floating
+    # the gradient of a parameter that is not floating
     if dtype == jax.dtypes.float0:
         return False
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

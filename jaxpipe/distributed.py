@@ -77,7 +77,7 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
 
 
 def crossings(mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """Per axis of a mesh, how many pairs of neighbours along it lie in different processes, and how
+    """Per axis of a mesh, how many pairs of neighbours along it are in different processes, and how
     many pairs there are.
 
     What to look at where steps are slow: an axis of tensor parallelism should cross nothing but,
@@ -151,7 +151,7 @@ class Watchdog:
 
     A collective waits for ever for a process that is stuck, and JAX notices only processes that are
     gone (its heartbeats).  Under `with watchdog.step(n):` an overdue step prints which step on
-    which process it was and where every thread stands, and ends the process with status 75; an
+    which process it was and the stack of every thread, and ends the process with status 75; an
     error prints its traceback and ends it with status 1 at once, without waiting for the others at
     JAX's shutdown barrier.  Either is seen by the others, through JAX, as a process that died.  In
     a job of one process errors are raised as usual.  Wait for the step's result inside

@@ -68,7 +68,9 @@ class EagerExecutor:
                 "`pipe.jit`; `lower` and `jaxpipe.inspect` need a pipeline without executor="
             )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
-        job = job.told({key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims})
+        job = job.with_axis(
+            {key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims}
+        )
         program = verify(job.plan.program(Liveness()))
         shards = [
             _Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard)

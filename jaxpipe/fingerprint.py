@@ -99,22 +99,15 @@ def code_texts(code: ModelCode) -> dict[str, str]:
     The digest knows no order and no names, which may differ between processes for the same code,
     but primitives, shapes and numbers.
     """
-    texts = (
-        {"code of first": (code.first.hoist, code.first.evaluate)}
-        if code.first.evaluate.eqns
-        else {}
-    )
-    texts |= {
-        f"code of stage {code.kind_of.index(k)}": (kind.hoist, kind.evaluate)
-        for k, kind in enumerate(code.kinds)
-    }
-    texts |= (
-        {"code of last": (code.last.hoist, code.last.evaluate)} if code.last is not None else {}
-    )
+    functions: list[tuple[str, Any]] = [
+        (f"stage {code.kind_of.index(k)}", kind) for k, kind in enumerate(code.kinds)
+    ]
+    functions = [("first", code.first)] * bool(code.first.evaluate.eqns) + functions
+    functions += [] if code.last is None else [("last", code.last)]
     found = {}
-    for name, jaxprs in texts.items():
-        lines = sorted(line for jaxpr in jaxprs for line in _operations(jaxpr))
-        found[name] = f"{len(lines)} operations {_digest(chr(10).join(lines))}"
+    for name, function in functions:
+        lines = sorted((*_operations(function.hoist), *_operations(function.evaluate)))
+        found[f"code of {name}"] = f"{len(lines)} operations {_digest(chr(10).join(lines))}"
     ticks = np.stack([*arrays(code.program.ticks)], axis=-1)
     segments = [(s.start, s.stop, s.period) for s in code.program.segments]
     found["program"] = f"{len(ticks)} ticks {_digest(f'{segments} {ticks.tobytes().hex()}')}"

@@ -1,4 +1,4 @@
-"""Optimizers on placed parameters: state that lies where it belongs, and rules that act on a layer
+"""Optimizers on placed parameters: state beside its parameters, and rules that act on a layer
 at a time.
 """
 
@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree
@@ -148,8 +146,7 @@ class _PerLayer:
             kept = self._kept(part, after)
             if part.key != "stages":
                 return padded_like(updates[""][part.key], part.tree), kept
-            mine = _zeros_elsewhere(self.stages.joined(part.tree, updates), part, self.pipe)
-            return mine, self._spread(kept)
+            return self.stages.joined(part.tree, part.chunk, updates), self._spread(kept)
 
         parts, states = _Part.all(grads), _Part.all(state)
         weights = [None] * len(parts) if params is None else _Part.all(params)
@@ -242,29 +239,6 @@ class _PerLayer:
             _check_apart(lambda *given: self.optimizer.update(*given, **extra)[0], shapes)
             self.checked.add(key)
         return self.optimizer.update(grads, state, params, **extra)
-
-
-def _zeros_elsewhere(updates: PyTree, part: _Part, pipe: Pipeline) -> PyTree:
-    """Updates of stages that a device does not have stay zero, whatever a rule makes of zeros."""
-
-    def masked(leaf: Any, there: list[bool]) -> Any:
-        if all(there):
-            return leaf
-        mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1))
-        return jnp.where(mask, leaf, jnp.zeros_like(leaf))
-
-    if not isinstance(updates, Packed):
-        there = [stage >= 0 for stage in pipe.layout.stage_at(part.chunk)]
-        return jax.tree.map(lambda leaf: masked(leaf, there), updates)
-    layout = updates.layout  # buffers hold a device's own leaves and zeros
-    paths = [() if form is None else form.paths for form in layout.forms]
-    leaves = {
-        name: leaf
-        if leaf is None or layout.of(name)
-        else masked(leaf, [name in own for own in paths])
-        for name, leaf in updates.leaves.items()
-    }
-    return Packed(leaves, layout)
 
 
 def _check_apart(update: Callable[..., PyTree], shapes: tuple[PyTree, PyTree, PyTree]) -> None:

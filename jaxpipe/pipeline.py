@@ -643,14 +643,14 @@ class Pipeline:
         schedule or rows that do not divide.
         """
         faults = [
-            *param_faults(params, self.layout.home, self.schedule.num_devices),
+            *param_faults(params, self.layout.owners, self.schedule.num_devices),
             *batch_faults(
                 batch,
                 self.schedule.num_microbatches if training else 1,
                 data_shards=self._data_size,
             ),
             *key_faults(rng),
-            *state_faults(state, self.layout.home, wanted=self.functions.has_state),
+            *state_faults(state, self.layout.owners, wanted=self.functions.has_state),
         ] or self.partition.frozen_faults(params)
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)

@@ -1,5 +1,5 @@
-"""What the processes of a job tell each other through JAX's coordination service: no collective, so
-none can wait for ever.
+"""Messages of a job's processes through JAX's coordination service.  They need no collective, so
+none waits for ever.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ time does not compile again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -44,4 +45,9 @@ def _hashable(value: Any) -> Any:
         )
     if type(value) in (list, tuple):
         return tuple(map(_hashable, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        try:
+            hash(value)
+        except TypeError:  # it holds a list or a mapping
+            return type(value), _hashable({f.name: getattr(value, f.name) for f in fields(value)})
     return value

@@ -29,7 +29,7 @@ def parts(stage: Any = None, **flat: Any) -> dict[str, Any]:
     model = {name: flat.pop(name) for name in MODEL if name in flat}
     if "layers" in flat:
         stage = flat.pop("layers")
-        model["layers"] = str(flat["layout"]).replace("|", "")
+        model["layers"] = flat["layout"]
     sharding = {SHARDING[name]: flat.pop(name) for name in SHARDING if name in flat}
     memory = {MEMORY[name]: flat.pop(name) for name in MEMORY if name in flat}
     return {

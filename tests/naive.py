@@ -13,7 +13,7 @@ from jaxpipe.table.schedule import Schedule
 
 SENDS = {Kind.SEND_F, Kind.SEND_B}
 RECVS = {Kind.RECV_F, Kind.RECV_B}
-SHARES = {Kind.E, Kind.G, Kind.L, Kind.H}  # the number before them is their device's
+COLLECTIVE = {Kind.E, Kind.G, Kind.L, Kind.H}  # the number before them is their device's
 
 
 def is_complete(s: Schedule) -> bool:
@@ -267,7 +267,7 @@ def _is_whole(s: Schedule) -> bool:
         range(s.num_devices),
         range(s.num_microbatches),
     )
-    known = set(_actions(s, *SHARES))
+    known = set(_actions(s, *COLLECTIVE))
     if len(set(actions)) < len(actions) or not actions:
         return False
     if not all(
@@ -302,7 +302,7 @@ def _is_at_home(s: Schedule) -> bool:
     if s.placement.num_devices != s.num_devices:
         return False
     for a, device in home.items():
-        if a.kind in SHARES:
+        if a.kind in COLLECTIVE:
             if a.stage != device:
                 return False
         elif a.kind.is_compute and (

@@ -251,9 +251,9 @@ def _value(text: str) -> object:
     """A whole number, several joined by commas, True, False or None, where the text is one of them;
     else the text.
     """
-    words: dict[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+    named: dict[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
     fields = text.split(",")
     if not all(WHOLE.fullmatch(field.strip()) for field in fields):
         return text
@@ -328,10 +328,8 @@ def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
     }
     columns = range(max(map(len, rows)))
     if len(columns) > MOST_COLUMNS:
-        first = min(p for _, p in marked)
-        columns = range(
-            max(0, first - MOST_COLUMNS // 2), min(len(columns), first + MOST_COLUMNS // 2)
-        )
+        first, half = min(p for _, p in marked), MOST_COLUMNS // 2
+        columns = range(max(0, first - half), min(len(columns), first + half))
     shown = [[_cut(cell) for cell in row[columns.start : columns.stop]] for row in rows]
     cells = [
         [f"[{cell}]" if (d, p) in marked else cell for p, cell in enumerate(row, columns.start)]
@@ -339,18 +337,13 @@ def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
     ]
     width = max(len(c) for row in cells for c in row)
     label = len(f"device {len(rows) - 1}")
-    lines = [str(error)] + (
-        [f"columns {columns.start + 1} to {columns.stop}:"]
-        if len(columns) < max(map(len, rows))
-        else []
-    )
+    lines = [str(error)]
+    if len(columns) < max(map(len, rows)):
+        lines.append(f"columns {columns.start + 1} to {columns.stop}:")
     for device, row in enumerate(cells):
         tail = f"  {MARK}" if any(d == device for d, _ in marked) else ""
-        lines.append(
-            f"{f'device {device}':<{label}} |"
-            + "".join(f" {c:<{width}}" for c in row).rstrip()
-            + tail
-        )
+        body = "".join(f" {c:<{width}}" for c in row).rstrip()
+        lines.append(f"{f'device {device}':<{label}} |{body}{tail}")
     return "\n".join(lines)
 
 

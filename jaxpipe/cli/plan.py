@@ -76,7 +76,7 @@ def _print(plans: Plans, terminal: Terminal, *, estimated: bool) -> None:
 def _draw(best: PipelinePlan, output: str) -> None:
     draw = to_html if output.lower().endswith(".html") else to_svg
     file_path(output).write_text(
-        draw(best.timeline, title=f"{best.words}: {best.layout}"), encoding="utf-8"
+        draw(best.timeline, title=f"{best.label}: {best.layout}"), encoding="utf-8"
     )
 
 

@@ -80,7 +80,7 @@ class Terminal:
 
     @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A function that is told (done, of how many) and shows it on stderr: a bar on a terminal,
+        """A function of (done, of how many) that shows them on stderr: a bar on a terminal,
         else a line if it takes long.
         """
         if not self.err.is_terminal:
@@ -97,7 +97,7 @@ class Terminal:
             yield lambda done, of: progress.update(task, completed=done, total=of)
 
     def _once(self, what: str) -> Callable[[int, int], None]:
-        """A function that is told (done, of how many), and says so once, when some seconds have
+        """A function of (done, of how many) that prints them once, when some seconds have
         passed.
         """
         late = [time.monotonic() + _PATIENCE]

@@ -155,22 +155,18 @@ class Costs:
             raise CostError("\n".join(wrong))
         every = {name: _spread(value, num_stages) for name, value in self._given()}
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
-        last = every.get("last", (1,) * num_stages)
-        return StageCosts(
-            forward=every["forward"],
-            input_grad=every["input_grad"],
-            weight_grad=every["weight_grad"],
-            backward=every.get("backward", split),
-            transfer=every["transfer"],
-            overlap=every.get("overlap"),
-            activation=every["activation"],
-            recompute=every.get("recompute", every["forward"]),
-            checkpoint=every["checkpoint"],
-            last=last,
-            first=every.get("first", (1,) * num_stages),
-            first_grad=every.get("first_grad", (1,) * num_stages),
-            last_weight_grad=every.get("last_weight_grad", tuple(time / 3 for time in last)),
-        )
+        ones = (1,) * num_stages
+        last = every.get("last", ones)
+        defaults: dict[str, Any] = {
+            "backward": split,
+            "overlap": None,
+            "recompute": every["forward"],
+            "last": last,
+            "first": ones,
+            "first_grad": ones,
+            "last_weight_grad": tuple(time / 3 for time in last),
+        }
+        return StageCosts(**defaults | every)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The memory that a block needs while it runs, besides what it reads, stores and hands on: read off
+"""The memory that a block needs while it runs, besides what it reads, stores and returns: read off
 each block compiled alone.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code, how its inputs are split, and which inputs and outputs lie in slots or
+    """A piece of code, how its inputs are split, and which inputs and outputs are in slots or
     accumulators.
     """
 
@@ -138,28 +138,24 @@ class Step:
     def compiled(self, *blocks: Block, asked: bool = False) -> Any:
         """Blocks that run as one, compiled alone; they read and write slots as in the step."""
         parts = [_part(self.job, block) for block in blocks]
-        count = len(parts)
 
         def run(*groups: Leaves) -> Leaves:
-            codes = [part.code(*groups[3 * k : 3 * k + 3]) for k, part in enumerate(parts)]
+            codes = [code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
             return [leaf for outs in run_in_slots(*codes) for leaf in outs]
 
         # Pools and accumulators are changed in place: were they outputs of their own, these would
         # be room for the block's arrays.
-        donated = [3 * k + group for k in range(count) for group in (1, 2)]
-        groups = [group for part in parts for group in part.groups]
+        donated = [3 * k + group for k in range(len(parts)) for group in (1, 2)]
+        groups = [group for own, _ in parts for group in own]
         return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, asked=asked)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A block's inputs, pools and accumulators, and its code once they are arrays."""
-
-    groups: tuple[Group, Group, Group]
-    code: Callable[[Leaves, Leaves, Leaves], InSlots]
+# Takes a block's inputs, pools and accumulators as arrays, and returns its code.
+_Code: TypeAlias = "Callable[[Leaves, Leaves, Leaves], InSlots]"
 
 
-def _part(job: Job, block: Block) -> _Part:
+def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
+    """A block's inputs, pools and accumulators as shapes, and its code once they are arrays."""
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
     lazily = dict(block.reads)
@@ -185,7 +181,7 @@ def _part(job: Job, block: Block) -> _Part:
             block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes
         )
 
-    return _Part((inputs, pools, totals), code)
+    return (inputs, pools, totals), code
 
 
 def whole_entries(code: StageCode) -> StageEntries:

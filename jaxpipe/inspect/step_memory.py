@@ -57,7 +57,7 @@ def memory(
         hoisted             what is computed from parameters once a step
         sent                what is to be sent next, what of it is under way while the next is made,
                             and what arrives beside a block
-        raveled             copies of what lies raveled in a pool that unlike stages share
+        raveled             copies of what a pool that unlike stages share holds raveled
         work                of the block that needs most, its own arrays
         summed              results of sums of gradients over CPU devices, but for what lies in
                             their room before; GPUs sum in place
@@ -192,7 +192,7 @@ def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, An
     """Room that the results of sums need beside what the ticks do: they are no accumulators there,
     but outputs of their own.
 
-    What the ticks hold may lie there before.  XLA puts the largest of it there that fits: of
+    The room of what the ticks hold is free by then.  XLA puts the largest of it there that fits: of
     `last`, the gradient of its own parameters.
     """
     sizes = {key: _summed_bytes(step, key, params[key]) for key in params}

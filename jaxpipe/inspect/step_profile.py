@@ -19,7 +19,7 @@ from ..pipeline import Pipeline
 from ..spmd.body import CANNOT_BE_TIMED
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus
-from ..table.kinds import KINDS, SHARES
+from ..table.kinds import COLLECTIVE, KINDS
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from .blocks import Step
@@ -112,8 +112,7 @@ class Clock:
 def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
     """Of data shard 0; its first block begins at 0."""
     table = schedule.encoded
-    # Of a block that several devices share, along axes that the partitioner has, each tells its own
-    # times.
+    # Each of the devices that share a block, along axes of the partitioner, notes its own times.
     times = np.full(
         (2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan
     )
@@ -162,7 +161,7 @@ def _costs(
             np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist()
             for s in range(table.num_stages)
         ]
-        if all(numbers) or (kind in SHARES and any(numbers)):
+        if all(numbers) or (kind in COLLECTIVE and any(numbers)):
             found[name] = tuple(
                 statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
             )

@@ -207,7 +207,7 @@ def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
 
 
 def _xla(compiled: Any) -> dict[str, Any]:
-    """What XLA tells; None where a backend does not."""
+    """XLA's figures; None where a backend has none."""
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     return {
@@ -220,7 +220,7 @@ def _xla(compiled: Any) -> dict[str, Any]:
 
 
 def _gpu(program: GpuProgram | None, schedule: Schedule) -> dict[str, Any]:
-    """What the text of a GPU program tells; None where there is none."""
+    """Counts in the text of a GPU program; None where there is none."""
     if program is None:
         return {"host_waits": None} | dict.fromkeys(_BESIDE)
     permutes, others = (

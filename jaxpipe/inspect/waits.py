@@ -24,7 +24,7 @@ class Predicate:
 
     instruction: Instruction
     place: Place
-    asked: int  # times a step, or, inside another predicate, each time that one is taken
+    times: int  # of a step, or, inside another predicate, of each time that one is taken
     in_graph: bool  # a node of a CUDA graph: the host does not wait
     sends: bool  # it holds a permute: the gate of an exchange
     nested: tuple[Predicate, ...]
@@ -44,7 +44,7 @@ class Predicate:
         kind = "loop" if self.is_loop else "conditional"
         return (
             f"{kind} {self.instruction.name} asked "
-            f"{self.asked}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
+            f"{self.times}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
         )
 
 
@@ -54,7 +54,7 @@ _SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)(?:
 
 def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
     """The predicates of a program, nested ones inside those around them; in the order in which they
-    are asked.
+    run.
     """
     entry = Place(module.computations[module.entry], ())
     return tuple(_predicates(module, frozenset(graph_nodes), entry, 1))
@@ -103,9 +103,9 @@ def count_waits(predicates: Sequence[Predicate], *, taken: bool, times: int = 1)
     """Waits a step of a device that takes each predicate once each time, or none."""
     total = 0
     for predicate in predicates:
-        asked = times * predicate.asked
-        trips = asked if taken else 0
-        total += 0 if predicate.in_graph else asked + (trips if predicate.is_loop else 0)
+        all_times = times * predicate.times
+        trips = all_times if taken else 0
+        total += 0 if predicate.in_graph else all_times + (trips if predicate.is_loop else 0)
         total += count_waits(predicate.nested, taken=taken, times=trips)
     return total
 
@@ -127,7 +127,7 @@ def most_waits(
         these = list(run)
         total += count_waits(these, taken=False)
         gain_of = [count_waits([p], taken=True) - count_waits([p], taken=False) for p in these]
-        each_gain = [(g / max(1, p.asked), p.asked) for g, p in zip(gain_of, these, strict=True)]
+        each_gain = [(g / max(1, p.times), p.times) for g, p in zip(gain_of, these, strict=True)]
         if sends:
             total += max(gain * times for gain, times in each_gain)
         else:

@@ -14,9 +14,8 @@ import numpy as np
 from ..table.encoded import BoolArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .meetings import between_meetings
+from .meetings import between_meetings, longest_true
 from .requirements import Requirements, collect
-from .runs import longest_true
 from .spans import Span
 
 # Ticks of a trip: the turns of the catalogue's steady states.

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..program.segments import Loop, ticks_of
-from ..table.encoded import IntArray
+from ..table.encoded import BoolArray, IntArray
 from .requirements import Requirements
-from .runs import runs_of_true
 from .spans import Span
 
 # Pieces into which ticks are cut that come once, so that collectives have no predicate.
@@ -146,3 +145,14 @@ def _in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
         found += [Loop(turns, (Loop(1),) * turn)] if turns > 1 else [Loop(1)] * turns * turn
         found += [Loop(1)] * rest
     return tuple(found)
+
+
+def longest_true(flags: BoolArray) -> tuple[int, int]:
+    """Start and length of the longest run of True."""
+    return max(runs_of_true(flags), key=lambda run: run[1], default=(0, 0))
+
+
+def runs_of_true(flags: BoolArray) -> list[tuple[int, int]]:
+    """Start and length of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist(), strict=True))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..program.ir import Program
@@ -22,7 +24,7 @@ from .candidates import span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
 from .offload import Offload
 from .overheads import FORWARD, GUESSED, Overheads
-from .requirements import collect
+from .requirements import NO_TRANSFER, Edge, collect
 from .slots import assign_slots
 from .spans import segments_of
 
@@ -128,26 +130,19 @@ class Plan:
         """Of the transfers that the table gives a tick or more, those that the program awaits later
         than it issues them; and all.
         """
-        requirements, late, all_of_them = collect(self.ticks), 0, 0
+        requirements = collect(self.ticks)
+        slack = requirements.slack[requirements.codes]
+        having = (slack > 0) & (slack < NO_TRANSFER)
+        late = np.zeros_like(having)
         for segment in self.segments:
-            awaited = {
-                j: [t for t in segment.transits if t.tick == j and t.is_late]
-                for j in range(segment.period)
-            }
-            for tick in range(segment.start, segment.stop):
-                trip, j = divmod(tick - segment.start, segment.period)
-                lands = trip == segment.repeats - 1  # what is in flight then is awaited at once
-                later = {
-                    (t.permute.payload, *pair)
-                    for t in awaited[j]
-                    if not (lands and t.from_before)
-                    for pair in t.permute.pairs
-                }
-                slack = requirements.kinds[requirements.codes[tick]].slack
-                having = [edge for edge, room in slack.items() if room]
-                all_of_them += len(having)
-                late += sum((edge.payload, edge.source, edge.target) in later for edge in having)
-        return late, all_of_them
+            for transit in (t for t in segment.transits if t.is_late):
+                ticks = np.arange(segment.start + transit.tick, segment.stop, segment.period)
+                # What is in flight after the last trip is awaited at once.
+                ticks = ticks[: segment.repeats - transit.from_before]
+                ends = {Edge(transit.permute.payload, *pair) for pair in transit.permute.pairs}
+                edges = np.flatnonzero([edge in ends for edge in requirements.edges])
+                late[np.ix_(ticks, edges)] = True
+        return int((late & having).sum()), int(having.sum())
 
     def program(self, liveness: Liveness | None = None) -> Program:
         """Assign slots; the longest liveness where none is given."""

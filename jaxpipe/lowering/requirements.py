@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..program.templates import Block, Payload
 from ..table.encoded import BoolArray, Encoded, IntArray
-from ..table.kinds import RECOMPUTE, RUNS_FORWARD, TOGETHER, Kind
+from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Kind
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks
 
@@ -29,27 +29,6 @@ class Edge(NamedTuple):
     target: int
 
 
-class Count(NamedTuple):
-    """How many devices run a block in a tick, and how many of those for the first, the last, a
-    locally consumed stage.
-    """
-
-    active: int
-    first: int
-    last: int
-    local: int
-
-
-@dataclass(frozen=True)
-class TickRequirements:
-    """The static needs of one tick."""
-
-    blocks: dict[Block, Count]
-    # each transfer, and how many ticks it may take beyond the one it is issued in
-    slack: dict[Edge, int]
-    paired: bool = False  # some device runs a forward and a whole backward
-
-
 @dataclass(frozen=True, eq=False)
 class Requirements:
     """The requirements of every tick, by its code: tick t has `kinds[codes[t]]`.
@@ -61,7 +40,9 @@ class Requirements:
 
     codes: IntArray
     blocks: tuple[Block, ...]  # that occur
-    counts: IntArray  # `[code, block]` is the `Count` of `blocks[block]`
+    # `[code, block]`: how many devices run it, and how many of them for the first, the last, a
+    # locally consumed stage
+    counts: IntArray
     edges: tuple[Edge, ...]  # the transfers that occur, in order
     # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
     slack: NDArray[np.int32]
@@ -71,27 +52,6 @@ class Requirements:
 
     def __len__(self) -> int:
         return len(self.codes)
-
-    @cached_property
-    def kinds(self) -> tuple[TickRequirements, ...]:
-        """The requirements by code, one by one."""
-        return tuple(map(self._kind, range(len(self.counts))))
-
-    def _kind(self, code: int) -> TickRequirements:
-        counts = zip(self.blocks, self.counts[code].tolist(), strict=True)
-        slack = zip(self.edges, self.slack[code].tolist(), strict=True)
-        blocks = {block: Count(*count) for block, count in counts if count[0]}
-        return TickRequirements(
-            blocks,
-            {edge: room for edge, room in slack if room != NO_TRANSFER},
-            bool(self.paired[code]),
-        )
-
-    @cached_property
-    def together(self) -> BoolArray:
-        """Per code, whether the devices do something together."""
-        meeting = np.array([block.kind in TOGETHER for block in self.blocks], bool)
-        return np.asarray((self.counts[:, meeting, 0] > 0).any(axis=1), bool)
 
     @cached_property
     def meets(self) -> IntArray:
@@ -211,7 +171,7 @@ def _requirements(
             Block(Kind(k), c, bool(r))
             for k, c, r in zip(*(of[example].tolist() for of in (kind, chunk, kept)), strict=True)
         ),
-        counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(Count._fields)),
+        counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(sums)),
         edges=tuple(
             Edge(Payload(p), d, e)
             for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()

@@ -38,8 +38,8 @@ def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, s
     """
     job = pipe.trace(params, batch, rng=rng, state=state).job
     mesh = one_coordinate(pipe)
-    told, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
-    code = _retraced(mesh, told, shapes)
+    job, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
+    code = _retraced(mesh, job, shapes)
     if auto_axes(mesh, job):
         return Step(job, mesh, code, split_entries(job, mesh, code, shapes[0]))
     return Step(job, mesh, code, tuple(map(whole_entries, code.kinds)))
@@ -48,7 +48,7 @@ def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, s
 def _local_shapes(
     pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
 ) -> tuple[Job, tuple[Any, ...]]:
-    """The job, told the sizes of what is cut, and what one device starts from, as shapes: the
+    """The job with the sizes of what is cut, and shapes of what one device starts from: the
     arguments of `trace_model`.
     """
     found: list[tuple[Job, tuple[Any, ...]]] = []
@@ -56,8 +56,8 @@ def _local_shapes(
     def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
         start = prepare(job, p, b, r, s)
         parts = (start.owned, start.kept, start.shared, start.first, start.last, start.batch)
-        told = job.told({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
-        found.append((told, jax.tree.map(shape_of, (*parts, start.rng))))
+        sized = job.with_axis({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
+        found.append((sized, jax.tree.map(shape_of, (*parts, start.rng))))
         return ()
 
     rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)

@@ -13,8 +13,7 @@ from ..arrays import PyTree
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError
 from ..table.schedule import Schedule
-from ..transforms.spread_first import spread_first
-from ..transforms.spread_last import spread_last
+from ..transforms.spread import spread_first, spread_last
 from .functions import Function
 from .model import Model
 from .settings import Memory, Sharding

@@ -1,5 +1,5 @@
-"""How one parameter lies on the mesh besides its stage, and what is done to trees of such plans:
-gathered, reduced, told apart.
+"""The plan of one placed leaf: which parameters are in it, how it is spread over the mesh, how its
+gradient is reduced.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .specs import names_of
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """One placed leaf: dims split over manual axes (gathered once a step, gradients scattered
-    back), and the partitioner's dims.
+    """How one placed leaf is stored.
 
-    Dims count from the stage's own first one: the leading axis of devices of a placed stage leaf is
-    apart.
+    Dims that are split over manual axes are gathered once a step, and gradients are scattered back.
+    Other dims may be split by the partitioner.  Dims count from the stage's own first one, without
+    the leading axis of devices.
     """
 
     ndim: int
@@ -44,7 +44,7 @@ class LeafPlan:
         return trimmed(*self._spec(axis, self.auto))
 
     def manual(self, axis: str) -> PartitionSpec:
-        """The part of it that `shard_map` is told."""
+        """The part of it that `shard_map` is given."""
         return self._spec(axis, (None,) * self.ndim)
 
     def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:

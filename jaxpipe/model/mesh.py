@@ -34,7 +34,7 @@ def on_mesh(
     Args:
         mesh: an automatic one.
         function: called with the arguments.
-        to: where results lie, a tree of shardings that may stand for subtrees, of the same
+        to: where results are, a tree of shardings, one for a subtree or a leaf, of the same
             arguments.  Used only where `jax.set_mesh` gave the context explicit axes: there the
             results have them too, or nothing could be computed with them.
     """
@@ -77,7 +77,7 @@ def explicit_context(mesh: Mesh) -> bool:
 
 
 def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:
-    """`on_mesh`, compiled; results lie at the shardings `to`, or anywhere where it is None."""
+    """`on_mesh`, compiled; results are at the shardings `to`, or anywhere where it is None."""
     if to is None or explicit_context(mesh):
         return jax.jit(on_mesh(mesh, function, None if to is None else lambda *_: to))
     return jax.jit(on_mesh(mesh, function), out_shardings=to)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, summable
 from ..errors import PipelineError
-from ..layouts.layout import LETTERS, LayoutError, parse_layout
+from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
 from .functions import (
     OUTER_KEYWORDS,
@@ -49,7 +49,8 @@ class Model:
         first, last: run before the first stage and after the last one, on those devices only.
             Under `jaxpipe.spread`, or as `jaxpipe.VocabEmbedding` and `jaxpipe.VocabHead`, they
             run on all devices at once, each with its share of the parameters.
-        layers: the letters of all layers in model order, "Et*32L" (see `parse_layout`).
+        layers: the letters of all layers in model order, "Et*32L" (see `parse_layout`).  Of a
+            layout, "Et|t|tL", the letters are taken.
         loss: `Loss.MEAN` over microbatches, or `Loss.SUM_OVER_COUNT` where `last` returns (sum,
             count).
         has_metrics: `last` returns (loss, tree of metrics).  Metrics are averaged over
@@ -91,7 +92,7 @@ class Model:
         *,
         first: Call | Spread | None = None,
         last: Call | Spread | None = None,
-        layers: str | None = None,
+        layers: str | Layout | None = None,
         loss: Loss = Loss.MEAN,
         has_metrics: bool = False,
         stage_loss: bool = False,
@@ -269,6 +270,7 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
             f"the model is given by letters, so leave {', '.join(both)} out; letters {EMBEDDING} "
             f"and {LOSS} are first and last"
         )
+    layers = str(layers) if isinstance(layers, Layout) else layers
     if not isinstance(layers, str):
         raise PipelineError(
             "a dict of functions needs layers=, the letters of all layers in model order, "
@@ -279,11 +281,6 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
         found = parse_layout(layers, devices=1, letters="".join(sorted(known)))
     except LayoutError as error:
         raise PipelineError(f"layers={layers!r} cannot be read: {error}") from error
-    if found.num_stages > 1:
-        raise PipelineError(
-            f"layers={layers!r} holds '|'; write the letters of the whole model here, and the "
-            "stages as layout= of Pipeline"
-        )
     used = set(found.layers)
     faults = [
         f"layers={layers!r} has letters {letter!r}, for which there is no function"

@@ -25,7 +25,7 @@ from .specs import path_text
 # What is done with each parameter alone, by path: the texts of equations.
 Rules: TypeAlias = "dict[str, tuple[str, ...]]"
 
-# parameters of equations that say where numbers lie
+# parameters of equations that say where numbers are
 _LAYOUT = frozenset({"shape", "sharding", "broadcast_dimensions"})
 _probed = ContextVar("_probed", default=False)
 

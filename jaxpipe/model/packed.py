@@ -206,7 +206,7 @@ class ChunkLayout:
         own.
         """
         shapes = [() if form is None else form.shapes for form in self.forms]
-        return ChunkLayout(told_apart(self.forms, shapes))
+        return ChunkLayout(with_distinct_names(self.forms, shapes))
 
     def places(self, form: TreeForm, *, pinned: bool = False) -> Places:
         """Where each leaf of a stage is stored among the arrays (`pinned`: see `Buffer.places`)."""
@@ -294,7 +294,7 @@ def _stack(rows: Sequence[Any]) -> Any:
     return jnp.stack([zeros if is_missing(row) else jnp.asarray(row) for row in rows])
 
 
-def told_apart(
+def with_distinct_names(
     forms: Sequence[TreeForm | None], kinds: Sequence[Sequence[Any]]
 ) -> tuple[TreeForm | None, ...]:
     """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are

@@ -18,8 +18,8 @@ from ..errors import PipelineError
 from ..table.placement import Placement
 from .layers import LayerMap
 from .packed import Packed, TreeForm
-from .placed import Chunks, Home
-from .places import Places
+from .placed import Chunks, StageOwners
+from .places import Place, Places
 from .sharing import Sharing
 
 OUTER = ("first", "last", "shared")
@@ -32,7 +32,7 @@ def with_outer(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where each stage's parameters lie: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees
+    """Where each stage's parameters are: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees
     of leaves [P, ...]}`.
 
     A stage that is on several devices (a bidirectional placement) is held by the first of them
@@ -67,24 +67,22 @@ class ParamLayout:
         return int(not self.unlike or self.layers is not None) + self.stacks
 
     @cached_property
-    def home(self) -> Home:
+    def owners(self) -> StageOwners:
         """What placed trees say that they are for."""
-        return Home(self.owned, () if self.layers is None else self.layers.stages)
+        return StageOwners(self.owned, () if self.layers is None else self.layers.stages)
 
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
-        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
+        return self.owners.stage_at(chunk)
 
     def replicas(self) -> tuple[tuple[int, int, int, int], ...]:
         """(owner, owner's chunk, holder, holder's chunk) for every further copy of a stage."""
         found = []
         for stage, devices in enumerate(self.placement.devices_of):
+            chunk, owner = self.where(stage)
             # The middle stage of an odd bidirectional pipeline lists one device twice.
-            for holder in dict.fromkeys(d for d in devices[1:] if d != devices[0]):
-                owner_chunk = self.owned[devices[0]].index(stage)
-                found.append(
-                    (devices[0], owner_chunk, holder, self.placement.chunk_of(stage, holder))
-                )
+            for holder in dict.fromkeys(d for d in devices[1:] if d != owner):
+                found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
     def place_stages(
@@ -118,7 +116,7 @@ class ParamLayout:
                 jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages)
                 for at in map(self.stage_at, range(self.num_owned))
             ),
-            self.home,
+            self.owners,
         )
 
     def place_trees(
@@ -139,7 +137,7 @@ class ParamLayout:
             if like is None
             else [chunk.layout for chunk in like]
         )
-        return Chunks(map(Packed.of, chunks, layouts), self.home)
+        return Chunks(map(Packed.of, chunks, layouts), self.owners)
 
     def _by_chunk(self, trees: Sequence[PyTree]) -> list[list[PyTree | None]]:
         """The stages' trees by chunk and device."""
@@ -170,44 +168,39 @@ class ParamLayout:
             return placed[v].stage(device)
         return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
-    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm | None:
-        """What a stage has of its owned chunk; None where stages are alike."""
-        v, device = self.where(stage)
-        return chunks[v].layout.forms[device] if isinstance(chunks[v], Packed) else None
-
-    def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
-        """One stage's own tree of shapes, given each owned chunk on one device (leaves without the
-        axis of devices).
+    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm:
+        """What a stage has of its owned chunk, given chunks on one device (leaves without the axis
+        of devices).
         """
-        if not owned:
-            return ()
-        form, chunk = self.form_of(stage, owned), owned[self.where(stage)[0]]
-        if form is None:
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), chunk)
-        leaves = self.leaves_of(stage, owned)
-        return jax.tree.unflatten(
-            form.tree,
-            [
-                jax.ShapeDtypeStruct(shape, leaf.dtype)
-                for shape, leaf in zip(form.shapes, leaves, strict=True)
-            ],
-        )
+        v, device = self.where(stage)
+        if not isinstance(chunks[v], Packed):
+            return TreeForm.of(chunks[v])
+        form: TreeForm = chunks[v].layout.forms[device]
+        return form
 
-    def leaves_of(
-        self,
-        stage: int,
-        chunks: Sequence[PyTree],
-    ) -> list[Any]:
+    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places:
+        """Where a stage's leaves are among those of a chunk."""
+        form = self.form_of(stage, chunks)
+        if isinstance(chunks[chunk], Packed):
+            found: Places = chunks[chunk].layout.places(form, pinned=True)
+            return found
+        return tuple(Place(i, shape, flat=False) for i, shape in enumerate(form.shapes))
+
+    def leaves_of(self, stage: int, chunks: Sequence[PyTree]) -> list[Any]:
         """What trees like owned chunks hold for the leaves of one stage, in its own order."""
         v, _ = self.where(stage)
         leaves = jax.tree.leaves(chunks[v])
-        places = self.places(stage, chunks, v)
-        return leaves if places is None else [leaves[place.at] for place in places]
+        return [leaves[place.at] for place in self.places(stage, chunks, v)]
 
-    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places | None:
-        """Where a stage's leaves are among those of a chunk; None where stages are alike."""
-        form = self.form_of(stage, chunks)
-        return None if form is None else chunks[chunk].layout.places(form, pinned=True)
+    def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
+        """One stage's own tree of shapes, given each owned chunk on one device."""
+        if not owned:
+            return ()
+        form = self.form_of(stage, owned)
+        leaves = zip(form.shapes, self.leaves_of(stage, owned), strict=True)
+        return jax.tree.unflatten(
+            form.tree, [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in leaves]
+        )
 
     def faults(self, stages: PyTree) -> list[str]:
         """What is wrong with the canonical parameters, or state, of the stages."""
@@ -254,16 +247,12 @@ def check_canonical(
             'parameters have no "stages"; give a tree whose leaves have a leading axis of S '
             "stages in model order"
         )
-    if has_first and "first" not in params:
-        faults.append(
-            'the pipeline has a `first` function, but parameters have no "first"; give its '
-            "parameters ({} if none)"
-        )
-    if has_last and "last" not in params:
-        faults.append(
-            'the pipeline has a `last` function, but parameters have no "last"; give its '
-            "parameters ({} if none)"
-        )
+    faults += [
+        f'the pipeline has a `{key}` function, but parameters have no "{key}"; give its parameters '
+        "({} if none)"
+        for key, has in (("first", has_first), ("last", has_last))
+        if has and key not in params
+    ]
     if isinstance(params.get("stages"), Chunks):
         raise PipelineError(
             "these parameters are placed already; `place` takes canonical ones, which "

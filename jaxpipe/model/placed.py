@@ -13,13 +13,17 @@ from ..arrays import PyTree
 
 
 @dataclass(frozen=True)
-class Home:
+class StageOwners:
     """Which stages each device owns, in chunk order, and the layers of each stage where there are
     any.
     """
 
     owned: tuple[tuple[int, ...], ...]
     layers: tuple[str, ...] = ()
+
+    def stage_at(self, chunk: int) -> tuple[int, ...]:
+        """Per device, the stage that its owned chunk `chunk` is, or -1."""
+        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
 
     def __str__(self) -> str:
         rows = [f"{d}: {', '.join(map(str, row))}" for d, row in enumerate(self.owned[:4])]
@@ -38,27 +42,24 @@ class Chunks(tuple[PyTree, ...]):
     beside it.
     """
 
-    home: Home
+    owners: StageOwners
 
-    def __new__(cls, chunks: Iterable[PyTree], home: Home) -> Chunks:
+    def __new__(cls, chunks: Iterable[PyTree], owners: StageOwners) -> Chunks:
         """Trees by chunk, and the placement that they are for."""
         found = super().__new__(cls, chunks)
-        found.home = home
+        found.owners = owners
         return found
 
-    def __reduce__(self) -> tuple[type[Chunks], tuple[tuple[PyTree, ...], Home]]:
-        return Chunks, (tuple(self), self.home)
+    def __reduce__(self) -> tuple[type[Chunks], tuple[tuple[PyTree, ...], StageOwners]]:
+        return Chunks, (tuple(self), self.owners)
 
     def like(self, chunks: Iterable[PyTree]) -> Chunks:
         """Other trees in the same places."""
-        return Chunks(chunks, self.home)
+        return Chunks(chunks, self.owners)
 
-    def numbered(self) -> list[tuple[PyTree, list[int]]]:
+    def numbered(self) -> list[tuple[PyTree, tuple[int, ...]]]:
         """Each chunk, and by device the number of the stage that it is, or -1."""
-        return [
-            (chunk, [row[v] if v < len(row) else -1 for row in self.home.owned])
-            for v, chunk in enumerate(self)
-        ]
+        return [(chunk, self.owners.stage_at(v)) for v, chunk in enumerate(self)]
 
     def map(self, function: Callable[[PyTree], PyTree]) -> Chunks:
         """Change the tree of every chunk."""
@@ -67,13 +68,13 @@ class Chunks(tuple[PyTree, ...]):
 
 jax.tree_util.register_pytree_with_keys(
     Chunks,
-    lambda chunks: ([(SequenceKey(v), chunk) for v, chunk in enumerate(chunks)], chunks.home),
-    lambda home, chunks: Chunks(chunks, home),
-    lambda chunks: (tuple(chunks), chunks.home),
+    lambda chunks: ([(SequenceKey(v), chunk) for v, chunk in enumerate(chunks)], chunks.owners),
+    lambda owners, chunks: Chunks(chunks, owners),
+    lambda chunks: (tuple(chunks), chunks.owners),
 )
 
 
-def home_faults(stages: Any, home: Home, what: str, again: str) -> list[str]:
+def owner_faults(stages: Any, owners: StageOwners, what: str, again: str) -> list[str]:
     """What is wrong with stages that must be placed there; `again` is the method that
     places them.
     """
@@ -83,10 +84,10 @@ def home_faults(stages: Any, home: Home, what: str, again: str) -> list[str]:
             f"{what} are not placed (their stages are a {kind}); give what `{again}` returned, "
             "or what was made of it by jax.tree.map"
         ]
-    if stages.home != home:
+    if stages.owners != owners:
+        back = "canonical" if again == "place" else "canonical_state"
         return [
-            f"{what} are placed for {stages.home}, but this schedule has {home}; bring them over: "
-            f"new.{again}(old.{'canonical' if again == 'place' else 'canonical_state'}(...)), "
-            "with the pipeline that placed them as `old`"
+            f"{what} are placed for {stages.owners}, but this schedule has {owners}; bring them "
+            f"over: new.{again}(old.{back}(...)), with the pipeline that placed them as `old`"
         ]
     return []

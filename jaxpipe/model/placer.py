@@ -22,7 +22,7 @@ from .mover import Mover, has
 from .packed import Packed, is_missing, repacked
 from .param_layout import ParamLayout
 from .partition import Partition
-from .placed import Chunks, home_faults
+from .placed import Chunks, owner_faults
 from .spread import Cuts, cut_off, is_padded, pad_like
 
 
@@ -67,9 +67,10 @@ class Placer:
         they are wherever they are wanted.
         """
         tree = self.checked(placed)
-
+        if not spread:
+            return self.in_model_order(tree, None)
         followers = Followers(placed, self._layout, self._partition)
-        return self.in_model_order(tree, followers.of(tree) if spread else None)
+        return self.in_model_order(tree, followers.of(tree))
 
     def in_model_order(
         self, tree: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
@@ -126,8 +127,7 @@ class Placer:
                 "`canonical` takes parameters, or gradients, as the pipeline returns them: a "
                 'dict with "stages"'
             )
-        if faults := home_faults(placed["stages"], self._layout.home, "these parameters", "place"):
-            raise PipelineError("\n".join(faults), tuple(faults))
+        self._check_owners(placed["stages"], "these parameters", "place")
         return dict(placed)
 
     def init(
@@ -149,9 +149,12 @@ class Placer:
 
     def canonical_state(self, placed: Chunks | tuple[()]) -> PyTree:
         """The stages' own state, placed to canonical."""
-        if faults := home_faults(placed, self._layout.home, "state", "place_state"):
-            raise PipelineError("\n".join(faults), tuple(faults))
+        self._check_owners(placed, "state", "place_state")
         return self._mover.run("canonical_state", self._layout.canonical_stages, placed, None)
+
+    def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
+        if faults := owner_faults(stages, self._layout.owners, what, again):
+            raise PipelineError("\n".join(faults), tuple(faults))
 
     # Canonical to placed
 

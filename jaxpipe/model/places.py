@@ -1,4 +1,4 @@
-"""Where a leaf of one kind of stage lies in a buffer that several kinds share."""
+"""Where a leaf of one kind of stage is stored in arrays that several kinds share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..jaxprs import Entry, Part, Piece
 
 
 class Place(NamedTuple):
-    """Where a leaf lies: a leaf of the shared buffer, as it is or, where kinds differ, raveled from
+    """Where a leaf is stored: a shared array, as it is or, where kinds differ, raveled from
     `start` on.
     """
 

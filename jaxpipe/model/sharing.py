@@ -12,7 +12,7 @@ import jax
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import Entry
-from .packed import Buffer, ChunkLayout, Group, InBuffer, Parameter, TreeForm, told_apart
+from .packed import Buffer, ChunkLayout, Group, InBuffer, Parameter, TreeForm, with_distinct_names
 
 
 def _alone(_parameter: Parameter, _dtype: Any) -> InBuffer:
@@ -49,7 +49,7 @@ class Sharing:
             else list(map(self.kept, form.parameters(number, layered=self.layered), own))
             for form, number, own in zip(forms, numbers, dtypes, strict=True)
         ]
-        named = told_apart(forms, kept)
+        named = with_distinct_names(forms, kept)
         dtype_of = {
             name: dtype
             for form, own in zip(named, dtypes, strict=True)

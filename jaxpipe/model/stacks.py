@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -81,19 +82,25 @@ class StackedStages:
             node[last] = chunk.leaves[leaf]
         return {n: Stack(found[n], axes) for n in sorted(found) if jax.tree.leaves(found[n])}
 
-    def joined(self, like: PyTree, trees: Mapping[str, PyTree]) -> PyTree:
-        """The inverse, of trees by stack; a chunk laid out as `like`."""
+    def joined(self, like: PyTree, v: int, trees: Mapping[str, PyTree]) -> PyTree:
+        """The inverse, of trees by stack; chunk `v`, laid out as `like`.
+
+        Leaves that a device does not have are zero, whatever a rule made of zeros.
+        """
         if not isinstance(like, Packed):
-            return trees[""]["stages"] if trees else like
-
-        def leaf(seat: _Seat) -> Any:
-            node = trees.get(seat.stack, {})
-            for name in seat.names:
-                node = None if not node else node[name]
-            return node
-
+            there = [stage >= 0 for stage in self.layout.stage_at(v)]
+            own = trees[""]["stages"] if trees else like
+            return jax.tree.map(lambda leaf: _masked(leaf, there), own)
         layout = like.layout.separate
-        leaves = {name: leaf(seat) for name, seat in self._seats(layout).items()}
+        paths = [() if form is None else form.paths for form in layout.forms]
+
+        def leaf(name: str, seat: _Seat) -> Any:
+            node = trees.get(seat.stack, {})
+            for key in seat.names:
+                node = None if not node else node[key]
+            return None if node is None else _masked(node, [name in own for own in paths])
+
+        leaves = {name: leaf(name, seat) for name, seat in self._seats(layout).items()}
         return repacked(self.mesh, self.axis, Packed(leaves, layout), like.layout)
 
     def parameters(
@@ -171,7 +178,7 @@ class StackedStages:
         seats = self._seats(layout)
 
         def kept(own: Parameter, dtype: Any) -> InBuffer:
-            if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+            if jnp.issubdtype(dtype, jax.dtypes.extended):
                 return InBuffer(Group.ALONE)
             path = own.path.split("/", 2)[2]  # below "stages" and a number
             for name, (stack, names) in seats.items():
@@ -205,6 +212,14 @@ class StackedStages:
             name: _Seat("" if one else str(same[path].index(name) + 1), ("stages", *split[name]))
             for name, path in paths.items()
         }
+
+
+def _masked(leaf: Any, there: Sequence[bool]) -> Any:
+    """The leaf [P, ...] with zeros for devices that are not there."""
+    if all(there):
+        return leaf
+    mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1))
+    return jnp.where(mask, leaf, jnp.zeros_like(leaf))
 
 
 def _avals(chunk: Packed, layout: ChunkLayout) -> dict[str, Any]:

@@ -11,16 +11,16 @@ import numpy as np
 
 from ..arrays import PyTree, array_faults
 from .param_layout import OUTER
-from .placed import Chunks, Home, home_faults
+from .placed import Chunks, StageOwners, owner_faults
 
 
-def param_faults(params: Any, home: Home, devices: int) -> list[str]:
+def param_faults(params: Any, owners: StageOwners, devices: int) -> list[str]:
     """What is wrong with parameters that must be placed there."""
     wanted = {"stages", *OUTER}
     if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
         faults = [f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}"]
     else:
-        faults = home_faults(params["stages"], home, "parameters", "place") or row_faults(
+        faults = owner_faults(params["stages"], owners, "parameters", "place") or row_faults(
             params["stages"], devices
         )
     return [*faults, *array_faults(params, "params")]
@@ -93,11 +93,11 @@ def key_faults(rng: Any) -> list[str]:
     return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
 
 
-def state_faults(state: Any, home: Home, *, wanted: bool) -> list[str]:
+def state_faults(state: Any, owners: StageOwners, *, wanted: bool) -> list[str]:
     """What is wrong with the stages' own state; `wanted`: some stage takes it."""
     if bool(state) is not wanted:
         takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
         return [
             f"a stage {takes}" if wanted else "no stage takes `state` by keyword; leave state= out"
         ]
-    return home_faults(state, home, "state", "place_state") if state else []
+    return owner_faults(state, owners, "state", "place_state") if state else []

@@ -113,9 +113,9 @@ def stage_costs(
 ) -> Costs:
     """The times of a layout's stages as the lowered program spends them.
 
-    The backward of `last` runs in the forward of the last stage, which hands on its cotangent, and
-    that of `first` in the input gradient of the first stage.  Under full remat the backward, or its
-    half I, begins with the stage's forward.
+    The backward of `last` runs in the forward of the last stage.  The backward of `first` runs in
+    the input gradient of the first stage.  Under full remat the backward, or its half I, begins
+    with the stage's forward.
     """
     last, again = layout.num_stages - 1, remat is Remat.FULL
     times: dict[str, Any] = {}

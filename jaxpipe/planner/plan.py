@@ -21,7 +21,7 @@ from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Kind
 from ..table.limits import is_number
 from ..table.schedule import Schedule
-from ..transforms.add_recompute import add_recompute
+from ..transforms.recompute import add_recompute
 from .layer_cost import LayerCost, Remat, stage_costs
 from .layers import balanced, improved
 from .memory import Memory, layer_sizes, least_bytes, least_slots, memory_of
@@ -82,8 +82,8 @@ def plan(
             `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
-        progress: is told (how many choices are simulated, of how many), then (how many candidates
-            are lowered, of how many).
+        progress: called with (how many choices are simulated, of how many), then with (how many
+            candidates are lowered, of how many).
         traced: the memory of a step by what it is for, and its "total", of the traced model
             (`traced_memory` makes it); it takes the place of the sums of layers' sizes for every
             plan that is lowered.
@@ -123,7 +123,7 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    asked = requests(
+    wanted = requests(
         {
             "model": getattr(model, "layers", model),
             "costs": costs,
@@ -144,7 +144,7 @@ def plan(
             "data_axes": data_axes,
         }
     )
-    candidates, rejected = _candidates(_roomy(asked), progress)
+    candidates, rejected = _candidates(_roomy(wanted), progress)
     candidates.sort(key=lambda c: c.seconds)
     candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
     candidates.sort(key=lambda c: c.seconds)
@@ -167,13 +167,13 @@ def plan(
         if progress is not None:
             progress(done + 1, len(candidates))
     if not fitting:
-        raise _nothing_fits(asked[0], beyond, rejected)
+        raise _nothing_fits(wanted[0], beyond, rejected)
     if search:
         fitting += _searched(min(fitting, key=lambda f: f.seconds), search, seed, traced)
     fitting.sort(key=lambda f: (f.seconds, f.needs))
     rejected += [
         Rejected(
-            b.candidate.words, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds
+            b.candidate.label, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds
         )
         for b in beyond
     ]
@@ -217,7 +217,7 @@ class _Candidate(NamedTuple):
         return memory_of(slots, sizes)
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """As a table names it."""
         parts = [self.name, f"V {self.chunks}"]
         parts += [f"cap {self.cap}"] if self.cap else []
@@ -246,10 +246,10 @@ class _Lowered:
 
 
 def _candidates(
-    asked: Sequence[Request], progress: Callable[[int, int], None] | None
+    wanted: Sequence[Request], progress: Callable[[int, int], None] | None
 ) -> tuple[list[_Candidate], list[Rejected]]:
     """Every choice that can be built."""
-    choices = [(request, *choice) for request in asked for choice in _choices(request)]
+    choices = [(request, *choice) for request in wanted for choice in _choices(request)]
     found: list[_Candidate] = []
     rejected: list[Rejected] = []
     for done, (request, name, chunks, remat) in enumerate(choices):
@@ -409,11 +409,11 @@ def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None)
     return [lowered] if fits and lowered.seconds < best.seconds else []
 
 
-def _roomy(asked: Sequence[Request]) -> list[Request]:
+def _roomy(wanted: Sequence[Request]) -> list[Request]:
     """Those for which parameters, gradients and optimizer state alone fit; PlanError where that is
     none.
     """
-    least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in asked]
+    least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in wanted]
     found = [q for needs, q in least if q.memory is None or needs <= q.memory]
     if found:
         return found
@@ -442,7 +442,7 @@ def _nothing_fits(
     part, held = max(_parts(near.memory).items(), key=lambda item: item[1])
     return PlanError(
         f"nothing fits into {gib(request.memory)} a device: the nearest is "
-        f"{near.candidate.words}, layout {near.candidate.layout}, "
+        f"{near.candidate.label}, layout {near.candidate.layout}, "
         f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, "
         f"{part}); {_ADVICE}"
     )
@@ -455,7 +455,7 @@ _ADVICE = (
 
 
 def _parts(memory: Memory) -> dict[str, float]:
-    """A device's memory in words."""
+    """Bytes of a device by what they are for."""
     return {
         "parameters, gradients and optimizer state": memory.parameters
         + memory.gradients
@@ -470,7 +470,7 @@ def _parts(memory: Memory) -> dict[str, float]:
 
 
 def _result(lowered: _Lowered) -> PipelinePlan:
-    """A plan as it is handed out."""
+    """The plan of a candidate, with its reasons."""
     c = lowered.candidate
     timeline = c.timeline
     bound, cap = bound_beside(timeline)
@@ -505,7 +505,7 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         memory=(lowered.needs,) * c.request.devices,
         lower_bound=0.0,
         why="",
-        words=c.words,
+        label=c.label,
         costs=c.timeline.costs,
         parts=lowered.memory,
         traced=lowered.traced,

@@ -271,11 +271,10 @@ def _unit_faults(
     if memory is not None and memory < _LEAST_MEMORY:
         faults.append(f"memory={memory:g} is {memory:g} bytes; for gigabytes write {memory:g}e9")
     seconds = {c: cost.forward + cost.backward_seconds for c, cost in costs.items()}
-    long = [c for c, s in seconds.items() if s > _MOST_SECONDS]
     faults += [
-        f"layer {c!r} takes {seconds[c]:g} seconds a microbatch; times are in seconds: possible "
-        "typo"
-        for c in long
+        f"layer {c!r} takes {s:g} seconds a microbatch; times are in seconds: possible typo"
+        for c, s in seconds.items()
+        if s > _MOST_SECONDS
     ]
     timed = {c: s for c, s in seconds.items() if s > 0 and c not in (FIRST, LAST)}
     if timed and max(timed.values()) > _UNLIKE * min(timed.values()):
@@ -289,13 +288,10 @@ def _unit_faults(
             f"transfer={transfer:g} s is over a thousand times a layer's {max(timed.values()):g} "
             "s; are both in seconds?"
         )
-    for letter, cost in costs.items():
-        small = [
-            name for name in ("parameters", "residuals", "boundary") if 0 < getattr(cost, name) < 1
-        ]
-        faults += [
-            f"layer {letter!r}: {name}={getattr(cost, name):g} is less than a byte; sizes are in "
-            "bytes"
-            for name in small
-        ]
+    faults += [
+        f"layer {letter!r}: {name}={getattr(cost, name):g} is less than a byte; sizes are in bytes"
+        for letter, cost in costs.items()
+        for name in ("parameters", "residuals", "boundary")
+        if 0 < getattr(cost, name) < 1
+    ]
     return faults

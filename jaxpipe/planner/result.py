@@ -28,7 +28,7 @@ class PipelinePlan:
         lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak
             of activations.
         why: where its time goes, in a sentence.
-        words: its choices in short.
+        label: its choices in short.
         costs: of its stages, in seconds.
         parts: what a device's memory is for, from the sizes of its layers.
         traced: the same of a step of the traced model, without the optimizer's state
@@ -44,7 +44,7 @@ class PipelinePlan:
     memory: tuple[float, ...]
     lower_bound: float
     why: str
-    words: str = field(default="", compare=False)
+    label: str = field(default="", compare=False)
     costs: Costs = field(default_factory=Costs, compare=False)
     parts: Memory | None = field(default=None, compare=False)
     traced: Mapping[str, int] | None = field(default=None, compare=False)
@@ -136,7 +136,7 @@ class Plans(Sequence[PipelinePlan]):
         """
         return [
             (
-                p.words,
+                p.label,
                 p.layout,
                 f"{p.seconds:.4g}",
                 f"{p.seconds / self.best.seconds:.3f}" if self.best.seconds else "-",

@@ -13,8 +13,8 @@ from .layer_cost import LayerCost
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A transformer by its sizes, and how a device computes it; what `jaxpipe plan --width ...` is
-    told.
+    """A transformer by its sizes, and how a device computes it; what `jaxpipe plan --width ...`
+    describes.
 
     An estimate, not a measurement: matmuls alone take time, attention is causal and keeps no scores
     (Dao et al. 2022, FlashAttention). Parameters are 2 bytes each, gradients 4, the optimizer's

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..model.follow import Follow, Followers, is_params
 from ..model.mover import has
 from ..model.packed import Packed
-from ..model.placed import Chunks, home_faults
+from ..model.placed import Chunks, owner_faults
 from ..model.placer import Placer
 from ..model.specs import path_text
 from ..pipeline import Pipeline
@@ -100,7 +100,7 @@ class PortableState:
                 'a state must hold parameters under "params", as `Pipeline.place` gives them'
             )
         params = state["params"]
-        if home := self._home_faults(params, "params"):
+        if home := self._owner_faults(params, "params"):
             raise CheckpointError.listing("this state is not the pipeline's", home)
         if self.pipe is None:
             followers = Followers(params, None, None)
@@ -114,7 +114,7 @@ class PortableState:
             if not is_params(node):
                 return None
             name = path_text(path)
-            home = self._home_faults(node, name or "parameters")
+            home = self._owner_faults(node, name or "parameters")
             faults.extend(home)
             if home:
                 return None
@@ -145,10 +145,10 @@ class PortableState:
             )
         return dict(found)
 
-    def _home_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:
+    def _owner_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:
         if self.pipe is None or not (name == "params" or isinstance(node["stages"], Chunks)):
             return []
-        return home_faults(node["stages"], self.pipe.layout.home, name, "place")
+        return owner_faults(node["stages"], self.pipe.layout.owners, name, "place")
 
     @cached_property
     def _placer(self) -> Placer | None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..table.kinds import KIND_NAMES, RECOMPUTE, TOGETHER, Kind
-from .faults import Fault, Rule
+from .faults import Fault, ProgramRule
 from .ir import Program
 from .records import NOBODY
 from .segments import Segment
@@ -31,12 +31,8 @@ class Running(NamedTuple):
     runs: BoolTable
 
 
-def running(program: Program) -> tuple[Running, ...]:
+def running(program: Program) -> Iterator[Running]:
     """Every block of every template, and where the records ask for it."""
-    return tuple(_running(program))
-
-
-def _running(program: Program) -> Iterator[Running]:
     for segment in program.segments:
         for j, template in enumerate(segment.templates):
             ticks = ticks_of(segment, j)
@@ -101,23 +97,23 @@ def _action_faults(program: Program) -> Iterator[Fault]:
                 f"runs {stage[i]}{name}{microbatch[i]}, which the table does not give to "
                 "this device"
             )
-            yield Fault(Rule.ACTION, message, int(tick[i]), int(device[i]))
+            yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
         good = np.flatnonzero(~wrong)
         np.add.at(done, number[good], 1)
         if hasattr(record, "chunk"):
             chunk = record.chunk[at]
             for i in good[_wrong_chunk(program, device[good], chunk[good], stage[good])].tolist():
                 message = f"runs stage {stage[i]} as chunk {chunk[i]}"
-                yield Fault(Rule.ACTION, message, int(tick[i]), int(device[i]))
+                yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
         for what, wanted in _flags(program).items():
             if hasattr(record, what):
                 differs = (getattr(record, what)[at] != 0) != wanted[number]
                 for i in good[differs[good]].tolist():
                     message = f"{table.text(int(number[i]))} is marked wrongly: {what}"
-                    yield Fault(Rule.ACTION, message, int(tick[i]), int(device[i]))
+                    yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
     for missing in np.flatnonzero(done != 1).tolist():
         yield Fault(
-            Rule.ACTION,
+            ProgramRule.ACTION,
             f"{table.text(missing)} runs {done[missing]} times",
             device=int(table.device[missing]),
         )
@@ -134,11 +130,11 @@ def _together_faults(program: Program) -> Iterator[Fault]:
             )
             if len(kinds) > 1 or len(microbatches) > 1:
                 message = f"devices do {kinds} of microbatches {microbatches}, not all the same"
-                yield Fault(Rule.TOGETHER, message, tick)
+                yield Fault(ProgramRule.TOGETHER, message, tick)
                 continue
             for device in np.flatnonzero(busy[tick]).tolist():
                 message = "does something else in the tick of what all devices do together"
-                yield Fault(Rule.TOGETHER, message, tick, device)
+                yield Fault(ProgramRule.TOGETHER, message, tick, device)
 
 
 def _wrong_chunk(program: Program, device: Any, chunk: Any, stage: Any) -> BoolTable:
@@ -185,11 +181,11 @@ def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fa
             if use.active is Presence.ALWAYS:
                 for k, device in zip(*np.nonzero(~runs), strict=True):
                     message = f"runs {use.block} without being asked to"
-                    yield Fault(Rule.CODE, message, int(ticks[k]), int(device))
+                    yield Fault(ProgramRule.CODE, message, int(ticks[k]), int(device))
             yield from _part_faults(use, record, ticks, runs)
         for tick, device in zip(*np.nonzero(covered != (record.kind != NOBODY)), strict=True):
             message = f"the template has the code of its {name} {covered[tick, device]} times"
-            yield Fault(Rule.CODE, message, int(tick), int(device))
+            yield Fault(ProgramRule.CODE, message, int(tick), int(device))
 
 
 def _run_faults(program: Program) -> Iterator[Fault]:
@@ -200,7 +196,7 @@ def _run_faults(program: Program) -> Iterator[Fault]:
         looped = sum(loop.times * loop.ticks for loop in segment.loops)
         if segment.loops and looped != segment.period:
             yield Fault(
-                Rule.CODE,
+                ProgramRule.CODE,
                 f"has loops of {looped} ticks in trips of {segment.period}",
                 segment.start,
             )
@@ -215,7 +211,7 @@ def _run_faults(program: Program) -> Iterator[Fault]:
                     "shares code with other ticks of its trip, which need other code or "
                     "await its transfers"
                 )
-                yield Fault(Rule.CODE, message, segment.start + ticks[0])
+                yield Fault(ProgramRule.CODE, message, segment.start + ticks[0])
 
 
 def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Iterator[Fault]:
@@ -226,4 +222,4 @@ def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Ite
         for k, device in zip(*np.nonzero(runs & (asked != happens)), strict=True):
             verb = "is never run" if presence is Presence.NEVER else "always runs"
             message = f"`{flag[3:]}` of {use.block} {verb}, against its flag"
-            yield Fault(Rule.CODE, message, int(ticks[k]), int(device))
+            yield Fault(ProgramRule.CODE, message, int(ticks[k]), int(device))

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Rule(enum.Enum):
+class ProgramRule(enum.Enum):
     """The rules that `verify` checks."""
 
     SEGMENTS = "segments"  # the segments cover every tick once, in order
@@ -31,7 +31,7 @@ class Rule(enum.Enum):
 class Fault:
     """One broken rule, with where it was found."""
 
-    rule: Rule
+    rule: ProgramRule
     message: str
     tick: int | None = None
     device: int | None = None

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .accesses import NOTHING, Accesses
-from .faults import Fault, Rule
+from .faults import Fault, ProgramRule
 from .pools import Pool
 
 _MOST_LISTED = 10
@@ -21,7 +21,7 @@ def flow_faults(pool: Pool, found: Accesses) -> Iterator[Fault]:
     outside = np.flatnonzero((found.slot < 0) | (found.slot >= pool.slots))
     for i in outside[:_MOST_LISTED].tolist():
         message = f"slot {found.slot[i]} of pool {pool.name.value}, which has {pool.slots}"
-        yield Fault(Rule.SLOT, message, int(found.tick[i]), int(found.device[i]))
+        yield Fault(ProgramRule.SLOT, message, int(found.tick[i]), int(found.device[i]))
     if len(outside):
         return
     # By slot, then in the order of time.
@@ -54,7 +54,7 @@ def _wrong_reads(
         same = (found.device == found.device[i]) & (found.slot == found.slot[i])
         was_here = (same & ~found.is_read & (found.value == found.value[i]))[:i].any()
         what = f"slot {found.slot[i]} of pool {pool.name.value}"
-        rule = Rule.OVERWRITTEN if was_here else Rule.VALUE
+        rule = ProgramRule.OVERWRITTEN if was_here else ProgramRule.VALUE
         message = f"{what} holds value {held[i]}, not {found.value[i]} (stage x M + microbatch)"
         message += ", which was overwritten" if was_here else ""
         yield Fault(rule, message, int(found.tick[i]), int(found.device[i]))
@@ -79,6 +79,6 @@ def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterat
     peak = max(1, int(np.cumsum(steps[order]).max(initial=0)))
     if peak != pool.slots:
         yield Fault(
-            Rule.POOL,
+            ProgramRule.POOL,
             f"pool {pool.name.value} has {pool.slots} slots; {peak} values are alive at its peak",
         )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..table.effects import EFFECTS
-from ..table.kinds import RUNS_FORWARD, SHARES, Kind
+from ..table.kinds import COLLECTIVE, RUNS_FORWARD, Kind
 
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
@@ -81,7 +81,7 @@ class Collective(Generic[A]):
 
 
 # The slots of what the source gives, of what it takes, of what stays on every device.
-_SLOTS = tuple(dict.fromkeys(e.field for e in EFFECTS if e.kind in SHARES and e.field))
+_SLOTS = tuple(dict.fromkeys(e.field for e in EFFECTS if e.kind in COLLECTIVE and e.field))
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class TickRecord(Generic[A]):
 
     def of(self, kind: Kind) -> Forward[A] | Backward[A] | Collective[A]:
         """The record of what a kind does."""
-        if kind in SHARES:
+        if kind in COLLECTIVE:
             return self.collectives[0]
         return self.forward if kind in RUNS_FORWARD else self.backward
 

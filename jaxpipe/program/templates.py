@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..table.effects import EFFECTS, Effect
-from ..table.kinds import KINDS, RUNS_FORWARD, SHARES, TOGETHER, Kind
+from ..table.kinds import COLLECTIVE, KINDS, RUNS_FORWARD, TOGETHER, Kind
 
 
 class Payload(enum.IntEnum):
@@ -76,7 +76,7 @@ class Block(NamedTuple):
     @property
     def collective(self) -> bool:
         """Whether it runs the device's share of `first` or `last`, and no stage's code."""
-        return self.kind in SHARES
+        return self.kind in COLLECTIVE
 
     def __str__(self) -> str:
         return f"{self.kind.name}.{self.chunk}" + ("" if self.keeps else "-")

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import ProgramError
 from .accesses import accesses
 from .code_rules import code_faults, running, ticks_of
-from .faults import Fault, Rule
+from .faults import Fault, ProgramRule
 from .flow import flow_faults
 from .ir import Program
 from .segments import Segment, room_of
@@ -28,8 +28,8 @@ _MOST_SHOWN = 20
 def verify(program: Program) -> Program:
     """Return the program if it is valid, or raise ProgramError with every broken rule in `.faults`.
 
-    The rules are those of `Rule`: segments cover the ticks; permutes have distinct ends and no
-    cycle; each action of the table runs exactly once, on its device, in code that its tick has;
+    The rules are those of `ProgramRule`: segments cover the ticks; permutes have distinct ends and
+    no cycle; each action of the table runs exactly once, on its device, in code that its tick has;
     every read finds the value that it needs; nothing alive is overwritten; slots exist; and no pool
     is larger than its peak.
 
@@ -62,7 +62,7 @@ def faults(program: Program) -> tuple[Fault, ...]:
     )
     if found:
         return tuple(found)
-    blocks = running(program)
+    blocks = tuple(running(program))
     found = list(code_faults(program, blocks))
     if not found:
         for pool in program.pools:
@@ -78,7 +78,7 @@ def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fau
     for segment in segments:
         if segment.start != tick:
             yield Fault(
-                Rule.SEGMENTS, f"ticks {tick}..{segment.start} are in no segment, or in two"
+                ProgramRule.SEGMENTS, f"ticks {tick}..{segment.start} are in no segment, or in two"
             )
         tick = segment.stop
         for j, template in enumerate(segment.templates):
@@ -86,19 +86,19 @@ def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fau
                 yield from _permute_faults(permute)
                 if permute.delay > room_of(segment.period, j):
                     yield Fault(
-                        Rule.EXCHANGE,
+                        ProgramRule.EXCHANGE,
                         f"({permute}) of tick {j} is awaited too late for trips of "
                         f"{segment.period} ticks",
                     )
     if tick != num_ticks:
-        yield Fault(Rule.SEGMENTS, f"the segments end at tick {tick} of {num_ticks}")
+        yield Fault(ProgramRule.SEGMENTS, f"the segments end at tick {tick} of {num_ticks}")
 
 
 def _permute_faults(permute: Permute) -> Iterator[Fault]:
     """Distinct sources, distinct targets, no cycle."""
     sources, targets = zip(*permute.pairs, strict=True) if permute.pairs else ((), ())
     if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
-        yield Fault(Rule.PERMUTE, f"({permute}) has a source or a target twice")
+        yield Fault(ProgramRule.PERMUTE, f"({permute}) has a source or a target twice")
         return
     following = dict(permute.pairs)
     for start in following:
@@ -106,7 +106,7 @@ def _permute_faults(permute: Permute) -> Iterator[Fault]:
         while at is not None and at != start:
             at = following.get(at)
         if at == start:
-            yield Fault(Rule.PERMUTE, f"({permute}) holds a cycle")
+            yield Fault(ProgramRule.PERMUTE, f"({permute}) holds a cycle")
             return
 
 
@@ -120,7 +120,7 @@ def _lane_faults(program: Program) -> Iterator[Fault]:
             ]
             for tick in ticks[np.any(takes, axis=(0, 2))] if takes else ():
                 yield Fault(
-                    Rule.EXCHANGE,
+                    ProgramRule.EXCHANGE,
                     "a slot takes what arrives over a lane that the tick has not",
                     int(tick),
                 )

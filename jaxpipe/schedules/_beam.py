@@ -2,10 +2,9 @@
 arrays.
 
 Each step gives every partial schedule its next action: on the device where an action can end first,
-one of those that could start before that end (Giffler and Thompson 1960); an F may also wait until
-its device has done something else, since an early F takes memory.  Of all extensions, those with
-the least bounds of the makespan are kept: a start, a length and a tail for each next action, and
-for each device what is left to do on it.
+one of those that could start before that end (Giffler and Thompson 1960).  Of all extensions, those
+with the least bounds of the makespan are kept: a start, a length and a tail for each next action,
+and for each device what is left to do on it.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.job_shop import JobShop
-from ._banker import Banker, Flags, Numbers
 
 Times: TypeAlias = NDArray[np.float64]
+Numbers: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
 NEVER = np.inf
 
 
@@ -31,34 +31,12 @@ class Partial(NamedTuple):
     ends: Times
     free: Times  # per device
     live: Numbers  # per device, the activations it holds
-    shut: Flags  # per node, whether it waits for another action of its device
     reached: Times  # the least makespan that what is placed leaves possible
 
     def take(self, rows: Numbers) -> Partial:
         """Some of them."""
-        counts, ends, free, live, shut, reached = self
-        return Partial(counts[rows], ends[rows], free[rows], live[rows], shut[rows], reached[rows])
-
-    def joined(self, other: Partial) -> Partial:
-        """These and others."""
-        return Partial(
-            np.concatenate([self.counts, other.counts]),
-            np.concatenate([self.ends, other.ends]),
-            np.concatenate([self.free, other.free]),
-            np.concatenate([self.live, other.live]),
-            np.concatenate([self.shut, other.shut]),
-            np.concatenate([self.reached, other.reached]),
-        )
-
-
-class Goal(NamedTuple):
-    """What a search places: of each node the actions up to `stop`, and what follows them."""
-
-    stop: Numbers  # per node
-    # per node and microbatch, the least time from its end to the end of all; one more column
-    tails: Times
-    after: Times  # per device, the time from its last placed action to the end of all
-    limit: float  # makespans of this and more are of no use
+        counts, ends, free, live, reached = self
+        return Partial(counts[rows], ends[rows], free[rows], live[rows], reached[rows])
 
 
 class Beam:
@@ -83,11 +61,9 @@ class Beam:
         # Every node comes after itself, so each has an arc.
         self._first_arc = np.searchsorted(self._target, np.arange(len(nodes)))
         self._cap = shop.cap if shop.cap is not None else len(nodes) * shop.microbatches
-        self._banker = Banker.of(shop) if shop.cap is not None and shop.chunks > 1 else None
-        self._hash = np.random.default_rng(0).integers(1, 1 << 62, (2, len(nodes)))
-        self.spent = 0  # starts that were computed
+        self._hash = np.random.default_rng(0).integers(1, 1 << 62, len(nodes))
 
-    def empty(self) -> Partial:
+    def _empty(self) -> Partial:
         """The schedule with nothing placed."""
         nodes, devices, microbatches = (
             len(self.shop.nodes),
@@ -97,78 +73,38 @@ class Beam:
         ends = np.full((1, nodes, microbatches + 1), NEVER)
         ends[:, :, microbatches] = -NEVER
         none = np.zeros((1, nodes), np.int64)
-        return Partial(
-            none,
-            ends,
-            np.zeros((1, devices)),
-            np.zeros((1, devices), np.int64),
-            np.zeros((1, nodes), bool),
-            np.zeros(1),
-        )
+        free = np.zeros((1, devices))
+        return Partial(none, ends, free, np.zeros((1, devices), np.int64), np.zeros(1))
 
-    def whole(self, limit: float) -> Goal:
-        """To place everything."""
-        tails = np.array([[*row, -NEVER] for row in self.shop.tails()], np.float64)
-        stop = np.full(len(self.shop.nodes), self.shop.microbatches)
-        return Goal(stop, tails, np.zeros(self.shop.devices), limit)
-
-    def search(
-        self, start: Partial, goal: Goal, *, width: int, mean: float, waits: bool
-    ) -> tuple[float, list[int]] | None:
-        """The least makespan found, and the nodes in the order in which their next actions are
-        placed; None where none is below the limit.
-
-        `mean` is the weight of the mean of all devices' bounds beside the largest, and `waits` lets
-        an F wait.
+    def search(self, limit: float, *, width: int) -> list[int] | None:
+        """The nodes in the order in which the shortest schedule found places their next actions;
+        None where none is below the limit.
         """
-        bounds = _DeviceBounds(self, goal)
-        beam, parents, placed = start, [], []
-        for _ in range(int((goal.stop - start.counts[0]).sum())):
-            origin, beam, chosen = self._choices(beam, goal, waits)
-            row, node = np.nonzero(chosen)
+        # Per node and microbatch, the least time from its end to the end of all; one more column.
+        tails = np.array([[*row, -NEVER] for row in self.shop.tails()], np.float64)
+        bounds = _DeviceBounds(self, tails, limit)
+        beam, parents, placed = self._empty(), [], []
+        for _ in range(len(self.shop.nodes) * self.shop.microbatches):
+            row, node = np.nonzero(self._conflict(self._allowed(beam, self._starts(beam))))
             if not len(row):
                 return None
-            extended = self._place(beam.take(row), node, goal)
-            score = bounds.score(extended, self._starts(extended), mean)
-            kept = self._best(extended, score, width)
+            extended = self._place(beam.take(row), node, tails)
+            kept = self._best(extended, bounds.score(extended, self._starts(extended)), width)
             if not len(kept):
                 return None
             beam = extended.take(kept)
-            parents.append(origin[row[kept]])
+            parents.append(row[kept])
             placed.append(node[kept])
-        last = int(beam.reached.argmin())
-        makespan, path = float(beam.reached[last]), []
+        last, path = int(beam.reached.argmin()), []
         for parent, node in zip(reversed(parents), reversed(placed), strict=True):
             path.append(int(node[last]))
             last = int(parent[last])
-        return makespan, path[::-1]
-
-    def _choices(self, beam: Partial, goal: Goal, waits: bool) -> tuple[Numbers, Partial, Flags]:
-        """Which actions may come next, for the partial schedules and for those in which the F among
-        them wait.
-        """
-        origin = np.arange(len(beam.counts))
-        chosen = self._conflict(self._allowed(beam, self._starts(beam), goal))
-        if not waits:
-            return origin, beam, chosen
-        late = chosen & self.begins
-        rows = np.flatnonzero(late.any(1))
-        if not len(rows):
-            return origin, beam, chosen
-        waiting = beam.take(rows)
-        waiting = waiting._replace(shut=waiting.shut | late[rows])
-        others = self._conflict(self._allowed(waiting, self._starts(waiting), goal))
-        return (
-            np.concatenate([origin, rows]),
-            beam.joined(waiting),
-            np.concatenate([chosen, others]),
-        )
+        return path[::-1]
 
     def _starts(self, beam: Partial) -> Times:
         """Per node, the earliest start of its next action; NEVER where what it needs is
         not placed.
         """
-        self.spent += beam.counts.size
         at = beam.counts[:, self._target] - self._lag
         rows = np.arange(len(at))[:, None]
         known = (
@@ -180,15 +116,11 @@ class Beam:
         )
         return found
 
-    def _allowed(self, beam: Partial, starts: Times, goal: Goal) -> Times:
+    def _allowed(self, beam: Partial, starts: Times) -> Times:
         """The starts, NEVER for actions that may not come next."""
-        never = (
-            beam.shut
-            | (beam.counts >= goal.stop)
-            | (self.begins & (beam.live[:, self.device] >= self._cap))
+        never = (beam.counts >= self.shop.microbatches) | (
+            self.begins & (beam.live[:, self.device] >= self._cap)
         )
-        if self._banker is not None:
-            never |= self._banker.unsafe(beam.counts)
         return np.where(never, NEVER, starts)
 
     def _conflict(self, starts: Times) -> Flags:
@@ -203,7 +135,7 @@ class Beam:
         found[rows, first] = np.isfinite(end)
         return found
 
-    def _place(self, beam: Partial, node: Numbers, goal: Goal) -> Partial:
+    def _place(self, beam: Partial, node: Numbers, tails: Times) -> Partial:
         """Each partial schedule with the next action of a node placed; the arrays are changed in
         place.
         """
@@ -215,14 +147,13 @@ class Beam:
         beam.counts[rows, node] += 1
         beam.free[rows, device] = end
         beam.live[rows, device] += self.change[node]
-        beam.shut[self.device == device[:, None]] = False
-        return beam._replace(reached=np.maximum(beam.reached, end + goal.tails[node, at]))
+        return beam._replace(reached=np.maximum(beam.reached, end + tails[node, at]))
 
     def _best(self, beam: Partial, score: Times, width: int) -> Numbers:
         """The rows of least score, one of those that have placed the same actions."""
         ranked = np.argsort(score, kind="stable")
         ranked = ranked[score[ranked] < NEVER]
-        key = beam.counts[ranked] @ self._hash[0] + beam.shut[ranked] @ self._hash[1]
+        key = beam.counts[ranked] @ self._hash
         _, first = np.unique(key, return_index=True)
         found: Numbers = ranked[np.sort(first)[:width]]
         return found
@@ -231,10 +162,10 @@ class Beam:
 class _DeviceBounds:
     """Bounds of the makespan for partial schedules, a device each."""
 
-    def __init__(self, beam: Beam, goal: Goal) -> None:
-        self._beam, self._goal = beam, goal
+    def __init__(self, beam: Beam, tails: Times, limit: float) -> None:
+        self._beam, self._tails, self._limit = beam, tails, limit
         device = beam.device
-        last = goal.tails[np.arange(len(device)), np.maximum(goal.stop - 1, 0)]
+        last = tails[:, beam.shop.microbatches - 1]
         # Nodes of a device, those first whose last action has the longest tail: with any of them
         # come all before it.
         self._order = np.lexsort((-last, device))
@@ -245,15 +176,15 @@ class _DeviceBounds:
         )
         self._work = together * beam.length[self._order][:, None]
 
-    def score(self, partial: Partial, starts: Times, mean: float) -> Times:
-        """What ranks partial schedules: the largest bound and some of the mean; NEVER for those
+    def score(self, partial: Partial, starts: Times) -> Times:
+        """What ranks partial schedules: the largest bound and the mean; NEVER for those
         that are of no use.
         """
-        beam, goal = self._beam, self._goal
-        left = goal.stop - partial.counts
+        beam = self._beam
+        left = beam.shop.microbatches - partial.counts
         todo = left > 0
         known = todo & (starts < NEVER)
-        tails = goal.tails[np.arange(len(goal.stop)), np.where(todo, partial.counts, -1)]
+        tails = self._tails[np.arange(len(beam.device)), np.where(todo, partial.counts, -1)]
         alone = np.where(
             known, np.where(known, starts, 0) + beam.length + np.where(known, tails, 0), 0
         )
@@ -270,10 +201,10 @@ class _DeviceBounds:
         device = np.maximum.reduceat(
             np.maximum(together, alone[:, self._order]), self._first, axis=1
         )
-        device = np.maximum(device, partial.free + goal.after)
+        device = np.maximum(device, partial.free)
         bound = np.maximum(device.max(1), partial.reached)
         dead = todo.any(1) & ~known.any(1)
-        found: Times = np.where(dead | (bound >= goal.limit), NEVER, bound + mean * device.mean(1))
+        found: Times = np.where(dead | (bound >= self._limit), NEVER, bound + device.mean(1))
         return found
 
 

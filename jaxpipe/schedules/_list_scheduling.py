@@ -26,16 +26,6 @@ from ..table.placement import Placement
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
 
-class Rule(NamedTuple):
-    """How a device fills a wait; which rule is best depends on the costs, so callers try several
-    and keep the best.
-    """
-
-    # keep memory for the forwards that were passed over, as if nothing were released meanwhile
-    reserve: bool
-    patience: float  # by what fraction of its length a W may delay the next action
-
-
 class ListSchedule(NamedTuple):
     """Rows of F, I and W, their simulated makespan, and the most activations that a
     device holds.
@@ -64,15 +54,16 @@ def list_schedule(
     *,
     microbatches: int,
     caps: Sequence[int],
-    rule: Rule,
+    patience: float = 0,
     release: Release = Release.WEIGHT_GRAD,
 ) -> ListSchedule:
     """Run a reference order of F and I, with W where there is time for it, under a cap on each
     device's activations.
 
-    Every stage is on one device, and each device's cap is at least `least_peak` of its row.
+    `patience` is the fraction of its length by which a W may delay the next action.  Every stage is
+    on one device, and each device's cap is at least `least_peak` of its row.
     """
-    run = _Run(order, placement, costs, microbatches, caps, rule, release)
+    run = _Run(order, placement, costs, microbatches, caps, patience, release)
     run.loop.run(run.policy())
     assert all(device.is_done for device in run.devices), "a reference order got stuck"
     actions = [
@@ -157,11 +148,15 @@ class _Run:
         costs: StageCosts,
         microbatches: int,
         caps: Sequence[int],
-        rule: Rule,
+        patience: float,
         release: Release,
     ) -> None:
         stages = placement.num_stages
-        self.rule, self.microbatches, self.per_kind = rule, microbatches, stages * microbatches
+        self.patience, self.microbatches, self.per_kind = (
+            patience,
+            microbatches,
+            stages * microbatches,
+        )
         self.last = 2 if release is Release.WEIGHT_GRAD else 1
         times = (costs.forward, costs.input_grad, costs.weight_grad)
         durations = [time for each in times for time in each for _ in range(microbatches)]
@@ -259,7 +254,7 @@ class _Run:
 
     def _has_time_for(self, weight: int, time: float, until: float) -> bool:
         length = self.loop.duration[weight]
-        return time + length <= until + self.rule.patience * length
+        return time + length <= until + self.patience * length
 
     def _forward(self, device: _Device, time: float, head: int, until: float) -> int | None:
         """The place of the first action after the head that can be moved up, or None."""
@@ -282,15 +277,12 @@ class _Run:
 
     def _most_before(self, device: _Device, head: int, stop: int) -> int:
         """The most activations that a device holds until it has run what is left of its order
-        before this place.
+        before this place, as if nothing were released meanwhile.
         """
-        live = most = device.live
+        live = device.live
         for place in range(head, stop):
             if device.done[place]:
                 continue
             if device.lane_of[place].is_forward:
                 live += 1
-                most = max(most, live)
-            elif not self.rule.reserve:
-                live -= 1
-        return most
+        return live

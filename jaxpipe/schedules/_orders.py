@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..engine.costs import Costs
 from ..table.action import Action, Kind
 from ..table.placement import Placement
-from ._list_scheduling import Rule, list_schedule
+from ._list_scheduling import list_schedule
 from ._rows import actions, alternate, even_groups, in_groups, in_turns
 from ._waves import Order
 
@@ -59,7 +59,6 @@ def forward_order(placement: Placement, microbatches: int) -> Order:
         steps,
         microbatches=microbatches,
         caps=caps,
-        rule=Rule(reserve=False, patience=0),
     ).rows
 
 

@@ -19,14 +19,14 @@ from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import ListSchedule, Rule, least_peak, list_schedule
+from ._list_scheduling import ListSchedule, least_peak, list_schedule
 
 Order: TypeAlias = list[list[Action]]
 # microbatches -> the reference order of F and I of each device
 OrderMaker: TypeAlias = Callable[[int], Order]
 
-EVEN_RULES = (Rule(True, 0.0), Rule(False, 0.0))
-RULES = (*EVEN_RULES, Rule(True, 0.5), Rule(False, 0.5))
+# By what fraction of its length a W may delay the next action: which is best depends on the costs.
+PATIENCE = (0.0, 0.5)
 
 
 class Wave(NamedTuple):
@@ -89,15 +89,6 @@ def _step(placement: Placement, costs: StageCosts, wave: Wave, kind: Kind, stage
     return (wave.back if chunk % 2 else wave.out) * (cost + costs.transfer[stage])
 
 
-def v_blocks(placement: Placement) -> list[OrderMaker]:
-    """The building blocks of V-Half and V-Min (Qi et al. 2024), in slots of one action; which pause
-    is best depends on P.
-    """
-    slots = Costs().for_stages(placement.num_stages)
-    blocks = [Wave(2, 1, 0, 6), Wave(2, 1, 3, 6), Wave(1, 1, 0, 6), Wave(1, 1, 2, 6)]
-    return [partial(wave_order, placement, slots, block) for block in blocks]
-
-
 def cost_waves(placement: Placement, costs: StageCosts, cap: int) -> list[OrderMaker]:
     """Waves of several paces, each about as dense as the cap allows, and one so sparse that it
     keeps any cap.
@@ -127,17 +118,6 @@ def _held_time(placement: Placement, costs: StageCosts, wave: Wave) -> float:
         for s in range(placement.num_stages)
     ]
     return max(sum(held[s] for s in stages) for stages in placement.stages_of)
-
-
-def least_makespan(placement: Placement, costs: StageCosts, microbatches: int) -> float:
-    """A lower bound on the makespan of any schedule: each device waits for its first forward, then
-    does all its work.
-    """
-    starts = _starts(placement, costs, Wave(1, 1, 0, 0))
-    return max(
-        min(starts[s] for s in stages) + microbatches * _work(costs, stages)
-        for stages in placement.stages_of
-    )
 
 
 def _work(costs: StageCosts, stages: Iterable[int]) -> float:
@@ -191,9 +171,9 @@ def best_of(
     """The shortest schedule under the cap that follows one of the orders, of equals the one that
     holds least; None if none fits.
 
-    Many orders, or a long job, are ranked by the first microbatches under one rule: warmup and
+    Many orders, or a long job, are ranked by the first microbatches with no patience: warmup and
     cooldown do not change with M, so two short runs give the pace of the steady state.  Only the
-    most promising are run in full, under every rule.
+    most promising are run in full, with every patience.
     """
     whole = _Trial(placement, costs, microbatches, cap, release)
     # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so
@@ -207,49 +187,40 @@ def best_of(
             for place, maker in enumerate(makers)
         ]
         finalists = [makers[place] for _, place in sorted(judged)[:_FINALISTS]]
-    pairs = [(maker, rule) for maker in finalists for rule in _rules(costs)]
+    pairs = [(maker, patience) for maker in finalists for patience in _patience(costs)]
+    # The most promising come first.
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    if len(pairs) > affordable:
-        ranked = sorted(
-            (_forecast(whole, maker, short, rule), place)
-            for place, (maker, rule) in enumerate(pairs)
-        )
-        pairs = [pairs[place] for _, place in ranked[:affordable]]
-    found = [whole.run(maker, rule) for maker, rule in pairs]
+    found = [whole.run(maker, patience) for maker, patience in pairs[:affordable]]
     return min(
         (f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None
     )
 
 
-_FINALISTS = 5  # orders that are tried under every rule
+_FINALISTS = 5  # orders that are tried with every patience
 _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
-def _forecast(
-    whole: _Trial, maker: OrderMaker, short: int, rule: Rule = EVEN_RULES[0]
-) -> tuple[float, int]:
+def _forecast(whole: _Trial, maker: OrderMaker, short: int) -> tuple[float, int]:
     """Makespan of the whole job, extrapolated from `short` microbatches and half of them,
     and peak.
     """
     half = (short + 1) // 2
-    long = whole.of(short).run(maker, rule)
-    first = whole.of(half).run(maker, rule) if half < short < whole.microbatches else long
+    long = whole.of(short).run(maker, 0)
+    first = whole.of(half).run(maker, 0) if half < short < whole.microbatches else long
     if first is None or long is None:
         return NEVER, 0
     pace = (long.makespan - first.makespan) / max(1, short - half)
     return long.makespan + pace * (whole.microbatches - short), long.peak
 
 
-def _rules(costs: StageCosts) -> tuple[Rule, ...]:
-    """The rules worth trying: where all costs are equal, a W either fits a wait or does not, and
-    patience changes nothing.
-    """
+def _patience(costs: StageCosts) -> tuple[float, ...]:
+    """The fractions worth trying; where all costs are equal, patience changes nothing."""
     different = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
-    return RULES if len(different) > 1 else EVEN_RULES
+    return PATIENCE if len(different) > 1 else PATIENCE[:1]
 
 
 class _Trial(NamedTuple):
-    """The arguments of `list_schedule` except the order and the rule."""
+    """The arguments of `list_schedule` except the order and the patience."""
 
     placement: Placement
     costs: StageCosts
@@ -260,7 +231,7 @@ class _Trial(NamedTuple):
     def of(self, microbatches: int) -> _Trial:
         return self._replace(microbatches=microbatches)
 
-    def run(self, maker: OrderMaker, rule: Rule) -> ListSchedule | None:
+    def run(self, maker: OrderMaker, patience: float) -> ListSchedule | None:
         order = maker(self.microbatches)
         if max(map(least_peak, order)) > self.cap:
             return None
@@ -271,6 +242,6 @@ class _Trial(NamedTuple):
             self.costs,
             microbatches=self.microbatches,
             caps=caps,
-            rule=rule,
+            patience=patience,
             release=self.release,
         )

@@ -19,7 +19,7 @@ from ..table.schedule import Schedule
 from ._list_scheduling import ListSchedule
 from ._local_search import improved, rows_of
 from ._orders import turn_order, zbv_order
-from ._waves import OrderMaker, best_of, cost_waves, least_makespan, shortest, v_blocks
+from ._waves import OrderMaker, best_of, cost_waves, shortest
 
 
 def auto(
@@ -43,7 +43,7 @@ def auto(
     split into I and W.  The reference orders are waves of several paces and densities (Pipeline
     Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared
     by simulation.  A table of some thousand actions or less is then shortened by beam search over
-    active schedules, forwards, backwards in time and in windows. `schedule.certificate` says how
+    active schedules. `schedule.certificate` says how
     far from optimal the result can be.  With `search` seconds, OR-tools (the extra
     `jaxpipe[solver]`) shortens it where it finds how, or proves that it cannot be shorter: never
     longer than without, and the same for the same seed. With `objective=Objective.PERIOD`, which
@@ -101,7 +101,7 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
         )
         assert best is not None, "one microbatch after the other fits any cap"
         found.append((best, place))
-        if best.makespan <= least_makespan(place, stages, wanted.microbatches):
+        if best.makespan <= bound_of(_shop(wanted, place, costs)):
             break
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
     return Schedule.from_rows(
@@ -120,12 +120,14 @@ def _start(wanted: _Wanted) -> Schedule:
     return _shortened(wanted, shortest(starts, wanted.costs))
 
 
+def _shop(wanted: _Wanted, placement: Placement, costs: Costs) -> JobShop:
+    times = costs.for_stages(placement.num_stages)
+    return JobShop.of(placement, times, costs.release, wanted.microbatches, wanted.cap)
+
+
 def _shortened(wanted: _Wanted, schedule: Schedule) -> Schedule:
     """The schedule after local search."""
-    times = wanted.costs.for_stages(schedule.num_stages)
-    shop = JobShop.of(
-        schedule.placement, times, wanted.costs.release, wanted.microbatches, wanted.cap
-    )
+    shop = _shop(wanted, schedule.placement, wanted.costs)
     return improved(schedule, wanted.costs, shop, at_least=bound_of(shop))
 
 
@@ -159,7 +161,7 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     found: list[tuple[float, float, Schedule]] = []
     for place in wanted.places:
         times = costs.for_stages(place.num_stages)
-        shop = JobShop.of(place, times, costs.release, wanted.microbatches, wanted.cap)
+        shop = _shop(wanted, place, costs)
         steady = least_period(shop, times, seconds=seconds / len(wanted.places), seed=seed)
         if steady is not None:
             table = _table(shop, steady.order(shop), place)
@@ -252,5 +254,5 @@ def _known_orders(placement: Placement, microbatches: int) -> list[OrderMaker]:
             for hop in (1, 2)
         ]
     if placement == Placement.vee(devices=devices):
-        return [partial(zbv_order, devices), *v_blocks(placement)]
+        return [partial(zbv_order, devices)]
     return []

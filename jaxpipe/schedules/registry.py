@@ -21,9 +21,7 @@ from ._waves import shortest
 from .auto import auto
 from .basic import gpipe, no_pipelining, one_f_one_b
 from .dualpipe import dualpipe, dualpipev
-from .interleaved import interleaved_1f1b
-from .looped_bfs import looped_bfs
-from .overlapped import interleaved_1f1b_overlap, one_f_one_b_overlap
+from .interleaved import interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b_overlap
 from .vee import v_half, v_min, zbv
 from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 

@@ -10,7 +10,7 @@ from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import Rule, least_peak, list_schedule
+from ._list_scheduling import least_peak, list_schedule
 from ._orders import zbv_order, zbv_row
 from ._waves import Wave, fitted, wave_order
 
@@ -54,11 +54,8 @@ def _shorter(figure: Schedule) -> Schedule:
     caps = simulate(figure).peak_activations
     if any(least_peak(row) > cap for row, cap in zip(order, caps, strict=True)):
         return figure
-    rule = Rule(reserve=True, patience=0)
     scheduled = figure.with_rows(
-        list_schedule(
-            order, placement, stages, microbatches=microbatches, caps=caps, rule=rule
-        ).rows
+        list_schedule(order, placement, stages, microbatches=microbatches, caps=caps).rows
     )
     # Its gain at equal costs must not come with a loss where one kind of action takes longer.
     times = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3))

@@ -4,13 +4,13 @@
 The model is the job shop of `engine.job_shop`: every stage works in the order of microbatches,
 which costs nothing.  A small table is ordered as a whole, which may prove it optimal; of a larger
 one, windows are put into a better order.  Which activations live is a matter of order alone, so the
-cap is written as clauses over "this W comes before that F"; as intervals that overlap it propagates
+cap is written as sums over "this W comes before that F"; as intervals that overlap it propagates
 far less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from random import Random
@@ -23,7 +23,6 @@ from ..table.action import Action, Kind
 from ..table.kinds import Release
 from ..table.schedule import Schedule
 from .cp import cp_model, tick_scale
-from .order import Order, after
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 Starts: TypeAlias = Mapping[Action, int]
@@ -318,7 +317,7 @@ class _Problem:
         held = sum(a.kind is F for a in row[:first]) - sum(
             a.kind is self.release for a in row[:first]
         )
-        order = Order(model, start, self._length)
+        order = _Order(model, start, self._length)
         for stage in stages:
             for passed, action in enumerate(begins[stage]):
                 # So many activations live if the F of other stages come after it and nothing is
@@ -327,14 +326,39 @@ class _Problem:
                 others = [s for s in stages if s != stage]
                 # A microbatch's own release comes after its F.
                 mine = [a for a in ends[stage] if a.microbatch < action.microbatch]
-                if not others:
-                    after(model, start, action, mine, live, self._length)
-                elif len(others) == 1:
-                    order.two(action, begins[others[0]], mine, ends[others[0]], live)
-                else:
+                if others:
                     freed = [*mine, *(a for s in others for a in ends[s])]
                     taken = [a for s in others for a in begins[s]]
                     model.add(
                         live + sum(order.before(a, action) for a in taken)
                         <= sum(order.before(a, action) for a in freed)
                     )
+                elif live > 0:
+                    assert live <= len(mine), "the table breaks the cap"
+                    model.add(start[action] >= start[mine[live - 1]] + self._length(mine[live - 1]))
+
+
+class _Order:
+    """Which of two actions of a device comes first, as variables that are made when they are asked
+    for.
+    """
+
+    def __init__(
+        self, model: Any, start: Mapping[Action, Any], length: Callable[[Action], int]
+    ) -> None:
+        self._model, self._start, self._length = model, start, length
+        self._known: dict[tuple[Action, Action], Any] = {}
+
+    def before(self, one: Action, other: Action) -> Any:
+        """Whether `one` ends before `other` starts; if not, it starts after its end."""
+        found = self._known.get((one, other))
+        if found is None:
+            found = self._model.new_bool_var("")
+            self._model.add(
+                self._start[other] >= self._start[one] + self._length(one)
+            ).only_enforce_if(found)
+            self._model.add(
+                self._start[one] >= self._start[other] + self._length(other)
+            ).only_enforce_if(~found)
+            self._known[one, other], self._known[other, one] = found, ~found
+        return found

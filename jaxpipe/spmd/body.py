@@ -76,7 +76,7 @@ def prepare(
         first, last, shared = (
             bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
-    job = job.told({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
+    job = job.with_axis({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
     code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)
     return Prepared(owned, kept, first, last, shared, batch, rng, code)
 
@@ -110,20 +110,7 @@ def body(
         chunks = with_replicas(job, start.owned)
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
         operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
-        shared_code = SharedCode(
-            kinds=code.kinds,
-            kind_of=code.kind_of,
-            wants=code.wants,
-            buffers=buffers,
-            first=code.first,
-            last=code.last,
-            operands=operands,
-            outer_wants=code.outer_wants,
-            program=code.program,
-            axis=job.axis,
-            together=together,
-            blocking=blocking,
-        )
+        shared_code = SharedCode(code, buffers, operands, job.axis, together, blocking)
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table, one slice of it a trip: dozens of arrays would be as many slices.
@@ -256,7 +243,7 @@ def _stage_operands(
                 places=layout.places(stage, chunks, chunk),
                 shared=shared,
                 once=[],
-                state_places=layout.places(stage, kept, chunk) if kept else None,
+                state_places=layout.places(stage, kept, chunk) if kept else (),
                 gradient_places=_gradient_places(
                     job, stage, chunk, layout.places(stage, chunks, chunk)
                 ),
@@ -266,10 +253,8 @@ def _stage_operands(
     return found
 
 
-def _gradient_places(job: Job, stage: int, chunk: int, places: Places | None) -> Places | None:
+def _gradient_places(job: Job, stage: int, chunk: int, places: Places) -> Places:
     """Where a stage's leaves that have a gradient lie among the accumulators of its chunk."""
-    if places is None:
-        return None
     plans = job.plans["stages"]
     held = leaf_plans(plans[min(chunk, len(plans) - 1)])
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()

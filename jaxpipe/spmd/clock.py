@@ -31,18 +31,18 @@ def clocked(
     def run(state: State) -> State:
         shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
         numbers = (shard, lax.axis_index(axis), *what)
-        zero = _told(clock, jnp.int32(0), *numbers)
+        zero = _tell(clock, jnp.int32(0), *numbers)
         # In a loop whose predicate is what the first call answers: of a block that finds everything
         # in pools of one slot, XLA knows that it needs no number of its record, and would run it
         # before its begin is noted.  The second call depends on what the block wrote.
         after = run_where(Presence.SOMETIMES, zero == 0, block, state)
-        _told(clock, jnp.int32(1), *numbers, wrote=_touched(jax.tree.leaves(block.part(after))))
+        _tell(clock, jnp.int32(1), *numbers, wrote=_touched(jax.tree.leaves(block.part(after))))
         return after
 
     return Block(block.changes, run)
 
 
-def _told(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
+def _tell(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
     """What the host answers each device, which is told besides its place among the axes that are
     left to the partitioner.
 

@@ -47,7 +47,7 @@ def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     """E: the first stage's input; every device has it whole, and that of the first stage keeps
     it.
     """
-    code, buffer = shared.first, shared.buffers.x
+    code, buffer = shared.code.first, shared.buffers.x
     found = run(code.evaluate, *first_inputs(shared, _ordered(shared, row.microbatch, state)))
     return state | {"x": _taken(buffer, code.y_avals, found, row, row.is_source != 0, state["x"])}
 
@@ -61,7 +61,7 @@ def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -
     """
     dx = [_or_zeros(row.is_source != 0, leaf) for leaf in read(state["first"], row.y)]
     arguments = [*first_inputs(shared, _ordered(shared, row.microbatch, state)), *dx]
-    return accumulate("first_gradients", shared.first.backward, arguments, state)
+    return accumulate("first_gradients", shared.code.first.backward, arguments, state)
 
 
 def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:

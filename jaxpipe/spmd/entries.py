@@ -111,7 +111,7 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
     alike = [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]
     return StageEntries(
         parameters=tuple(specs),
-        # What arrives lies as the stage before left it, which is alike where it returns what it
+        # What arrives is split as the stage before left it, which is alike where it returns what it
         # takes.
         x=entries(code.x_avals, y)
         if alike
@@ -125,12 +125,10 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
 
 def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[PartitionSpec]:
     """How the partitioner splits a stage's own parameters and the shared ones."""
-    device = job.layout.placement.devices_of[stage][0]
-    chunk = job.layout.owned[device].index(stage)
+    chunk, _ = job.layout.where(stage)
     own = _split_as(job.plans["stages"][chunk])
     places = job.layout.places(stage, owned, chunk)
-    if places is not None:
-        own = [place.entry.spec if place.flat else own[place.at] for place in places]
+    own = [place.entry.spec if place.flat else own[place.at] for place in places]
     return [*own, *_split_as(job.plans["shared"])]
 
 
@@ -164,7 +162,7 @@ def compiled_alone(
     """A piece of a device's program compiled by itself for the mesh: it takes a list for each group
     and returns one.
 
-    Groups that are `donated` lie where the outputs do that are made of them, as pools and
+    Groups that are `donated` are where the outputs are that are made of them, as pools and
     accumulators do in the step. `asked`: the result is only asked what the partitioner made of it,
     neither run nor measured.
     """
@@ -183,11 +181,6 @@ def compiled_alone(
         compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes)))
         | (ASKED_ON_CPUS if asked and on_cpus(mesh) else {})
     )
-
-
-def share_of(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> int:
-    """Of how many devices each has an equal share of a value that is split so."""
-    return _entry(mesh, shape, spec).local_share
 
 
 def _entry(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> Entry:

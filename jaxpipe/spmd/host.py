@@ -30,7 +30,7 @@ from .state import State
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
 
 
-class Moving(NamedTuple):
+class Moved(NamedTuple):
     """What the ticks of a template move."""
 
     stores: bool
@@ -38,7 +38,7 @@ class Moving(NamedTuple):
     always: bool  # every device fetches something in each of the ticks
 
     @classmethod
-    def at(cls, program: Program, ticks: NDArray[np.int64]) -> Moving:
+    def at(cls, program: Program, ticks: NDArray[np.int64]) -> Moved:
         """What these ticks move."""
         for move in program.ticks.moves:
             stores, fetches = (value[ticks] != NOBODY for value in (move.stores, move.fetches))
@@ -117,7 +117,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class OnTheWay:
+class InFlight:
     """Values between the memories."""
 
     stored: Leaves
@@ -125,7 +125,7 @@ class OnTheWay:
 
 
 @dataclass(frozen=True)
-class Luggage:
+class HostMoves:
     """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end`
     after all.
 
@@ -134,7 +134,7 @@ class Luggage:
     is read and written at once would be copied whole, in every tick.
     """
 
-    moving: Moving
+    moved: Moved
     packing: Packing
     row: TickRecord[Scalar]
 
@@ -143,15 +143,15 @@ class Luggage:
         (move,) = self.row.moves
         return move
 
-    def begin(self, state: State) -> tuple[OnTheWay, State]:
+    def begin(self, state: State) -> tuple[InFlight, State]:
         """Read what is to be stored out of the device's pools, before a block overwrites it, and
         start to fetch.
         """
-        if not (self.moving.stores or self.moving.fetches):
-            return OnTheWay([], []), state
+        if not (self.moved.stores or self.moved.fetches):
+            return InFlight([], []), state
         move, pools = self._move, (state["residual_input"], state["residual_weight"])
         stored: Leaves = []
-        if self.moving.stores:
+        if self.moved.stores:
             slots = (move.from_input, move.from_weight)
             stored = self.packing.pack(
                 [_at(leaf, slot) for pool, slot in zip(pools, slots, strict=True) for leaf in pool]
@@ -162,13 +162,13 @@ class Luggage:
         slot, stored, token = lax.optimization_barrier((slot, stored, state["token"]))
         fetched = (
             [_to(_Space.Device, _at(leaf, slot)) for leaf in state["host"]]
-            if self.moving.fetches
+            if self.moved.fetches
             else []
         )
-        way, state = OnTheWay(stored, fetched), state | {"token": token}
+        way, state = InFlight(stored, fetched), state | {"token": token}
         return self.store(way, state) if stored and not fetched else (way, state)
 
-    def store(self, way: OnTheWay, state: State) -> tuple[OnTheWay, State]:
+    def store(self, way: InFlight, state: State) -> tuple[InFlight, State]:
         """Start to store, if that has not been done; what was fetched is there by now."""
         if not way.stored:
             return way, state
@@ -183,9 +183,9 @@ class Luggage:
             lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, v), slot, 0)
             for leaf, v in zip(host, way.stored, strict=True)
         ]
-        return OnTheWay([], fetched), state | {"host": new}
+        return InFlight([], fetched), state | {"host": new}
 
-    def end(self, way: OnTheWay, state: State) -> State:
+    def end(self, way: InFlight, state: State) -> State:
         """Put what was fetched into its slots."""
         way, state = self.store(way, state)
         if not way.fetched:
@@ -202,7 +202,7 @@ class Luggage:
 
     def _put(self, pool: Leaves, slot: Scalar, values: Leaves, state: State) -> Leaves:
         at = jnp.where(state["token"], 0, jnp.maximum(slot, 0))
-        if not self.moving.always:
+        if not self.moved.always:
             takes = self._move.fetches != NOBODY
             values = [
                 jnp.where(takes, new, _at(leaf, at)) for leaf, new in zip(pool, values, strict=True)

@@ -58,11 +58,11 @@ class StageOperand:
     """
 
     leaves: Leaves  # of the chunk, as its accumulators are
-    places: Places | None  # None: all stages of the chunk are alike
+    places: Places
     shared: Leaves
     once: Leaves  # what was hoisted
-    state_places: Places | None
-    gradient_places: Places | None  # of the leaves that have a gradient, among the accumulators
+    state_places: Places
+    gradient_places: Places  # of the leaves that have a gradient, among the accumulators
 
     def params(self) -> Leaves:
         """The stage's parameters, then the shared ones; what lies in a longer array is a piece of
@@ -71,8 +71,6 @@ class StageOperand:
         Taken inside a block: outside of it, every device would hold copies of the parameters of
         every kind.
         """
-        if self.places is None:
-            return [*self.leaves, *self.shared]
         own = [
             Piece(self.leaves[p.at], p.start, p.entry) if p.flat else self.leaves[p.at]
             for p in self.places
@@ -81,8 +79,6 @@ class StageOperand:
 
     def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
         """Where the stage's own gradients are added, among the accumulators of its chunk."""
-        if self.gradient_places is None:
-            return [Total(leaf) for leaf in chunk]
         return [
             TotalPiece(chunk[p.at], p.start, p.entry) if p.flat else Total(chunk[p.at])
             for p in self.gradient_places
@@ -90,8 +86,6 @@ class StageOperand:
 
     def with_totals(self, chunk: Leaves, new: Leaves) -> Leaves:
         """The chunk's accumulators with the new totals of the stage's own parameters."""
-        if self.gradient_places is None:
-            return new
         found = list(chunk)
         for place, total in zip(self.gradient_places, new, strict=True):
             found[place.at] = total
@@ -99,14 +93,10 @@ class StageOperand:
 
     def read_state(self, state: Leaves) -> Leaves:
         """The stage's state out of its chunk's."""
-        return (
-            state if self.state_places is None else [p.take(state[p.at]) for p in self.state_places]
-        )
+        return [p.take(state[p.at]) for p in self.state_places]
 
     def write_state(self, state: Leaves, new: Leaves) -> Leaves:
         """The chunk's state with that of the stage replaced."""
-        if self.state_places is None:
-            return [n.astype(s.dtype) for n, s in zip(new, state, strict=True)]
         found = list(state)
         for place, value in zip(self.state_places, new, strict=True):
             found[place.at] = place.put(found[place.at], value)

@@ -18,7 +18,7 @@ def first_inputs(shared: SharedCode, microbatch: Scalar) -> Leaves:
     """(consts, parameters, extra, once) of `first`."""
     operands = shared.operands
     extra = shared.outer_extra(jnp.zeros_like(microbatch), microbatch)
-    return [*shared.first.consts, *operands.first, *extra, *operands.first_once]
+    return [*shared.code.first.consts, *operands.first, *extra, *operands.first_once]
 
 
 def accumulate(name: str, jaxpr: Any, arguments: Leaves, state: State) -> State:
@@ -34,7 +34,7 @@ def accumulate(name: str, jaxpr: Any, arguments: Leaves, state: State) -> State:
 def last_inputs(shared: SharedCode, y: Leaves, microbatch: Scalar) -> Leaves:
     """(consts, parameters, once, y, extra) of `last`."""
     code, operands = shared.last_code, shared.operands
-    stage = jnp.full_like(microbatch, len(shared.kind_of) - 1)
+    stage = jnp.full_like(microbatch, len(shared.code.kind_of) - 1)
     extra = shared.outer_extra(stage, microbatch)
     return [*code.consts, *operands.last, *operands.last_once, *y, *extra]
 

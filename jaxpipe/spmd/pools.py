@@ -65,7 +65,7 @@ def add(total: Sequence[Any], values: Sequence[Any]) -> Leaves:
     return [t + v.astype(t.dtype) for t, v in zip(total, values, strict=True)]
 
 
-def strengthen(values: Sequence[Any]) -> Leaves:
+def without_weak_types(values: Sequence[Any]) -> Leaves:
     """The same values without weak types, which a loop's carry must not change."""
     return [value.astype(value.dtype) for value in values]
 

@@ -1,4 +1,4 @@
-"""Stages that stand on two devices (DualPipe): copies of parameters from their owner, and gradients
+"""Stages that are on two devices (DualPipe): copies of parameters from their owner, and gradients
 back to it.
 """
 

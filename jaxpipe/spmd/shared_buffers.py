@@ -4,10 +4,10 @@ leaves.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -28,18 +28,10 @@ KEEP_SHAPES = 1.1
 
 
 class _Leaf(NamedTuple):
-    """A leaf of a kind that not all kinds have."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-class _Group(NamedTuple):
-    """A leaf of the buffer that some kinds share."""
+    """A leaf of the buffer, and by number of a kind which leaf of it is there."""
 
     aval: Any
-    members: dict[int, int]  # number of a kind -> its leaf
+    members: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -66,25 +58,10 @@ class SharedBuffer:
         may be kept.
         """
         keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
-        most = Counter(key for kind in keyed for key in kind)
-        for key in most:
-            most[key] = max(kind.count(key) for kind in keyed)
-        longest = max(keyed, key=len, default=())
-        shaped = cls._laid_out(
-            kinds, entries, keyed, [*longest, *(most - Counter(longest)).elements()], []
-        )
+        shaped = cls._laid_out(kinds, entries, keyed, _by_shape(keyed))
         if len(keyed) < 2 or shaped.nbytes <= KEEP_SHAPES * max(_local_bytes(kinds, entries)):
             return shaped
-        common = Counter(keyed[0])
-        for kind in keyed[1:]:
-            common &= Counter(kind)
-        raveled = cls._laid_out(
-            kinds,
-            entries,
-            keyed,
-            list(common.elements()),
-            _groups([_rest(kind, common) for kind in keyed]),
-        )
+        raveled = cls._laid_out(kinds, entries, keyed, _by_size(keyed))
         # What is raveled is whole on all devices, also where the partitioner would split it.
         return min((raveled, shaped), key=lambda buffer: buffer.nbytes)
 
@@ -94,16 +71,26 @@ class SharedBuffer:
         kinds: Sequence[Avals],
         entries: Sequence[Sequence[Entry]] | None,
         keyed: Sequence[tuple[_Key, ...]],
-        shared: Sequence[_Key],
-        groups: Sequence[_Group],
+        leaves: Sequence[_Leaf],
     ) -> SharedBuffer:
-        """The buffer of leaves that keep their shapes, and of groups."""
+        """The buffer of these leaves.
+
+        Where the partitioner splits any value, it is told that a raveled leaf is whole on its way
+        out of the buffer and into it.  It would cut the leaf as its reader wants it while it lies
+        beside others, and permute.
+        """
         pinned = any(entry.pinned for own in entries or () for entry in own)
+        at: dict[tuple[int, int], int] = {
+            member: i for i, leaf in enumerate(leaves) for member in leaf.members.items()
+        }
         places = {
-            kind: _place(kind, number, shared, groups, pinned=pinned)
+            kind: tuple(
+                Place(i, shape, shape != leaves[i].aval.shape, pinned=pinned)
+                for i, (shape, _) in ((at[number, n], key) for n, key in enumerate(kind))
+            )
             for number, kind in enumerate(keyed)
         }
-        avals = (*(jax.ShapeDtypeStruct(*key) for key in shared), *(group.aval for group in groups))
+        avals = tuple(leaf.aval for leaf in leaves)
         return cls(avals, places, _entries(avals, kinds, places, entries))
 
     @property
@@ -236,77 +223,36 @@ def _keys(avals: Avals) -> tuple[_Key, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in avals)
 
 
-def _take(counts: Counter[_Key], key: _Key) -> bool:
-    """Take one of these, if there is one left."""
-    if counts[key] == 0:
-        return False
-    counts[key] -= 1
-    return True
+def _by_shape(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
+    """A leaf for each shape and dtype, as many as the kind has that has most of them."""
+    found: dict[tuple[_Key, int], dict[int, int]] = {}
+    for number in sorted(range(len(keyed)), key=lambda number: -len(keyed[number])):
+        seen: Counter[_Key] = Counter()
+        for n, key in enumerate(keyed[number]):
+            found.setdefault((key, seen[key]), {})[number] = n
+            seen[key] += 1
+    return [_Leaf(jax.ShapeDtypeStruct(*key), members) for (key, _), members in found.items()]
 
 
-def _rest(kind: Sequence[_Key], common: Counter[_Key]) -> list[_Leaf]:
-    """The leaves of a kind that are not among the common ones."""
-    counts = common.copy()
-    return [_Leaf(i, *key) for i, key in enumerate(kind) if not _take(counts, key)]
-
-
-def _groups(rest: Sequence[Sequence[_Leaf]]) -> list[_Group]:
-    """What shares a leaf of the buffer: by dtype, the largest leaf of each kind, the second largest
-    of each, and so on.
+def _by_size(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
+    """The leaves that all kinds have; and by dtype, one for the largest leaf that is left of each
+    kind, the second largest of each, and so on.
     """
-    groups = []
-    for dtype in dict.fromkeys(leaf.dtype for leaves in rest for leaf in leaves):
+    found = [leaf for leaf in _by_shape(keyed) if len(leaf.members) == len(keyed)]
+    taken = {member for leaf in found for member in leaf.members.items()}
+    rest = [
+        [(*key, n) for n, key in enumerate(kind) if (number, n) not in taken]
+        for number, kind in enumerate(keyed)
+    ]
+    for dtype in dict.fromkeys(dtype for leaves in rest for _, dtype, _ in leaves):
         ranked = [
-            sorted(
-                (leaf for leaf in leaves if leaf.dtype == dtype),
-                key=lambda leaf: -math.prod(leaf.shape),
-            )
+            sorted((leaf for leaf in leaves if leaf[1] == dtype), key=lambda leaf: -prod(leaf[0]))
             for leaves in rest
         ]
         for rank in range(max(map(len, ranked))):
-            members = {
-                number: leaves[rank] for number, leaves in enumerate(ranked) if rank < len(leaves)
-            }
-            shapes = {leaf.shape for leaf in members.values()}
-            shape = (
-                shapes.pop()
-                if len(shapes) == 1
-                else (max(math.prod(leaf.shape) for leaf in members.values()),)
-            )
-            groups.append(
-                _Group(
-                    jax.ShapeDtypeStruct(shape, dtype),
-                    {number: leaf.number for number, leaf in members.items()},
-                )
-            )
-    return groups
-
-
-def _place(
-    kind: Sequence[_Key],
-    number: int,
-    shared: Sequence[_Key],
-    groups: Sequence[_Group],
-    *,
-    pinned: bool,
-) -> Places:
-    """Where each leaf of the kind of this number lies.
-
-    `pinned`: the partitioner is told that a raveled leaf is whole on its way out of the buffer and
-    into it.  It would cut the leaf as its reader wants it while it lies beside others, and permute.
-    """
-    apart = {
-        group.members[number]: (len(shared) + g, group.aval.shape)
-        for g, group in enumerate(groups)
-        if number in group.members
-    }
-    free = list(range(len(shared)))
-    found = []
-    for leaf, key in enumerate(kind):
-        if leaf in apart:
-            index, shape = apart[leaf]
-        else:
-            index, shape = next(i for i in free if shared[i] == key), key[0]
-            free.remove(index)
-        found.append(Place(index, key[0], shape != key[0], pinned=pinned))
-    return tuple(found)
+            mine = {number: own[rank] for number, own in enumerate(ranked) if rank < len(own)}
+            shapes = {shape for shape, *_ in mine.values()}
+            shape = shapes.pop() if len(shapes) == 1 else (max(map(prod, shapes)),)
+            members = {number: n for number, (*_, n) in mine.items()}
+            found.append(_Leaf(jax.ShapeDtypeStruct(shape, dtype), members))
+    return found

@@ -8,8 +8,8 @@ import jax
 
 from ..arrays import Leaves, Scalar
 from ..model.functions import make_extra
-from ..program.ir import Program
 from ..stage.code import LastCode, StageCode
+from ..stage.model_code import ModelCode
 from ..table.effects import Effect
 from ..table.kinds import Kind
 from .operands import Operands, SharedBuffers, StageOperand
@@ -19,15 +19,9 @@ from .operands import Operands, SharedBuffers, StageOperand
 class SharedCode:
     """The code and operands of a step, on one device."""
 
-    kinds: tuple[StageCode, ...]
-    kind_of: tuple[int, ...]  # per stage
-    wants: tuple[frozenset[str], ...]  # per kind, the keywords that its function takes
+    code: ModelCode
     buffers: SharedBuffers
-    first: StageCode
-    last: LastCode | None
     operands: Operands
-    outer_wants: frozenset[str]
-    program: Program
     axis: str  # of the pipeline
     together: bool  # blocks permute, so all devices run each: see `permutes`
     blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
@@ -35,36 +29,36 @@ class SharedCode:
     @property
     def training(self) -> bool:
         """False: forwards only, nothing is kept and `last` has no gradient."""
-        return not self.program.schedule.forward_only
+        return not self.code.program.schedule.forward_only
 
     @property
     def spreads_first(self) -> bool:
         """Whether `first` and its gradient are shares on every device, and blocks of their own."""
-        return self.program.schedule.encoded.spreads_first
+        return self.code.program.schedule.encoded.spreads_first
 
     @property
     def spreads_last(self) -> bool:
         """Whether `last` is a share on every device, and a block of its own."""
-        return self.program.schedule.encoded.spreads_last
+        return self.code.program.schedule.encoded.spreads_last
 
     @property
     def last_code(self) -> LastCode:
         """That of a model that has a `last`."""
-        assert self.last is not None
-        return self.last
+        assert self.code.last is not None
+        return self.code.last
 
     @property
     def last_stage(self) -> StageCode:
         """The code of the last stage."""
-        return self.kinds[self.kind_of[-1]]
+        return self.code.kinds[self.code.kind_of[-1]]
 
     def effects(self, kind: Kind) -> tuple[Effect, ...]:
         """What actions of a kind read and write."""
-        return self.program.effects(kind)
+        return self.code.program.effects(kind)
 
     def outer_extra(self, stage: Scalar, microbatch: Scalar) -> Leaves:
         """Leaves of what `first` and `last` are given besides parameters and x."""
-        return self._extra(stage, microbatch, self.outer_wants)
+        return self._extra(stage, microbatch, self.code.outer_wants)
 
     def stage_extra(
         self, kind: int, operand: StageOperand, stage: Scalar, microbatch: Scalar, state: Leaves
@@ -72,8 +66,8 @@ class SharedCode:
         """Leaves of what a stage is given besides parameters and x: "ctx",
         "microbatch", "state".
         """
-        own = operand.read_state(state) if "state" in self.wants[kind] else []
-        return [*self._extra(stage, microbatch, self.wants[kind]), *own]
+        own = operand.read_state(state) if "state" in self.code.wants[kind] else []
+        return [*self._extra(stage, microbatch, self.code.wants[kind]), *own]
 
     def fits_last(self, code: StageCode) -> bool:
         """Whether the last stage may be of this kind: `last` takes what it returns."""
@@ -81,7 +75,7 @@ class SharedCode:
 
     def fits_first(self, code: StageCode) -> bool:
         """Whether the first stage may be of this kind: it takes what `first` returns."""
-        return self.kinds[self.kind_of[0]].x_avals == code.x_avals
+        return self.code.kinds[self.code.kind_of[0]].x_avals == code.x_avals
 
     def _extra(self, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:
         return jax.tree.leaves(

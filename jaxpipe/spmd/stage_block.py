@@ -22,7 +22,7 @@ from .outer import (
     run_last,
     with_last_gradients,
 )
-from .pools import add, add_at, read, strengthen, write
+from .pools import add, add_at, read, without_weak_types, write
 from .shared_buffers import SharedBuffer
 from .shared_code import SharedCode
 from .state import State, of_chunk
@@ -44,7 +44,7 @@ class StageAction:
     @property
     def code(self) -> StageCode:
         """The stage's."""
-        return self.shared.kinds[self.kind]
+        return self.shared.code.kinds[self.kind]
 
     @property
     def operand(self) -> StageOperand:
@@ -155,7 +155,7 @@ class StageAction:
 
     def _first(self, state: State) -> State:
         """`first`: the stage's input, and residuals for its gradient."""
-        shared, code, row = self.shared, self.shared.first, self.row
+        shared, code, row = self.shared, self.shared.code.first, self.row
         jaxpr = code.forward if shared.training else code.evaluate
         outs = run(jaxpr, *first_inputs(shared, row.microbatch))
         x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
@@ -268,7 +268,7 @@ class StageAction:
                 return state | {"first": write(state["first"], row.out, dx)}
             kept = read(state["first"], row.first)
             arguments = [*first_inputs(shared, row.microbatch), *kept, *dx]
-            return accumulate("first_gradients", shared.first.backward, arguments, state)
+            return accumulate("first_gradients", shared.code.first.backward, arguments, state)
 
         state = self._hand_on("cotangent", "is_first", self.code.dx_avals, dx, state)
         return self._under("is_first", first, state, fits=shared.fits_first(self.code))
@@ -284,7 +284,7 @@ class StageAction:
             return state
         sent = "sent_x" if name == "x" else "sent_dx"
         if sent in self.changes():
-            state = state | {sent: strengthen(buffer.put(state[sent], avals, values))}
+            state = state | {sent: without_weak_types(buffer.put(state[sent], avals, values))}
 
         def local(state: State) -> State:
             return state | {name: buffer.write(state[name], self.row.out, avals, values)}

@@ -24,7 +24,7 @@ from .block import Block, run_in_order, run_where
 from .clock import clocked
 from .collective import collective_block
 from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
-from .host import Luggage, Moving, Packing
+from .host import HostMoves, Moved, Packing
 from .shared_code import SharedCode
 from .stage_block import StageAction, pair_block
 from .state import State
@@ -77,7 +77,7 @@ class TickEmitter:
 
     @property
     def _program(self) -> Program:
-        return self.shared.program
+        return self.shared.code.program
 
     @cached_property
     def _packing(self) -> Packing:
@@ -153,7 +153,7 @@ class TickEmitter:
     ) -> State:
         """One tick; what is under way in it is noted in `brought`."""
         row, begun = rows[j], -1
-        moves = Luggage(Moving.at(self._program, segment.sharing(j)), self._packing, row)
+        moves = HostMoves(Moved.at(self._program, segment.sharing(j)), self._packing, row)
         way, state = moves.begin(state)
         for place, runs in self._runs(segment, j):
             if place != begun:
@@ -272,7 +272,7 @@ class TickEmitter:
             if run.alone and action in (Kind.F, Kind.B):
                 flags.append(jnp.logical_not(_is_pair(row)))
             if run.asks:
-                flags.append(jnp.array(shared.kind_of)[stage] == run.kinds[0])
+                flags.append(jnp.array(shared.code.kind_of)[stage] == run.kinds[0])
         active, how = Presence.SOMETIMES if run.asks else run.active, run_in_order
         if self.clock is not None:
             # Under a predicate always: a loop's body begins when all that it reads is there.
@@ -296,7 +296,7 @@ class TickEmitter:
             return block.kind.name
         record: Any = self._program.ticks.of(block.kind)
         every = np.unique(record.stage[self._where(run.uses[0])]).tolist()
-        stages = [s for s in every if self.shared.kind_of[s] == run.kinds[0]]
+        stages = [s for s in every if self.shared.code.kind_of[s] == run.kinds[0]]
         where = f"stage {stages[0]}" if len(stages) == 1 else f"chunk {block.chunk}"
         return f"{block.kind.name} {where}"
 
@@ -312,4 +312,4 @@ class TickEmitter:
             return (0,)
         record: Any = self._program.ticks.of(use.block.kind)
         stages = record.stage[ticks][self._where(use)[ticks]]
-        return tuple(np.unique(np.array(self.shared.kind_of)[stages]).tolist())
+        return tuple(np.unique(np.array(self.shared.code.kind_of)[stages]).tolist())

@@ -51,7 +51,7 @@ class Job:
             return ("outputs", "state")
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
 
-    def told(self, sizes: dict[str, PyTree]) -> Job:
+    def with_axis(self, sizes: dict[str, PyTree]) -> Job:
         """The job whose spread functions know the axis, and the sizes of what is cut."""
         return (
             replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes))

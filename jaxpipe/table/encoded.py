@@ -21,13 +21,13 @@ import numpy.typing as npt
 from ..errors import ScheduleError, Violation, listed, quoted
 from .action import Action, Cell, Overlap, Row, parts
 from .kinds import (
+    COLLECTIVE,
     COMPUTE,
     KIND_NAMES,
     KINDS,
     MESSAGES,
     RECEIVES,
     RECOMPUTE,
-    SHARES,
     SPREAD_FIRST,
     SPREAD_LAST,
     TOGETHER,
@@ -189,7 +189,7 @@ class Encoded:
     @cached_property
     def shares(self) -> BoolArray:
         """Per action, whether its first number is its device's, and not a stage's."""
-        return self.of_kinds(SHARES)
+        return self.of_kinds(COLLECTIVE)
 
     @cached_property
     def spreads_first(self) -> bool:

@@ -138,7 +138,7 @@ class KindSpec:
         return self.end is not None
 
     @property
-    def of_device(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether it is a collective action: the number before it is the device's, which does its
         share, and not a stage's.
         """
@@ -308,7 +308,7 @@ KEPT = tuple(value for value in Value if readers(value))
 # What all devices do at the same time.
 TOGETHER = kinds_where(lambda spec: spec.together)
 # The collective actions: what has the number of its device before it.
-SHARES = kinds_where(lambda spec: spec.of_device)
+COLLECTIVE = kinds_where(lambda spec: spec.is_collective)
 # Those that are a spread `first` and its gradient, and those that are a spread `last`.
 SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)
 SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage != 0)

@@ -2,9 +2,9 @@
 merged, forwards alone.
 """
 
-from .add_recompute import remove_recompute
 from .add_transfers import remove_transfers
-from .spread_last import remove_spread
+from .recompute import remove_recompute
+from .spread import remove_spread
 
 __all__ = ["remove_recompute", "remove_spread", "remove_transfers"]
 

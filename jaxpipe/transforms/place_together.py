@@ -25,7 +25,7 @@ from ..table.encoded import Encoded
 from ..table.kinds import KINDS, Value, makers, readers
 from ..table.schedule import Schedule
 from .align_shares import align_shares
-from .split_backward import split_backward
+from .backward import split_backward
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are
 # split: a split costs code and a stash.

@@ -132,7 +132,7 @@ def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
         return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
 
     pipe = jp.Pipeline(
-        jp.Model({"E": first, "t": layer, "L": last}, layers=str(layout).replace("|", "")),
+        jp.Model({"E": first, "t": layer, "L": last}, layers=layout),
         schedule,
         mesh,
         layout=layout,
@@ -167,7 +167,7 @@ def compile_two_kinds(schedule: jp.Schedule, layout: str, *, tensor: int = 1) ->
 
     layers = {"E": first, "n": narrow, "w": wide, "L": last}
     pipe = jp.Pipeline(
-        jp.Model(layers, layers=str(layout).replace("|", "")),
+        jp.Model(layers, layers=layout),
         schedule,
         mesh,
         layout=layout,

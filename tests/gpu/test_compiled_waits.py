@@ -72,7 +72,7 @@ def read(tick: Any, options: dict[str, Any] | None = None) -> GpuProgram:
 @needs_gpu_compiler
 def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
     predicates = read(one).predicates
-    assert [each.asked for each in flat(predicates)] == [TICKS]
+    assert [each.times for each in flat(predicates)] == [TICKS]
     assert count_waits(predicates, taken=False) == TICKS
     assert count_waits(predicates, taken=True) == 2 * TICKS
     assert most_waits(predicates, actions=2) == TICKS + 2
@@ -81,7 +81,7 @@ def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
 @needs_gpu_compiler
 def test_a_nested_predicate_is_asked_where_the_outer_one_is_taken() -> None:
     (outer,) = predicates = read(one_in_another).predicates
-    assert (outer.asked, [each.asked for each in outer.nested]) == (TICKS, [1])
+    assert (outer.times, [each.times for each in outer.nested]) == (TICKS, [1])
     assert count_waits(predicates, taken=False) == TICKS
     assert count_waits(predicates, taken=True) == 4 * TICKS
 

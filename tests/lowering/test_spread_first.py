@@ -17,7 +17,7 @@ from jaxpipe import PipelineError
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.verify import faults
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
@@ -332,12 +332,12 @@ def test_what_waits_for_meetings_takes_few_slots(name):
 @pytest.mark.parametrize(
     ("kind", "fields", "rule"),
     [
-        ("E", lambda t: {"is_source": put(t, 1, 1)}, Rule.ACTION),
-        ("E", lambda t: {"kind": put(t, slice(None), int(jp.Kind.G))}, Rule.ACTION),
-        ("E", lambda t: {"kind": put(t, slice(None), -1)}, Rule.ACTION),
-        ("E", lambda t: {"out": put(t, 0, 1)}, Rule.VALUE),
-        ("G", lambda t: {"y": put(t, 0, 1)}, Rule.SLOT),
-        ("G", lambda t: {"microbatch": put(t, slice(None), 1)}, Rule.ACTION),
+        ("E", lambda t: {"is_source": put(t, 1, 1)}, ProgramRule.ACTION),
+        ("E", lambda t: {"kind": put(t, slice(None), int(jp.Kind.G))}, ProgramRule.ACTION),
+        ("E", lambda t: {"kind": put(t, slice(None), -1)}, ProgramRule.ACTION),
+        ("E", lambda t: {"out": put(t, 0, 1)}, ProgramRule.VALUE),
+        ("G", lambda t: {"y": put(t, 0, 1)}, ProgramRule.SLOT),
+        ("G", lambda t: {"microbatch": put(t, slice(None), 1)}, ProgramRule.ACTION),
     ],
 )
 def test_a_wrong_share_is_found(kind, fields, rule):

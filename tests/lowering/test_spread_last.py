@@ -19,7 +19,7 @@ from jaxpipe import Loss, PipelineError
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.templates import Presence
 from jaxpipe.program.verify import faults
 from tests.flat import flat_pipeline
@@ -411,13 +411,13 @@ def test_a_target_that_is_no_word_gives_no_number():
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        (lambda t: {"kind": put(t, 1, -1)}, Rule.TOGETHER),
-        (lambda t: {"microbatch": put(t, 0, 1)}, Rule.TOGETHER),
-        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, Rule.TOGETHER),
-        (lambda t: {"is_source": put(t, 0, 1)}, Rule.ACTION),
-        (lambda t: {"kind": put(t, slice(None), -1)}, Rule.ACTION),
-        (lambda t: {"y": put(t, 1, 1)}, Rule.SLOT),
-        (lambda t: {"out": put(t, 1, 1)}, Rule.SLOT),
+        (lambda t: {"kind": put(t, 1, -1)}, ProgramRule.TOGETHER),
+        (lambda t: {"microbatch": put(t, 0, 1)}, ProgramRule.TOGETHER),
+        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, ProgramRule.TOGETHER),
+        (lambda t: {"is_source": put(t, 0, 1)}, ProgramRule.ACTION),
+        (lambda t: {"kind": put(t, slice(None), -1)}, ProgramRule.ACTION),
+        (lambda t: {"y": put(t, 1, 1)}, ProgramRule.SLOT),
+        (lambda t: {"out": put(t, 1, 1)}, ProgramRule.SLOT),
     ],
 )
 def test_a_wrong_share_is_found(fields, rule):
@@ -438,7 +438,9 @@ def test_code_for_shares_is_where_they_are():
         replace(s, templates=tuple(_without_shares(template) for template in s.templates))
         for s in program.segments
     ]
-    assert Rule.CODE in {fault.rule for fault in faults(replace(program, segments=tuple(bare)))}
+    assert ProgramRule.CODE in {
+        fault.rule for fault in faults(replace(program, segments=tuple(bare)))
+    }
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "gpipe"])

@@ -196,7 +196,7 @@ def _additions(case: Any) -> tuple[Any, ...]:
     """
     import jaxpipe as jp
     from jaxpipe.table.action import parts
-    from jaxpipe.transforms.merge_backward import merge_backward
+    from jaxpipe.transforms.backward import merge_backward
 
     orders = []
     # as the lowering does: an I with its W behind it is a B

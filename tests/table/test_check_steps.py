@@ -28,7 +28,7 @@ def answered(schedule: Schedule, transfers: Transfers = Transfers.RENDEZVOUS) ->
     return caught[0]
 
 
-SHARES = {
+COLLECTIVE = {
     "shares behind a cycle": "0E0,0B0,0F0,0G0\n1E0,1F0,1G0,1B0\n",
     "a share first": "0E0,0E1,0F0,0F1,0B0,0G0,0B1,0G1\n1E0,1F1,1E1,1F0,1B0,1G1,1B1,1G0\n",
     "shares in opposite orders": "0L0,0L1,0F0,0F1,0B0,0B1\n1F0,1F1,1L1,1L0,1B0,1B1\n",
@@ -36,7 +36,7 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("text", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("text", COLLECTIVE.values(), ids=COLLECTIVE)
 @pytest.mark.parametrize("transfers", Transfers)
 def test_shares_that_are_never_done_together(text, transfers):
     found = answered(Schedule.from_csv(text), transfers)
@@ -96,7 +96,7 @@ def test_very_many_devices_at_a_share_that_one_lacks():
     assert "order" in {v.rule for v in answered(Schedule.from_rows(rows)).violations}
 
 
-@pytest.mark.parametrize("text", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("text", COLLECTIVE.values(), ids=COLLECTIVE)
 def test_the_command_line_answers_too(tmp_path, capsys, text):
     (tmp_path / "t.csv").write_text(text)
     status = []

@@ -14,7 +14,7 @@ import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
 from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.verify import faults
 from tests.shares import changed, put
 from tests.strategies import random_schedule
@@ -136,15 +136,15 @@ def test_a_slot_that_h_finds_wrong_is_found():
     first, second = (int(t) for t in (share.kind[:, 0] == int(Kind.L)).nonzero()[0])
     assert share.stash[first, 0] != share.stash[second, 0]
     for tick, slot, rule in (
-        (second, int(share.stash[first, 0]), Rule.VALUE),
-        (first, 2, Rule.SLOT),
+        (second, int(share.stash[first, 0]), ProgramRule.VALUE),
+        (first, 2, ProgramRule.SLOT),
     ):
         assert rule in {fault.rule for fault in faults(changed(program, stash=put(tick, 0, slot)))}
     (late, _) = (int(t) for t in (share.kind[:, 0] == int(Kind.H)).nonzero()[0])
     wrong = (
-        ("stash", 1 - int(share.stash[late, 0]), Rule.VALUE),
-        ("microbatch", 1 - int(share.microbatch[late, 0]), Rule.ACTION),
-        ("kind", int(Kind.W), Rule.ACTION),
+        ("stash", 1 - int(share.stash[late, 0]), ProgramRule.VALUE),
+        ("microbatch", 1 - int(share.microbatch[late, 0]), ProgramRule.ACTION),
+        ("kind", int(Kind.W), ProgramRule.ACTION),
     )
     for name, value, rule in wrong:
         other = changed(program, **{name: put(late, 0, value)})

@@ -15,7 +15,7 @@ from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.offload import Offload
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.pools import UNDER_WAY
 from jaxpipe.program.records import NOBODY, Move
 from jaxpipe.program.verify import faults, verify
@@ -83,7 +83,7 @@ def test_a_wrong_move_is_found(field):
         fault.rule for fault in faults(replace(program, ticks=replace(program.ticks, moves=moves)))
     }
     assert found
-    assert found <= {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
+    assert found <= {ProgramRule.VALUE, ProgramRule.OVERWRITTEN, ProgramRule.POOL}
 
 
 def test_a_program_says_what_moves():

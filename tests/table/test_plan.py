@@ -82,7 +82,7 @@ def test_the_best_of_one_is_the_best_of_many():
     many = jp.plan("Et*14,L", costs, **given)
     best = min(many, key=lambda p: p.seconds)
     assert best.timeline.makespan > min(p.timeline.makespan for p in many), "this case says nothing"
-    assert jp.plan("Et*14,L", costs, **given, most=1).best.words == best.words
+    assert jp.plan("Et*14,L", costs, **given, most=1).best.label == best.label
 
 
 def test_all_the_work_is_in_the_times(plans):
@@ -264,7 +264,7 @@ def test_numbers_of_microbatches_have_costs_of_their_own():
     assert {p.schedule.num_microbatches: p.seconds for p in found} == {
         p.schedule.num_microbatches: p.seconds for p in alone
     }
-    assert {p.words for p in found} == {"1f1b, V 1, M 4", "1f1b, V 1, M 8"}
+    assert {p.label for p in found} == {"1f1b, V 1, M 4", "1f1b, V 1, M 8"}
     with pytest.raises(
         jp.PlanError, match="costs are missing for 8 microbatches: a microbatch of another size"
     ):
@@ -296,7 +296,7 @@ def test_some_microbatches_are_recomputed_where_that_is_enough():
     fewest, plan = min(zip(recomputed, some, strict=True), key=lambda each: len(each[0]))
     assert {action.stage for action in fewest} == {0}
     assert len(fewest) == 2
-    assert "recompute 6%" in plan.words
+    assert "recompute 6%" in plan.label
     assert plan.remat is None, "the table says it"
 
 
@@ -474,7 +474,7 @@ def test_a_stage_on_two_devices_is_planned_once_and_not_searched_for():
     plans = jp.plan(
         MODEL, COSTS, devices=2, microbatches=4, schedules=("dualpipe",), remat=(None,), search=0.1
     )
-    assert [plan.words for plan in plans] == ["dualpipe, V 1"]
+    assert [plan.label for plan in plans] == ["dualpipe, V 1"]
     assert plans[0].layout.count("|") == 1
     parts = plans[0].parts
     held = T.held_bytes * 6 + EMBED.held_bytes + HEAD.held_bytes  # every device holds all layers

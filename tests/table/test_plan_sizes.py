@@ -9,7 +9,7 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import choose_candidate, plan_of
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.transforms.spread_last import spread_last
+from jaxpipe.transforms.spread import spread_last
 from tests.golden import check_golden
 from tests.passes import emitted
 from tests.tiers import exhaustive, slow

@@ -15,7 +15,7 @@ from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.lowering.spans import Span, segments_of
-from jaxpipe.program.faults import Rule
+from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.templates import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import faults, verify
 from jaxpipe.table.action import Kind
@@ -40,9 +40,9 @@ ENTRIES = [
     for half, fields in group.items()
     for field in fields
 ]
-RULES_OF = {field: {Rule.ACTION, Rule.CODE} for fields in NUMBERS.values() for field in fields} | {
-    field: {Rule.ACTION, Rule.CODE} for fields in FLAGS.values() for field in fields
-}
+RULES_OF = {
+    field: {ProgramRule.ACTION, ProgramRule.CODE} for fields in NUMBERS.values() for field in fields
+} | {field: {ProgramRule.ACTION, ProgramRule.CODE} for fields in FLAGS.values() for field in fields}
 
 
 @cache
@@ -94,9 +94,9 @@ def test_a_wrong_entry_is_found(half, field, most):
         broken = with_entry(program, half, field, tick, device, (record[tick, device] + 1) % size)
         found = rules_broken(broken)
         assert found
-        assert found <= RULES_OF.get(field, {Rule.VALUE, Rule.OVERWRITTEN, Rule.SLOT, Rule.POOL}), (
-            found
-        )
+        assert found <= RULES_OF.get(
+            field, {ProgramRule.VALUE, ProgramRule.OVERWRITTEN, ProgramRule.SLOT, ProgramRule.POOL}
+        ), found
 
 
 def test_the_error_lists_the_faults():
@@ -113,7 +113,7 @@ def test_a_pool_that_is_too_large_is_found():
     program = sound_program()
     for i, pool in enumerate(program.pools):
         pools = (*program.pools[:i], replace(pool, slots=pool.slots + 1), *program.pools[i + 1 :])
-        assert rules_broken(replace(program, pools=pools)) == {Rule.POOL}
+        assert rules_broken(replace(program, pools=pools)) == {ProgramRule.POOL}
 
 
 def test_a_value_that_is_overwritten_is_found():
@@ -131,7 +131,7 @@ def test_a_value_that_is_overwritten_is_found():
         device,
         forward.residual_weight[first, device],
     )
-    assert Rule.OVERWRITTEN in rules_broken(broken)
+    assert ProgramRule.OVERWRITTEN in rules_broken(broken)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_message_in_the_wrong_slot_is_found():
             arrivals = (*program.ticks.arrivals[:lane], wrong, *program.ticks.arrivals[lane + 1 :])
             found = rules_broken(replace(program, ticks=replace(program.ticks, arrivals=arrivals)))
             assert found
-            assert found <= {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
+            assert found <= {ProgramRule.VALUE, ProgramRule.OVERWRITTEN, ProgramRule.POOL}
 
 
 def changed(table, tick, device, value):
@@ -210,33 +210,33 @@ def cyclic(permute):
     return replace(permute, pairs=((source, target), (target, source)))
 
 
-LOST = {Rule.VALUE, Rule.OVERWRITTEN, Rule.POOL}
+LOST = {ProgramRule.VALUE, ProgramRule.OVERWRITTEN, ProgramRule.POOL}
 BREAK = {
-    "a block is missing": (first_block(lambda use: ()), {Rule.CODE}),
+    "a block is missing": (first_block(lambda use: ()), {ProgramRule.CODE}),
     "a pair is missing": (
         first_permute(lambda permute: replace(permute, pairs=permute.pairs[1:])),
         LOST,
     ),
     "a permute of the other payload": (
         first_permute(lambda permute: replace(permute, payload=Payload(1 - permute.payload))),
-        LOST | {Rule.SLOT},
+        LOST | {ProgramRule.SLOT},
     ),
     "a transfer is late": (
         first_permute(lambda permute: replace(permute, delay=permute.delay + 1)),
-        LOST | {Rule.EXCHANGE},
+        LOST | {ProgramRule.EXCHANGE},
     ),
     "a block runs everywhere": (
         first_block(lambda use: (replace(use, active=Presence.ALWAYS),)),
-        {Rule.CODE},
+        {ProgramRule.CODE},
     ),
-    "first never runs": (unwanted_part("first", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
-    "last never runs": (unwanted_part("last", (Kind.F,)), {Rule.CODE}),
-    "nothing is handed on": (unwanted_part("local", (Kind.F, Kind.B, Kind.I)), {Rule.CODE}),
+    "first never runs": (unwanted_part("first", (Kind.F, Kind.B, Kind.I)), {ProgramRule.CODE}),
+    "last never runs": (unwanted_part("last", (Kind.F,)), {ProgramRule.CODE}),
+    "nothing is handed on": (unwanted_part("local", (Kind.F, Kind.B, Kind.I)), {ProgramRule.CODE}),
     "a block of another chunk": (
         first_block(lambda use: (replace(use, block=Block(use.block.kind, 1 - use.block.chunk)),)),
-        {Rule.CODE},
+        {ProgramRule.CODE},
     ),
-    "a permute with a cycle": (first_permute(cyclic), {Rule.PERMUTE}),
+    "a permute with a cycle": (first_permute(cyclic), {ProgramRule.PERMUTE}),
 }
 
 
@@ -268,7 +268,7 @@ def test_a_missing_tick_is_found():
     (fault,) = faults(
         replace(program, segments=(*program.segments[:-1], replace(last, repeats=last.repeats - 1)))
     )
-    assert fault.rule is Rule.SEGMENTS
+    assert fault.rule is ProgramRule.SEGMENTS
 
 
 @pytest.mark.parametrize("payload", Payload)
@@ -289,7 +289,7 @@ def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
     broken = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
     broken_rules = rules_broken(replace(program, segments=broken))
     assert broken_rules
-    assert broken_rules <= {Rule.VALUE, Rule.OVERWRITTEN}
+    assert broken_rules <= {ProgramRule.VALUE, ProgramRule.OVERWRITTEN}
 
 
 def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkeypatch):
@@ -304,5 +304,5 @@ def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkey
     monkeypatch.setattr(TickTemplate, "before_readers", lambda *_: 0)
     early = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
     found = faults(replace(program, segments=early))
-    assert {fault.rule for fault in found} == {Rule.OVERWRITTEN}
+    assert {fault.rule for fault in found} == {ProgramRule.OVERWRITTEN}
     assert all("pool x " in fault.message for fault in found)

@@ -25,7 +25,7 @@ CANONICAL = {
 def layered(name, devices, layout):
     schedule = jp.schedules.build(name, devices=devices, microbatches=M)
     return jp.Pipeline(
-        jp.Model(EXTRA, layers=str(layout).replace("|", "")),
+        jp.Model(EXTRA, layers=layout),
         schedule,
         mesh_of(devices),
         layout=layout,

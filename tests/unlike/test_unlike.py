@@ -317,9 +317,7 @@ def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
         name, devices=devices, microbatches=M, chunks=chunks if name.startswith("inter") else None
     )
     layers = {letter: function for letter, function in LAYERS.items() if letter in text}
-    pipe = jp.Pipeline(
-        jp.Model(layers, layers=str(text).replace("|", "")), schedule, mesh_of(devices), layout=text
-    )
+    pipe = jp.Pipeline(jp.Model(layers, layers=text), schedule, mesh_of(devices), layout=text)
     canonical, key = by_letter(layout), jax.random.key(1)
     found_loss, grads = pipe.value_and_grad(pipe.place(canonical), tokens(), rng=key)
     wanted_loss, wanted = over_microbatches(layered_loss(layout, key))(canonical, tokens())
@@ -403,8 +401,8 @@ def test_faults_of_layers_and_layout():
         jp.Model({k: LAYERS[k] for k in "EtL"} | {"q": narrow}, layers="EtmL")
     with pytest.raises(jp.PipelineError, match=r"(?s)cannot be read.*character 3"):
         jp.Model(LAYERS, layers="Et?L")
-    with pytest.raises(jp.PipelineError, match=r"holds '\|'; write the letters of the whole model"):
-        jp.Model({k: LAYERS[k] for k in "EtL"}, layers="Et|tL")
+    by_layout = jp.Model({k: LAYERS[k] for k in "EtL"}, layers=jp.parse_layout("Et|tL", devices=2))
+    assert by_layout.layers == "EttL"
     with pytest.raises(jp.PipelineError, match="give Model a dict with a function for each letter"):
         jp.Model(narrow, layers="EtL")
     model = jp.Model({k: LAYERS[k] for k in "EtL"}, layers="EttL")

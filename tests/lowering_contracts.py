@@ -8,18 +8,20 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..program.ir import Program
-from ..program.segments import Segment
-from ..program.templates import Block, Payload
-from ..program.verify import faults as program_faults
-from ..table.contract import Contract
-from ..table.kinds import Kind
-from ..table.schedule import Schedule
-from .assign_ticks import Ticks, assign_ticks, joined_ticks, modulo_ticks, needs_of
-from .balanced_ticks import balanced_ticks
-from .plan import cheapest
-from .requirements import collect
-from .slots import assign_slots
+import numpy as np
+
+from jaxpipe.lowering.assign_ticks import Ticks, assign_ticks, joined_ticks, modulo_ticks, needs_of
+from jaxpipe.lowering.balanced_ticks import balanced_ticks
+from jaxpipe.lowering.plan import cheapest
+from jaxpipe.lowering.requirements import NO_TRANSFER, collect
+from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.program.ir import Program
+from jaxpipe.program.segments import Segment
+from jaxpipe.program.templates import Block
+from jaxpipe.program.verify import faults as program_faults
+from jaxpipe.table.kinds import Kind
+from jaxpipe.table.schedule import Schedule
+from tests.contract import Contract
 
 Faults = tuple[str, ...]
 
@@ -75,22 +77,22 @@ def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
     if [segment.start for segment in cut.segments] != marks[:-1] or marks[-1] != ticks.num_ticks:
         return ("the segments do not cover the ticks once, in order",)
     requirements = collect(ticks)
+    runs = requirements.counts[requirements.codes, :, 0] > 0
+    slack = requirements.slack[requirements.codes]
     for segment in cut.segments:
         for tick in range(segment.start, segment.stop):
-            need = requirements.kinds[requirements.codes[tick]]
-            missing = set(need.blocks) - {use.block for use in segment.template(tick).blocks}
+            template = segment.template(tick)
+            blocks = {requirements.blocks[i] for i in np.flatnonzero(runs[tick])}
+            missing = blocks - {use.block for use in template.blocks}
             found += [f"tick {tick} has no code for {block}" for block in sorted(missing)]
-            carried = {
-                (p.payload, *pair): p.delay
-                for p in segment.template(tick).permutes
-                for pair in p.pairs
-            }
-            for edge, slack in need.slack.items():
-                delay = carried.get((Payload(edge.payload), edge.source, edge.target))
-                if delay is None or delay > slack:
+            carried = {(p.payload, *pair): p.delay for p in template.permutes for pair in p.pairs}
+            for i in np.flatnonzero(slack[tick] < NO_TRANSFER).tolist():
+                edge, room = requirements.edges[i], int(slack[tick, i])
+                delay = carried.get(tuple(edge))
+                if delay is None or delay > room:
                     found.append(
                         f"tick {tick}: {edge.payload.name} {edge.source} > {edge.target} is not "
-                        f"carried within {slack} ticks"
+                        f"carried within {room} ticks"
                     )
     return tuple(found)
 

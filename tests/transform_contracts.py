@@ -6,17 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from ..table.action import Action, parts
-from ..table.contract import Contract
-from ..table.kinds import COMPUTE, KINDS, RECOMPUTE, SHARES, TOGETHER, TRANSFERS, Kind, Pass
-from ..table.schedule import Schedule
-from .add_recompute import add_recompute, remove_recompute
-from .add_transfers import add_transfers, remove_transfers
-from .forward_only import forward_only
-from .merge_backward import merge_backward
-from .split_backward import split_backward
-from .spread_first import spread_first
-from .spread_last import remove_spread, spread_last
+from jaxpipe.table.action import Action, parts
+from jaxpipe.table.kinds import (
+    COLLECTIVE,
+    COMPUTE,
+    KINDS,
+    RECOMPUTE,
+    TOGETHER,
+    TRANSFERS,
+    Kind,
+    Pass,
+)
+from jaxpipe.table.schedule import Schedule
+from jaxpipe.transforms.add_transfers import add_transfers, remove_transfers
+from jaxpipe.transforms.backward import merge_backward, split_backward
+from jaxpipe.transforms.defer_last import defer_last
+from jaxpipe.transforms.forward_only import forward_only
+from jaxpipe.transforms.recompute import add_recompute, remove_recompute
+from jaxpipe.transforms.spread import remove_spread, spread_first, spread_last
+from tests.contract import Contract
 
 Faults = tuple[str, ...]
 
@@ -96,7 +104,7 @@ def _work(row: list[Action]) -> list[Action]:
             [a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a]
         )
     ]
-    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in SHARES)
+    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in COLLECTIVE)
 
 
 def _names(kinds: Collection[Kind]) -> str:
@@ -131,7 +139,10 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
         spread_first,
         _spreads(keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
     ),
-    Contract("remove_spread", remove_spread, keeps(_without(*SHARES), holds=_without(*SHARES))),
+    Contract(
+        "remove_spread", remove_spread, keeps(_without(*COLLECTIVE), holds=_without(*COLLECTIVE))
+    ),
+    Contract("defer_last", defer_last, keeps(_without(Kind.H), whole=True)),
     Contract(
         "remove_recompute",
         remove_recompute,
