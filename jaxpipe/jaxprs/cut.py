@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 
 from jax.extend import core
 
-from .equations import NewVar, Pairs, Scan, reads, variables, with_equations
-from .min_cut import cheapest, weight
+from .equations import NewVar, Pairs, Scan, making, reads, variables, with_equations
+from .min_cut import Keep, cheapest, is_arithmetic, weight
 from .scan_residuals import numbers_of
 from .sizes import is_layout, nbytes
 from .sizes import stacked as stacked_aval
 from .slices import Assignment, Split, needed_for
 
-# Says whether the second part should compute an equation again rather than be handed its result.
-# Called with the equation and whether its inputs are all at hand in the second part anyway.
+# Says whether the second part should repeat an equation rather than be handed its result. Called
+# with the equation and whether the second part has its inputs, or repeats what makes them.
 Recompute: TypeAlias = Callable[[core.JaxprEqn, bool], bool]
 
 
@@ -39,50 +39,26 @@ class Cut:
     second_reads: tuple[bool, ...]
 
 
-_ELEMENTWISE = frozenset(
-    {
-        "convert_element_type",
-        "neg",
-        "add",
-        "sub",
-        "mul",
-        "add_any",
-        "real",
-        "imag",
-        "not",
-        "stop_gradient",
-    }
-)
-
-
-def is_cheap(eqn: core.JaxprEqn) -> bool:
-    """True for layout operations and for arithmetic of one array with numbers."""
-    arrays = variables(eqn.invars)
-    return is_layout(eqn) or (eqn.primitive.name in _ELEMENTWISE and len(arrays) <= 1)
-
-
-def keep_small(eqn: core.JaxprEqn, at_hand: bool) -> bool:
-    """Recompute what is cheap and either has its inputs at hand or would make the crossing no
-    larger.
+def repeat_cheap(eqn: core.JaxprEqn, at_hand: bool) -> bool:
+    """Repeat layout changes and arithmetic of one array with numbers, where its input is at hand or
+    no larger than its result.
     """
-    if not is_cheap(eqn):
-        return False
     inputs = variables(eqn.invars)
-    return at_hand or sum(nbytes(v.aval) for v in inputs) <= nbytes(eqn.outvars[0].aval)
+    cheap = is_layout(eqn) or (is_arithmetic(eqn) and len(inputs) <= 1)
+    return cheap and (at_hand or sum(map(_bytes, inputs)) <= _bytes(eqn.outvars[0]))
 
 
-def keep_work(eqn: core.JaxprEqn, at_hand: bool) -> bool:
-    """Recompute only layout changes, slices and what grows (a broadcast bias): for results that are
-    computed once a step.
+def repeat_layout(eqn: core.JaxprEqn, at_hand: bool) -> bool:
+    """Repeat layout changes, slices and what makes a value larger (a cast to more bits): for
+    results that are computed once a step.
     """
-    if is_layout(eqn):
-        return True
     inputs = variables(eqn.invars)
-    return (
-        at_hand
-        and is_cheap(eqn)
-        and sum(nbytes(v.aval) for v in inputs) < nbytes(eqn.outvars[0].aval)
-    )
+    grows = is_arithmetic(eqn) and sum(map(_bytes, inputs)) < _bytes(eqn.outvars[0])
+    return is_layout(eqn) or (at_hand and grows)
+
+
+def _bytes(v: core.Var) -> int:
+    return nbytes(v.aval)
 
 
 def cut(
@@ -90,15 +66,15 @@ def cut(
     assignment: Assignment,
     *,
     outputs: Sequence[bool],
-    recompute: Recompute | None = keep_small,
+    recompute: Recompute | None = None,
     early: Callable[[core.JaxprEqn], bool] | None = None,
 ) -> Cut:
     """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns,
     the rest the second does.
 
-    Without a `recompute` rule the crossing is the smallest from which elementwise arithmetic gives
-    the rest (`cheapest`). `early` marks equations of the second part that the first may do too, if
-    it has what they read.
+    The crossing is the smallest from which elementwise arithmetic gives the rest (`cheapest`), or
+    the second part repeats what a `recompute` rule says, and nothing else. `early` marks equations
+    of the second part that the first may do too, if it has what they read.
     """
     assert not jaxpr.constvars, "constants must be inputs"
     maker = _Maker(jaxpr, recompute, early)
@@ -154,18 +130,11 @@ class _Maker:
         maker_of = {v: e for e in self._first for v in e.outvars}
         used = [*(v for e in self._second for v in e.invars), *second_outs]
         missing = dict.fromkeys(v for v in variables(used) if v in maker_of or v in self._hidden)
-        crossing: Sequence[core.Var]
-        again: Sequence[core.JaxprEqn]
-        if self._recompute is None:
-            keep = cheapest(
-                missing, self._first, lambda v: v not in maker_of and v not in self._hidden
-            )
-            crossing, again = keep.stored, keep.again
-        else:
-            crossing, again = self._by_rule(self._recompute, missing, maker_of)
+        keep = self._repeating(missing, maker_of)
+        crossing = keep.stored
         first = with_equations(jaxpr, self._first, jaxpr.invars, [*first_outs, *crossing])
         second = with_equations(
-            jaxpr, [*again, *self._second], [*jaxpr.invars, *crossing], second_outs
+            jaxpr, [*keep.again, *self._second], [*jaxpr.invars, *crossing], second_outs
         )
         # Recomputing can leave equations in the first part that nothing needs any more.
         first, first_reads = drop_dead(first)
@@ -186,38 +155,25 @@ class _Maker:
             return False
         return not any(v in self._late for v in variables(eqn.invars))
 
-    def _by_rule(
-        self,
-        recompute: Recompute,
-        crossing: dict[core.Var, None],
-        maker_of: dict[core.Var, core.JaxprEqn],
-    ) -> tuple[Sequence[core.Var], Sequence[core.JaxprEqn]]:
-        """What the first part hands over, and what the second part computes again by the rule."""
-        again: dict[core.Var, core.JaxprEqn] = {}
-        numbers = numbers_of(self._first)
-        changed = True
-        while changed:
-            changed = False
-            for var in list(crossing):
-                eqn = maker_of.get(var)
-                if eqn is None or len(eqn.outvars) != 1 or eqn.effects:
-                    continue
-                inputs = variables(eqn.invars)
-                missing = [
-                    v
-                    for v in inputs
-                    if (v in maker_of or v in self._hidden) and v not in crossing and v not in again
-                ]
-                # What is made of numbers alone (an iota, a mask of zeros) is never handed over.
-                if inputs and var not in numbers and not recompute(eqn, not missing):
-                    continue
-                if not inputs and eqn.primitive.name.startswith("random"):
-                    continue
-                del crossing[var]
-                crossing.update(dict.fromkeys(missing))
-                again[var] = eqn
-                changed = True
-        return list(crossing), [e for e in self._first if e.outvars[0] in again]
+    def _repeating(
+        self, missing: Collection[core.Var], maker_of: dict[core.Var, core.JaxprEqn]
+    ) -> Keep:
+        """What the first part hands over, and what the second part repeats."""
+        if self._recompute is None:
+            return cheapest(
+                missing, self._first, lambda v: v not in maker_of and v not in self._hidden
+            )
+        # What is made of numbers alone (an iota, a mask of zeros) is never handed over.
+        repeated = set(numbers_of(self._first))
+        given = {*self._jaxpr.invars}.difference(self._hidden).union(missing)
+        for eqn in self._first:
+            at_hand = all(v in given or v in repeated for v in variables(eqn.invars))
+            if len(eqn.outvars) == 1 and self._recompute(eqn, at_hand):
+                repeated.add(eqn.outvars[0])
+        again = making(missing, self._first, lambda v: v not in repeated)
+        read = dict.fromkeys([*missing, *(v for e in again for v in variables(e.invars))])
+        stored = [v for v in read if v not in repeated and (v in maker_of or v in self._hidden)]
+        return Keep(tuple(stored), tuple(again))
 
     def _split_scan(self, eqn: core.JaxprEqn, choice: Split) -> None:
         """Cut a scan: the first one stacks what crosses in each trip, the second one scans over

@@ -20,7 +20,7 @@ from ..jaxprs import (
     keep_first,
     known_from,
 )
-from ..jaxprs.cut import keep_work
+from ..jaxprs.cut import repeat_layout
 from ..jaxprs.equations import Atom
 from ..table.effects import LastUse, Liveness
 from .code import ParamUse, StageCode, inexact, reads
@@ -99,7 +99,7 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
 
     # Forward | backward, at the border that jax.vjp drew.
     border = tuple(i < joint.split for i in range(len(jaxpr.eqns)))
-    halves = cut(jaxpr, border, outputs=[True] * outputs + [False] * grads, recompute=None)
+    halves = cut(jaxpr, border, outputs=[True] * outputs + [False] * grads)
     forward = halves.first.replace(invars=halves.first.invars[:total])
     # Backward inputs: (consts, params, x, extra | residuals | dy).
     base, crossing = halves.second.invars[:total], halves.second.invars[total + len(dy) :]
@@ -216,7 +216,10 @@ def _classify(
 def hoist_known(jaxpr: core.Jaxpr, known: Sequence[bool]) -> Cut:
     """Cut off what the known inputs determine."""
     return cut(
-        jaxpr, known_from(jaxpr, known), outputs=[False] * len(jaxpr.outvars), recompute=keep_work
+        jaxpr,
+        known_from(jaxpr, known),
+        outputs=[False] * len(jaxpr.outvars),
+        recompute=repeat_layout,
     )
 
 

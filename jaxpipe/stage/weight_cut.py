@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from jax.extend import core
 
 from ..jaxprs import Cut, cut, cut_weight, is_light, needed_for
+from ..jaxprs.cut import repeat_cheap
 from ..jaxprs.slices import Assignment, Split
 
 
@@ -29,13 +30,12 @@ def cut_weights(
     mask = [False] * params + [True] * (len(backward.outvars) - params)
     plain = needed_for(backward, mask)
     found = [
+        cut(backward, plain, outputs=mask, recompute=repeat_cheap),
         cut(backward, plain, outputs=mask),
-        cut(backward, plain, outputs=mask, recompute=None),
         cut(
             backward,
             needed_for(backward, _with_light(backward, mask, params)),
             outputs=mask,
-            recompute=None,
             early=is_light,
         ),
     ]
