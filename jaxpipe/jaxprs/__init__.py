@@ -8,10 +8,10 @@ from .evaluate import results_of
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
 from .scan_residuals import into_scans, keep_fewer_residuals
+from .sizes import is_light
 from .slices import known_from, needed_for
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
 from .value_numbering import equal_outputs, keep_first
-from .work import is_light
 
 __all__ = [
     "Cut",

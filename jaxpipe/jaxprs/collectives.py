@@ -78,17 +78,11 @@ class Reductions:
             for a in (*eqn.invars, *eqn.outvars)
         ]
         inputs, outputs = wide[: len(eqn.invars)], wide[len(eqn.invars) :]
-        yield from (
-            _converted(eqn, old, new)
-            for old, new in zip(eqn.invars, inputs, strict=True)
-            if new is not old
-        )
+        before = [(a, w) for a, w in zip(eqn.invars, inputs, strict=True) if w is not a]
+        after = [(w, a) for a, w in zip(eqn.outvars, outputs, strict=True) if w is not a]
+        yield from (_converted(eqn, value, var) for value, var in before)
         yield eqn.replace(invars=inputs, outvars=outputs)
-        yield from (
-            _converted(eqn, new, old)
-            for old, new in zip(eqn.outvars, outputs, strict=True)
-            if new is not old
-        )
+        yield from (_converted(eqn, value, var) for value, var in after)
 
 
 def _is_narrow(atom: Any) -> bool:

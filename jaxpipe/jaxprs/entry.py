@@ -141,17 +141,14 @@ class Entry:
         """
         counts = {part.dim: part.count for part in self.parts}
         dims: list[int] = []
-        first: list[int] = []
-        for dim, size in enumerate(self.shape):
-            if dim < missing:
-                continue
+        rank = []  # the rows come first, then the parts
+        for dim, size in enumerate(self.shape[missing:], missing):
             if dim in counts:
-                first.append(len(dims))
-                dims += [counts[dim], size // counts[dim]]
-            else:
-                dims.append(size)
-        rows = [0] if self.by_row and not missing else []
-        return dims, [*rows, *first, *(i for i in range(len(dims)) if i not in (*rows, *first))]
+                dims.append(counts[dim])
+                rank.append(1)
+            dims.append(size // counts.get(dim, 1))
+            rank.append(0 if self.by_row and dim == 0 else 2)
+        return dims, sorted(range(len(dims)), key=rank.__getitem__)
 
     def _spec(self, missing: int) -> PartitionSpec:
         """How a value is split, by dim."""

@@ -1,8 +1,11 @@
-"""Bytes of values, and which equations only change layout."""
+"""What values and equations cost: bytes, flops, which equations only change layout, and which are
+light.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import core as jax_core
@@ -57,3 +60,76 @@ def nbytes(aval: Any) -> int:
 def stacked(aval: Any, length: int) -> Any:
     """The aval of `length` of these, one from each trip of a scan."""
     return jax_core.ShapedArray((length, *aval.shape), aval.dtype)
+
+
+_MATMULS = frozenset({"dot_general", "conv_general_dilated"})
+# What may be most of a backward's work.
+_HEAVY = _MATMULS | {
+    "ragged_dot",
+    "ragged_dot_general",
+    "pallas_call",
+    "custom_call",
+    "ffi_call",
+    "cumsum",
+    "sort",
+}
+
+
+class Work(NamedTuple):
+    """Floating point operations, and bytes that matmuls read and write (what lies between them is
+    taken to be fused).
+    """
+
+    flops: float
+    bytes: float
+
+
+def count_work(jaxpr: core.Jaxpr) -> Work:
+    """Of a jaxpr: two flops a multiplication of matmuls, one a number that anything else makes;
+    loops as often as they run.
+
+    XLA's own count takes the body of a loop once, however often it runs, and so cannot be used for
+    stages that scan over layers.
+    """
+    flops = moved = 0.0
+    for eqn in jaxpr.eqns:
+        bodies = list(core.jaxprs_in_params(eqn.params))
+        if bodies:
+            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            parts = [count_work(body) for body in bodies]
+            # Of branches the most expensive one.
+            part = (
+                max(parts)
+                if eqn.primitive.name == "cond"
+                else Work(sum(p.flops for p in parts), sum(p.bytes for p in parts))
+            )
+            flops, moved = flops + times * part.flops, moved + times * part.bytes
+        elif eqn.primitive.name in _MATMULS:
+            flops += 2 * _multiplications(eqn)
+            moved += sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        else:
+            flops += sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
+    return Work(flops, moved)
+
+
+def is_light(eqn: core.JaxprEqn) -> bool:
+    """True for what is no matmul and holds none."""
+    inner = any(True for _ in core.jaxprs_in_params(eqn.params))
+    return (
+        eqn.primitive.name not in _HEAVY
+        and eqn.primitive.name != "scan"
+        and not eqn.effects
+        and not inner
+    )
+
+
+def _multiplications(eqn: Any) -> int:
+    """Of a matmul or a convolution."""
+    made = math.prod(eqn.outvars[0].aval.shape)
+    left, right = (v.aval.shape for v in eqn.invars[:2])
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return int(made * math.prod(left[d] for d in contracted))
+    # Each number of the output sums over the kernel of one output feature.
+    features = right[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return int(made * math.prod(right) // max(1, features))

@@ -17,8 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves
 from ..inspect.blocks import Step, output_entries
-from ..jaxprs.sizes import nbytes
-from ..jaxprs.work import count_work
+from ..jaxprs.sizes import count_work, nbytes
 from ..pipeline import Pipeline
 
 
