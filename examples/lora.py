@@ -58,12 +58,8 @@ def quantised(base: Any) -> dict[str, Any]:
 
 def plain_loss(trained: Any, fixed: Any, rows: Any) -> Any:
     """The same model without a pipeline."""
-    x = first(fixed["first"], rows)
-    for s in range(DEVICES):
-        x = stage(
-            jax.tree.map(lambda leaf, s=s: leaf[s], {**fixed["stages"], **trained["stages"]}), x
-        )
-    return last(fixed["last"], x, rows)
+    model = jp.Model(stage, first=first, last=last)
+    return model.loss({**fixed, "stages": {**fixed["stages"], **trained["stages"]}}, rows)
 
 
 def bytes_of(tree: Any) -> int:

@@ -16,12 +16,9 @@ import sys
 sys.modules |= dict.fromkeys(("flax", "optax", "orbax", "orbax.checkpoint", "matplotlib", "torch"))
 import jax, jax.numpy as jnp, jaxpipe as jp
 
-pipe = jp.Pipeline(
-    lambda w, x: x * w,
-    schedule=jp.schedules.build("1f1b", devices=2, microbatches=2),
-    mesh=jax.make_mesh((2,), ("pipe",)),
-    last=lambda w, x, microbatch: jnp.sum(x),
-)
+model = jp.Model(lambda w, x: x * w, last=lambda w, x, microbatch: jnp.sum(x))
+schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+pipe = jp.Pipeline(model, schedule, jax.make_mesh((2,), ("pipe",)))
 params = pipe.place({"stages": jnp.array([2.0, 3.0]), "last": {}})
 loss, grads = pipe.value_and_grad(params, {"x": jnp.array([[1.0], [3.0]])})
 assert loss == 12, loss

@@ -327,7 +327,10 @@ SCHEDULE = jp.schedules.build("1f1b", devices=2, microbatches=2)
             {"schedule": jp.spread_last(SCHEDULE), "last": lambda p, x, mb: 0.0},
             "`last` is not spread",
         ),
-        ({"schedule": jp.Schedule.from_csv("0F0,0B0\n\n")}, "1 stages on 2 devices"),
+        (
+            {"schedule": jp.Schedule.from_csv("0F0,0B0\n\n")},
+            r"fewer stages \(1\) than devices \(2\)",
+        ),
         ({"schedule": jp.spread_first(SCHEDULE)}, "`first` is not spread"),
         (
             {
