@@ -17,7 +17,7 @@ import numpy as np
 
 from .arrays import Leaves, PyTree, summable, wider
 from .errors import PipelineError
-from .model.functions import Loss, Returned, inverse_count, make_extra, split_batch
+from .model.functions import Loss, StageOutput, inverse_count, make_extra, split_batch
 from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
@@ -260,7 +260,7 @@ class _Shard:
 
         return jax.vjp(call, self.outer["first"], self.outer["shared"])
 
-    def _stage(self, stage: int, microbatch: int, x: Any) -> tuple[Any, Returned, Any]:
+    def _stage(self, stage: int, microbatch: int, x: Any) -> tuple[Any, StageOutput, Any]:
         """What a stage returns, given the state that its forward found, and its vjp."""
         function, run = self.functions.stages[stage], partial(self.functions.run_stage, stage)
         extra = self._extra(stage, microbatch, function.wants_arrays)

@@ -44,7 +44,7 @@ from .stage.model_code import ModelCode
 from .table.check import check
 from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.place_together import without
+from .transforms.place_together import without_kinds
 
 
 class Pipeline:
@@ -559,14 +559,14 @@ class Pipeline:
         functions = replace(self.functions, training=training if told is None else told)
         given, params = params, with_outer(params)
         # what the last stage returns needs no `last`
-        table = without(self.schedule, {Kind.L}) if outputs else self.schedule
+        table = without_kinds(self.schedule, {Kind.L}) if outputs else self.schedule
         job = Job(
             plan=self._plan
             if training
             else forward_plan(
                 table, self._microbatches_of(batch), overheads=self._target.overheads
             ),
-            functions=functions.handing_over() if outputs else functions,
+            functions=functions.returning_outputs() if outputs else functions,
             layout=self.layout,
             axis=self.axis,
             data_axes=self.data_axes,

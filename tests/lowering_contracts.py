@@ -52,7 +52,7 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
                 f"{table.text(i)} and {table.text(j)} of one row run in ticks {when[i]} and "
                 f"{when[j]}"
             )
-    for meeting in dict.fromkeys(table.meetings.values()):
+    for meeting in dict.fromkeys(table.collectives.values()):
         if len({int(when[i]) for i in meeting.members}) > 1:
             found.append(
                 f"devices do {table.text(meeting.members[0])} and its like in different ticks"

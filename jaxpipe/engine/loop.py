@@ -68,7 +68,7 @@ class Loop:
         # Alone, a device has all that it needs.
         hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
         loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
-        for number, meeting in table.meetings.items():
+        for number, meeting in table.collectives.items():
             loop.groups[number] = meeting.members
             if meeting.source >= 0:
                 loop.wait(number, int(table.last_half[meeting.source]), hop[meeting.stage])

@@ -134,7 +134,7 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
         )
     # What all devices do together begins when the last of them has come to it: until then the
     # others wait in its collective.
-    for meeting in set(table.meetings.values()):
+    for meeting in set(table.collectives.values()):
         members = list(meeting.members)
         starts[members] = starts[members].max()
         ends[members] = np.maximum(ends[members], starts[members])

@@ -140,7 +140,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
     when = np.full(table.num_actions + 2, table.num_actions * period + 1)
     when[nothing] = -1
     last = np.flatnonzero(ends == np.arange(table.num_actions))
-    paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.meetings))
+    paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.collectives))
     # After the last cell of a device there is one that can never run.
     stops = np.searchsorted(last, table.first[1:])
     cells, turns, together = (
@@ -160,7 +160,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
             ready &= when[of_forward[at]] < tick
         if period > 1:
             ready &= turns[at] == tick % period
-        if table.meetings and not (waiting := together[at]).all():
+        if table.collectives and not (waiting := together[at]).all():
             ready &= ~waiting
         running = at[ready]
         when[cells[running]] = tick

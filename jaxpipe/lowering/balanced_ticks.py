@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine.costs import Costs
 from ..engine.loop import action_durations
-from ..table.encoded import Meeting
+from ..table.encoded import CollectiveAction
 from ..table.kinds import RUNS_FORWARD
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks, needs_of, run_order
@@ -47,7 +47,7 @@ class _Table:
     lengths: list[float]
     tails: list[float]  # from the start of the cell, the least time to the end of the table
     fusible: list[bool]  # an F or R alone, with a backward alone after it
-    meetings: dict[int, Meeting]
+    collectives: dict[int, CollectiveAction]
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> _Table:
@@ -73,7 +73,7 @@ class _Table:
             lengths,
             _tails(schedule, lengths),
             fusible.tolist(),
-            table.meetings,
+            table.collectives,
         )
 
 
@@ -110,11 +110,11 @@ class _State:
         return (length, length + self.table.lengths[cells[1]])
 
     def _ready(self, cell: int, tick: int) -> bool:
-        if cell in self.table.meetings:
+        if cell in self.table.collectives:
             return all(
                 row[at : at + 1] == (i,)
                 for row, at, i in zip(
-                    self.table.rows, self.at, self.table.meetings[cell].members, strict=True
+                    self.table.rows, self.at, self.table.collectives[cell].members, strict=True
                 )
             )
         return all(-1 < self.when[need] < tick for need in self.table.needs[cell])
@@ -150,8 +150,8 @@ def _tails(schedule: Schedule, lengths: Sequence[float]) -> list[float]:
     tails = [0.0] * len(lengths)
     rest = [0.0] * table.num_devices
     for i in reversed(run_order(schedule)):
-        if i in table.meetings:
-            members = table.meetings[i].members
+        if i in table.collectives:
+            members = table.collectives[i].members
             if i == members[-1]:  # the first of them in this direction
                 rest = [max(lengths[j] for j in members) + max(rest)] * table.num_devices
                 for j in members:

@@ -14,7 +14,7 @@ import numpy as np
 from ..table.encoded import BoolArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .meetings import between_meetings, longest_true
+from .collectives import between_collectives, longest_true
 from .requirements import Requirements, collect
 from .spans import Span
 
@@ -37,7 +37,7 @@ def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
         *_whole(len(requirements)),
         *_phases(ticks),
         *_steady(requirements),
-        *between_meetings(requirements),
+        *between_collectives(requirements),
     ]
     return tuple(dict.fromkeys(map(tuple, found)))
 

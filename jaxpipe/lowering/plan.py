@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
     price: float  # the makespan with overheads and a little for each block of code
 
     @property
-    def meetings(self) -> int:
+    def collectives(self) -> int:
         """Predicates around collective actions, in a step."""
         return sum(segment.num_meeting_predicates for segment in self.segments)
 
@@ -98,7 +98,7 @@ def choose_candidate(
     enough = KEEPS * max(table, min(each.makespan for each in found))
     return min(
         (each for each in found if each.makespan <= enough),
-        key=lambda each: (each.meetings, each.price),
+        key=lambda each: (each.collectives, each.price),
     )
 
 

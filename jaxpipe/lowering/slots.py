@@ -137,7 +137,7 @@ class _Writer:
         table, user = self._actions, consumers(self._actions)
         chain = ~table.of_kinds(RECOMPUTE) & ~table.shares
         source = np.zeros(table.num_actions, bool)
-        for number, meeting in table.meetings.items():
+        for number, meeting in table.collectives.items():
             source[number] = table.device[number] == table.device[meeting.home]
         columns = {
             "kind": table.kind,

@@ -39,7 +39,7 @@ class Context(NamedTuple):
     shared_sizes: PyTree = None  # the same for the shared parameters
 
 
-class Returned(NamedTuple):
+class StageOutput(NamedTuple):
     """What a stage returns besides x; () where it has none."""
 
     loss: Any = ()  # a scalar that is added to the loss of the microbatch
@@ -248,7 +248,7 @@ class Functions:
     axis: str | None = None  # where `first` or `last` is spread: what `ctx` tells it
     sizes: Mapping[str, PyTree] = field(default_factory=dict)
 
-    def handing_over(self) -> Functions:
+    def returning_outputs(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
         last = Function(
             lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset()
@@ -296,7 +296,7 @@ class Functions:
 
     def run_stage(
         self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]
-    ) -> tuple[PyTree, Returned]:
+    ) -> tuple[PyTree, StageOutput]:
         """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides."""
         own, shared = params
         function = self.stages[stage]
@@ -307,7 +307,7 @@ class Functions:
             *(["state"] if "state" in function.wants else []),
         ]
         if len(names) == 1:
-            return out, Returned()
+            return out, StageOutput()
         if not isinstance(out, tuple) or len(out) != len(names):
             why = " and ".join(
                 [
@@ -321,7 +321,7 @@ class Functions:
             )
         found = dict(zip(names, out, strict=True))
         loss = function.loss_of(found["loss"]) if self.stage_loss else ()
-        return found["x"], Returned(loss, self._state(function, found, extra))
+        return found["x"], StageOutput(loss, self._state(function, found, extra))
 
     @staticmethod
     def _state(function: Function, found: dict[str, Any], extra: dict[str, PyTree]) -> PyTree:

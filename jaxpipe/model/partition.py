@@ -23,7 +23,7 @@ from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .placed import Chunks
 from .sharing import Sharing, by_name
 from .specs import Patterns, by_path, holds, names_of, path_text, spec_faults
-from .spread import Cuts, bare, is_padded, own_shape
+from .spread import Cuts, is_padded, own_shape, unpadded
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Partition:
         if shape is None:
             return leaf  # frozen
         own = Parameter(_joined(key, path), shape)
-        plan = self._leaf(own, bare(leaf), faults, stage=False, cut=self.cuts.dim(key, path))
+        plan = self._leaf(own, unpadded(leaf), faults, stage=False, cut=self.cuts.dim(key, path))
         return replace(leaf, array=plan) if is_padded(leaf) else plan
 
     def _alike(self, faults: list[str], path: Any, leaf: Any) -> LeafPlan:

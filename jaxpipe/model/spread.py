@@ -94,7 +94,7 @@ def is_padded(node: Any) -> bool:
     return isinstance(node, Padded)
 
 
-def bare(tree: PyTree) -> PyTree:
+def unpadded(tree: PyTree) -> PyTree:
     """The tree with the padded arrays themselves."""
     return jax.tree.map(
         lambda leaf: leaf.array if is_padded(leaf) else leaf, tree, is_leaf=is_padded
@@ -125,7 +125,7 @@ def pad_like(like: Any, leaf: Any) -> Any:
 
 def own_shape(leaf: Any) -> tuple[int, ...] | None:
     """That of a parameter, without padding; None for what is frozen."""
-    array = bare(leaf)
+    array = unpadded(leaf)
     if array is None or not is_padded(leaf):
         return None if array is None else jnp.shape(array)
     return tuple(leaf.size if d == leaf.dim else n for d, n in enumerate(jnp.shape(array)))

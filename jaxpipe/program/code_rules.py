@@ -157,7 +157,7 @@ def _flags(program: Program) -> dict[str, BoolTable]:
     stage = np.where(table.shares, 0, table.stage)
     recomputed = chain & (table.at[kind][stage, table.microbatch] >= 0)
     source = np.zeros(table.num_actions, bool)
-    for number, meeting in table.meetings.items():
+    for number, meeting in table.collectives.items():
         source[number] = table.device[number] == table.device[meeting.home]
     return {
         "is_first": chain & (table.stage == 0),

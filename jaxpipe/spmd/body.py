@@ -17,7 +17,7 @@ from ..jaxprs import Piece
 from ..model.functions import Loss, split_batch
 from ..model.leaf_plan import gather, leaf_plans
 from ..model.places import Places
-from ..model.spread import bare
+from ..model.spread import unpadded
 from ..program.records import arrays
 from ..stage.code import run
 from ..stage.job import Job
@@ -74,7 +74,7 @@ def prepare(
         owned = [gather(tree, plan) for tree, plan in zip(mine, job.plans["stages"], strict=True)]
         kept = tuple(_first_row(tree) for tree in kept)
         first, last, shared = (
-            bare(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
+            unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
     job = job.with_axis({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
     code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)

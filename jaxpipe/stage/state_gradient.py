@@ -13,14 +13,14 @@ from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs import drop_dead, flatten
 from ..jaxprs.equations import Atom
-from ..model.functions import Returned
+from ..model.functions import StageOutput
 from .code import inexact
 from .trace import chosen, filled
 
 
 def check_state_gradient(
     name: str,
-    call: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Returned]],
+    call: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, StageOutput]],
     params: PyTree,
     x: PyTree,
     extra: dict[str, PyTree],
@@ -66,7 +66,7 @@ def check_state_gradient(
 
 
 def _tangents(
-    call: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, Returned]],
+    call: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, StageOutput]],
     params: PyTree,
     x: PyTree,
     extra: dict[str, PyTree],

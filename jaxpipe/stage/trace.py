@@ -13,7 +13,7 @@ from jax.extend import core
 from ..arrays import Leaves, PyTree
 from ..jaxprs import flatten, stores_on_host
 from ..jaxprs.equations import Atom
-from ..model.functions import Returned
+from ..model.functions import StageOutput
 from .code import ParamUse, StageCode, inexact
 from .split import Inputs, Joint, Returns, pieces
 
@@ -25,7 +25,7 @@ def trace_stage(
     extra: PyTree,
     uses: Sequence[ParamUse] | None = None,
 ) -> StageCode:
-    """Cut `function(params, x, extra) -> y`, or `(y, Returned)`, into its pieces; arguments are
+    """Cut `function(params, x, extra) -> y`, or `(y, StageOutput)`, into its pieces; arguments are
     arrays, tracers or ShapeDtypeStructs.
 
     Parameters must be floating, but for frozen ones (`uses`, by leaf); leaves of x that are not
@@ -48,8 +48,8 @@ def trace_stage(
             )
             y, more = (
                 out
-                if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Returned)
-                else (out, Returned())
+                if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], StageOutput)
+                else (out, StageOutput())
             )
             return (y, more.loss), more.state
 

@@ -50,7 +50,7 @@ _STAGE, _KIND, _MICROBATCH = (cast(Callable[[Any], Any], itemgetter(field)) for 
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
 
 
-class Meeting(NamedTuple):
+class CollectiveAction(NamedTuple):
     """What all devices do at the same time for one microbatch: the number of each device's action,
     and whom it stands between.
     """
@@ -207,11 +207,11 @@ class Encoded:
         return bool(self.of_kinds(RECOMPUTE).any())
 
     @cached_property
-    def meetings(self) -> dict[int, Meeting]:
+    def collectives(self) -> dict[int, CollectiveAction]:
         """By the number of any action of it: what all devices do together, where each of them has
         it once.
         """
-        found: dict[int, Meeting] = {}
+        found: dict[int, CollectiveAction] = {}
         shares = np.flatnonzero(self.together & self.in_range)
         if not len(shares):
             return found
@@ -232,7 +232,7 @@ class Encoded:
                 ):
                     continue
                 source, user = (-1 if those is None else int(those[m]) for those in (before, after))
-                meeting = Meeting(tuple(members.tolist()), stage, source, user)
+                meeting = CollectiveAction(tuple(members.tolist()), stage, source, user)
                 found.update(dict.fromkeys(meeting.members, meeting))
         return found
 

@@ -139,8 +139,8 @@ def _in_time(
     at = [-1] * (table.num_actions + 1)
     for i in order:
         d = device[i]
-        if i in table.meetings:
-            members = table.meetings[i].members
+        if i in table.collectives:
+            members = table.collectives[i].members
             if i == members[0]:
                 step = max(column[e] + position[j] - before[e] for e, j in enumerate(members))
                 for e, j in enumerate(members):

@@ -298,7 +298,7 @@ def _late_shares(table: Encoded) -> list[Violation]:
     there, on the device of these.
     """
     found = []
-    for number, meeting in table.meetings.items():
+    for number, meeting in table.collectives.items():
         if meeting.source >= 0 and table.device[meeting.source] == table.device[number]:
             found += _late(table, "order", np.array([number]), np.array([meeting.source]))
         if meeting.user >= 0 and table.device[meeting.user] == table.device[number]:

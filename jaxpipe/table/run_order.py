@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .encoded import Encoded, IntArray, Meeting
+from .encoded import CollectiveAction, Encoded, IntArray
 from .kinds import SENDS
 
 # Where devices wait for each other again and again, each round of looking for cycles takes a step
@@ -96,7 +96,7 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
     A device is either in `runnable`, once, or it has stopped, or it is done.
     """
     total, devices = table.num_actions, table.num_devices
-    meetings = dict(table.meetings)
+    meetings = dict(table.collectives)
     # how many are not there yet
     absent = dict.fromkeys((meeting.members[0] for meeting in meetings.values()), devices)
     owner, is_send = table.device.tolist(), table.of_kinds(SENDS).tolist()
@@ -171,7 +171,7 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
 
 def _stuck(
     stopped: Sequence[int],
-    meetings: Mapping[int, Meeting],
+    meetings: Mapping[int, CollectiveAction],
     mate: Sequence[int],
     need: Sequence[int],
     owner: Sequence[int],

@@ -16,7 +16,7 @@ from ..table.check import check
 from ..table.kinds import Value, readers
 from ..table.schedule import Schedule
 from ..table.typed import typed
-from .place_together import without
+from .place_together import without_kinds
 
 _LATE = readers(Value.SHARE_STASH)
 # Times that differ by less, relative to what they are times of, are the same: a third of an L,
@@ -66,7 +66,7 @@ def defer_last(
             f"max_deferred is {quoted(max_deferred)}; it is a whole number of at least 1, of "
             "microbatches"
         )
-    plain = without(schedule, set(_LATE))
+    plain = without_kinds(schedule, set(_LATE))
     check(plain)
     if plain.has_transfers:
         raise ScheduleError(

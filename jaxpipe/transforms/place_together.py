@@ -52,7 +52,7 @@ def place_together(
         split: split backwards B into I and W: True, False, or where devices would else wait for
             each other (None).
     """
-    plain = without(schedule, kinds)
+    plain = without_kinds(schedule, kinds)
     _refuse(plain, kinds)
     costs = costs or Costs()
     if split is not None:
@@ -107,7 +107,7 @@ def _rhythms(costs: Costs, stages: int) -> list[Costs]:
     return list({each.for_stages(stages): each for each in (equal, at_once, costs)}.values())
 
 
-def without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
+def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
     """The table without these kinds, what only these feed (H, without L), and idle cells."""
     gone = {
         *kinds,
@@ -200,7 +200,7 @@ class _Run:
         self._waiting: list[tuple[float, int]] = []
         self._to_come = (
             len(kinds & {Kind.E, Kind.L}) * schedule.num_microbatches
-            + len(table.meetings) // devices
+            + len(table.collectives) // devices
         )
         self._queue: list[tuple[float, int, int]] = []  # (start, device, cell)
 

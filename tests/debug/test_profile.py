@@ -90,7 +90,7 @@ def test_what_all_devices_do_together_has_its_times_too():
     pipe, params, batch = spread_model(schedule, mesh, data_axes=("data",))
     ran = jp.inspect.profile(pipe, params, batch, repeats=1)
     table = ran.schedule.encoded
-    meetings = set(table.meetings.values())
+    meetings = set(table.collectives.values())
     assert len(meetings) == 3 * M
     for meeting in meetings:
         begin, end = (

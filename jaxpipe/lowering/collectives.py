@@ -20,7 +20,7 @@ MOST_PIECES = 24
 SHORT_TRIP, LONG_TRIP = 12, 512
 
 
-def between_meetings(requirements: Requirements) -> Iterator[list[Span]]:
+def between_collectives(requirements: Requirements) -> Iterator[list[Span]]:
     """Cut at meetings: around the longest stretch of equal intervals, and everywhere.
 
     Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those
