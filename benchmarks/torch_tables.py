@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed.pipelining.schedules as peer
 
-from jaxpipe import Placement, Schedule, parse_cell
+from jaxpipe import Placement, Schedule
+from jaxpipe.table import parse_cell
 
 # Our name -> torch's class, for those whose order a class computes by itself.
 CLASSES = {

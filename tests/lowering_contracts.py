@@ -19,9 +19,9 @@ from jaxpipe.program.ir import Program
 from jaxpipe.program.segments import Segment
 from jaxpipe.program.templates import Block
 from jaxpipe.program.verify import faults as program_faults
-from jaxpipe.table.contract import Contract
 from jaxpipe.table.kinds import Kind
 from jaxpipe.table.schedule import Schedule
+from tests.contract import Contract
 
 Faults = tuple[str, ...]
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 import jaxpipe as jp
-from jaxpipe import Action, Costs, Kind, Overlap, Placement, Release, Schedule, Transfers
+from jaxpipe import Action, Costs, Kind, Overlap, Placement, Schedule, Transfers
 from jaxpipe.render import Theme
+from jaxpipe.table import Release
 
 GOOD = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
 SPREAD = jp.spread_first(jp.spread_last(GOOD))

@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
-from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_both_in_slots, run_in_slots
+from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
@@ -140,10 +140,8 @@ class Step:
         parts = [_part(self.job, block) for block in blocks]
 
         def run(*groups: Leaves) -> Leaves:
-            one, *other = (code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts))
-            if not other:
-                return run_in_slots(one.jaxpr, one.arguments, reads=one.reads, writes=one.writes)
-            return [leaf for outs in run_both_in_slots(one, *other) for leaf in outs]
+            codes = (code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts))
+            return [leaf for outs in run_in_slots(*codes) for leaf in outs]
 
         # Pools and accumulators are changed in place: were they outputs of their own, these would
         # be room for the block's arrays.

@@ -295,11 +295,8 @@ def _fallbacks(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> list[str]:
         if choice is False:
             continue
         if name == "scan":
-            carries = (
-                choice.carry_first
-                if isinstance(choice, Split)
-                else (True,) * eqn.params["num_carry"]
-            )
+            count = eqn.params["num_carry"]
+            carries = choice.first[:count] if isinstance(choice, Split) else (True,) * count
             read = [v in needed for v in eqn.outvars[len(carries) :]]
             found += _fallbacks(eqn.params["jaxpr"].jaxpr, [*carries, *read])
             continue

@@ -3,13 +3,12 @@
 from .collectives import collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
-from .eval_in_slots import run_both_in_slots, run_in_slots
+from .eval_in_slots import run_in_slots
 from .evaluate import results_of
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
-from .numbers import into_scans
 from .reductions import Reductions
-from .scan_residuals import sink
+from .scan_residuals import into_scans, keep_fewer_residuals
 from .slices import known_from, needed_for
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
 from .value_numbering import equal_outputs, keep_first
@@ -34,13 +33,12 @@ __all__ = [
     "flatten",
     "into_scans",
     "is_light",
+    "keep_fewer_residuals",
     "keep_first",
     "known_from",
     "needed_for",
     "results_of",
-    "run_both_in_slots",
     "run_in_slots",
-    "sink",
     "stores_on_host",
 ]
 

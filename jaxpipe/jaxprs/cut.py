@@ -4,18 +4,18 @@ cannot make cheaply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from jax.extend import core
 
-from .flatten import Atom, NewVar
+from .equations import NewVar, Pairs, Scan, reads, variables, with_equations
 from .min_cut import cheapest, weight
-from .numbers import numbers_of
+from .scan_residuals import numbers_of
 from .sizes import is_layout, nbytes
 from .sizes import stacked as stacked_aval
-from .slices import Assignment, Split, needed_for, scan_counts
+from .slices import Assignment, Split, needed_for
 
 # Says whether the second part should compute an equation again rather than be handed its result.
 # Called with the equation and whether its inputs are all at hand in the second part anyway.
@@ -57,7 +57,7 @@ _ELEMENTWISE = frozenset(
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
     """True for layout operations and for arithmetic of one array with numbers."""
-    arrays = [v for v in eqn.invars if isinstance(v, core.Var)]
+    arrays = variables(eqn.invars)
     return is_layout(eqn) or (eqn.primitive.name in _ELEMENTWISE and len(arrays) <= 1)
 
 
@@ -67,7 +67,7 @@ def keep_small(eqn: core.JaxprEqn, at_hand: bool) -> bool:
     """
     if not is_cheap(eqn):
         return False
-    inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
+    inputs = variables(eqn.invars)
     return at_hand or sum(nbytes(v.aval) for v in inputs) <= nbytes(eqn.outvars[0].aval)
 
 
@@ -77,7 +77,7 @@ def keep_work(eqn: core.JaxprEqn, at_hand: bool) -> bool:
     """
     if is_layout(eqn):
         return True
-    inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
+    inputs = variables(eqn.invars)
     return (
         at_hand
         and is_cheap(eqn)
@@ -101,9 +101,8 @@ def cut(
     it has what they read.
     """
     assert not jaxpr.constvars, "constants must be inputs"
-    newvar = core.gensym()
-    maker = _Maker(jaxpr, newvar, recompute, early)
-    return maker.cut(assignment, outputs, hidden=frozenset())
+    maker = _Maker(jaxpr, recompute, early)
+    return maker.cut(assignment, outputs)
 
 
 def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
@@ -111,8 +110,8 @@ def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
     it reads.
     """
     kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars)))
-    alive = _make(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
-    return alive, _reads(alive, len(jaxpr.invars))
+    alive = with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
+    return alive, reads(alive)
 
 
 class _Maker:
@@ -121,27 +120,26 @@ class _Maker:
     def __init__(
         self,
         jaxpr: core.Jaxpr,
-        newvar: NewVar,
         recompute: Recompute | None,
-        early: Callable[[core.JaxprEqn], bool] | None = None,
+        early: Callable[[core.JaxprEqn], bool] | None,
         late: Collection[core.Var] = (),
+        hidden: Collection[core.Var] = (),
     ) -> None:
-        """`late` are inputs that only the second part has: what its half of a scan has."""
+        """`late` are inputs that only the second part has, and `hidden` those that only the first
+        part has: what its half of a scan has.
+        """
         self._jaxpr = jaxpr
-        self._newvar = newvar
+        self._newvar: NewVar = core.gensym()
         self._recompute = recompute
         self._early = early
         self._late = set(late)
+        self._hidden = hidden
         self._weights: dict[core.Var, int] = {}  # of the stacks of scans
         self._first: list[core.JaxprEqn] = []
         self._second: list[core.JaxprEqn] = []
 
-    def cut(
-        self, assignment: Assignment, outputs: Sequence[bool], *, hidden: frozenset[core.Var]
-    ) -> Cut:
-        """`hidden` are inputs that the second part does not have (carries that the first part of a
-        scan owns).
-        """
+    def cut(self, assignment: Assignment, outputs: Sequence[bool]) -> Cut:
+        """Share out the equations, and choose what crosses."""
         jaxpr = self._jaxpr
         for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
             if isinstance(choice, Split):
@@ -151,49 +149,51 @@ class _Maker:
             else:
                 self._second.append(eqn)
                 self._late.update(eqn.outvars)
-        first_outs = [v for v, f in zip(jaxpr.outvars, outputs, strict=True) if f]
-        second_outs = [v for v, f in zip(jaxpr.outvars, outputs, strict=True) if not f]
-        crossing, again = self._crossing(second_outs, hidden)
-        first = _make(jaxpr, self._first, jaxpr.invars, [*first_outs, *crossing])
-        second = _make(jaxpr, [*again, *self._second], [*jaxpr.invars, *crossing], second_outs)
+        first_outs = _marked(jaxpr.outvars, outputs)
+        second_outs = _marked(jaxpr.outvars, [not f for f in outputs])
+        maker_of = {v: e for e in self._first for v in e.outvars}
+        used = [*(v for e in self._second for v in e.invars), *second_outs]
+        missing = dict.fromkeys(v for v in variables(used) if v in maker_of or v in self._hidden)
+        crossing: Sequence[core.Var]
+        again: Sequence[core.JaxprEqn]
+        if self._recompute is None:
+            keep = cheapest(
+                missing, self._first, lambda v: v not in maker_of and v not in self._hidden
+            )
+            crossing, again = keep.stored, keep.again
+        else:
+            crossing, again = self._by_rule(self._recompute, missing, maker_of)
+        first = with_equations(jaxpr, self._first, jaxpr.invars, [*first_outs, *crossing])
+        second = with_equations(
+            jaxpr, [*again, *self._second], [*jaxpr.invars, *crossing], second_outs
+        )
         # Recomputing can leave equations in the first part that nothing needs any more.
         first, first_reads = drop_dead(first)
         second, second_reads = drop_dead(second)
-        count = len(jaxpr.invars)
-        maker_of = {v: e for e in self._first for v in e.outvars}
         weights = [self._weights.get(v, weight(v, maker_of.get(v))) for v in crossing]
         return Cut(
             first,
             second,
             tuple(v.aval for v in crossing),
             sum(weights),
-            first_reads[:count],
-            second_reads[:count],
+            first_reads,
+            second_reads[: len(jaxpr.invars)],
         )
 
     def _may_be_early(self, eqn: core.JaxprEqn) -> bool:
         """Whether the first part may do an equation of the second too, and has what it reads."""
         if self._early is None or not self._early(eqn):
             return False
-        return not any(isinstance(v, core.Var) and v in self._late for v in eqn.invars)
+        return not any(v in self._late for v in variables(eqn.invars))
 
-    def _crossing(
-        self, second_outs: Sequence[Atom], hidden: frozenset[core.Var]
-    ) -> tuple[list[core.Var], list[core.JaxprEqn]]:
-        """What the first part hands over, after deciding what the second part computes again."""
-        maker_of = {v: e for e in self._first for v in e.outvars}
-        if self._recompute is None:
-            used = [v for e in self._second for v in e.invars] + list(second_outs)
-            needed = [v for v in used if isinstance(v, core.Var) and (v in maker_of or v in hidden)]
-            keep = cheapest(needed, self._first, lambda v: v not in maker_of and v not in hidden)
-            return list(keep.stored), list(keep.again)
-        order = {id(e): i for i, e in enumerate(self._first)}
-        used = [v for e in self._second for v in e.invars] + list(second_outs)
-        crossing = dict.fromkeys(
-            v for v in used if isinstance(v, core.Var) and (v in maker_of or v in hidden)
-        )
-        again: dict[int, core.JaxprEqn] = {}
-        made_again: set[core.Var] = set()
+    def _by_rule(
+        self,
+        recompute: Recompute,
+        crossing: dict[core.Var, None],
+        maker_of: dict[core.Var, core.JaxprEqn],
+    ) -> tuple[Sequence[core.Var], Sequence[core.JaxprEqn]]:
+        """What the first part hands over, and what the second part computes again by the rule."""
+        again: dict[core.Var, core.JaxprEqn] = {}
         numbers = numbers_of(self._first)
         changed = True
         while changed:
@@ -202,128 +202,98 @@ class _Maker:
                 eqn = maker_of.get(var)
                 if eqn is None or len(eqn.outvars) != 1 or eqn.effects:
                     continue
-                inputs = [v for v in eqn.invars if isinstance(v, core.Var)]
+                inputs = variables(eqn.invars)
                 missing = [
                     v
                     for v in inputs
-                    if (v in maker_of or v in hidden) and v not in crossing and v not in made_again
+                    if (v in maker_of or v in self._hidden) and v not in crossing and v not in again
                 ]
                 # What is made of numbers alone (an iota, a mask of zeros) is never handed over.
-                if inputs and var not in numbers and not self._recompute(eqn, not missing):
+                if inputs and var not in numbers and not recompute(eqn, not missing):
                     continue
                 if not inputs and eqn.primitive.name.startswith("random"):
                     continue
                 del crossing[var]
                 crossing.update(dict.fromkeys(missing))
-                made_again.add(var)
-                again[id(eqn)] = eqn
+                again[var] = eqn
                 changed = True
-        return list(crossing), sorted(again.values(), key=lambda e: order[id(e)])
+        return list(crossing), [e for e in self._first if e.outvars[0] in again]
 
     def _split_scan(self, eqn: core.JaxprEqn, choice: Split) -> None:
         """Cut a scan: the first one stacks what crosses in each trip, the second one scans over
         that.
         """
-        consts, carries = scan_counts(eqn)
+        scan = Scan.of(eqn)
+        others = tuple(not f for f in choice.first)
+        carry = [v for _, v in scan.carry]
         body = eqn.params["jaxpr"].jaxpr
-        own = [*choice.carry_first, *choice.ys_first]
-        body_carry = body.invars[consts : consts + carries]
-        hidden = frozenset(v for v, f in zip(body_carry, choice.carry_first, strict=True) if f)
-        late = [v for v, f in zip(body_carry, choice.carry_first, strict=True) if not f]
-        pairs = zip(body.invars, eqn.invars, strict=True)
-        late += [v for v, a in pairs if isinstance(a, core.Var) and a in self._late]
-        maker = _Maker(body, core.gensym(), self._recompute, self._early, late)
-        made = maker.cut(choice.body, own, hidden=hidden)
-        firsts = [v for v, f in zip(eqn.outvars, own, strict=True) if f]
-        seconds = [v for v, f in zip(eqn.outvars, own, strict=True) if not f]
-        # A value that crosses in each trip and is an output of the scan too is stacked only once.
-        inner_outs = made.first.outvars[: len(firsts)]
-        ys = zip(
-            inner_outs[sum(choice.carry_first) :], firsts[sum(choice.carry_first) :], strict=True
+        pairs = zip(eqn.invars, body.invars, strict=True)
+        late = [v for a, v in pairs if isinstance(a, core.Var) and a in self._late]
+        late += _marked(carry, others[: len(carry)])
+        hidden = _marked(carry, choice.first[: len(carry)])
+        made = _Maker(body, self._recompute, self._early, late, hidden).cut(
+            choice.body, choice.first
         )
+        # A value that crosses in each trip and is an output of the scan too is stacked only once.
         stacked = {
-            v: o for v, o in ys if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
+            v: o
+            for v, o in _marked(scan.ys, choice.first[len(carry) :])
+            if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
         }
-        stacks, outs, outvars = [], list(inner_outs), list(firsts)
         makers = {v: e for e in made.first.eqns for v in e.outvars}
-        for var in made.first.outvars[len(firsts) :]:
-            assert isinstance(var, core.Var)
-            if var not in stacked:
-                stacked[var] = self._newvar(stacked_aval(var.aval, eqn.params["length"]))
-                self._weights[stacked[var]] = eqn.params["length"] * weight(var, makers.get(var))
-                outs.append(var)
-                outvars.append(stacked[var])
-            stacks.append(stacked[var])
-        if outvars:
-            body_first = made.first.replace(outvars=outs)
-            self._first.append(
-                _scan(eqn, body_first, made.first_reads, choice.carry_first, [], outvars)
-            )
-        self._late.update(seconds)
-        if seconds:
-            other = tuple(not f for f in choice.carry_first)
-            self._second.append(_scan(eqn, made.second, made.second_reads, other, stacks, seconds))
+        crossing = made.first.outvars[sum(choice.first) :]
+        new = [v for v in variables(crossing) if v not in stacked]
+        for v in new:
+            stacked[v] = self._newvar(stacked_aval(v.aval, eqn.params["length"]))
+            self._weights[stacked[v]] = eqn.params["length"] * weight(v, makers.get(v))
+        if any(choice.first) or new:
+            ys = [(v, stacked[v]) for v in new]
+            self._first.append(_part(scan, made.first.eqns, choice.first, ys=ys))
+        self._late.update(_marked(eqn.outvars, others))
+        if any(others):
+            inner = made.second.invars[len(body.invars) :]
+            xs = [(stacked[v], x) for v, x in zip(variables(crossing), inner, strict=True)]
+            self._second.append(_part(scan, made.second.eqns, others, xs=xs))
 
 
 def _live_equations(jaxpr: core.Jaxpr, needed: Assignment) -> list[core.JaxprEqn]:
     """The needed equations; of a scan that is needed in part, the scan of that part."""
     kept = []
     for eqn, choice in zip(jaxpr.eqns, needed, strict=True):
-        if not isinstance(choice, Split):
-            kept += [eqn] if choice else []
-            continue
-        own = [*choice.carry_first, *choice.ys_first]
-        body = eqn.params["jaxpr"].jaxpr
-        outs = [v for v, f in zip(body.outvars, own, strict=True) if f]
-        part = _make(body, _live_equations(body, choice.body), body.invars, outs)
-        outvars = [v for v, f in zip(eqn.outvars, own, strict=True) if f]
-        kept.append(
-            _scan(eqn, part, _reads(part, len(part.invars)), choice.carry_first, [], outvars)
-        )
+        if isinstance(choice, Split):
+            inner = _live_equations(eqn.params["jaxpr"].jaxpr, choice.body)
+            kept.append(_part(Scan.of(eqn), inner, choice.first))
+        elif choice:
+            kept.append(eqn)
     return kept
 
 
-def _scan(
-    eqn: core.JaxprEqn,
-    body: core.Jaxpr,
-    reads: Sequence[bool],
-    carry_mine: Sequence[bool],
-    stacks: Sequence[core.Var],
-    outvars: Sequence[core.Var],
-) -> core.JaxprEqn:
-    """A scan with this body, over those operands of `eqn` that it reads, its own carries, and the
-    stacks.
-    """
-    consts, carries = scan_counts(eqn)
-    keep = [*reads[:consts], *carry_mine, *reads[consts + carries :]]
-    operands = [v for v, k in zip(eqn.invars, keep, strict=True) if k] + list(stacks)
-    count = len(eqn.invars)
-    invars = [v for v, k in zip(body.invars[:count], keep, strict=True) if k] + list(
-        body.invars[count:]
-    )
-    inner = core.ClosedJaxpr(body.replace(invars=invars), [])
-    params = dict(eqn.params, jaxpr=inner, num_consts=sum(keep[:consts]), num_carry=sum(carry_mine))
-    if "linear" in params:
-        params["linear"] = (False,) * len(operands)
-    return eqn.replace(invars=operands, outvars=list(outvars), params=params, effects=inner.effects)
-
-
-def _make(
-    like: core.Jaxpr,
+def _part(
+    scan: Scan,
     eqns: Sequence[core.JaxprEqn],
-    invars: Sequence[core.Var],
-    outvars: Sequence[Atom],
-) -> core.Jaxpr:
-    """A jaxpr of these equations, with the effects that they have."""
-    effects = frozenset().union(*(e.effects for e in eqns))
-    return like.replace(
-        eqns=list(eqns), invars=list(invars), outvars=list(outvars), effects=effects
-    )
+    mine: Sequence[bool],
+    *,
+    xs: Pairs = (),
+    ys: Pairs = (),
+) -> core.JaxprEqn:
+    """A scan of these equations that makes the marked outputs, and more `ys`.
+
+    It has those operands that it reads, its own carries, and more `xs`.
+    """
+    carries = len(scan.carry)
+    carry_out = _marked(scan.carry_out, mine[:carries])
+    ys = [*_marked(scan.ys, mine[carries:]), *ys]
+    used = set(variables([v for e in eqns for v in e.invars] + [v for v, _ in [*carry_out, *ys]]))
+    return replace(
+        scan,
+        eqns=eqns,
+        consts=[(a, v) for a, v in scan.consts if v in used],
+        carry=_marked(scan.carry, mine[:carries]),
+        xs=[*((a, v) for a, v in scan.xs if v in used), *xs],
+        carry_out=carry_out,
+        ys=ys,
+    ).equation()
 
 
-def _reads(jaxpr: core.Jaxpr, count: int) -> tuple[bool, ...]:
-    """Which of the first `count` inputs an equation or an output reads."""
-    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)} | {
-        v for v in jaxpr.outvars if isinstance(v, core.Var)
-    }
-    return tuple(v in used for v in jaxpr.invars[:count])
+def _marked(values: Iterable[Any], marks: Sequence[bool]) -> list[Any]:
+    return [value for value, marked in zip(values, marks, strict=True) if marked]

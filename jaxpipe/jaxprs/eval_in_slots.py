@@ -10,87 +10,59 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+from .equations import Scan, scan_counts, variables
 from .evaluate import bind, literal
-from .loops import Loop, run_loops
-from .slices import scan_counts
+from .loops import Loop, State, run_loops
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
-from .trip import Answer, Trip
 
 _LAZY = (Slot, Piece)
 
 
-def run_in_slots(
-    jaxpr: core.Jaxpr,
-    arguments: Sequence[Any],
-    *,
-    reads: Mapping[int, Slot] | None = None,
-    writes: Mapping[int, Target] | None = None,
-) -> list[Any]:
-    """Evaluate a jaxpr with slots (`InSlots`).
+def run_in_slots(*runs: InSlots) -> list[list[Any]]:
+    """Evaluate jaxprs with slots: the results of each.
 
     A scan would else build its stacked outputs apart and copy them into the slot (or add them to
     the accumulator), and a slot would be copied out to be scanned.
+
+    Of two that do not depend on each other, scans of equal length are merged into one, trip by
+    trip. So what one of them awaits in a layer, a collective, may run beside what the other
+    computes. In a trip the first reads its slots before the second writes any: the second may write
+    pools that the first reads, but not the other way round.
     """
-    steps = _steps(InSlots(jaxpr, arguments, reads or {}, writes or {}))
-    try:
-        loop = next(steps)
-        while True:
-            loop = steps.send(run_loops((loop,))[0])
-    except StopIteration as done:
-        return done.value
+    results: list[list[Any]] = [[] for _ in runs]
+    steps = [_steps(run) for run in runs]
+    waiting: dict[int, Loop] = {}  # the loop that each run needs next
 
-
-def run_both_in_slots(one: InSlots, other: InSlots) -> tuple[list[Any], list[Any]]:
-    """Evaluate two jaxprs that do not depend on each other, their scans of equal length merged into
-    one, trip by trip.
-
-    So what one of them awaits in a layer, a collective, may run beside what the other computes.  In
-    a trip `one` reads its slots before `other` writes any: `other` may write pools that `one`
-    reads, but not the other way round.
-    """
-    runs = (_steps(one), _steps(other))
-    loops: list[Loop | None] = [None, None]
-    results: list[list[Any]] = [[], []]
-
-    def advance(k: int, answer: Answer | None) -> None:
+    def advance(k: int, answer: State | None) -> None:
         try:
-            loops[k] = next(runs[k]) if answer is None else runs[k].send(answer)
+            waiting[k] = next(steps[k]) if answer is None else steps[k].send(answer)
         except StopIteration as done:
-            loops[k], results[k] = None, done.value
+            waiting.pop(k, None)
+            results[k] = done.value
 
-    advance(0, None)
-    advance(1, None)
-    while loops[0] is not None or loops[1] is not None:
-        first, second = loops
-        if first is not None and second is not None and first.merges_with(second):
-            answers = run_loops((first, second))
-            advance(0, answers[0])
-            advance(1, answers[1])
-        else:
-            k = 0 if first is not None else 1
-            loop = loops[k]
-            assert loop is not None
-            advance(k, run_loops((loop,))[0])
-    return results[0], results[1]
+    for k in range(len(runs)):
+        advance(k, None)
+    while waiting:
+        first = min(waiting)
+        chosen = [k for k in sorted(waiting) if waiting[first].merges_with(waiting[k])]
+        for k, answer in zip(chosen, run_loops([waiting[k] for k in chosen]), strict=True):
+            advance(k, answer)
+    return results
 
 
-def _steps(run: InSlots) -> Generator[Loop, Answer, list[Any]]:
+def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
     """Evaluate a jaxpr up to each of its scans, which the caller runs."""
-    jaxpr, reads, writes = run.jaxpr, run.reads, run.writes
-    env: dict[core.Var, Any] = {}
-    for i, (var, argument) in enumerate(zip(jaxpr.invars, run.arguments, strict=True)):
-        env[var] = reads.get(i, argument)
+    jaxpr, writes = run.jaxpr, run.writes
+    env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
+    env.update((jaxpr.invars[i], slot) for i, slot in run.reads.items())
+    # A scan writes into its target what nothing else reads.
+    used = {v for e in jaxpr.eqns for v in variables(e.invars)}
     targets = {
-        jaxpr.outvars[i]: slot
-        for i, slot in writes.items()
-        if isinstance(jaxpr.outvars[i], core.Var)
-    }
-    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
-    returned = [v for i, v in enumerate(jaxpr.outvars) if i not in writes]
-    targets = {
-        v: s
-        for v, s in targets.items()
-        if v not in used and v not in returned and jaxpr.outvars.count(v) == 1
+        v: target
+        for i, target in writes.items()
+        if isinstance(v := jaxpr.outvars[i], core.Var)
+        and v not in used
+        and jaxpr.outvars.count(v) == 1
     }
     pools = _Pools()
     written: set[core.Var] = set()
@@ -99,36 +71,28 @@ def _steps(run: InSlots) -> Generator[Loop, Answer, list[Any]]:
     # this.
     env.update((v, env[v].load()) for v in _read_whole(jaxpr) if isinstance(env.get(v), _LAZY))
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and eqn.params["length"]:
+        if _is_loop(eqn):
             _, carries = scan_counts(eqn)
             loop = _loop_of(eqn, env, targets, pools)
-            carry, changed, stacks = yield loop
-            pools.update(loop.pools, changed)
+            state = yield loop
+            pools.update(loop.pools, state.pools)
             outs = eqn.outvars[carries:]
-            env.update(zip(eqn.outvars[:carries], carry, strict=True))
-            env.update(zip([v for v in outs if v not in targets], stacks, strict=True))
+            env.update(zip(eqn.outvars[:carries], state.carry, strict=True))
+            env.update(zip([v for v in outs if v not in targets], state.stacks, strict=True))
             written.update(v for v in outs if v in targets)
             continue
         inputs = [_load(env, v) for v in eqn.invars]
-        target = (
-            targets.get(eqn.outvars[0])
-            if eqn.primitive.name == "scatter-add" and _is_in(eqn.invars[0], zeros)
-            else None
-        )
-        if isinstance(target, Total | TotalPiece):
+        target = targets.get(eqn.outvars[0]) if eqn.primitive.name == "scatter-add" else None
+        if isinstance(target, Total | TotalPiece) and eqn.invars[0] in zeros:
             # The gradient of a table of embeddings, which is mostly zeros.
-            pools.change(
-                target, target._replace(pool=pools.now(target.pool)).scatter(eqn, *inputs[1:])
-            )
+            pools.change(target, pools.current(target).scatter(eqn, *inputs[1:]))
             written.add(eqn.outvars[0])
             continue
         env.update(zip(eqn.outvars, bind(jaxpr, eqn, inputs), strict=True))
     for i, target in writes.items():
         atom = jaxpr.outvars[i]
         if not (isinstance(atom, core.Var) and atom in written):
-            pools.change(
-                target, target._replace(pool=pools.now(target.pool)).store(_load(env, atom))
-            )
+            pools.change(target, pools.current(target).store(_load(env, atom)))
     return [
         pools.now(writes[i].pool) if i in writes else _load(env, atom)
         for i, atom in enumerate(jaxpr.outvars)
@@ -145,6 +109,10 @@ class _Pools:
     def now(self, pool: Any) -> Any:
         """The pool that was this one."""
         return self._now.get(id(pool), pool)
+
+    def current(self, target: Any) -> Any:
+        """The target in its pool as it is by now."""
+        return target._replace(pool=self.now(target.pool))
 
     def change(self, target: Target, new: Any) -> None:
         """Replace a target's pool."""
@@ -164,53 +132,40 @@ def _loop_of(
     """A scan with pools among its carries, for what it writes, and among its constants, for what it
     reads.
     """
-    consts, carries = scan_counts(eqn)
-    body = eqn.params["jaxpr"]
-    inside = body.jaxpr.invars[consts : consts + carries]
-    carry = [
-        jnp.asarray(_load(env, v)).astype(b.aval.dtype)
-        for v, b in zip(eqn.invars[consts : consts + carries], inside, strict=True)
-    ]
-    scanned = [env[v] if isinstance(v, core.Var) else v.val for v in eqn.invars[consts + carries :]]
-    found = [targets.get(v) for v in eqn.outvars[carries:]]
-    trip = Trip(body, [_load(env, v) for v in eqn.invars[:consts]], carries, found)
+    scan = Scan.of(eqn)
+    found = [targets.get(v) for _, v in scan.ys]
     return Loop(
-        length=eqn.params["length"],
-        reverse=eqn.params.get("reverse", False),
-        unroll=eqn.params.get("unroll", 1),
-        carry=carry,
+        eqn.params,
+        fixed=[_load(env, a) for a, _ in scan.consts],
+        carry=[jnp.asarray(_load(env, a)).astype(v.aval.dtype) for a, v in scan.carry],
         pools=list({id(t.pool): pools.now(t.pool) for t in found if t is not None}.values()),
-        scanned=scanned,
-        trip=trip,
+        scanned=[env[a] if isinstance(a, core.Var) else a.val for a, _ in scan.xs],
+        targets=found,
     )
+
+
+def _is_loop(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan" and bool(eqn.params["length"])
 
 
 def _read_whole(jaxpr: core.Jaxpr) -> set[core.Var]:
     """Inputs that something reads other than row by row."""
     found: set[core.Var] = set()
     for eqn in jaxpr.eqns:
-        scanned = (
-            sum(scan_counts(eqn))
-            if eqn.primitive.name == "scan" and eqn.params["length"]
-            else len(eqn.invars)
-        )
-        found.update(v for v in eqn.invars[:scanned] if isinstance(v, core.Var))
+        whole = sum(scan_counts(eqn)) if _is_loop(eqn) else len(eqn.invars)
+        found.update(variables(eqn.invars[:whole]))
     return found & set(jaxpr.invars)
 
 
-def _zeros_of(jaxpr: core.Jaxpr) -> set[Any]:
+def _zeros_of(jaxpr: core.Jaxpr) -> list[Any]:
     """Arrays of zeros."""
-    return {
+    return [
         eqn.outvars[0]
         for eqn in jaxpr.eqns
         if eqn.primitive.name == "broadcast_in_dim"
         and isinstance(eqn.invars[0], core.Literal)
         and eqn.invars[0].val == 0
-    }
-
-
-def _is_in(atom: Any, those: set[Any]) -> bool:
-    return isinstance(atom, core.Var) and atom in those
+    ]
 
 
 def _load(env: dict[core.Var, Any], atom: Any) -> Any:

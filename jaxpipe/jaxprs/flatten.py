@@ -4,15 +4,14 @@ can be cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 
-Atom: TypeAlias = core.Var | core.Literal
-NewVar: TypeAlias = Callable[[Any], core.Var]
+from .equations import Atom, NewVar, every_equation, with_bodies
 
 # The parameter that holds a call's body.  `custom_*` calls that are still here were not
 # differentiated, so the plain body is their meaning.  Inlined remat keeps what it is for: a stage's
@@ -45,9 +44,8 @@ def stores_on_host(jaxpr: core.Jaxpr) -> bool:
 def _has_move(jaxpr: core.Jaxpr, to: Collection[Any] = tuple(_Space)) -> bool:
     """Whether anything in it, also in bodies, is moved to one of these memories."""
     return any(
-        (_is_move(eqn) and not set(eqn.params["devices"]).isdisjoint(to))
-        or any(_has_move(inner, to) for inner in core.jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
+        _is_move(eqn) and not set(eqn.params["devices"]).isdisjoint(to)
+        for eqn in every_equation(jaxpr)
     )
 
 
@@ -92,19 +90,10 @@ def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
         if _is_move(eqn):
             env.update(zip(eqn.outvars, inputs, strict=True))
             continue
-        params = {name: _stays(value) for name, value in eqn.params.items()}
+        params = with_bodies(eqn.params, _without_moves)
         eqns.append(eqn.replace(invars=inputs, outvars=bind(eqn.outvars), params=params))
     outvars = [read(a) for a in jaxpr.outvars]
     return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-
-
-def _stays(value: Any) -> Any:
-    """A parameter of an equation: a body, or several, without moves."""
-    if isinstance(value, core.ClosedJaxpr):
-        return core.ClosedJaxpr(_without_moves(value.jaxpr), value.consts)
-    if isinstance(value, core.Jaxpr):
-        return _without_moves(value)
-    return tuple(map(_stays, value)) if type(value) is tuple else value
 
 
 def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -4,123 +4,157 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
-from .slots import Piece, Slot
-from .trip import Answer, Trip
+from .evaluate import results_of
+from .slots import Piece, Slot, Target
+
+
+class State(NamedTuple):
+    """What a loop hands from trip to trip."""
+
+    carry: list[Any]
+    pools: list[Any]
+    stacks: list[Any]
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A scan as it is to be run: what it carries, the pools that it writes, and what one trip does
-    with them.
+    """A scan as it is to be run: its body, what it carries, the pools that it writes, and for each
+    output after the carry its target; None: it is stacked.
     """
 
-    length: int
-    reverse: bool
-    unroll: Any
+    params: Mapping[str, Any]  # of the scan
+    fixed: list[Any]  # what is the same in all trips
     carry: list[Any]
     pools: list[Any]
     scanned: list[Any]  # what a trip reads a row of: slots, pieces, arrays
-    trip: Trip
+    targets: Sequence[Target | None]
+
+    @property
+    def length(self) -> int:
+        """How many trips it has."""
+        return int(self.params["length"])
 
     def merges_with(self, other: Loop) -> bool:
         """Whether both may be one loop."""
-        return self.length == other.length and self.unroll == other.unroll
+        return all(self.params[name] == other.params[name] for name in ("length", "unroll"))
+
+    def empty_stacks(self) -> list[Any]:
+        """Room for what it stacks; every row is written before any is read, so that nothing fills
+        it.
+        """
+        outs = self.params["jaxpr"].jaxpr.outvars[len(self.carry) :]
+        return [
+            lax.empty((self.length, *out.aval.shape), out.aval.dtype)
+            for out, target in zip(outs, self.targets, strict=True)
+            if target is None
+        ]
+
+    def compute(self, carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The next carry and the other results of a trip, from the carry and what was read."""
+        results = results_of(self.params["jaxpr"], *self.fixed, *carry, *values)
+        count = len(carry)
+        after = [r.astype(c.dtype) for r, c in zip(results[:count], carry, strict=True)]
+        return after, results[count:]
+
+    def store(self, pools: list[Any], row: Any, results: list[Any]) -> list[Any]:
+        """The pools with the rows of a trip that have a target."""
+        found = list(pools)
+        targets = [target for target in self.targets if target is not None]
+        numbers = {first: k for k, first in enumerate(dict.fromkeys(id(t.pool) for t in targets))}
+        for value, target in zip(results, self.targets, strict=True):
+            if target is not None:
+                number = numbers[id(target.pool)]
+                found[number] = target._replace(pool=found[number]).store_row(row, value)
+        return found
+
+    def stacked(self, results: list[Any]) -> list[Any]:
+        """Those results of a trip that have no target."""
+        return [y for y, target in zip(results, self.targets, strict=True) if target is None]
 
 
-def run_loops(loops: Sequence[Loop]) -> list[Answer]:
+def run_loops(loops: Sequence[Loop]) -> list[State]:
     """Loops of one length as one: in each trip all read, then compute, then store.
 
     Rows are read, stored and stacked by an index that is scanned: XLA:GPU makes no CUDA graph of a
     loop whose slices follow its counter. Where the partitioner splits values, scan stacks them
     itself: collectives keep such a loop out of graphs, and XLA reads its own stacks without a copy.
     """
-    length, reverse = loops[0].length, loops[0].reverse
+    length, reverse = loops[0].length, loops[0].params["reverse"]
     by_scan = _is_split_further()
 
-    def trip(state: list[Answer], rows: list[Any]) -> tuple[list[Answer], list[list[Any]]]:
+    def trip(states: list[State], rows: list[Any]) -> tuple[list[State], list[list[Any]]]:
         # What one loop reads of a pool that another writes, it reads as that one carries it.
         now = {
             id(old): new
-            for loop, (_, pools, _) in zip(loops, state, strict=True)
-            for old, new in zip(loop.pools, pools, strict=True)
+            for loop, state in zip(loops, states, strict=True)
+            for old, new in zip(loop.pools, state.pools, strict=True)
         }
         read = [
             [_row_of(x, now, row) for x in loop.scanned]
             for loop, row in zip(loops, rows, strict=True)
         ]
         if by_scan and len(loops) > 1:
-            state, read = _read_before_writing(loops, state, read)
+            states, read = _read_before_writing(loops, states, read)
         found = [
-            loop.trip.compute(carry, values)
-            for loop, (carry, _, _), values in zip(loops, state, read, strict=True)
+            loop.compute(state.carry, values)
+            for loop, state, values in zip(loops, states, read, strict=True)
         ]
-        after = [
-            (made.carry, loop.trip.store(pools, row, made.rows), made.stacks)
-            for loop, (_, pools, _), row, made in zip(loops, state, rows, found, strict=True)
-        ]
-        ys = [stack for _, _, stack in after]
-        stacks = [
-            [] if by_scan else _with_rows(old, row, new)
-            for (_, _, old), row, new in zip(state, rows, ys, strict=True)
-        ]
-        return [
-            (carry, pools, stack) for (carry, pools, _), stack in zip(after, stacks, strict=True)
-        ], ys if by_scan else []
+        after, ys = [], []
+        for loop, state, row, (carry, results) in zip(loops, states, rows, found, strict=True):
+            pools, new = loop.store(state.pools, row, results), loop.stacked(results)
+            stacks = [] if by_scan else _with_rows(state.stacks, row, new)
+            after.append(State(carry, pools, stacks))
+            ys.append(new if by_scan else [])
+        return after, ys
 
     count = np.arange(length, dtype=np.int32)
-    rows = [jnp.asarray(count if loop.reverse == reverse else count[::-1]) for loop in loops]
+    flipped = [loop.params["reverse"] != reverse for loop in loops]
+    rows = [jnp.asarray(count[::-1] if flip else count) for flip in flipped]
     if len(loops) == 1:
         rows = [lax.iota(jnp.int32, length)]
-    start = [(loop.carry, loop.pools, [] if by_scan else _empty(loop)) for loop in loops]
-    end, ys = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=loops[0].unroll)
+    start = [
+        State(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
+    ]
+    unroll = loops[0].params["unroll"]
+    end, ys = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=unroll)
     if not by_scan:
         return end
     return [
-        (
-            carry,
-            pools,
-            stacks if loop.reverse == reverse else [jnp.flip(leaf, 0) for leaf in stacks],
-        )
-        for loop, (carry, pools, _), stacks in zip(loops, end, ys, strict=True)
+        state._replace(stacks=[jnp.flip(leaf, 0) for leaf in stacks] if flip else stacks)
+        for state, stacks, flip in zip(end, ys, flipped, strict=True)
     ]
 
 
 def _read_before_writing(
-    loops: Sequence[Loop], state: list[Answer], read: list[list[Any]]
-) -> tuple[list[Answer], list[list[Any]]]:
-    """Tie what was read of pools that another loop writes to them: XLA would slice it again after
-    the write, and copy the pool for that.
+    loops: Sequence[Loop], states: list[State], read: list[list[Any]]
+) -> tuple[list[State], list[list[Any]]]:
+    """Tie what was read of pools that a loop writes to them: XLA would slice it again after the
+    write, and copy the pool for that.
 
     Nothing else is tied: a row of parameters is best sliced where it is used, not kept from the
     beginning of the trip.
     """
-    tied = [[not late for late in _may_be_late(loop, loops)] for loop in loops]
-    early = [
-        [x for x, ties in zip(values, those, strict=True) if ties]
-        for values, those in zip(read, tied, strict=True)
+    written = {id(pool) for loop in loops for pool in loop.pools}
+    tied = [
+        {k: values[k] for k, x in enumerate(loop.scanned) if _is_in(x, written)}
+        for loop, values in zip(loops, read, strict=True)
     ]
-    early, pools = lax.optimization_barrier((early, [pools for _, pools, _ in state]))
-    own = [iter(values) for values in early]
-    read = [
-        [next(held) if ties else x for x, ties in zip(values, those, strict=True)]
-        for values, those, held in zip(read, tied, own, strict=True)
+    tied, pools = lax.optimization_barrier((tied, [state.pools for state in states]))
+    return [state._replace(pools=now) for state, now in zip(states, pools, strict=True)], [
+        [own.get(k, value) for k, value in enumerate(values)]
+        for own, values in zip(tied, read, strict=True)
     ]
-    return [
-        (carry, now, stacks) for (carry, _, stacks), now in zip(state, pools, strict=True)
-    ], read
 
 
-def _may_be_late(loop: Loop, loops: Sequence[Loop]) -> list[bool]:
-    """Which of what a loop scans lies in no pool that any of the loops writes."""
-    written = {id(pool) for other in loops for pool in other.pools}
-    return [not (isinstance(x, Slot) and id(x.pool) in written) for x in loop.scanned]
+def _is_in(scanned: Any, pools: set[int]) -> bool:
+    return isinstance(scanned, Slot) and id(scanned.pool) in pools
 
 
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
@@ -138,13 +172,6 @@ def _is_split_further() -> bool:
     """Whether the mesh has axes that are left to the partitioner."""
     mesh = get_abstract_mesh()
     return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
-
-
-def _empty(loop: Loop) -> list[Any]:
-    """Room for what a loop stacks; every row is written before any is read, so that nothing fills
-    it.
-    """
-    return [lax.empty((loop.length, *aval.shape), aval.dtype) for aval in loop.trip.stacked]
 
 
 def _with_rows(stacks: Sequence[Any], row: Any, values: Sequence[Any]) -> list[Any]:

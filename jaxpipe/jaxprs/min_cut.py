@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
+from .equations import making, variables
 from .sizes import is_gather, is_layout, nbytes
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Nothing
@@ -32,8 +33,6 @@ _ARITHMETIC = frozenset(
         "iota",
         "le",
         "lt",
-    }
-    | {
         "max",
         "min",
         "mul",
@@ -100,16 +99,15 @@ def cheapest(
         if eqn is None or not recompute(eqn):
             graph.edge(_SOURCE, _in(var), None)
             continue
-        for operand in eqn.invars:
-            if isinstance(operand, core.Var) and not at_hand(operand):
+        for operand in variables(eqn.invars):
+            if not at_hand(operand):
                 graph.edge(_out(operand), _in(var), None)
                 todo.append(operand)
     late = graph.sink_side()
     stored = {v for v in seen if _out(v) in late and _in(v) not in late}
-    again = _needed_again(needed, stored, maker, at_hand)
     return Keep(
-        tuple(v for v in dict.fromkeys(_ordered(stored, eqns))),
-        tuple(e for e in eqns if id(e) in again),
+        tuple(_ordered(stored, eqns)),
+        tuple(making(needed, eqns, lambda v: v in stored or at_hand(v))),
     )
 
 
@@ -120,27 +118,6 @@ def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
     known here.
     """
     return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
-
-
-def _needed_again(
-    needed: Sequence[core.Var],
-    stored: set[core.Var],
-    maker: dict[core.Var, core.JaxprEqn],
-    at_hand: Callable[[core.Var], bool],
-) -> set[int]:
-    """Identities of the equations to run again."""
-    again: set[int] = set()
-    todo = [v for v in needed if v not in stored]
-    while todo:
-        var = todo.pop()
-        if var in stored or at_hand(var):
-            continue
-        eqn = maker[var]
-        if id(eqn) in again:
-            continue
-        again.add(id(eqn))
-        todo.extend(v for v in eqn.invars if isinstance(v, core.Var))
-    return again
 
 
 def _ordered(stored: set[core.Var], eqns: Sequence[core.JaxprEqn]) -> list[core.Var]:
@@ -174,33 +151,27 @@ class _Flow:
 
     def sink_side(self) -> set[Any]:
         """Nodes that can still reach the sink when the flow is greatest."""
-        while (path := self._path()) is not None:
+        while True:
+            following = self._following()
+            if _SOURCE not in following:
+                return set(following)
+            path, node = [], _SOURCE
+            while node != _SINK:
+                path.append((node, following[node]))
+                node = following[node]
             amount = min(self._capacity[a][b] for a, b in path)
             for a, b in path:
                 self._capacity[a][b] -= amount
                 self._capacity[b][a] += amount
-        reached, todo = {_SINK}, deque([_SINK])
+
+    def _following(self) -> dict[Any, Any]:
+        """For each node that can reach the sink, the next one on a shortest path."""
+        following: dict[Any, Any] = {_SINK: None}
+        todo = deque([_SINK])
         while todo:
             node = todo.popleft()
             for other in self._capacity[node]:
-                if other not in reached and self._capacity[other].get(node, 0.0) > 0:
-                    reached.add(other)
+                if other not in following and self._capacity[other].get(node, 0.0) > 0:
+                    following[other] = node
                     todo.append(other)
-        return reached
-
-    def _path(self) -> list[tuple[Any, Any]] | None:
-        parent: dict[Any, Any] = {_SOURCE: None}
-        todo = deque([_SOURCE])
-        while todo:
-            node = todo.popleft()
-            for other, left in self._capacity[node].items():
-                if left > 0 and other not in parent:
-                    parent[other] = node
-                    todo.append(other)
-        if _SINK not in parent:
-            return None
-        path, node = [], _SINK
-        while parent[node] is not None:
-            path.append((parent[node], node))
-            node = parent[node]
-        return path
+        return following

@@ -10,16 +10,17 @@ from typing import TypeAlias
 
 from jax.extend import core
 
+from .equations import scan_counts, variables
+
 
 @dataclass(frozen=True)
 class Split:
-    """A scan that is cut in two: how its body is cut, and which of its carries go with the first
-    part.
+    """A scan that is cut in two: how its body is cut, and which of its outputs the first part
+    makes.
     """
 
     body: Assignment
-    carry_first: tuple[bool, ...]
-    ys_first: tuple[bool, ...]
+    first: tuple[bool, ...]
 
 
 # One entry an equation: True = first part, False = second part, Split = some of each.
@@ -38,18 +39,9 @@ def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> Assignment:
     return _forward(jaxpr, inputs)[0]
 
 
-def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """The number of constants and of carries of a scan."""
-    return eqn.params["num_consts"], eqn.params["num_carry"]
-
-
 def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
     """The assignment, and which inputs the first part reads."""
-    needed = {
-        v
-        for v, wanted in zip(jaxpr.outvars, outputs, strict=True)
-        if wanted and isinstance(v, core.Var)
-    }
+    needed = {*variables(v for v, wanted in zip(jaxpr.outvars, outputs, strict=True) if wanted)}
     found: list[bool | Split] = []
     for eqn in reversed(jaxpr.eqns):
         wanted = [v in needed for v in eqn.outvars]
@@ -57,9 +49,7 @@ def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, l
         reads = [choice is True] * len(eqn.invars)
         if choice and eqn.primitive.name == "scan":
             choice, reads = _backward_scan(eqn, wanted)
-        needed.update(
-            v for v, read in zip(eqn.invars, reads, strict=True) if read and isinstance(v, core.Var)
-        )
+        needed.update(variables(v for v, read in zip(eqn.invars, reads, strict=True) if read))
         found.append(choice)
     return tuple(reversed(found)), [v in needed for v in jaxpr.invars]
 
@@ -87,7 +77,7 @@ def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | S
         y or (isinstance(v, core.Var) and v in made)
         for y, v in zip(ys, body.outvars[carries:], strict=True)
     ]
-    return Split(choice, tuple(carry), tuple(ys)), reads
+    return Split(choice, (*carry, *ys)), reads
 
 
 def _made_first(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
@@ -95,8 +85,7 @@ def _made_first(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
     made: set[core.Var] = set()
     for eqn, choice in zip(jaxpr.eqns, choices, strict=True):
         if isinstance(choice, Split):
-            own = [*choice.carry_first, *choice.ys_first]
-            made.update(v for v, f in zip(eqn.outvars, own, strict=True) if f)
+            made.update(v for v, f in zip(eqn.outvars, choice.first, strict=True) if f)
         elif choice:
             made.update(eqn.outvars)
     return made
@@ -137,5 +126,5 @@ def _forward_scan(eqn: core.JaxprEqn, given: Sequence[bool]) -> tuple[bool | Spl
         carry = shrunk
     if not any(c is not False for c in choice):
         return False, [False] * len(eqn.outvars)
-    ys = outs[carries:]
-    return Split(choice, tuple(carry), tuple(ys)), [*carry, *ys]
+    known = [*carry, *outs[carries:]]
+    return Split(choice, tuple(known)), known

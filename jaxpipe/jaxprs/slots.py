@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -164,5 +165,5 @@ class InSlots(NamedTuple):
 
     jaxpr: core.Jaxpr
     arguments: Sequence[Any]
-    reads: Mapping[int, Slot]
-    writes: Mapping[int, Target]
+    reads: Mapping[int, Slot] = MappingProxyType({})
+    writes: Mapping[int, Target] = MappingProxyType({})

@@ -10,8 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from .cut import drop_dead
-from .flatten import Atom
-from .slices import scan_counts
+from .equations import Atom, renamed, scan_counts
 
 
 def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
@@ -84,10 +83,4 @@ def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jax
     """
     mine = jaxpr.invars[start : start + len(same)]
     env = {mine[i]: mine[first] for i, first in enumerate(same) if i != first}
-
-    def read(atom: Any) -> Any:
-        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
-
-    eqns = [eqn.replace(invars=[read(a) for a in eqn.invars]) for eqn in jaxpr.eqns]
-    invars = [v for v in jaxpr.invars if v not in env]
-    return jaxpr.replace(invars=invars, outvars=[read(a) for a in jaxpr.outvars], eqns=eqns)
+    return renamed(jaxpr.replace(invars=[v for v in jaxpr.invars if v not in env]), env)

@@ -18,7 +18,7 @@ from ..program.templates import Part, parts_in_order
 from ..table.kinds import RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
 from .overheads import NO_OVERHEADS, Overheads
-from .trips import DeviceTimes, Durations
+from .trips import Durations, after_segment
 
 # Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a
 # time: with a time, code would grow with the number of microbatches.
@@ -84,7 +84,7 @@ def program_makespan(
     durations = costs if isinstance(costs, Durations) else Durations.from_rows(costs)
     time = np.zeros(durations.of.shape[-1])
     for segment in segments:
-        time = DeviceTimes.of(segment, durations, overheads).after(time)
+        time = after_segment(time, segment, durations, overheads)
     return float(time.max(initial=0.0))
 
 

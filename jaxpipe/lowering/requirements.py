@@ -29,17 +29,6 @@ class Edge(NamedTuple):
     target: int
 
 
-class Count(NamedTuple):
-    """How many devices run a block in a tick, and how many of those for the first, the last, a
-    locally consumed stage.
-    """
-
-    active: int
-    first: int
-    last: int
-    local: int
-
-
 @dataclass(frozen=True, eq=False)
 class Requirements:
     """The requirements of every tick, by its code: tick t has `kinds[codes[t]]`.
@@ -51,7 +40,9 @@ class Requirements:
 
     codes: IntArray
     blocks: tuple[Block, ...]  # that occur
-    counts: IntArray  # `[code, block]` is the `Count` of `blocks[block]`
+    # `[code, block]`: how many devices run it, and how many of them for the first, the last, a
+    # locally consumed stage
+    counts: IntArray
     edges: tuple[Edge, ...]  # the transfers that occur, in order
     # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
     slack: NDArray[np.int32]
@@ -180,7 +171,7 @@ def _requirements(
             Block(Kind(k), c, bool(r))
             for k, c, r in zip(*(of[example].tolist() for of in (kind, chunk, kept)), strict=True)
         ),
-        counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(Count._fields)),
+        counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(sums)),
         edges=tuple(
             Edge(Payload(p), d, e)
             for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()

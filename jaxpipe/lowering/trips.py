@@ -39,11 +39,6 @@ class Durations(NamedTuple):
         codes = equal_rows(rows)
         return cls(rows[np.unique(codes, return_index=True)[1]], codes)
 
-    def rows(self) -> NDArray[np.float64]:
-        """`[tick, device]`"""
-        found: NDArray[np.float64] = self.of.sum(axis=1)[self.codes]
-        return found
-
     def of_trips(
         self, segment: Segment, overheads: Overheads
     ) -> list[tuple[NDArray[np.float64], IntArray]]:
@@ -74,54 +69,44 @@ def with_predicates(
     return found
 
 
-class DeviceTimes(NamedTuple):
-    """A segment as a function of device times."""
+def after_segment(
+    time: NDArray[np.float64], segment: Segment, durations: Durations, overheads: Overheads
+) -> NDArray[np.float64]:
+    """Device times after a segment, from device times before it.
 
-    code: _Code
-    # for each step, how long devices run in it; nothing where it runs nothing
-    rows: tuple[tuple[NDArray[np.float64], ...], ...]
-    which: tuple[list[int], ...]  # for each step, which of its rows is that of each trip
-    trips: IntArray  # equal numbers for trips of equal costs
-
-    @classmethod
-    def of(cls, segment: Segment, durations: Durations, overheads: Overheads) -> DeviceTimes:
-        """Each permute of a device lasts a hop; predicates take time too."""
-        _, num_parts, num_devices = durations.of.shape
-        ticks = durations.of_trips(segment, overheads)
-        code = _Code.of(segment, num_parts, num_devices, overheads.hop)
-        rows = tuple(
-            tuple(ticks[step.tick][0][:, step.parts].sum(axis=1)) if step.runs else ()
-            for step in code.steps
-        )
-        which = [of.tolist() for _, of in ticks]
-        trips = equal_rows(np.column_stack([of for _, of in ticks]))
-        return cls(code, rows, tuple(which[step.tick] for step in code.steps), trips)
-
-    def after(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Device times after the segment, from device times before it."""
-        unit = max((float(row.max()) for rows in self.rows for row in rows), default=0.0) or 1.0
-        # By device times relative to the last device and some trips ahead: the trip that ended so,
-        # and the times.
-        seen: dict[bytes, tuple[int, NDArray[np.float64]]] = {}
-        trip = 0
-        while trip < len(self.trips):
-            lasting = [
-                rows[of[trip]] if rows else None
-                for rows, of in zip(self.rows, self.which, strict=True)
-            ]
-            time = self.code.trip(time, lasting, is_first=trip == 0)
-            trip += 1
-            relative = np.round((time - time.max()) / unit, 9) + 0.0
-            key = relative.tobytes() + self.trips[trip : trip + _AHEAD].tobytes()
-            begun, before = seen.get(key, (trip, time))
-            seen[key] = trip, time
-            # Trips that brought devices back to where they were, relative to each other, do so
-            # again: as often as the same trips follow, they need not be run.
-            if length := trip - begun:
-                differs = self.trips[trip:] != self.trips[begun:-length]
-                turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
-                time, trip = time + (time - before) * turns, trip + turns * length
-        return self.code.land(time)
+    Each permute of a device lasts a hop; predicates take time too.
+    """
+    _, num_parts, num_devices = durations.of.shape
+    ticks = durations.of_trips(segment, overheads)
+    code = _Code.of(segment, num_parts, num_devices, overheads.hop)
+    # for each step, how long devices run in it by the number of its duration; None where it runs
+    # nothing
+    work = [ticks[s.tick][0][:, s.parts].sum(axis=1) if s.runs else None for s in code.steps]
+    which = [ticks[step.tick][1].tolist() for step in code.steps]
+    # equal numbers for trips of equal costs
+    trips = equal_rows(np.column_stack([of for _, of in ticks]))
+    unit = max((float(rows.max()) for rows in work if rows is not None), default=0.0) or 1.0
+    # By device times relative to the last device and some trips ahead: the trip that ended so, and
+    # the times.
+    seen: dict[bytes, tuple[int, NDArray[np.float64]]] = {}
+    trip = 0
+    while trip < len(trips):
+        lasting = [
+            None if rows is None else rows[of[trip]] for rows, of in zip(work, which, strict=True)
+        ]
+        time = code.trip(time, lasting, is_first=trip == 0)
+        trip += 1
+        relative = np.round((time - time.max()) / unit, 9) + 0.0
+        key = relative.tobytes() + trips[trip : trip + _AHEAD].tobytes()
+        begun, before = seen.get(key, (trip, time))
+        seen[key] = trip, time
+        # Trips that brought devices back to where they were, relative to each other, do so again:
+        # as often as the same trips follow, they need not be run.
+        if length := trip - begun:
+            differs = trips[trip:] != trips[begun:-length]
+            turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
+            time, trip = time + (time - before) * turns, trip + turns * length
+    return code.land(time)
 
 
 class _Issue(NamedTuple):

@@ -247,16 +247,12 @@ def check_canonical(
             'parameters have no "stages"; give a tree whose leaves have a leading axis of S '
             "stages in model order"
         )
-    if has_first and "first" not in params:
-        faults.append(
-            'the pipeline has a `first` function, but parameters have no "first"; give its '
-            "parameters ({} if none)"
-        )
-    if has_last and "last" not in params:
-        faults.append(
-            'the pipeline has a `last` function, but parameters have no "last"; give its '
-            "parameters ({} if none)"
-        )
+    faults += [
+        f'the pipeline has a `{key}` function, but parameters have no "{key}"; give its parameters '
+        "({} if none)"
+        for key, has in (("first", has_first), ("last", has_last))
+        if has and key not in params
+    ]
     if isinstance(params.get("stages"), Chunks):
         raise PipelineError(
             "these parameters are placed already; `place` takes canonical ones, which "

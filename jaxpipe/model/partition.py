@@ -23,7 +23,7 @@ from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .placed import Chunks
 from .sharing import Sharing, by_name
 from .specs import Patterns, by_path, holds, names_of, path_text, spec_faults
-from .spread import Cuts, bare, is_padded
+from .spread import Cuts, bare, is_padded, own_shape
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,11 @@ class Partition:
 
     def _outer(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
         """The plan of a parameter of first, last or shared."""
-        array, shape = bare(leaf), [*np.shape(bare(leaf))]
-        if array is None:
+        shape = own_shape(leaf)
+        if shape is None:
             return leaf  # frozen
-        if is_padded(leaf):
-            shape[leaf.dim] = leaf.size
-        own = Parameter(_joined(key, path), tuple(shape))
-        plan = self._leaf(own, array, faults, stage=False, cut=self.cuts.dim(key, path))
+        own = Parameter(_joined(key, path), shape)
+        plan = self._leaf(own, bare(leaf), faults, stage=False, cut=self.cuts.dim(key, path))
         return replace(leaf, array=plan) if is_padded(leaf) else plan
 
     def _alike(self, faults: list[str], path: Any, leaf: Any) -> LeafPlan:

@@ -123,28 +123,27 @@ def pad_like(like: Any, leaf: Any) -> Any:
     return replace(like, array=jnp.pad(leaf, widths))
 
 
+def own_shape(leaf: Any) -> tuple[int, ...] | None:
+    """That of a parameter, without padding; None for what is frozen."""
+    array = bare(leaf)
+    if array is None or not is_padded(leaf):
+        return None if array is None else jnp.shape(array)
+    return tuple(leaf.size if d == leaf.dim else n for d, n in enumerate(jnp.shape(array)))
+
+
 def padded_like(tree: PyTree, like: PyTree) -> PyTree:
     """The inverse of `cut_off`: arrays of the tree that belong to a padded one of `like`, by path
     and shape, with as much padding.
 
     A path may have more before that of `like`, as that of an optimizer's moment has.
     """
-    wide = [
-        (path, leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(like, is_leaf=is_padded)
-        if is_padded(leaf)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(like, is_leaf=is_padded)
+    wide = [(path, leaf, own_shape(leaf)) for path, leaf in leaves if is_padded(leaf)]
 
     def pad(path: tuple[Any, ...], leaf: Any) -> Any:
-        for own, to in wide:
-            if path[len(path) - len(own) :] != own or (leaf is None) is not (to.array is None):
-                continue
-            shape = () if leaf is None else jnp.shape(to.array)
-            if leaf is None or jnp.shape(leaf) == tuple(
-                to.size if dim == to.dim else size for dim, size in enumerate(shape)
-            ):
-                return pad_like(to, leaf)
-        return leaf
+        shape = own_shape(leaf)
+        found = (to for own, to, its in wide if path[-len(own) :] == own and its == shape)
+        return pad_like(next(found, None), leaf)
 
     return jax.tree_util.tree_map_with_path(pad, tree, is_leaf=lambda node: node is None)
 

@@ -31,12 +31,8 @@ class Running(NamedTuple):
     runs: BoolTable
 
 
-def running(program: Program) -> tuple[Running, ...]:
+def running(program: Program) -> Iterator[Running]:
     """Every block of every template, and where the records ask for it."""
-    return tuple(_running(program))
-
-
-def _running(program: Program) -> Iterator[Running]:
     for segment in program.segments:
         for j, template in enumerate(segment.templates):
             ticks = ticks_of(segment, j)

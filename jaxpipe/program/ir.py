@@ -4,10 +4,10 @@ outlives its tick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from ..table.effects import Effect, Liveness, Place, effects_of
+from ..table.effects import Effect, Liveness, effects_of
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .pools import Pool, Slots
@@ -45,13 +45,6 @@ class Program:
     def slots(self) -> Slots:
         """The size of each pool."""
         return Slots(**{pool.name.value: pool.slots for pool in self.pools})
-
-    def with_entries(self, entries: dict[Place, tuple[str, ...]]) -> Program:
-        """The program whose pools say what an entry is."""
-        return replace(
-            self,
-            pools=tuple(replace(pool, entry=entries.get(pool.name, ())) for pool in self.pools),
-        )
 
     def __str__(self) -> str:
         return show(self.schedule, self.segments, self.ticks, self.pools, self.effects)

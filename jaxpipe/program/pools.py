@@ -28,17 +28,11 @@ class Slots(SimpleNamespace):
 
 @dataclass(frozen=True)
 class Pool:
-    """Buffers of one shape: `slots` entries of `entry`, which is a text for each array, "float32[4,
-    8]", where shapes are known.
-    """
+    """Buffers of one shape."""
 
     name: Place
     slots: int
-    entry: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        count = (
-            f"{self.name.letter} {self.name.value}: {self.slots} "
-            f"slot{'s' if self.slots > 1 else ''}"
-        )
-        return f"{count} of {', '.join(self.entry)}" if self.entry else count
+        plural = "s" if self.slots > 1 else ""
+        return f"{self.name.letter} {self.name.value}: {self.slots} slot{plural}"

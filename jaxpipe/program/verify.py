@@ -62,7 +62,7 @@ def faults(program: Program) -> tuple[Fault, ...]:
     )
     if found:
         return tuple(found)
-    blocks = running(program)
+    blocks = tuple(running(program))
     found = list(code_faults(program, blocks))
     if not found:
         for pool in program.pools:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import Total, run_in_slots
+from ..jaxprs import InSlots, Total, run_in_slots
 from ..stage.code import run
 from .pools import add, add_at, write
 from .shared_code import SharedCode
@@ -27,7 +27,7 @@ def accumulate(name: str, jaxpr: Any, arguments: Leaves, state: State) -> State:
     """
     own, common = state[name], state["shared_gradients"]
     totals = {i: Total(leaf) for i, leaf in enumerate([*own, *common])}
-    found = run_in_slots(jaxpr, arguments, writes=totals)
+    (found,) = run_in_slots(InSlots(jaxpr, arguments, writes=totals))
     return state | {name: found[: len(own)], "shared_gradients": found[len(own) :]}
 
 

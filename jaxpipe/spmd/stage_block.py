@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..arrays import Leaves
-from ..jaxprs import InSlots, Slot, Target, run_both_in_slots, run_in_slots
+from ..jaxprs import InSlots, Slot, Target, run_in_slots
 from ..program.templates import BlockUse, Presence
 from ..stage.code import StageCode, run
 from ..table.effects import Access, Place
@@ -72,7 +72,7 @@ class StageAction:
         def run_alone(state: State) -> State:
             steps = self.steps(state)
             code, state = next(steps)
-            outs = run_in_slots(code.jaxpr, code.arguments, reads=code.reads, writes=code.writes)
+            (outs,) = run_in_slots(code)
             return _last_step(steps, outs, state)
 
         return Block(self.changes(), run_alone, self.shared.together)
@@ -111,7 +111,7 @@ class StageAction:
         if shared.training and use.block.keeps:
             outs, state = yield from self._keep(code.forward, code.num_outputs, state)
         else:
-            outs, state = yield InSlots(code.evaluate, self._inputs(state), {}, {}), state
+            outs, state = yield InSlots(code.evaluate, self._inputs(state)), state
         y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
         if code.loss is not None:
             loss, *rest = rest
@@ -314,7 +314,7 @@ def pair_block(forward: StageAction, backward: StageAction) -> Block:
         ahead, state = next(ahead_steps)
         back_steps = backward.steps(state)
         back, _ = next(back_steps)
-        back_outs, ahead_outs = run_both_in_slots(back, ahead)
+        back_outs, ahead_outs = run_in_slots(back, ahead)
         return _last_step(back_steps, back_outs, _last_step(ahead_steps, ahead_outs, state))
 
     return Block(forward.changes() | backward.changes(), run_both, forward.shared.together)

@@ -10,9 +10,18 @@ from typing import Any
 
 from jax.extend import core
 
-from ..jaxprs import Cut, cut, drop_dead, equal_outputs, into_scans, keep_first, known_from, sink
+from ..jaxprs import (
+    Cut,
+    cut,
+    drop_dead,
+    equal_outputs,
+    into_scans,
+    keep_fewer_residuals,
+    keep_first,
+    known_from,
+)
 from ..jaxprs.cut import keep_work
-from ..jaxprs.flatten import Atom
+from ..jaxprs.equations import Atom
 from ..table.effects import LastUse, Liveness
 from .code import ParamUse, StageCode, inexact, reads
 from .weight_cut import cut_weights
@@ -83,7 +92,9 @@ def pieces(joint: Joint, inputs: Inputs, returns: Returns) -> StageCode:
     total, outputs = inputs.total, returns.count
     known = inputs.known + [False] * (inputs.x + inputs.extra)
     dy = joint.jaxpr.invars[total:]
-    jaxpr = sink(into_scans(joint.jaxpr), joint.split, known=[*known, *(False for _ in dy)])
+    jaxpr = keep_fewer_residuals(
+        into_scans(joint.jaxpr), joint.split, known=[*known, *(False for _ in dy)]
+    )
     grads = len(jaxpr.outvars) - outputs
 
     # Forward | backward, at the border that jax.vjp drew.

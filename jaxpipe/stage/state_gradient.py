@@ -12,7 +12,7 @@ from jax.extend import core
 from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs import drop_dead, flatten
-from ..jaxprs.flatten import Atom
+from ..jaxprs.equations import Atom
 from ..model.functions import Returned
 from .code import inexact
 from .trace import chosen, filled

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import flatten, stores_on_host
-from ..jaxprs.flatten import Atom
+from ..jaxprs.equations import Atom
 from ..model.functions import Returned
 from .code import ParamUse, StageCode, inexact
 from .split import Inputs, Joint, Returns, pieces

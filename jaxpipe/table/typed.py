@@ -8,6 +8,7 @@ plain, and can be written as JSON.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
@@ -144,8 +145,11 @@ def _words(hint: Any) -> str:
         return "a mapping" if issubclass(origin, Mapping) else "a sequence"
     if hint in _WORDS:
         return _WORDS[hint]
-    return (
-        f"one of {', '.join(map(str, hint))}"
-        if issubclass(hint, Enum)
-        else f"a jaxpipe.{hint.__name__}"
-    )
+    return f"one of {', '.join(map(str, hint))}" if issubclass(hint, Enum) else f"a {_public(hint)}"
+
+
+def _public(hint: type) -> str:
+    """Where a user finds a class of jaxpipe: at the top, or in its room."""
+    top, room = sys.modules["jaxpipe"], hint.__module__.split(".")[1]
+    path = "" if hint.__name__ in top.__all__ else f"{room}."
+    return f"jaxpipe.{path}{hint.__name__}"

@@ -13,11 +13,9 @@ from ..engine.simulate import simulate
 from ..errors import ScheduleError, quoted
 from ..table.action import Action, Kind
 from ..table.check import check
-from ..table.contract import Contract
 from ..table.kinds import Value, readers
 from ..table.schedule import Schedule
 from ..table.typed import typed
-from .contracts import keeps
 from .place_together import without
 
 _LATE = readers(Value.SHARE_STASH)
@@ -117,8 +115,3 @@ def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
             yield from waiting
 
     return insertion.run(policy())
-
-
-CONTRACT = Contract(
-    "defer_last", defer_last, keeps([kind for kind in Kind if kind not in _LATE], whole=True)
-)

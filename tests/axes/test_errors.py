@@ -26,7 +26,7 @@ def test_an_axis_along_which_all_would_do_the_same_is_refused() -> None:
     specs = {"stages": {"w": PartitionSpec(None, "tensor")}}
     with raises(
         "mesh axis 'data' is in no argument, so its 2 devices would all do the same work",
-        "replicated_axes=('data',)",
+        "replicated='data'",
     ):
         pipeline(build("1f1b"), specs=specs, replicated_axes=())
     for options in (
@@ -41,9 +41,9 @@ def test_an_axis_along_which_all_would_do_the_same_is_refused() -> None:
 
 
 def test_fsdp_is_no_data_axis() -> None:
-    with raises("fsdp='data' must be one of data_axes=()", "different rows"):
+    with raises("fsdp='data' must be one of data=()", "different rows"):
         pipeline(build("1f1b"), fsdp="data")
-    with raises("fsdp='tensor' must be one of data_axes=('data',)"):
+    with raises("fsdp='tensor' must be one of data=('data',)"):
         pipeline(build("1f1b"), fsdp="tensor", data_axes=("data",))
 
 

@@ -17,7 +17,6 @@ from jaxpipe.jaxprs import (
     Slot,
     Total,
     into_scans,
-    run_both_in_slots,
     run_in_slots,
 )
 from jaxpipe.stage.trace import trace_stage
@@ -97,11 +96,13 @@ def test_rows_of_a_table_s_gradient_are_added_where_they_belong():
     jaxpr = jax.make_jaxpr(lambda t, i, dy: jax.vjp(lambda t: t[i], t)[1](dy))(table, rows, dy)
     assert not jaxpr.consts
     total = jnp.full((10, 3), 2.0)
-    (found,) = run_in_slots(jaxpr.jaxpr, [table, rows, dy], writes={0: Total(total)})
-    np.testing.assert_array_equal(found, total.at[rows].add(dy))
 
     def add(total):
-        return run_in_slots(jaxpr.jaxpr, [table, rows, dy], writes={0: Total(total)})[0]
+        run = InSlots(jaxpr.jaxpr, [table, rows, dy], writes={0: Total(total)})
+        return run_in_slots(run)[0][0]
+
+    found = add(total)
+    np.testing.assert_array_equal(found, total.at[rows].add(dy))
 
     scattered = [
         eqn for eqn in jax.make_jaxpr(add)(total).eqns if eqn.primitive.name == "scatter-add"
@@ -144,7 +145,7 @@ def test_two_scans_run_as_one_loop_and_give_what_each_gives():
             {1: Total(jnp.ones((3, 4, 4)))},
         )
         other = InSlots(forward.jaxpr, [x, w], {}, {1: Slot(pool, slot(1), entry)})
-        return run_both_in_slots(one, other)
+        return run_in_slots(one, other)
 
     pool = Slot(jnp.zeros((2, *entry.kept)), slot(0), entry).store(kept)
     (dx, total), (y, new) = both(pool)

@@ -60,7 +60,7 @@ def raises(*parts):
 
 
 def test_wrong_mesh_axis():
-    with raises("the mesh has no axis 'pipes'", "{'pipe': 2}", "write axis= one of them"):
+    with raises("the mesh has no axis 'pipes'", "{'pipe': 2}", "write Sharding(pipe=) one of them"):
         pipe_of(axis="pipes")
 
 
@@ -253,7 +253,7 @@ def test_every_leaf_that_does_not_fit_is_named():
 
 
 def test_functions_that_are_none():
-    with raises("`stage` must be a function", "str"):
+    with raises("Model takes a stage function", "got 'stage'"):
         pipe_of("stage")
     with raises("`first` must be a function", "dict"):
         pipe_of(first={})

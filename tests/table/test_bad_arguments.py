@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 
 import jaxpipe as jp
-from jaxpipe import Costs, Layout, Placement, Schedule, megatron, render
+from jaxpipe import Costs, Placement, Schedule, megatron, render
 from jaxpipe.cli.main import main
 from jaxpipe.errors import quoted
+from jaxpipe.layouts import Layout
 from jaxpipe.schedules.registry import describe
 from jaxpipe.table.limits import is_number
 from tests.odd_values import BROKEN, GOOD, LAYOUT, SPREAD, TIMELINE, draw_value

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import joins_weights
 from jaxpipe.table.kinds import RECOMPUTE
-from jaxpipe.transforms import defer_last
-from jaxpipe.transforms.contracts import CONTRACTS
 from tests.lowering_contracts import SEGMENTS, SLOTS, TICKS, Cut
 from tests.strategies import random_schedule
+from tests.transform_contracts import CONTRACTS
 
 SEEDS = st.integers(0, 10_000)
 
@@ -37,13 +36,13 @@ def table_for(name, rng):
     return jp.add_transfers(schedule) if name == "remove_transfers" else schedule
 
 
-@pytest.mark.parametrize("contract", [*CONTRACTS, defer_last.CONTRACT], ids=str)
+@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
 @given(seed=SEEDS)
 def test_transforms_keep_their_promise(contract, seed):
     contract.checked(table_for(contract.name, random.Random(seed)))
 
 
-@pytest.mark.parametrize("contract", [*CONTRACTS, defer_last.CONTRACT], ids=str)
+@pytest.mark.parametrize("contract", CONTRACTS, ids=str)
 def test_a_transform_that_drops_or_swaps_an_action_is_found(contract):
     before = jp.schedules.build("zb_h1", devices=3, microbatches=4)
     made = {"remove_transfers": jp.add_transfers, "remove_recompute": jp.add_recompute}

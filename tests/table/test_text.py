@@ -14,7 +14,8 @@ from naive import deferred
 from strategies import schedules
 
 import jaxpipe as jp
-from jaxpipe import Action, Kind, Overlap, Placement, Schedule, Transfers, parse_action, parse_cell
+from jaxpipe import Action, Kind, Overlap, Placement, Schedule, Transfers
+from jaxpipe.table import parse_action, parse_cell
 
 COMPUTE = "0F0,0F1,,0B0,0B1\n1F0,1B0,(1F1;1B1)OVERLAP_F_B\n"
 

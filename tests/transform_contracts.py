@@ -6,17 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from ..table.action import Action, parts
-from ..table.contract import Contract
-from ..table.kinds import COMPUTE, KINDS, RECOMPUTE, SHARES, TOGETHER, TRANSFERS, Kind, Pass
-from ..table.schedule import Schedule
-from .add_recompute import add_recompute, remove_recompute
-from .add_transfers import add_transfers, remove_transfers
-from .forward_only import forward_only
-from .merge_backward import merge_backward
-from .split_backward import split_backward
-from .spread_first import spread_first
-from .spread_last import remove_spread, spread_last
+from jaxpipe.table.action import Action, parts
+from jaxpipe.table.kinds import COMPUTE, KINDS, RECOMPUTE, SHARES, TOGETHER, TRANSFERS, Kind, Pass
+from jaxpipe.table.schedule import Schedule
+from jaxpipe.transforms.add_recompute import add_recompute, remove_recompute
+from jaxpipe.transforms.add_transfers import add_transfers, remove_transfers
+from jaxpipe.transforms.defer_last import defer_last
+from jaxpipe.transforms.forward_only import forward_only
+from jaxpipe.transforms.merge_backward import merge_backward
+from jaxpipe.transforms.split_backward import split_backward
+from jaxpipe.transforms.spread_first import spread_first
+from jaxpipe.transforms.spread_last import remove_spread, spread_last
+from tests.contract import Contract
 
 Faults = tuple[str, ...]
 
@@ -132,6 +133,7 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
         _spreads(keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
     ),
     Contract("remove_spread", remove_spread, keeps(_without(*SHARES), holds=_without(*SHARES))),
+    Contract("defer_last", defer_last, keeps(_without(Kind.H), whole=True)),
     Contract(
         "remove_recompute",
         remove_recompute,
