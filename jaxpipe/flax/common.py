@@ -281,7 +281,8 @@ def scanned(
         )
         return found if len(found) > 1 else x
 
-    stage.stacks_layers = True  # type: ignore[attr-defined]  # what `Pipeline` reads: leaves are [S, layers, ...]
+    # `Pipeline` reads this: leaves are [S, layers, ...].
+    stage.stacks_layers = True  # type: ignore[attr-defined]
     more = {"ctx"} if random else set()
     return with_keywords(
         stage, ("params", "x"), wants | more | ({"state"} if stateful else set()), "stage"

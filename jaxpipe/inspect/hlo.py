@@ -23,7 +23,8 @@ _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(
-    r"(?P<role>condition|body|calls|to_apply|true_computation|false_computation)=%(?P<one>[\w.\-]+)|branch_computations=\{(?P<many>[^}]*)\}"
+    r"(?P<role>condition|body|calls|to_apply|true_computation|false_computation)"
+    r"=%(?P<one>[\w.\-]+)|branch_computations=\{(?P<many>[^}]*)\}"
 )
 
 

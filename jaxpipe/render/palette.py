@@ -71,7 +71,8 @@ def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
     """The colour of a kind's chunk, from the first chunk's to the last chunk's."""
     first, last = (_rgb(c) for c in palette.shades[kind])
     at = chunk / (chunks - 1) if chunks > 1 else 0.0
-    return _hex(tuple(a + (b - a) * at for a, b in zip(first, last, strict=True)))  # type: ignore[arg-type]
+    red, green, blue = (a + (b - a) * at for a, b in zip(first, last, strict=True))
+    return _hex((red, green, blue))
 
 
 def ink_on(colour: str) -> str:

@@ -364,7 +364,9 @@ def _size_faults(entry: Entry, devices: Any, microbatches: Any, chunks: Any) -> 
 
 
 def _fits(entry: Entry, chunks: object) -> bool:
-    return _is_count(chunks, most=None) and entry.chunks.nearest(int(chunks)) == chunks  # type: ignore[call-overload]
+    if not _is_count(chunks, most=None):
+        return False
+    return entry.chunks.nearest(int(chunks)) == chunks  # type: ignore[call-overload]
 
 
 def _chunk_fault(entry: Entry, chunks: object) -> str:

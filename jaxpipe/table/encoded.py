@@ -336,7 +336,8 @@ def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Enc
 def _flat(row: Row, *, simple: bool) -> tuple[list[Action], IntArray, IntArray]:
     """A row's actions, the position of each, and 1 at each forward half of a pair (0 elsewhere)."""
     if simple:
-        return list(row), np.arange(len(row)), np.zeros(len(row), np.int64)  # type: ignore[arg-type]
+        positions, whole = np.arange(len(row)), np.zeros(len(row), np.int64)
+        return list(row), positions, whole  # type: ignore[arg-type]
     cells: list[Action] = []
     where: list[int] = []
     paired: list[int] = []
