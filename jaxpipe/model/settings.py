@@ -26,8 +26,6 @@ class Sharding:
             once a step.
         fsdp: a mesh axis, one of `data`, over which parameters, gradients and optimizer state are
             split too.  Parameters are gathered once a step.
-        outer: split the parameters of first and last, and the shared ones, over the pipe axis
-            likewise.
         specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the
             axis of stages (or layers): a tree like the canonical parameters (or one for all of a
             list of stages).  One spec may stand for a subtree; a leaf without a spec is whole.
@@ -35,6 +33,8 @@ class Sharding:
             uses such an axis by itself (a sharding constraint, a `shard_map` inside a stage).  An
             axis of several devices that is in no argument is an error: they would all do the same
             work.
+        outer: split the parameters of first and last, and the shared ones, over the pipe axis, as
+            fsdp does over its axis.
 
     Example:
         >>> import jaxpipe as jp
@@ -45,9 +45,9 @@ class Sharding:
     pipe: str = "pipe"
     data: str | Sequence[str] = ()
     fsdp: str | None = None
-    outer: bool = False
     specs: Mapping[str, PyTree] | None = None
     replicated: str | Sequence[str] = ()
+    outer: bool = False
 
     def __post_init__(self) -> None:
         for name in ("data", "replicated"):
