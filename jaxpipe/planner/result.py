@@ -60,7 +60,8 @@ class PipelinePlan:
     def pipeline(self, model: Any, mesh: Any, **options: Any) -> Any:
         """The `jaxpipe.Pipeline` that runs it; options are those of `Pipeline`.
 
-        Its program is the one that was planned, chosen by the same costs.
+        Its program is the one that was planned, chosen by the same costs.  `sharding` and `memory`
+        replace those of the plan: its axes (`axis`, `data_axes`) and its `remat`.
         """
         # By name: plans are made where JAX is not installed.
         settings = import_module("jaxpipe.model.settings")

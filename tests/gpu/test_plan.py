@@ -48,7 +48,8 @@ def test_a_plan_is_of_the_program_that_runs(
     )
     tensor = "tensor" in names
     model = jp.Model(LAYERS, layers="ttttL")
-    sharding = jp.Sharding(data=plan.data_axes, replicated=("tensor",) if tensor else ())
+    replicated = ("tensor",) if tensor else ()
+    sharding = jp.Sharding(pipe=plan.axis, data=plan.data_axes, replicated=replicated)
     pipe = plan.pipeline(model, mesh, sharding=sharding)
     took = step_time(pipe._plan, pipe._target.overheads, pipe.costs)
     assert plan.seconds == took.seconds
