@@ -203,7 +203,8 @@ def draw(seed: int) -> Case:
     if first in SPREAD or last in SPREAD or any("normalised" in each for each in ops):
         calls = tuple(call for call in calls if call != "nonfinite") or ("place",)
     remat = one(*REMATS) if chance(0.3) else None
-    if any("complex" in each for each in ops) and remat == "everything_saveable":
+    of_complex = {"complex", "fourier"}
+    if remat == "everything_saveable" and any(of_complex & set(each) for each in ops):
         remat = None  # JAX cannot save complex numbers by a policy, without a pipeline neither
     return Case(
         seed=seed,
