@@ -10,13 +10,16 @@ Options: TypeAlias = dict[str, str | bool]
 
 # What may be part of a CUDA graph: XLA's default, and WHILE besides, so that a block under a
 # predicate is a node of a graph that the GPU decides upon and not a loop that the host waits for.
-# COLLECTIVES stays out: CUDA allows no communication in a conditional node's body.
+# COLLECTIVES stays out: CUDA allows no communication in a conditional node's body.  These are all
+# other types that this XLA accepts: a block is a node only if all of its operations may be in a
+# graph.
 _IN_GRAPHS = (
     "FUSION",
     "CUBLAS",
     "CUBLASLT",
     "CUSTOM_CALL",
     "CUDNN",
+    "CONVOLUTION",
     "DYNAMIC_SLICE_FUSION",
     "CONDITIONAL",
     "WHILE",
