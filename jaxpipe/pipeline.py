@@ -121,6 +121,7 @@ class Pipeline:
             axis=self.axis,
             mesh=dict(mesh.shape),
             data_axes=self.data_axes,
+            local=tuple(sharding.local),
             fsdp=sharding.fsdp,
             outer=sharding.outer,
             specs=sharding.specs,

@@ -17,6 +17,7 @@ from ..jaxprs import Piece
 from ..lowering.target import Target
 from ..model.functions import Loss, split_batch
 from ..model.leaf_plan import gather, leaf_plans
+from ..model.packed import on_one_device
 from ..model.places import Places
 from ..model.spread import unpadded
 from ..program.records import arrays
@@ -72,7 +73,10 @@ def prepare(
         batch = split_batch(batch, job.num_microbatches)
         rng = shard_key(rng, job.data_axes, job.data_size)
         mine = [_first_row(tree) for tree in params["stages"]]
-        owned = [gather(tree, plan) for tree, plan in zip(mine, job.plans["stages"], strict=True)]
+        owned = [
+            on_one_device(gather(tree, plan))
+            for tree, plan in zip(mine, job.plans["stages"], strict=True)
+        ]
         kept = tuple(_first_row(tree) for tree in kept)
         first, last, shared = (
             unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
