@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from .overheads import GUESSED, ON_HOST, Overheads
+from .prices import measured_prices
 
 
 class RunsOn(Enum):
@@ -39,18 +40,24 @@ class Target:
     runs_on: RunsOn = RunsOn.GPUS
     # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
     communicates: bool = False
+    # that were given or measured; guesses where it is None
+    prices: Overheads | None = None
 
     @classmethod
-    def of(cls, mesh: Any, own: Sequence[str]) -> Target:
-        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates."""
-        return cls(
-            RunsOn.of(mesh), any(size > 1 for name, size in mesh.shape.items() if name not in own)
-        )
+    def of(cls, mesh: Any, own: Sequence[str], overheads: Overheads | None = None) -> Target:
+        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates.
+
+        The prices are `overheads`, or those that were measured on such devices.
+        """
+        communicates = any(size > 1 for name, size in mesh.shape.items() if name not in own)
+        kind = str(mesh.devices.flat[0].device_kind)
+        prices = overheads or measured_prices(kind, on_host=communicates)
+        return cls(RunsOn.of(mesh), communicates, prices)
 
     @property
     def overheads(self) -> Overheads:
         """What a program takes there besides the stages' work."""
-        return ON_HOST if self.communicates else GUESSED
+        return self.prices or (ON_HOST if self.communicates else GUESSED)
 
     @property
     def on_gpus(self) -> bool:
