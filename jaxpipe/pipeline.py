@@ -18,6 +18,7 @@ from .differentiable import differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
+from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.offload import Offload
 from .lowering.overheads import Overheads
@@ -39,7 +40,7 @@ from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
-from .spmd.compiler_options import options_for
+from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -80,6 +81,8 @@ class Pipeline:
     Raises:
         ScheduleError: the table breaks a rule.
         PipelineError: mesh, axis or functions do not fit; every fault is listed.
+        PipelineError: the installed versions are known to be faulty for what it uses, with the
+            thread and a workaround (`jaxpipe doctor` lists them).
         CostError: costs, overheads or the file of measured prices are wrong.
 
     Example:
@@ -119,6 +122,7 @@ class Pipeline:
         prices = None if overheads is None else overheads_of(overheads)
         self._target = Target.of(self.mesh, (self.axis, *self.data_axes), prices)
         self._key = (key, self._target)
+        refuse_faults(self._target.platform, features_of(self._target, self.mesh, self.offload))
         self.costs = costs_of(costs, schedule)
         sharding.check(schedule, self.mesh)
         cut = staged(model, schedule.placement, layout)
@@ -129,6 +133,7 @@ class Pipeline:
             axis=self.axis,
             mesh=dict(mesh.shape),
             data_axes=self.data_axes,
+            local=tuple(sharding.local),
             fsdp=sharding.fsdp,
             outer=sharding.outer,
             specs=sharding.specs,

@@ -57,4 +57,6 @@ GUESSED = Overheads()
 # Blocks that hold collectives (tensor parallelism) are in no CUDA graph, so the host decides: 10 to
 # 20 us.
 ON_HOST = Overheads(predicate=15e-6)
+# A TPU decides by itself, between two operations of its own sequence: a guess.
+TPU_PREDICATE = 1e-6
 NO_OVERHEADS = Overheads(predicate=0.0, hop=0.0, sent=0.0)

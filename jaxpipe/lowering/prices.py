@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import CostError, listed, quoted
 from ..table.limits import is_number
-from .overheads import GUESSED, ON_HOST, Overheads
+from .overheads import GUESSED, Overheads
 
 VARIABLE = "JAXPIPE_PRICES"
 # The price of a predicate that the host decides; of the others, the names in `Overheads`.
@@ -76,13 +76,14 @@ def write_prices(
 
 
 def measured_prices(
-    kind: str | None, *, on_host: bool, path: Path | None = None
+    kind: str | None, guess: Overheads, *, on_host: bool = False, path: Path | None = None
 ) -> Overheads | None:
     """The prices of a kind of device; None where none were measured.
 
     Args:
         kind: as `device.device_kind` says it; None stands for the one kind of NVIDIA GPU that the
             file holds.
+        guess: for prices that were not measured.
         on_host: the host decides predicates.
         path: another file.
 
@@ -93,16 +94,15 @@ def measured_prices(
     if kind is None:
         kinds = [name for name in found if "NVIDIA" in name]
         kind = kinds[0] if len(kinds) == 1 else None
-    given = found.get(kind) if kind is not None else None
-    if given is None:
+    given = found.get(kind, {}) if kind is not None else {}
+    names = {"predicate": ON_THE_HOST if on_host else "predicate", "hop": "hop", "sent": "sent"}
+    seconds = {field: float(given[name]) for field, name in names.items() if name in given}
+    if not seconds:
         return None
-    renamed = {ON_THE_HOST: "predicate"} if on_host else {"predicate": "predicate"}
-    renamed |= {"hop": "hop", "sent": "sent"}
-    seconds = {field: float(given[name]) for name, field in renamed.items() if name in given}
-    missing = [field for field in renamed.values() if field not in seconds]
+    missing = [field for field in names if field not in seconds]
     source = f"measured on {kind}" + (f", {given['measured']}" if "measured" in given else "")
     source += f"; guessed: {', '.join(missing)}" if missing else ""
-    return replace(ON_HOST if on_host else GUESSED, **seconds, source=source) if seconds else None
+    return replace(guess, **seconds, source=source)
 
 
 def overheads_of(value: Any) -> Overheads:

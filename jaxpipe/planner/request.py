@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
 from ..lowering.overheads import Overheads
-from ..lowering.prices import measured_prices, overheads_of
+from ..lowering.prices import overheads_of
 from ..lowering.target import RunsOn, Target
 from ..table.limits import is_number, is_whole
 from ..table.typed import plain
@@ -240,10 +240,9 @@ def _target(mesh: Any, own: tuple[str, ...], overheads: Overheads | None) -> Tar
     if not (mesh is None or isinstance(mesh, RunsOn | Target)):
         return Target.of(mesh, own, overheads)
     target = mesh if isinstance(mesh, Target) else Target(mesh or RunsOn.GPUS)
-    prices = overheads or target.prices
-    if prices is None and target.on_gpus:
-        prices = measured_prices(None, on_host=target.communicates)
-    return replace(target, prices=prices)
+    if overheads is not None or target.prices is not None:
+        return replace(target, prices=overheads or target.prices)
+    return target.measured(None) if target.on_gpus else target
 
 
 def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:

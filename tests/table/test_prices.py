@@ -42,7 +42,7 @@ def mesh_of(kind, platform="gpu"):
 
 def test_without_a_file_prices_are_guesses(file):
     assert read_prices() == {}
-    assert measured_prices(H100, on_host=False) is None
+    assert measured_prices(H100, GUESSED) is None
     target = Target.of(mesh_of(H100), ("pipe",))
     assert target.overheads == GUESSED
     assert GUESSES in str(target.overheads)
@@ -72,7 +72,7 @@ def test_a_target_has_the_prices_of_its_kind_of_device(file):
     assert (found.predicate, found.hop, found.sent) == (1e-6, 3e-5, GUESSED.sent)
     assert found.source == f"measured on {H100}, today; guessed: sent"
     assert Target.of(mesh_of("NVIDIA A100"), ("pipe",)).overheads == GUESSED
-    on_host = measured_prices(H100, on_host=True)
+    on_host = measured_prices(H100, ON_HOST, on_host=True)
     assert on_host == replace(ON_HOST, predicate=2e-5, hop=3e-5)
 
 
