@@ -43,7 +43,7 @@ REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Arguments of `build` that have a flag of their own.
 _FLAGS = {
     name: f"--{name.replace('_', '-')}"
-    for name in ("devices", "microbatches", "chunks", "forward_only")
+    for name in ("devices", "microbatches", "chunks", "slices", "forward_only")
 }
 
 
@@ -95,7 +95,7 @@ def load(
             f"{', '.join(given)} cannot be given for {source}: a file has its own shape; give "
             "the name of a schedule instead"
         )
-    return checked(read(source), transfers=transfers)
+    return checked(read(source, arguments.slices), transfers=transfers)
 
 
 def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
@@ -125,13 +125,17 @@ def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
         devices=arguments.devices,
         microbatches=arguments.microbatches,
         chunks=chunks,
+        slices=1 if arguments.slices is None else arguments.slices,
         forward_only=arguments.forward_only,
         **options,
     )
 
 
-def read(source: str) -> Schedule:
-    """Read a table from a .csv or .json file, or CSV from standard input; it is not checked yet."""
+def read(source: str, slices: int | None = None) -> Schedule:
+    """Read a table from a .csv or .json file, or CSV from standard input; it is not checked yet.
+
+    CSV does not hold the number of slices of a sequence, and JSON does.
+    """
     text, name = (
         (_limited(sys.stdin, source), "stdin")
         if source == "-"
@@ -139,8 +143,9 @@ def read(source: str) -> Schedule:
     )
     try:
         if Path(source).suffix == ".json":
-            return Schedule.from_json(text)
-        return Schedule.from_csv(text, name=name)
+            table = Schedule.from_json(text)
+            return table if slices is None else dataclasses.replace(table, slices=slices)
+        return Schedule.from_csv(text, name=name, slices=1 if slices is None else slices)
     except ScheduleError as error:
         raise InvalidScheduleError(
             f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations
@@ -171,8 +176,11 @@ def checked(
             f"violation{'' if len(found) == 1 else 's'}:"
         ]
         lines += [f"  {v}" for v in found] or [f"  {error}"]
+        picture = grid(
+            schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=schedule.slices
+        )
         raise InvalidScheduleError(
-            "\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS)]),
+            "\n".join([*lines, picture]),
             found,
         ) from error
 

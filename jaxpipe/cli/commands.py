@@ -142,7 +142,9 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     try:
         with terminal.doing(f"checking {arguments.file}"):
             schedule = checked(
-                read(arguments.file), transfers=transfers, max_activations=arguments.max_activations
+                read(arguments.file, arguments.slices),
+                transfers=transfers,
+                max_activations=arguments.max_activations,
             )
     except InvalidScheduleError as error:
         found = [
@@ -168,7 +170,8 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """`jaxpipe compare`: several schedules of one model, side by side."""
     costs = read_costs(arguments)
-    if any(isinstance(value, tuple) for value in vars(costs).values()):
+    by_stage = (value for name, value in vars(costs).items() if name != "slice_factors")
+    if any(isinstance(value, tuple) for value in by_stage):
         raise UsageError(
             "compare takes one number for each cost, since the schedules have different stages; "
             "leave the ':' out"
@@ -206,7 +209,7 @@ def _one_of_many(
     device's part of the model.
     """
     if is_file(source):
-        schedule = checked(read(source))
+        schedule = checked(read(source, arguments.slices))
     else:
         entry = describe(source)
         asked, known = arguments.chunks, {option.name for option in entry.options}
@@ -313,6 +316,7 @@ def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
         "stages": schedule.num_stages,
         "chunks": schedule.num_chunks,
         "microbatches": schedule.num_microbatches,
+        "slices": schedule.slices,
         "stage_to_device": schedule.stage_to_device,
         "actions": schedule.encoded.num_actions,
         "forward_only": schedule.forward_only,

@@ -84,6 +84,7 @@ _SHAPE = """shape (of a named schedule)
 -P --devices P
 -M --microbatches M
 -V --chunks V | stages per device (default: the schedule's own)
+-K --slices K | slices of a sequence (default: 1, or what a .json table says)
 --option KEY=VALUE | an option of the schedule; see jaxpipe list NAME
 --forward-only | leave out all backwards, for evaluation
 """
@@ -98,6 +99,8 @@ _COSTS = """costs
 --first E | the same of a spread `first` (default 1)
 --first-grad G | the same of its gradient (default 1)
 --activation A | memory of a stage's activations of one microbatch (default 1)
+--buffer X | memory of the rows that a stage's slices append for one sequence (default 0)
+--slice-factors X | by slice, joined by :, what its times are multiplied with (default 1)
 --checkpoint C | memory of the stage input kept where a table has an R (default 0)
 --release R | when activations are freed where the backward is split (default: weight_grad)
 """
@@ -123,6 +126,7 @@ _WRITE = """
 _CHECK = """
 file FILE | a .csv table (torch's form) or a .json one; - is CSV from standard input
 --max-activations N | most activations that a device may hold at once
+-K --slices K | slices of a sequence (default: 1, or what a .json table says)
 """
 _PLAN = """
 -P --devices P | devices along the pipeline
@@ -163,6 +167,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "devices": {"type": whole},
     "microbatches": {"type": whole},
     "chunks": {"type": whole},
+    "slices": {"type": whole},
     "option": {"action": "append", "default": []},
     "release": _choice(Release, Release.WEIGHT_GRAD.value),
 }
@@ -202,7 +207,11 @@ COMMANDS = (
         "check a table and list everything that is invalid in it",
         "Check a table: completeness, order, placement, deadlock, and a cap on activations.",
         (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-        {"transfers": _choice(Transfers, "rendezvous"), "max_activations": {"type": whole}},
+        {
+            "transfers": _choice(Transfers, "rendezvous"),
+            "max_activations": {"type": whole},
+            "slices": {"type": whole},
+        },
     ),
     Command(
         "compare",

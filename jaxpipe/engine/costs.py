@@ -14,6 +14,7 @@ from ..table.typed import plain, typed
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
+_BY_STAGE = (*_NO_COSTS, "slice_factors")  # fields that have no entry for each stage
 MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 
@@ -45,6 +46,10 @@ class Costs:
         first_grad: the same of G, of its gradient.
         checkpoint: memory of a stage's input of one microbatch, which is all that an F keeps where
             the table has an R for it.
+        slice_factors: by slice of a sequence, what the time of its F, B, I, W and R is multiplied
+            with: attention makes later slices longer.  All 1 where it is None.
+        buffer: memory of the rows that a stage's slices append for one sequence, with their
+            gradients, from its first forward to its last backward; 0 where it is None.
         unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds,
             estimated ..."; empty where any unit will do.
 
@@ -70,6 +75,8 @@ class Costs:
     first: Cost | None = None
     first_grad: Cost | None = None
     last_weight_grad: Cost | None = None
+    slice_factors: Cost | None = None
+    buffer: Cost | None = None
     unit: str = ""
 
     def __post_init__(self) -> None:
@@ -135,7 +142,7 @@ class Costs:
 
     def _given(self) -> list[tuple[str, Cost]]:
         """(name, value) of each cost that is not None."""
-        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _NO_COSTS]
+        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _BY_STAGE]
         return [(name, value) for name, value in values if value is not None]
 
     @typed(CostError)
@@ -165,8 +172,10 @@ class Costs:
             "first": ones,
             "first_grad": ones,
             "last_weight_grad": tuple(time / 3 for time in last),
+            "buffer": (0,) * num_stages,
         }
-        return StageCosts(**defaults | every)
+        factors = () if self.slice_factors is None else _entries(self.slice_factors)
+        return StageCosts(**defaults | every, slice_factors=factors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -188,6 +197,19 @@ class StageCosts:
     first: tuple[float, ...]
     first_grad: tuple[float, ...]
     last_weight_grad: tuple[float, ...]
+    buffer: tuple[float, ...]
+    slice_factors: tuple[float, ...] = ()
+
+    def factor_of(self, microbatches: int, slices: int) -> list[float]:
+        """By microbatch, the factor of its slice; CostError for another number of slices."""
+        factors = self.slice_factors or (1,)
+        factors = factors * slices if len(factors) == 1 else factors
+        if len(factors) != slices:
+            raise CostError(
+                f"Costs.slice_factors has {len(factors)} entries, but the schedule has {slices} "
+                "slices a sequence; give one for each"
+            )
+        return [*factors] * (microbatches // slices)
 
     def of(self, kind: Kind) -> tuple[float, ...] | None:
         """The time of each stage's actions of a kind; None where these take none of their own."""

@@ -194,6 +194,13 @@ def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     costs = costs.shortened(table.kinds)
     flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
     durations = [flat[k] for k in (table.kind * stages + table.stage).tolist()]
+    if costs.slice_factors:
+        factors = costs.factor_of(table.num_microbatches, table.slices)
+        own = (table.is_compute & ~table.shares).tolist()
+        durations = [
+            time * factors[m] if mine else time
+            for time, m, mine in zip(durations, table.microbatch.tolist(), own, strict=True)
+        ]
     for i in table.pairs.tolist():
         sum_of_halves = durations[i] + durations[i + 1]
         durations[i + 1] = sum_of_halves if costs.overlap is None else costs.overlap[table.stage[i]]

@@ -250,7 +250,30 @@ class Timeline:
                 events.append((start, change))
             if die:
                 events.append((end, -costs.activation[stage]))
+        if buffers := self._buffer_events(device):
+            events = sorted(events + buffers, key=lambda event: (event[0], event[1] > 0))
         return _accumulate(events)
+
+    def _buffer_events(self, device: int) -> list[tuple[float, float]]:
+        """When the rows that the slices of a sequence append begin to take memory, and when they
+        are freed: at the first forward, and at the end of the last backward.
+        """
+        table = self.schedule.encoded
+        sizes = self.costs.for_stages(table.num_stages).buffer
+        found: list[tuple[float, float]] = []
+        last = table.at[Kind.F] if table.forward_only else table.backward_at
+        place = table.slices - 1 if table.forward_only else 0
+        for stage in np.flatnonzero(sizes).tolist():
+            first_slices = np.arange(0, table.num_microbatches, table.slices)
+            for begin, end in zip(
+                table.at[Kind.F][stage, first_slices],
+                last[stage, first_slices + place],
+                strict=True,
+            ):
+                if table.device[begin] == device:
+                    found.append((self.starts[begin], sizes[stage]))
+                    found.append((self.ends[end], -sizes[stage]))
+        return found
 
     @typed()
     def over(self, planned: Timeline) -> Comparison:

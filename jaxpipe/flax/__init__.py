@@ -10,17 +10,13 @@ except ImportError as error:
     ) from error
 
 from .common import End
-from .linen import LinenStages, from_linen, submodule, submodules
-from .linen_layers import LinenLayers
-from .nnx import NnxStages, from_nnx
-from .nnx_layers import NnxLayers
+from .linen import LinenModel, from_linen, submodule, submodules
+from .nnx import NnxModel, from_nnx
 
 __all__ = [
     "End",
-    "LinenLayers",
-    "LinenStages",
-    "NnxLayers",
-    "NnxStages",
+    "LinenModel",
+    "NnxModel",
     "from_linen",
     "from_nnx",
     "submodule",

@@ -1,5 +1,5 @@
-"""What nnx and linen have in common: blocks put into stages, a stage that scans over them, and
-functions with the right keywords.
+"""What modules of nnx and of linen have in common: units that the adapter runs, and the keywords of
+functions.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree, summable
 from ..errors import PipelineError
-from ..layouts.layout import LETTERS, Layout, parse_layout
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
 
@@ -36,8 +34,96 @@ class End:
     variables: Any = None
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Modules that run together: a block, those of an `End`, or the shared ones.
+
+    Attributes:
+        name: in messages, "a block" or "`first`".
+        call: the user's function of the modules and the arguments; None: modules are called.
+    """
+
+    name: str
+    modules: Any
+    call: Callable[..., Any] | None
+
+    @property
+    def params(self) -> PyTree:
+        """Parameters as nested dicts of arrays (or shapes)."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> PyTree:
+        """Other variables."""
+        raise NotImplementedError
+
+    @property
+    def specs(self) -> PyTree:
+        """The PartitionSpec of each parameter by flax's metadata."""
+        raise NotImplementedError
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The paths of parameters that are not trained."""
+        return frozenset()
+
+    @property
+    def random(self) -> bool:
+        """Whether a call draws random numbers."""
+        raise NotImplementedError
+
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+        """The modules with these variables in them; they draw from `key`."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        params: PyTree,
+        state: PyTree,
+        arguments: Sequence[PyTree],
+        key: Any,
+        *,
+        keywords: Mapping[str, Any],
+        training: bool,
+    ) -> tuple[Any, PyTree]:
+        """What a call returns, and the state after it.
+
+        Raises:
+            PipelineError: the call draws without a key, or writes what is not kept.
+        """
+        raise NotImplementedError
+
+    def called(self, modules: Any, arguments: Sequence[PyTree], keywords: Mapping[str, Any]) -> Any:
+        """The call."""
+        if self.call is None:
+            return modules(*arguments, **keywords)
+        return self.call(modules, *arguments, **keywords)
+
+    def no_key(self, error: Exception) -> PipelineError:
+        """The error for random numbers without a key."""
+        return PipelineError(
+            f"{self.name} draws random numbers, but the step got no key; pass "
+            f"rng=jax.random.key(...) ({error})"
+        )
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """Which of the keywords that a pipeline offers the user's function takes."""
+        try:
+            parameters = inspect.signature(self.call or (lambda: 0)).parameters.values()
+        except (TypeError, ValueError):
+            return frozenset()
+        named = {
+            p.name
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY
+            or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
+        }
+        return frozenset(named & set(OFFERED))
+
+
 def check_ends(**ends: Any) -> None:
-    """PipelineError for what is given as `first` or `last` and is no `End`."""
+    """PipelineError for a `first` or `last` that is no `End`."""
     faults = []
     for name, end in ends.items():
         if end is None or isinstance(end, End):
@@ -53,77 +139,6 @@ def check_ends(**ends: Any) -> None:
         raise PipelineError("\n".join(faults), tuple(faults))
 
 
-def letters_of(layout: Layout | str) -> str:
-    """The letters of the blocks in model order."""
-    if isinstance(layout, str):
-        known = {*LETTERS, *(c for c in layout if c.isalpha())}
-        layout = parse_layout(layout, devices=1, letters="".join(sorted(known)))
-    return "".join(layout.stages).replace("E", "").replace("L", "")
-
-
-def without_names(tree: PyTree) -> bool:
-    """Whether no spec of a tree names an axis."""
-    return not any(
-        entry is not None
-        for spec in jax.tree.leaves(tree, is_leaf=is_spec)
-        if is_spec(spec)
-        for entry in spec
-    )
-
-
-def is_spec(value: Any) -> bool:
-    """A leaf of a tree of specs."""
-    return isinstance(value, PartitionSpec)
-
-
-def mesh_specs(
-    tree: PyTree, rules: Mapping[str, Any] | None, *, lead: int = 0, drop: int = 0
-) -> PyTree:
-    """The specs that flax's metadata gives, for leaves with `lead` axes before their own (of which
-    metadata names `drop` already).
-
-    Args:
-        tree: of PartitionSpecs, or None.
-        rules: logical name -> mesh axis, a tuple of them, or None; names that are not in it are
-            mesh axes.
-        lead: leading axes that the pipeline adds.
-        drop: leading entries of a spec of full length to leave out, those of an axis of blocks.
-    """
-    known = rules or {}
-
-    def entry(names: Any) -> Any:
-        if isinstance(names, tuple):
-            return (
-                tuple(found for name in names if (found := known.get(name, name)) is not None)
-                or None
-            )
-        return known.get(names, names)
-
-    def translate(spec: Any) -> Any:
-        return (
-            PartitionSpec(*(None,) * lead, *map(entry, tuple(spec)[drop:]))
-            if is_spec(spec)
-            else None
-        )
-
-    return jax.tree.map(translate, tree, is_leaf=is_spec)
-
-
-def wanted(call: Callable[..., Any]) -> frozenset[str]:
-    """Which of the keywords that a pipeline offers a function takes."""
-    try:
-        parameters = inspect.signature(call).parameters.values()
-    except (TypeError, ValueError):
-        return frozenset()
-    named = {
-        p.name
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY
-        or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
-    }
-    return frozenset(named & set(OFFERED))
-
-
 def with_keywords(
     function: Callable[..., Any], positional: Sequence[str], keywords: frozenset[str], name: str
 ) -> Callable[..., Any]:
@@ -135,95 +150,14 @@ def with_keywords(
     return function
 
 
-def blocks_per_stage(count: int, num_stages: int) -> int:
-    """How many blocks a stage has; PipelineError where they do not divide."""
-    if count and num_stages > 0 and count % num_stages == 0:
-        return count // num_stages
-    fits = [s for s in range(1, count + 1) if count % s == 0]
-    raise PipelineError(
-        f"{count} blocks do not divide into {num_stages} stages of equal size; num_stages may be "
-        f"one of {fits}"
-    )
+def path_text(path: Any) -> str:
+    """A leaf's path as text, "dense/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def period(kinds: Sequence[Any], per_stage: int, difference: Callable[[int, int], str]) -> int:
-    """The length of the shortest pattern of kinds that every stage repeats; PipelineError where
-    stages are unlike.
-
-    Args:
-        kinds: of each block, what must be equal for two blocks to run the same code.
-        per_stage: blocks of a stage.
-        difference: says what differs between two blocks, given their numbers.
-    """
-    for length in range(1, per_stage + 1):
-        if per_stage % length == 0 and all(
-            kind == kinds[i % length] for i, kind in enumerate(kinds)
-        ):
-            return length
-    i, kind = next((i, k) for i, k in enumerate(kinds) if k != kinds[i % per_stage])
-    first = kinds.index(kind) if kind in kinds[:i] else i % per_stage
-    other = i % per_stage if first != i % per_stage else first
-    raise PipelineError(
-        f"blocks {other} and {i} are unlike: {difference(other, i)}; every stage must have the "
-        "same sequence of blocks, and with "
-        f"{len(kinds) // per_stage} stages of {per_stage} block {i} stands where block {other} does"
-    )
-
-
-def stacked(trees: Sequence[PyTree], num_stages: int) -> PyTree:
-    """Trees of one structure -> leaves [S, groups of a stage, ...]; ShapeDtypeStructs likewise."""
-
-    def stack(*leaves: Any) -> Any:
-        shape = (num_stages, len(leaves) // num_stages, *leaves[0].shape)
-        if isinstance(leaves[0], jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(shape, leaves[0].dtype)
-        return jnp.stack(leaves).reshape(shape)
-
-    return jax.tree.map(stack, *trees)
-
-
-def layered(tree: PyTree) -> PyTree:
-    """Leaves [S, groups of a stage, ...] -> [groups, ...]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
-
-
-def divided(tree: PyTree, num_stages: int) -> PyTree:
-    """Leaves [groups, ...] -> [S, groups of a stage, ...]; ShapeDtypeStructs likewise."""
-
-    def divide(leaf: Any) -> Any:
-        shape = (num_stages, leaf.shape[0] // num_stages, *leaf.shape[1:])
-        return (
-            jax.ShapeDtypeStruct(shape, leaf.dtype)
-            if isinstance(leaf, jax.ShapeDtypeStruct)
-            else leaf.reshape(shape)
-        )
-
-    return jax.tree.map(divide, tree)
-
-
-def key_of(ctx: Any, index: Any) -> Any:
-    """A key for the layer with this number in the whole model, or None; the same however the layers
-    are put into stages.
-    """
-    return (
-        None
-        if ctx is None or ctx.microbatch_rng is None
-        else jax.random.fold_in(ctx.microbatch_rng, index)
-    )
-
-
-def no_key(what: str, error: Exception) -> PipelineError:
-    """The error for random numbers without a key."""
-    return PipelineError(
-        f"{what} draws random numbers, but the step got no key; pass rng=jax.random.key(...) "
-        f"({error})"
-    )
-
-
-def leaf_paths(tree: PyTree) -> set[str]:
-    """Where the leaves of a tree are, "router/balance"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by path, "router/balance"."""
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def with_loss(what: str, out: Any, *, stage_loss: bool) -> tuple[PyTree, Any]:
@@ -238,52 +172,42 @@ def with_loss(what: str, out: Any, *, stage_loss: bool) -> tuple[PyTree, Any]:
     return out[0], summable(out[1])
 
 
-def scanned(
-    run: Callable[..., tuple[Any, Any, PyTree]],
-    *,
-    groups: int,
-    wants: frozenset[str],
-    random: bool,
-    stateful: bool,
-    stage_loss: bool,
-) -> Callable[..., Any]:
-    """A stage that runs its groups of blocks in order.
+def is_spec(value: Any) -> bool:
+    """A leaf of a tree of specs."""
+    return isinstance(value, PartitionSpec)
+
+
+def names_axes(tree: PyTree) -> bool:
+    """Whether a spec of a tree names an axis."""
+    specs = [spec for spec in jax.tree.leaves(tree, is_leaf=is_spec) if is_spec(spec)]
+    return any(entry is not None for spec in specs for entry in spec)
+
+
+def mesh_specs(
+    tree: PyTree, leaves: PyTree, rules: Mapping[str, Any] | None, *, lead: int, stack: bool
+) -> PyTree:
+    """Specs of mesh axes from those of flax's metadata.
 
     Args:
-        run: `run(params, state, x, key, given) -> (x, loss, new state)` of one group; `given` holds
-            the keywords.
-        groups: of each stage.
-        wants: keywords that `run` takes.
-        random: whether it needs a key for each group.
-        stateful: whether the stage takes and returns state.
-        stage_loss: whether the stage returns a loss, the sum of those of its groups.
+        tree: of PartitionSpecs, or None.
+        leaves: the variables.
+        rules: logical name -> mesh axis, a tuple of them, or None; names that are not in it are
+            mesh axes.
+        lead: leading axes that the pipeline adds.
+        stack: the variables have a leading axis of blocks.  A spec of full length has an entry for
+            it, as `nnx.vmap` and `nn.scan` add it; that entry is left out.
     """
+    known = rules or {}
 
-    def stage(params: PyTree, x: PyTree, **given: Any) -> Any:
-        ctx = given.get("ctx")
-        start = 0 if ctx is None else ctx.stage * groups
+    def entry(names: Any) -> Any:
+        if not isinstance(names, tuple):
+            return known.get(names, names)
+        return tuple(found for n in names if (found := known.get(n, n)) is not None) or None
 
-        def group(x: PyTree, row: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
-            index, own, state = row
-            x, loss, new = run(own, state, x, key_of(ctx, start + index) if random else None, given)
-            # flax may widen statistics.
-            return x, (
-                loss,
-                jax.tree.map(lambda after, before: after.astype(before.dtype), new, state),
-            )
+    def translated(spec: Any, leaf: Any) -> Any:
+        if not is_spec(spec):
+            return None
+        drop = int(stack and len(spec) == leaf.ndim)
+        return PartitionSpec(*(None,) * lead, *map(entry, tuple(spec)[drop:]))
 
-        rows = (jnp.arange(groups), params, given["state"] if stateful else {})
-        x, (losses, state) = jax.lax.scan(group, x, rows)
-        found = (
-            x,
-            *([jnp.sum(losses, axis=0)] if stage_loss else []),
-            *([state] if stateful else []),
-        )
-        return found if len(found) > 1 else x
-
-    # `Pipeline` reads this: leaves are [S, layers, ...].
-    stage.stacks_layers = True  # type: ignore[attr-defined]
-    more = {"ctx"} if random else set()
-    return with_keywords(
-        stage, ("params", "x"), wants | more | ({"state"} if stateful else set()), "stage"
-    )
+    return jax.tree.map(translated, tree, leaves, is_leaf=is_spec)

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import jax
+from flax import core, errors
 from flax import linen as nn
 
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from ..model.model import Model
-from .common import (
-    End,
-    blocks_per_stage,
-    check_ends,
-    divided,
-    layered,
-    mesh_specs,
-    period,
-    scanned,
-    stacked,
-    wanted,
-)
-from .linen_layers import by_layout
-from .linen_parts import (
-    Variables,
-    apart,
-    applied,
-    difference,
-    end_function,
-    given_keywords,
-    kind_of,
-    params_of,
-    streams,
-    unboxed_ends,
-)
-from .models import FlaxModel, check_cut, named_specs, stack_size, stacked_specs
+from .adapter import FlaxModel, adapt, check_cut
+from .common import End, Unit, check_ends, leaves_by_path
+
+Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
+# Collections that a call never writes: `Module.perturb` adds nothing where it may not.
+FIXED = ("params", "perturbations")
 
 
 @dataclass(frozen=True)
-class LinenStages(FlaxModel):
-    """A model of linen modules by stages of equal size: leaves of stages are [S, blocks of a stage,
-    ...].
-    """
-
-    _pattern: int  # blocks of a group; 0 where variables came stacked
+class LinenModel(FlaxModel):
+    """A model of linen modules as a pipeline takes it (see `FlaxModel`)."""
 
     def to_linen(self, params: dict[str, PyTree], state: PyTree = None) -> Any:
         """Canonical parameters, and state, as the blocks' variables, in the form in which they were
@@ -55,20 +32,160 @@ class LinenStages(FlaxModel):
 
         Parameters of first, last and shared are those of their modules already.
         """
-        own, other = layered(params["stages"]), layered(self.state if state is None else state)
-        if not self._pattern:
+        trees = (params["stages"], self.state if state is None else state)
+        if len(self._blocks) < len(self._places):
+            own, other = map(self._stacks, trees)
             return {"params": own, **other}
-        count = jax.tree.leaves((own, other))[0].shape[0]
-        found = []
-        for i in range(count):
-            group, rest = jax.tree.map(lambda leaf, i=i: leaf[i], (own, other))
-            found += [
-                {"params": g, **r}
-                for g, r in zip(
-                    _each(group, self._pattern), _each(rest, self._pattern), strict=True
+        rows = zip(*map(self._by_block, trees), strict=True)
+        return [{"params": own, **other} for own, other in rows]
+
+
+@dataclass(frozen=True)
+class _LinenUnit(Unit):
+    """Modules with their variables, as they are: with sharding metadata.
+
+    Modules are one, or a tuple or dict of them, with as many variables.  `constant`: they are no
+    block, and no call changes their variables.
+    """
+
+    variables: Any
+    rngs: tuple[str, ...] = ()
+    constant: bool = False
+    takes_sown: bool = False  # the call makes a loss of what is sown
+
+    @cached_property
+    def _unboxed(self) -> Any:
+        return nn.meta.unbox(self.variables)
+
+    @property
+    def params(self) -> PyTree:
+        """The collection "params" of each module."""
+        return _each(lambda _, own: own.get("params", {}), self.modules, self._unboxed)
+
+    @property
+    def state(self) -> PyTree:
+        """The other collections of each module."""
+        return _each(_without_params, self.modules, self._unboxed)
+
+    @property
+    def specs(self) -> PyTree:
+        """The metadata of `nn.with_partitioning`."""
+        boxed = _each(lambda _, own: own.get("params", {}), self.modules, self.variables)
+        return nn.get_partition_spec(boxed)
+
+    @property
+    def random(self) -> bool:
+        """Whether there are collections of random numbers."""
+        return bool(self.rngs)
+
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+        """The modules bound to variables.
+
+        New collections may be written, so that what is sown is seen: it would be lost.
+        """
+        names = () if key is None else self.rngs
+        keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
+
+        def bound(module: nn.Module, own: PyTree, other: PyTree) -> nn.Module:
+            fixed = other if self.constant or not training else ()
+            mutable = core.DenyList([*FIXED, *fixed])
+            return module.bind({"params": own, **other}, rngs=keys, mutable=mutable)
+
+        return _each(bound, self.modules, params, state)
+
+    def run(
+        self,
+        params: PyTree,
+        state: PyTree,
+        arguments: Sequence[PyTree],
+        key: Any,
+        *,
+        keywords: Mapping[str, Any],
+        training: bool,
+    ) -> tuple[Any, PyTree]:
+        """A call on the bound modules."""
+        modules = self.build(params, state, key, training=training)
+        try:
+            with nn.intercept_methods(_without_metadata):
+                out = self.called(modules, arguments, keywords)
+        except errors.InvalidRngError as error:
+            raise self.no_key(error) from error
+        except errors.ModifyScopeVariableError as error:
+            if not self.constant:
+                raise
+            raise PipelineError(
+                f"{self.name} changes its variables; only blocks may keep state (batch "
+                f"statistics): {error}"
+            ) from error
+        after = _each(
+            lambda module: _without_params(module, core.unfreeze(module.variables)), modules
+        )
+        return out, self._kept(state, after)
+
+    def _kept(self, before: PyTree, after: PyTree) -> PyTree:
+        """The state after a call; PipelineError where the call wrote what is not kept."""
+        new = set(leaves_by_path(after)) - set(leaves_by_path(before))
+        if self.constant:
+            if new:
+                raise PipelineError(
+                    f"{self.name} writes variables that a pipeline does not keep, as sow() does: "
+                    f"{', '.join(sorted(new))}; return them instead"
                 )
-            ]
-        return found
+            return before
+        grown = [path for path in new if path.split("/")[0] in before]
+        if grown or (new and not self.takes_sown):
+            raise PipelineError(
+                f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
+                f"keep: {', '.join(sorted(grown or new))}. Take the sow() out, or return a loss of "
+                "them: stage_loss=True, call=function that returns (x, loss made of "
+                "block.variables[...]). (Leave out likewise what init() sowed into the variables "
+                "that are given)"
+            )
+        return {name: after[name] for name in before}
+
+
+@dataclass(frozen=True)
+class _Unboxed:
+    """An initializer without sharding metadata."""
+
+    call: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return nn.meta.unbox(self.call(*arguments, **keywords))
+
+
+def _without_metadata(
+    method: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    context: Any,
+) -> Any:
+    """A method call in which initializers ignore sharding metadata.
+
+    `DenseGeneral` calls its initializers in every call, for shapes alone, and would constrain the
+    result by axes that the pipeline's mesh does not have.
+    """
+    for name in ("kernel_init", "bias_init"):
+        init = getattr(context.module, name, None)
+        if callable(init) and not isinstance(init, _Unboxed):
+            object.__setattr__(context.module, name, _Unboxed(init))
+    return method(*arguments, **keywords)
+
+
+def _without_params(_: nn.Module, variables: Variables) -> dict[str, PyTree]:
+    return {name: tree for name, tree in variables.items() if name != "params"}
+
+
+def _each(function: Callable[..., Any], modules: Any, *trees: Any) -> Any:
+    """A function of each of the modules, one or a tuple or dict of them, and its part of trees."""
+    if modules is None:
+        return {}
+    if isinstance(modules, nn.Module):
+        return function(modules, *({} if tree is None else tree for tree in trees))
+    if isinstance(modules, Mapping):
+        return {n: _each(function, m, *(tree[n] for tree in trees)) for n, m in modules.items()}
+    return tuple(_each(function, *own) for own in zip(modules, *trees, strict=True))
 
 
 def from_linen(
@@ -85,7 +202,7 @@ def from_linen(
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,
     **contract: Any,
-) -> Any:
+) -> LinenModel:
     """Make the functions and canonical parameters of a pipeline from linen modules and their
     variables, as they are.
 
@@ -96,13 +213,11 @@ def from_linen(
         blocks: the module of every block, or a list with each block's own.
         variables: a list with each block's variables (see `submodules`), or variables with a
             leading axis of blocks (as `nn.scan`, `nn.vmap` or a vmapped `init` make them).
-        num_stages: S; divides the number of blocks.  The model is then a `LinenStages`.
-        layout: instead of num_stages, the letters of each stage, as `from_nnx` takes them; the
-            model is then a `LinenLayers`.
-        first, last: what comes before and after the blocks; their functions are given bound
-            modules.
-        shared: (modules, variables) that several of these functions use: given, bound, as `shared`
-            by keyword.
+        num_stages: S; divides the number of blocks.
+        layout: instead of num_stages, the letters of each stage, as `from_nnx` takes them.
+        first, last: what comes before and after the blocks; their functions take bound modules.
+        shared: (modules, variables) that several of these functions use.  The functions take them,
+            bound, as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take training, microbatch,
             ctx and shared by keyword, as in `lambda block, x, *, training: block(x,
             train=training)`.
@@ -118,86 +233,32 @@ def from_linen(
     """
     check_ends(first=first, last=last)
     check_cut("from_linen", num_stages, layout)
-    if layout is not None:
-        modules, boxed, stack = _blocks(blocks, variables)
-        if stack:
-            raise PipelineError("with layout=, give a list with each block's variables")
-        return by_layout(
-            modules,
-            boxed,
-            layout,
-            first=first,
-            last=last,
-            shared=shared,
-            call=call,
-            rngs=rngs,
-            rules=rules,
-            stage_loss=stage_loss,
-            contract=contract,
-        )
-    assert num_stages is not None
-    modules, boxed, stack = _blocks(blocks, variables)
-    given = [nn.meta.unbox(dict(v)) for v in boxed]
-    first, last, shared, specs = unboxed_ends(first, last, shared, rules)
-    if stack:
-        count, length = _stack_size(given[0]), 0
-        own, state = (divided(dict(tree), num_stages) for tree in apart(given[0]))
-        per_stage = blocks_per_stage(count, num_stages)
-    else:
-        per_block = blocks_per_stage(len(given), num_stages)
-        kinds = [kind_of(m, v) for m, v in zip(modules, given, strict=True)]
-        length = period(kinds, per_block, lambda i, j: difference(kinds[i], kinds[j]))
-        per_stage = per_block // length
-        parts = [apart(v) for v in given]
-        own, state = (
-            stacked([_group(tree, i, length) for i in range(0, len(given), length)], num_stages)
-            for tree in zip(*parts, strict=True)
-        )
-    total = per_stage * num_stages
-    ends = {"first": first, "last": last}
-    params = {
-        "stages": own,
-        **{
-            key: params_of(end.modules, end.variables)
-            for key, end in ends.items()
-            if end is not None
-        },
+    modules, own, stack = _listed(blocks, variables)
+    names = tuple(rngs)
+    ends = {
+        key: _LinenUnit(f"`{key}`", end.modules, end.call, end.variables, names, constant=True)
+        for key, end in (("first", first), ("last", last))
+        if end is not None
     }
     if shared is not None:
-        params["shared"] = params_of(*shared)
-    group = tuple(modules[: max(length, 1)])
-    how = {"stateful": bool(jax.tree.leaves(state)), "stage_loss": stage_loss}
-    model = Model(
-        _stage(group, call, shared, rngs, per_stage=per_stage, pattern=max(length, 1), **how),
-        first=None
-        if first is None
-        else end_function(first, "first", shared, rngs, ("microbatch",), total),
-        last=None
-        if last is None
-        else end_function(last, "last", shared, rngs, ("x", "microbatch"), total + 1),
+        ends["shared"] = _LinenUnit("`shared`", shared[0], None, shared[1], constant=True)
+    takes_sown = stage_loss and call is not None
+    return adapt(
+        LinenModel,
+        [
+            _LinenUnit("a block", module, call, dict(tree), names, takes_sown=takes_sown)
+            for module, tree in zip(modules, own, strict=True)
+        ],
+        stack=stack,
+        ends=ends,
+        num_stages=num_stages,
+        layout=layout,
+        kind_of=_kind_of,
+        difference=_difference,
+        rules=rules,
         stage_loss=stage_loss,
-        **contract,
+        contract=contract,
     )
-    return LinenStages(
-        model=model,
-        params=params,
-        state=state,
-        specs=named_specs({**specs, "stages": _stage_specs(boxed, length, rules)}),
-        layout=None,
-        _pattern=length,
-    )
-
-
-def _stage_specs(
-    boxed: Sequence[Variables], length: int, rules: Mapping[str, Any] | None
-) -> PyTree:
-    """Sharding metadata of the blocks' parameters; those of the first group stand for all."""
-    if length:
-        return mesh_specs(
-            nn.get_partition_spec(_group([apart(v)[0] for v in boxed], 0, length)), rules, lead=1
-        )
-    own = apart(boxed[0])[0]
-    return stacked_specs(nn.get_partition_spec(own), nn.meta.unbox(own), rules)
 
 
 def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
@@ -228,63 +289,7 @@ def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
     return found
 
 
-def _stage(
-    modules: tuple[nn.Module, ...],
-    call: Callable[..., Any] | None,
-    shared: tuple[Any, Any] | None,
-    rngs: Sequence[str],
-    *,
-    per_stage: int,
-    pattern: int,
-    stateful: bool,
-    stage_loss: bool,
-) -> Callable[..., Any]:
-    """The stage function: the blocks of a stage, scanned."""
-    wants = frozenset() if call is None else wanted(call)
-
-    def run(
-        params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]
-    ) -> tuple[PyTree, Any, PyTree]:
-        how = {
-            "call": call,
-            "keywords": given_keywords(shared, wants, given),
-            "training": given["training"],
-            "stage_loss": stage_loss,
-        }
-        losses, after = [], []
-        for i, (module, own, rest) in enumerate(
-            zip(modules, _each(params, pattern), _each(state, pattern), strict=True)
-        ):
-            x, loss, new = applied(module, own, rest, x, rngs=streams(rngs, key, i), **how)
-            losses.append(loss)
-            after.append(new)
-        return x, sum(losses) if stage_loss else None, (_join(after) if stateful else {})
-
-    return scanned(
-        run,
-        groups=per_stage,
-        wants=wants | {"training"},
-        random=bool(rngs),
-        stateful=stateful,
-        stage_loss=stage_loss,
-    )
-
-
-def _group(trees: Sequence[PyTree], start: int, length: int) -> PyTree:
-    """The trees of a group: that of its only block, or one for each block by number."""
-    return trees[start] if length == 1 else {str(i): trees[start + i] for i in range(length)}
-
-
-def _each(tree: PyTree, length: int) -> list[PyTree]:
-    """The inverse of `_group`."""
-    return [tree] if length == 1 else [tree.get(str(i), {}) for i in range(length)]
-
-
-def _join(trees: Sequence[PyTree]) -> PyTree:
-    return _group(trees, 0, len(trees))
-
-
-def _blocks(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variables], bool]:
+def _listed(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variables], bool]:
     """Modules, variables, and whether these are of all blocks at once."""
     many = not isinstance(blocks, nn.Module)
     modules = list(blocks) if many else [blocks]
@@ -309,10 +314,28 @@ def _blocks(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variable
     return (modules if many else modules * len(found)), found, False
 
 
-def _stack_size(variables: Variables) -> int:
-    """How many blocks stacked variables hold; PipelineError where they disagree."""
-    leaves = jax.tree_util.tree_leaves_with_path(variables)
-    return stack_size(
-        {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves},
-        "stacked variables",
+def _kind_of(unit: Unit) -> dict[str, str]:
+    """What must be equal for two blocks to run the same code: class, settings, and the variables'
+    shapes, by name.
+    """
+    module = unit.modules
+    settings = {
+        f.name: repr(getattr(module, f.name, None))
+        for f in fields(module)
+        if f.name not in ("parent", "name")
+    }
+    shapes = {
+        path: f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves_by_path({"params": unit.params, **unit.state}).items()
+    }
+    return {"the block": type(module).__name__, **settings, **shapes}
+
+
+def _difference(one: Unit, other: Unit) -> str:
+    """The first setting or shape in which two blocks differ."""
+    left, right = _kind_of(one), _kind_of(other)
+    name = next(n for n in [*left, *right] if left.get(n) != right.get(n))
+    return (
+        f"{name} is {left.get(name, 'not there')} in one and {right.get(name, 'not there')} in "
+        "the other"
     )

@@ -2,70 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from ..model.model import Model
-from .common import (
-    End,
-    blocks_per_stage,
-    check_ends,
-    divided,
-    layered,
-    mesh_specs,
-    period,
-    scanned,
-    stacked,
-    wanted,
-    with_loss,
-)
-from .models import FlaxModel, check_cut, named_specs, stack_size, stacked_specs
-from .nnx_layers import by_layout
-from .nnx_parts import (
-    Part,
-    calling,
-    check_apart,
-    difference,
-    end_function,
-    frozen_paths,
-    given_keywords,
-    is_in,
-    kind_of,
-    pure,
-)
+from .adapter import FlaxModel, adapt, check_cut
+from .common import End, Unit, check_ends, leaves_by_path
+
+MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
 
 
 @dataclass(frozen=True)
-class NnxStages(FlaxModel):
-    """A model of nnx modules by stages of equal size: leaves of stages are [S, blocks of a stage,
-    ...].
-    """
-
-    _parts: dict[str, Part]
-    _blocks: tuple[Any, ...]  # one stacked module, or groups of modules
+class NnxModel(FlaxModel):
+    """A model of nnx modules as a pipeline takes it (see `FlaxModel`)."""
 
     def to_nnx(self, params: dict[str, PyTree], state: PyTree = None) -> None:
         """Write canonical parameters, and state, into the variables of the modules that the model
         was made of.
         """
-        own = layered(params["stages"])
-        other = layered({} if state is None else state)
-        part = self._parts["stages"]
-        if part.stack:
-            part.write(self._blocks[0], own, other)
+        trees = (params["stages"], {} if state is None else state)
+        if len(self._blocks) < len(self._places):
+            rows = [tuple(map(self._stacks, trees))]
         else:
-            for i, block in enumerate(self._blocks):
-                part.write(block, *jax.tree.map(lambda leaf, i=i: leaf[i], (own, other)))
-        for key in ("first", "last", "shared"):
-            if key in self._parts:
-                self._parts[key].write(self._parts[key].modules, params[key], {})
+            rows = list(zip(*map(self._by_block, trees), strict=True))
+        for block, row in zip(self._blocks, rows, strict=True):
+            block.write(*row)  # type: ignore[attr-defined]
+        for key, unit in self._units.items():
+            unit.write(params[key], {})  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _NnxUnit(Unit):
+    """Modules as graphs for training and for evaluation, and their variables."""
+
+    trainable: Any
+    not_trained: Any = None
+    stack: bool = False  # variables have a leading axis of blocks
+    constant: bool = False  # a call may not change variables
+
+    @cached_property
+    def _split(self) -> tuple[Any, Any, Any, Any]:
+        """The graph, and the variables: parameters, streams of random numbers, others."""
+        found: tuple[Any, Any, Any, Any] = self._splitting(self.modules)
+        return found
+
+    def _splitting(self, modules: Any) -> Any:
+        return nnx.split(modules, self.trainable, nnx.RngState, ...)
+
+    @cached_property
+    def _evaluated(self) -> Any:
+        """The graph for evaluation."""
+        modules = nnx.merge(*self._split)
+        for _, module in nnx.iter_graph(modules):
+            if isinstance(module, nnx.Module):
+                for name, value in MODES.items():
+                    if hasattr(module, name):
+                        setattr(module, name, value)
+        return self._splitting(modules)[0]
+
+    @property
+    def params(self) -> PyTree:
+        """The variables that `trainable` takes."""
+        return nnx.to_pure_dict(self._split[1])
+
+    @property
+    def state(self) -> PyTree:
+        """Variables that are neither parameters nor streams of random numbers."""
+        return nnx.to_pure_dict(self._split[3])
+
+    @property
+    def specs(self) -> PyTree:
+        """The metadata of `nnx.with_partitioning`."""
+        return nnx.to_pure_dict(nnx.get_partition_spec(self._split[1]))
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The paths of parameters that the filter takes."""
+        if self.not_trained is None:
+            return frozenset()
+        takes = nnx.filterlib.to_predicate(self.not_trained)
+        flat = nnx.to_flat_state(self._split[1])
+        return frozenset("/".join(map(str, path)) for path, leaf in flat if takes(path, leaf))
+
+    @cached_property
+    def random(self) -> bool:
+        """Whether the modules hold streams of random numbers."""
+        return bool(jax.tree.leaves(self._split[2]))
+
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+        """The modules; every stream of random numbers begins again from the key, and without one
+        drawing fails.
+        """
+        graph, own, streams, rest = self._split
+        numbered = enumerate(jax.tree.leaves(streams))
+        return nnx.merge(
+            graph if training else self._evaluated,
+            _like(own, jax.tree.leaves(params)),
+            _like(streams, [self._stream(number, old, key) for number, old in numbered]),
+            _like(rest, jax.tree.leaves(state)),
+        )
+
+    def _stream(self, number: int, old: Any, key: Any) -> Any:
+        shape = old.shape[1:] if self.stack else old.shape
+        if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(shape, old.dtype)
+        own = None if key is None else jax.random.fold_in(key, number)
+        return own if own is None or not shape else jax.random.split(own, shape)
+
+    def run(
+        self,
+        params: PyTree,
+        state: PyTree,
+        arguments: Sequence[PyTree],
+        key: Any,
+        *,
+        keywords: Mapping[str, Any],
+        training: bool,
+    ) -> tuple[Any, PyTree]:
+        """A call on the modules with these variables."""
+        modules = self.build(params, state, key, training=training)
+        try:
+            out = self.called(modules, arguments, keywords)
+        except TypeError as error:
+            if self.random and key is None and "NoneType" in str(error):
+                raise self.no_key(error) from error
+            raise
+        return out, self._after(modules, state)
+
+    def _after(self, modules: Any, before: PyTree) -> PyTree:
+        """The state after a call."""
+        after = nnx.to_pure_dict(self._splitting(modules)[3])
+        old, new = leaves_by_path(before), leaves_by_path(after)
+        if odd := sorted(set(old) ^ set(new)):
+            raise PipelineError(
+                f"{self.name} makes variables in a call, as sow() does, which a pipeline does not "
+                f"keep: {', '.join(odd)}. Take them where the module is called, x, sown = "
+                "nnx.capture(module, nnx.Intermediate)(x), and drop them or make a loss of them: "
+                "blocks return it with stage_loss=True, call=function that returns (x, loss). "
+                "(Take what was sown before out of the modules: nnx.pop(module, "
+                "nnx.Intermediate))"
+            )
+        changed = [path for path in old if old[path] is not new[path]]
+        if self.constant and changed:
+            raise PipelineError(
+                f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
+                "statistics): put it into a block"
+            )
+        return after
+
+    def write(self, params: PyTree, state: PyTree) -> None:
+        """Set the modules' variables."""
+        for like, tree in ((self._split[1], params), (self._split[3], state)):
+            if leaves := jax.tree.leaves(tree):
+                nnx.update(self.modules, _like(like, leaves))
+
+
+def _like(state: Any, leaves: Sequence[Any]) -> Any:
+    """A state of nnx with other leaves."""
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
 def from_nnx(
@@ -82,7 +184,7 @@ def from_nnx(
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,
     **contract: Any,
-) -> Any:
+) -> NnxModel:
     """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as
     they are.
 
@@ -93,19 +195,18 @@ def from_nnx(
     Args:
         blocks: a list of modules (`nnx.List`, `nnx.Sequential`), or one module whose variables have
             a leading axis of blocks (made by `nnx.vmap`).
-        num_stages: S; divides the number of blocks.  The model is then a `NnxStages`.
+        num_stages: S; divides the number of blocks.
         layout: instead of num_stages, the letters of each stage, "Ett|tttL" (see `parse_layout`): E
             is `first`, L is `last`, and every other letter the next block of the list.  Stages may
-            have any numbers of blocks, and letters kinds of their own.  The model is then a
-            `NnxLayers`.
+            have any numbers of blocks, and letters kinds of their own.
         first, last: what comes before and after the blocks.
-        shared: modules that several of these functions use (a tied embedding): they are given as
-            `shared` by keyword.
+        shared: modules that several of these functions use (a tied embedding).  The functions take
+            them as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared
             and training by keyword.
         trainable: which variables are parameters (a filter of nnx); the blocks' others are state.
         frozen: which of them are not trained (a filter of nnx, `lambda path, v: not isinstance(v,
-            nnx.LoRAParam)` say); see `Pipeline`.
+            nnx.LoRAParam)` say); see `Model`.
         rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
         stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
             microbatch.  A loss that blocks sow comes so: `call` takes it with `nnx.capture`.
@@ -127,124 +228,34 @@ def from_nnx(
     """
     check_ends(first=first, last=last)
     check_cut("from_nnx", num_stages, layout)
-    if layout is not None:
-        ends_given: dict[str, Any] = {"first": first, "last": last, "shared": shared, "call": call}
-        return by_layout(
-            list(blocks),
-            layout,
-            **ends_given,
-            trainable=trainable,
-            frozen=frozen,
-            rules=rules,
-            stage_loss=stage_loss,
-            contract=contract,
-        )
-    assert num_stages is not None
-    groups, stack = _groups(blocks, num_stages)
-    parts = {"stages": Part.of(groups[0], trainable, stack=stack)}
+    found, stack = _listed(blocks)
+    how = {"trainable": trainable, "not_trained": frozen}
     ends = {
-        "first": None if first is None else first.modules,
-        "last": None if last is None else last.modules,
-        "shared": shared,
+        key: _NnxUnit(f"`{key}`", end.modules, end.call, constant=True, **how)
+        for key, end in (("first", first), ("last", last))
+        if end is not None
     }
-    parts |= {
-        key: Part.of(modules, trainable) for key, modules in ends.items() if modules is not None
-    }
-    check_apart(
-        {
-            **{f"block {i}": b for i, b in enumerate(groups)},
-            **{k: m for k, m in ends.items() if m is not None},
-        }
-    )
-
-    part = parts["stages"]
-    if stack:
-        own, state = (divided(pure(tree), num_stages) for tree in (part.params, part.rest))
-        per_stage = blocks_per_stage(_stack_size(part), num_stages)
-    else:
-        split = [nnx.split(group, trainable, nnx.RngState, ...) for group in groups]
-        own, state = (stacked([pure(s[i]) for s in split], num_stages) for i in (1, 3))
-        per_stage = len(groups) // num_stages
-    total = per_stage * num_stages
-    params = {"stages": own, **{key: pure(parts[key].params) for key in parts if key != "stages"}}
-    for key, end in (("first", first), ("last", last)):
-        if end is not None:
-            params.setdefault(key, {})
-    model = Model(
-        _stage(parts, call, per_stage, stage_loss=stage_loss),
-        first=None
-        if first is None
-        else end_function(first, "first", parts, ("microbatch",), total),
-        last=None
-        if last is None
-        else end_function(last, "last", parts, ("x", "microbatch"), total + 1),
+    if shared is not None:
+        ends["shared"] = _NnxUnit("`shared`", shared, None, constant=True, **how)
+    held = {key: unit.modules for key, unit in ends.items()}
+    _check_apart({**{f"block {i}": block for i, block in enumerate(found)}, **held})
+    return adapt(
+        NnxModel,
+        [_NnxUnit("a block", block, call, stack=stack, **how) for block in found],
+        stack=stack,
+        ends=ends,
+        num_stages=num_stages,
+        layout=layout,
+        kind_of=_kind_of,
+        difference=_difference,
+        rules=rules,
         stage_loss=stage_loss,
-        frozen=is_in(frozen_paths(parts, frozen)),
-        **contract,
-    )
-    return NnxStages(
-        model=model,
-        params=params,
-        state=state,
-        specs=named_specs(_specs(parts, rules)),
-        layout=None,
-        _parts=parts,
-        _blocks=tuple(groups),
+        contract=contract,
     )
 
 
-def _specs(parts: dict[str, Part], rules: Mapping[str, Any] | None) -> dict[str, PyTree]:
-    """Sharding metadata of the variables, as `Pipeline` takes it."""
-    found = {}
-    for key, part in parts.items():
-        tree = pure(nnx.get_partition_spec(part.params))
-        if key != "stages":
-            found[key] = mesh_specs(tree, rules)
-        elif not part.stack:
-            found[key] = mesh_specs(tree, rules, lead=1)  # the blocks of a stage
-        else:
-            found[key] = stacked_specs(tree, pure(part.params), rules)
-    return found
-
-
-def _stage(
-    parts: dict[str, Part], call: Callable[..., Any] | None, per_stage: int, *, stage_loss: bool
-) -> Callable[..., Any]:
-    """The stage function: the blocks of a stage, scanned."""
-    part = parts["stages"]
-    wants = frozenset() if call is None else wanted(call)
-
-    def run(
-        params: PyTree, state: PyTree, x: PyTree, key: Any, given: dict[str, Any]
-    ) -> tuple[PyTree, Any, PyTree]:
-        training = given["training"]
-        group = part.build(params, state, key, training=training)
-        keywords = given_keywords(parts, wants, given)
-        losses = []
-        for block in group if isinstance(group, tuple) else (group,):
-            out = calling(
-                "a block",
-                part,
-                key,
-                training,
-                block if call is None else lambda x, **k: call(block, x, **k),  # noqa: B023
-                (x,),
-                keywords,
-            )
-            x, loss = with_loss("a block", out, stage_loss=stage_loss)
-            losses.append(loss)
-        return x, sum(losses) if stage_loss else None, part.state_of(group, "a block")
-
-    how = {
-        "random": part.random,
-        "stateful": bool(jax.tree.leaves(part.rest)),
-        "stage_loss": stage_loss,
-    }
-    return scanned(run, groups=per_stage, wants=wants | {"training"}, **how)
-
-
-def _groups(blocks: Any, num_stages: int) -> tuple[list[Any], bool]:
-    """Groups of blocks that all run the same code, or one stacked module; and which of the two."""
+def _listed(blocks: Any) -> tuple[list[Any], bool]:
+    """The blocks, and whether it is one module that holds all of them."""
     if isinstance(blocks, nnx.Sequential):
         blocks = blocks.layers
     if isinstance(blocks, nnx.Module) and not isinstance(blocks, nnx.List):
@@ -265,22 +276,60 @@ def _groups(blocks: Any, num_stages: int) -> tuple[list[Any], bool]:
             f"blocks must be nnx modules, but {', '.join(odd)}; a plain function goes into "
             "call=, or into a module"
         )
-    per_stage = blocks_per_stage(len(found), num_stages)
-    kinds = [kind_of(block) for block in found]
-    length = period(kinds, per_stage, lambda i, j: difference(found[i], found[j]))
-    groups = [tuple(found[i : i + length]) for i in range(0, len(found), length)]
-    return [group[0] if length == 1 else group for group in groups], False
+    return found, False
 
 
-def _stack_size(part: Part) -> int:
-    """How many blocks a stacked module holds; PipelineError where its variables disagree."""
-    leaves = jax.tree_util.tree_leaves_with_path((pure(part.params), pure(part.rest)))
-    named = {
-        jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf for path, leaf in leaves
-    }
-    return stack_size(
-        named,
-        "a stacked module's variables",
-        ": make it with nnx.vmap, or give a list of modules (of a whole model its blocks, and "
-        "the rest in first= and last=)",
+def _kind_of(unit: Unit) -> Any:
+    """What must be equal for two blocks to run the same code: the graph, with static attributes,
+    and shapes and dtypes.
+    """
+    graph, state = nnx.split(unit.modules)
+    return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+
+def _difference(one: Unit, other: Unit) -> str:
+    """The first attribute, shape or dtype in which two blocks differ."""
+    left, right = (
+        {
+            path: _text(value)
+            for path, value in nnx.iter_graph(unit.modules)
+            if "_pytree__" not in str(path[-1:])
+        }
+        for unit in (one, other)
     )
+    for path in sorted({*left, *right}, key=str):
+        if left.get(path) != right.get(path):
+            name = ".".join(map(str, path)) or "the block"
+            return (
+                f"{name} is {left.get(path, 'not there')} in one and "
+                f"{right.get(path, 'not there')} in the other"
+            )
+    return "their graphs differ (modules or variables are shared within one of them)"
+
+
+def _text(value: Any) -> str:
+    """A node of a graph as text: a variable by shape and dtype, a module by class, anything else as
+    it is.
+    """
+    if isinstance(value, nnx.Variable):
+        return f"{type(value).__name__} {value.dtype}{list(value.shape)}"
+    return type(value).__name__ if isinstance(value, nnx.Module) else repr(value)
+
+
+def _check_apart(owners: Mapping[str, Any]) -> None:
+    """PipelineError where two parts hold the same variable: it would become two parameters."""
+    seen: dict[int, tuple[str, str]] = {}
+    faults = []
+    for owner, modules in owners.items():
+        for path, value in nnx.iter_graph(modules):
+            if not isinstance(value, nnx.Variable) or isinstance(value, nnx.RngState):
+                continue
+            name = ".".join(map(str, path))
+            before = seen.setdefault(id(value), (owner, name))
+            if before[0] != owner:
+                faults.append(
+                    f"{before[0]} and {owner} hold the same variable, {before[1]} and {name}; "
+                    "give its module as shared="
+                )
+    if faults:
+        raise PipelineError.listing("parts share variables", faults)

@@ -35,8 +35,9 @@ class Slot(NamedTuple):
         """The pool with the raveled value at the beginning of the entry, which is one
         long array.
         """
-        value = jnp.asarray(value).astype(self.pool.dtype).reshape(1, -1)
-        return lax.dynamic_update_slice(self.pool, value, (self.index, jnp.int32(0)))
+        value = self.entry.pack_flat(jnp.asarray(value).astype(self.pool.dtype).ravel())
+        start = (self.index, *(jnp.int32(0) for _ in value.shape))
+        return lax.dynamic_update_slice(self.pool, value[None], start)
 
     def load_row(self, row: Any) -> Any:
         """`pool[index, row]`."""

@@ -15,6 +15,7 @@ from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
 from ..lowering.offload import Offload
+from ..lowering.overheads import Overheads
 from ..schedules import build
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.limits import is_number
@@ -58,6 +59,7 @@ def plan(
     mesh: Any = None,
     axis: str = "pipe",
     data_axes: Sequence[str] = (),
+    overheads: Overheads | Mapping[str, float] | None = None,
 ) -> Plans:
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and
     remat, with what each device holds.
@@ -106,6 +108,8 @@ def plan(
             has of a layer (`measure(mesh=)`), and on GPUs the host decides each predicate,
             since blocks communicate.
         axis, data_axes: of the mesh, as for `Pipeline`.
+        overheads: as for `Pipeline`; without a mesh, None stands for those that were measured on
+            the one kind of NVIDIA GPU in the file of prices, or for guesses.
 
     Returns:
         Plans, a sequence with `.rejected`: what was left out, and why.
@@ -158,6 +162,7 @@ def plan(
             "mesh": mesh,
             "axis": axis,
             "data_axes": data_axes,
+            "overheads": overheads,
         }
     )
     found = Search(wanted, most=most, within=within, progress=progress, traced=traced)
@@ -218,7 +223,8 @@ class Search:
             )
             for b in self._beyond
         ]
-        return Plans(tuple(_result(f) for f in fitting[: self._most]), tuple(rejected))
+        found = tuple(_result(f) for f in fitting[: self._most])
+        return Plans(found, tuple(rejected), str(self._wanted[0].target.overheads))
 
     def _late(self) -> bool:
         """Whether the time is over and there is something to return."""
@@ -515,4 +521,5 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         traced=lowered.traced,
         axis=c.request.axis,
         data_axes=c.request.data_axes,
+        overheads=c.request.overheads,
     )

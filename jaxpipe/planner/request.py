@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
+from ..lowering.overheads import Overheads
+from ..lowering.prices import overheads_of
 from ..lowering.target import RunsOn, Target
 from ..table.limits import is_number, is_whole
 from ..table.typed import plain
@@ -50,6 +52,7 @@ class Request:
     axis: str
     data_axes: tuple[str, ...]
     target: Target
+    overheads: Overheads | None  # that were given
     one_of_many: bool  # there are requests for other numbers of microbatches
     beside: float = 0.0  # seconds of a step that no table has: gradients summed over replicas
     gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
@@ -129,7 +132,6 @@ def _request(
             if not isinstance(v, LayerCost)
         ),
     )
-    target = _target(mesh, (axis, *data_axes))
     text = given["model"]
     model = parse_layout(text, devices=1, letters="".join(sorted({*"EtmL", *costs})))
     letters, least = model.layers, min(chunks, default=1)
@@ -150,6 +152,8 @@ def _request(
     if not missing:
         faults += _unit_faults({c: costs[c] for c in letters}, memory, plain(transfer))
     _refuse(*faults)
+    overheads = None if given["overheads"] is None else overheads_of(given["overheads"])
+    target = _target(mesh, (axis, *data_axes), overheads)
     return Request(
         layers=letters,
         costs=costs,
@@ -166,6 +170,7 @@ def _request(
         axis=axis,
         data_axes=data_axes,
         target=target,
+        overheads=overheads,
         one_of_many=one_of_many,
     )
 
@@ -257,12 +262,13 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _target(mesh: Any, own: tuple[str, ...]) -> Target:
-    if mesh is None:
-        return Target()
-    if isinstance(mesh, RunsOn):
-        return Target(mesh)
-    return mesh if isinstance(mesh, Target) else Target.of(mesh, own)
+def _target(mesh: Any, own: tuple[str, ...], overheads: Overheads | None) -> Target:
+    if not (mesh is None or isinstance(mesh, RunsOn | Target)):
+        return Target.of(mesh, own, overheads)
+    target = mesh if isinstance(mesh, Target) else Target(mesh or RunsOn.GPUS)
+    if overheads is not None or target.prices is not None:
+        return replace(target, prices=overheads or target.prices)
+    return target.measured(None) if target.on_gpus else target
 
 
 def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:

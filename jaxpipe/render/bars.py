@@ -71,6 +71,7 @@ def title_of(timeline: Timeline) -> str:
     words = [
         f"{n} {word}{'' if n == 1 else 'es' if word.endswith('h') else 's'}" for n, word in counts
     ]
+    words += [f"{s.slices} slices a sequence"] if s.slices > 1 else []
     chunks = [f"{s.num_chunks} chunks"] if s.num_chunks > 1 else []
     return f"{s.name or 'schedule'}: {', '.join(words + chunks)}"
 

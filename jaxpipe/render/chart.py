@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..engine.timeline import Timeline
 from ..errors import JaxpipeError, quoted
+from ..table.grid import microbatch_label
 from ..table.kinds import KINDS
 from .bars import Bar, Part, bars_of, title_of
 
@@ -104,10 +105,19 @@ class Chart:
         # A tenth of the bars may be too short for their number, so that one short stage does not
         # stretch the picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
-        digits = len(str(max(self.timeline.schedule.num_microbatches - 1, 0)))
+        digits = len(self.label(max(self.timeline.schedule.num_microbatches - 1, 0)))
         wanted = max(24.0 if self.span / short < 48 else 17.0, 8.0 + 7.0 * digits) / short
         room = _MOST_WIDTH - self.left - self.right
         return min(max(wanted, 420.0 / self.span), room / self.span)
+
+    @property
+    def what(self) -> str:
+        """The meaning of the numbers in bars."""
+        return "microbatch" if self.timeline.schedule.slices == 1 else "sequence.slice"
+
+    def label(self, microbatch: int) -> str:
+        """The number of a microbatch, or of its sequence and slice, as bars show it."""
+        return microbatch_label(microbatch, self.timeline.schedule.slices)
 
     @cached_property
     def row(self) -> float:
@@ -181,7 +191,7 @@ class Chart:
         swatches += [(("idle",), "idle")]
         swatches += [(("memory",), "activations held")] if self.memory else []
         meaning = "direction" if self.timeline.schedule.placement.is_bidirectional else "chunk"
-        swatches += [((), "number: microbatch" + (f", shade: {meaning}" if several else ""))]
+        swatches += [((), f"number: {self.what}" + (f", shade: {meaning}" if several else ""))]
         entries, x, line = [], self.left, 0
         for kinds_of_box, word in swatches:
             cell = 15.0 if len(kinds_of_box) > 1 else 22.0

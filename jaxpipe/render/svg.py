@@ -140,7 +140,7 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
         if bar.part is Part.STRIP:
             continue
         x, y, width, height = chart.box(bar)
-        digits = len(str(bar.action.microbatch))
+        digits = len(chart.label(bar.action.microbatch))
         size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * digits))
         if size >= 7:
             # Few sizes, so that the numbers of a picture look alike.
@@ -150,7 +150,7 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
         look: dict[str, Any] = {"font-size": size, "text-anchor": "middle"}
         group = _add(root, "g", **look)
         for bar, x, y in labels:
-            _text(group, f"on{_class(bar, chart.shades)}", x, y, str(bar.action.microbatch))
+            _text(group, f"on{_class(bar, chart.shades)}", x, y, chart.label(bar.action.microbatch))
 
 
 def _draw_memory(root: Element, chart: Chart) -> None:
@@ -212,17 +212,19 @@ def _draw_bars(root: Element, chart: Chart) -> None:
             paths[kind].append(_rectangle(x + gap / 2, y, width - gap, height))
             continue
         box = _rect(group, kind, x + gap / 2, y, width - gap, height, rx=min(2, width / 4))
-        SubElement(box, "title").text = describe(bar)
+        SubElement(box, "title").text = describe(bar, chart.timeline.schedule.slices)
     for kind, pieces in sorted(paths.items()):
         _add(root, "path", kind, d="".join(pieces))
 
 
-def describe(bar: Bar) -> str:
+def describe(bar: Bar, slices: int = 1) -> str:
     """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
     word = KINDS[kind].words
+    where = f", slice {microbatch % slices} of sequence {microbatch // slices}"
     return (
-        f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}\n"
+        f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}"
+        f"{where if slices > 1 else ''}\n"
         f"device {bar.device}, {number(bar.start)} to {number(bar.end)}"
     )
 

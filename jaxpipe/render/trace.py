@@ -86,16 +86,18 @@ def _named(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterato
         name, order = {"name": _THREAD_NAMES[thread]}, {"sort_index": thread}
         yield _event("M", device, "thread_name", tid=thread, args=name)
         yield _event("M", device, "thread_sort_index", tid=thread, args=order)
-    yield from (_slice(bar, unit_us) for bar in bars)
+    yield from (_slice(bar, unit_us, timeline.schedule.slices) for bar in bars)
 
 
 def _event(phase: str, device: int, name: str, **more: Any) -> Event:
     return {"ph": phase, "pid": device, "name": name, **more}
 
 
-def _slice(bar: Bar, unit_us: float) -> Event:
+def _slice(bar: Bar, unit_us: float, slices: int) -> Event:
     stage, kind, microbatch = bar.action
     where = {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch}
+    if slices > 1:
+        where |= {"sequence": microbatch // slices, "slice": microbatch % slices}
     return _event(
         "X",
         bar.device,

@@ -84,11 +84,10 @@ class _Lane:
     can run.
     """
 
-    __slots__ = ("at", "duration", "is_forward", "places")
+    __slots__ = ("at", "is_forward", "places")
 
-    def __init__(self, duration: float, is_forward: bool) -> None:
+    def __init__(self, is_forward: bool) -> None:
         self.places: list[int] = []
-        self.duration = duration
         self.is_forward = is_forward
         self.at = 0  # how many have run
 
@@ -159,7 +158,8 @@ class _Run:
         )
         self.last = 2 if release is Release.WEIGHT_GRAD else 1
         times = (costs.forward, costs.input_grad, costs.weight_grad)
-        durations = [time for each in times for time in each for _ in range(microbatches)]
+        factors = costs.factor_of(microbatches, len(costs.slice_factors) or 1)
+        durations = [time * factor for each in times for time in each for factor in factors]
         on = [devices[0] for devices in placement.devices_of]
         need, latency = [-1] * len(durations), [0.0] * len(durations)
         self.loop = Loop(
@@ -186,8 +186,7 @@ class _Run:
             for place, (stage, kind, _) in enumerate(row):
                 lane = lanes.get((stage, kind))
                 if lane is None:
-                    length = (costs.forward if kind is F else costs.input_grad)[stage]
-                    lane = lanes[stage, kind] = _Lane(length, kind is F)
+                    lane = lanes[stage, kind] = _Lane(kind is F)
                 lane.places.append(place)
                 device.lane_of.append(lane)
             device.lanes = list(lanes.values())
@@ -267,7 +266,7 @@ class _Run:
             place = lane.places[lane.at]
             i = device.numbers[place]
             if (need[i] < 0 or ends[need[i]] + latency[i] <= time) and (
-                until == NEVER or time + lane.duration <= until
+                until == NEVER or time + self.loop.duration[i] <= until
             ):
                 found.append((place, lane.is_forward))
         for place, is_forward in sorted(found):

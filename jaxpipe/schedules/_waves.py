@@ -179,6 +179,8 @@ def best_of(
     # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so
     # that half of it is whole rounds too.
     short = 2 * placement.num_devices * -(-6 // placement.num_devices)
+    whole_sequences = 2 * (len(costs.slice_factors) or 1)
+    short = whole_sequences * -(-short // whole_sequences)
     if len(makers) == 1 or (microbatches <= 2 * short and len(makers) <= _FINALISTS):
         finalists = list(makers)
     else:

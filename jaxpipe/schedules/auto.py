@@ -16,10 +16,11 @@ from ..errors import ScheduleError
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.placement import Placement
 from ..table.schedule import Schedule
+from ..transforms.slices import sliced_rows
 from ._list_scheduling import ListSchedule
 from ._local_search import improved, rows_of
 from ._orders import turn_order, zbv_order
-from ._waves import OrderMaker, best_of, cost_waves, shortest
+from ._waves import Order, OrderMaker, best_of, cost_waves, shortest
 
 
 def auto(
@@ -33,6 +34,7 @@ def auto(
     objective: Objective = Objective.MAKESPAN,
     search: float = 0,
     seed: int = 0,
+    slices: int = 1,
 ) -> Schedule:
     """The shortest schedule found for given costs under a cap on activations, by list scheduling
     along waves and local search.
@@ -48,13 +50,15 @@ def auto(
     `jaxpipe[solver]`) shortens it where it finds how, or proves that it cannot be shorter: never
     longer than without, and the same for the same seed. With `objective=Objective.PERIOD`, which
     needs a search, the steady state is made short instead, however long the ramps are: a turn of up
-    to four microbatches, found by modulo scheduling, repeats until all are done.  Where F, I and W
+    to four microbatches, found by modulo scheduling, repeats until all are done.  With `slices` the
+    orders are those of slices, `costs.slice_factors` count, and there is neither local search nor a
+    certificate.  Where F, I and W
     cost the same and V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in
     costs of a chunk for M >= P, and no schedule is shorter.
     """
     given = Costs() if costs is None else costs
     places = _placements(devices, chunks) if placement is None else [placement]
-    _check_fit(places[0], devices, chunks, max_activations)
+    _check_fit(places[0], devices, chunks, max_activations, slices)
     if objective is Objective.PERIOD and not search:
         raise ScheduleError(
             "auto cannot be built:\n"
@@ -65,8 +69,15 @@ def auto(
         microbatches,
         given,
         max_activations,
-        2 * chunks * devices if max_activations is None else max_activations,
+        chunks * (2 * devices + slices - 1) if max_activations is None else max_activations,
+        slices,
     )
+    if slices > 1:
+        if search:
+            raise ScheduleError(
+                "auto cannot be built:\n  search= knows no slices; leave it out, or slices="
+            )
+        return replace(_listed(wanted, wanted.costs), slices=slices)
     if objective is Objective.PERIOD:
         return _steady(wanted, search, seed)
     if search:
@@ -82,6 +93,7 @@ class _Wanted(NamedTuple):
     costs: Costs
     given_cap: int | None
     cap: int
+    slices: int = 1
 
 
 def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
@@ -91,6 +103,10 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
     for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
         makers = [*_known_orders(place, wanted.microbatches), *cost_waves(place, stages, cap)]
+        if wanted.slices > 1:
+            makers = [partial(_sliced_order, maker, wanted.slices) for maker in makers]
+            factors = costs.slice_factors or (1,) * wanted.slices
+            stages = replace(costs, slice_factors=factors).for_stages(place.num_stages)
         best = best_of(
             makers,
             place,
@@ -99,14 +115,26 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
             cap=cap,
             release=wanted.costs.release,
         )
-        assert best is not None, "one microbatch after the other fits any cap"
+        if best is None:
+            assert wanted.slices > 1, "one microbatch after the other fits any cap"
+            continue
         found.append((best, place))
-        if best.makespan <= bound_of(_shop(wanted, place, costs)):
+        if wanted.slices == 1 and best.makespan <= bound_of(_shop(wanted, place, costs)):
             break
+    if not found:
+        raise ScheduleError(
+            f"auto cannot be built:\n  no order of {wanted.slices} slices keeps "
+            f"max_activations={wanted.cap}; a device holds those of all slices of a sequence"
+        )
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
     return Schedule.from_rows(
         best.rows, placement=place, num_microbatches=wanted.microbatches, name="auto"
     )
+
+
+def _sliced_order(maker: OrderMaker, slices: int, microbatches: int) -> Order:
+    """The reference order of slices that is made of one of microbatches."""
+    return sliced_rows(maker(microbatches + slices - 1), microbatches, slices)
 
 
 def _start(wanted: _Wanted) -> Schedule:
@@ -217,7 +245,7 @@ def _placements(devices: int, chunks: int) -> list[Placement]:
 
 
 def _check_fit(
-    placement: Placement, devices: int, chunks: int, max_activations: int | None
+    placement: Placement, devices: int, chunks: int, max_activations: int | None, slices: int
 ) -> None:
     """ScheduleError for a placement of another size or with stages on two devices, and for a cap
     that no schedule can keep.
@@ -234,11 +262,11 @@ def _check_fit(
             "placement has stages on two devices; auto takes one device per stage (dualpipe is "
             "the schedule for two)"
         )
-    least = least_activations(placement)
+    least = least_activations(placement) * slices
     if max_activations is not None and max_activations < least:
         faults.append(
-            f"max_activations={max_activations} is less than the {least} that one microbatch "
-            "needs on a device; "
+            f"max_activations={max_activations} is less than the {least} that one "
+            f"{'microbatch' if slices == 1 else 'sequence'} needs on a device; "
             f"the nearest that works is max_activations={least}"
         )
     if faults:

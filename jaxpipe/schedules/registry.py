@@ -16,6 +16,7 @@ from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whol
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.forward_only import forward_only as only_forwards
+from ..transforms.slices import sliced
 from ._orders import forward_order
 from ._waves import shortest
 from .auto import auto
@@ -73,6 +74,7 @@ class Entry:
     chunks: Chunks
     why_chunks: str = ""
     even_devices: bool = False
+    one_slice: str = ""  # why it knows no slices of sequences
     memory_bound: bool = False
 
     @property
@@ -98,7 +100,7 @@ class Entry:
         )
 
 
-_SHAPE = ("devices", "microbatches", "chunks")
+_SHAPE = ("devices", "microbatches", "chunks", "slices")
 
 
 class _OptionKind(NamedTuple):
@@ -193,6 +195,7 @@ def _entries() -> tuple[Entry, ...]:
             Chunks(natural=2, least=1, most=2),
             "the stages per device, or S / P",
             even_devices=True,
+            one_slice="a stage is on two devices, and keeps a sequence on one",
         ),
         Entry("dualpipev", dualpipev, vee, _V),
         Entry("auto", auto, Chunks(most=None), memory_bound=True),
@@ -237,6 +240,7 @@ def build(
     devices: int,
     microbatches: int,
     chunks: int | None = None,
+    slices: int = 1,
     forward_only: bool = False,
     **options: Any,
 ) -> Schedule:
@@ -248,6 +252,8 @@ def build(
         microbatches: M, the microbatches of one step.
         chunks: V, the stages per device; None takes the schedule's own default
             (`describe(name).chunks`).
+        slices: K, the slices of a sequence; microbatch m is slice m % K of sequence m // K.  With
+            several, each sequence's backwards run in reverse order (Seq1F1B, Sun et al. 2024).
         forward_only: leave out all backwards, for evaluation.
         options: the schedule's own options (`describe(name).options`).  A table that is fitted to
             `costs` is never longer under them than the table that is built without.
@@ -265,18 +271,19 @@ def build(
     entry = describe(name)
     faults = _faults(
         entry, devices, microbatches, chunks, {**options, "forward_only": forward_only}
-    )
+    ) + _slice_faults(entry, microbatches, slices)
     if faults:
         raise ScheduleError(listed(f"{name} cannot be built", faults))
     if chunks is None:
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
+    shape |= {"slices": int(slices)} if slices > 1 else {}
     with paused_collector():
         schedule = _made(entry, forward_only, **shape, **given)
         costs = given.pop("costs", None)
-        # what is certified began with the better of both itself
-        if costs is None or schedule.certificate is not None:
+        # what is certified, or made for slices, began with the better of both itself
+        if costs is None or schedule.certificate is not None or slices > 1:
             return schedule
         # List scheduling is a heuristic: now and then the table that was built without the costs is
         # the shorter one.
@@ -285,12 +292,34 @@ def build(
 
 def _made(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
     """What a generator makes, or the forwards of it."""
-    schedule = entry.generator(**arguments)
+    microbatches, slices = arguments["microbatches"], arguments.get("slices", 1)
+    if slices == 1 or "slices" in inspect.signature(entry.generator).parameters:
+        schedule = entry.generator(**arguments)
+    else:
+        more = {k: v for k, v in arguments.items() if k != "slices"}
+        schedule = sliced(
+            entry.generator(**more | {"microbatches": microbatches + slices - 1}), slices
+        )
     if not forward_only:
         return schedule
     if entry.memory_bound:
-        return schedule.with_rows(forward_order(schedule.placement, arguments["microbatches"]))
+        return schedule.with_rows(forward_order(schedule.placement, microbatches))
     return only_forwards(schedule)
+
+
+def _slice_faults(entry: Entry, microbatches: Any, slices: Any) -> list[str]:
+    """What is wrong with the number of slices of a sequence."""
+    if not _is_count(slices):
+        return [f"slices must be a whole number of at least 1, not {quoted(slices)}"]
+    if slices > 1 and entry.one_slice:
+        return [f"slices={slices} is not possible: {entry.one_slice}; 1f1b and zbv take slices"]
+    if _is_count(microbatches) and microbatches % slices:
+        near = max(1, round(microbatches / slices)) * slices
+        return [
+            f"microbatches={microbatches} are no whole sequences of slices={slices}; the nearest "
+            f"that works is microbatches={near}"
+        ]
+    return []
 
 
 def _faults(

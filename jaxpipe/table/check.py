@@ -30,9 +30,12 @@ def check(
     """Return the schedule if it is valid, or raise ScheduleError with every broken rule in
     `.violations`.
 
-    The rules are named range, duplicate, completeness, placement, order, overlap, transfer,
-    deadlock and memory.  The error shows the grid with the cells marked `<-- ERROR HERE`; a
-    deadlock is shown as the cycle of devices that wait for each other.
+    The rules are named range, duplicate, completeness, placement, order, slice, reverse, overlap,
+    transfer, deadlock and memory.  The error shows the grid with the cells marked
+    `<-- ERROR HERE`; a deadlock is shown as the cycle of devices that wait for each other.
+
+    With several slices a sequence, forwards of a sequence run in the order of its slices on every
+    stage (slice), and backwards in reverse order (reverse).
 
     Args:
         schedule: the table, with or without SEND and RECV.
@@ -103,4 +106,5 @@ def _report(schedule: Schedule, found: Sequence[Violation]) -> str:
         (v.device, v.position) for v in found if v.device is not None and v.position is not None
     }
     marked |= {cell for v in found for cell in v.others}
-    return "\n".join([*lines, grid(schedule.rows, marked=marked, most_columns=_MOST_COLUMNS)])
+    picture = grid(schedule.rows, marked=marked, most_columns=_MOST_COLUMNS, slices=schedule.slices)
+    return "\n".join([*lines, picture])

@@ -80,6 +80,7 @@ class Encoded:
 
     num_stages: int
     num_microbatches: int
+    slices: int
     stage: IntArray
     kind: IntArray
     microbatch: IntArray
@@ -97,6 +98,11 @@ class Encoded:
     def num_devices(self) -> int:
         """P, the number of rows."""
         return len(self.first) - 1
+
+    @property
+    def slice(self) -> IntArray:
+        """Per action, the number of its slice in its sequence."""
+        return self.microbatch % self.slices
 
     @cached_property
     def in_range(self) -> BoolArray:
@@ -302,7 +308,9 @@ class Encoded:
         return int(self.device[number]), int(self.position[number])
 
 
-def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Encoded:
+def encode(
+    rows: tuple[Row, ...], num_stages: int, num_microbatches: int, slices: int = 1
+) -> Encoded:
     """Flatten rows; ScheduleError where a cell is not an Action, an Overlap or None."""
     fields, positions, last_half = [], [], []
     first = [0]
@@ -323,6 +331,7 @@ def encode(rows: tuple[Row, ...], num_stages: int, num_microbatches: int) -> Enc
     return Encoded(
         num_stages=num_stages,
         num_microbatches=num_microbatches,
+        slices=slices,
         stage=table[0],
         kind=table[1],
         microbatch=table[2],

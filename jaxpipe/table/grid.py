@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .action import Row, parts
+from .action import Cell, Row, parts
 from .encoded import Encoded, encode
 from .kinds import KINDS, makers
 from .run_order import Transfers, buffered_order, waits
@@ -19,6 +19,7 @@ def grid(
     *,
     marked: Collection[tuple[int, int]] = (),
     most_columns: int | None = None,
+    slices: int = 1,
 ) -> str:
     """Draw rows as text, each action in the first unit time step that its inputs allow.
 
@@ -26,6 +27,8 @@ def grid(
     in `<-- ERROR HERE`. A table that cannot run (a deadlock, a missing producer) or that has
     transfers is drawn by position instead of by time. Of more than `most_columns` columns, those
     around the first marks are drawn, or the first ones where nothing is marked.
+
+    With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
     """
     columns = _columns(rows)
     marks = {
@@ -39,7 +42,7 @@ def grid(
     for device, (row, places) in enumerate(zip(rows, columns, strict=True)):
         cells = {-1: "..."}
         for cell, column in zip(row, places, strict=True):
-            text = "" if cell is None else str(cell)
+            text = "" if cell is None else cell_label(cell, slices)
             cells[column] = f"[{text}]" if (device, column) in marks else text
         texts.append([cells.get(c, "") for c in shown])
     numbers = [str(c) if c >= 0 else "..." for c in shown]
@@ -54,6 +57,26 @@ def grid(
             + (f"  {MARK}" if device in bad_devices else "")
         )
     return "\n".join(lines)
+
+
+def microbatch_label(microbatch: int, slices: int) -> str:
+    """The number of a microbatch; with several slices a sequence, that of the sequence and of the
+    slice.
+
+    >>> microbatch_label(7, 1), microbatch_label(7, 4)
+    ('7', '1.3')
+    """
+    return str(microbatch) if slices == 1 else f"{microbatch // slices}.{microbatch % slices}"
+
+
+def cell_label(cell: Cell, slices: int) -> str:
+    """A cell's text for people."""
+    if slices == 1:
+        return str(cell)
+    labels = [
+        f"{a.stage}{a.kind.name}{microbatch_label(a.microbatch, slices)}" for a in parts(cell)
+    ]
+    return labels[0] if len(labels) == 1 else f"({';'.join(labels)})OVERLAP_F_B"
 
 
 def _exists(rows: tuple[Row, ...], device: int, position: int) -> bool:

@@ -33,7 +33,7 @@ Order = Callable[[Transfers], RunOrder]
 
 def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
     """Every violation of the rules that look at the table alone: range, duplicate, completeness,
-    placement, order, overlap, transfer.
+    placement, order, slice, reverse, overlap, transfer.
     """
     if table.too_sparse:
         return (_too_sparse(table),)
@@ -43,6 +43,7 @@ def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
         *_completeness(table),
         *_placement(table, placement),
         *_order(table),
+        *_slices(table),
         *_overlap(table),
         *_transfers(table),
     )
@@ -320,6 +321,36 @@ def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> list[V
         )
         for i, j in zip(mine[late].tolist(), needed[late].tolist(), strict=True)
     ]
+
+
+def _slices(table: Encoded) -> list[Violation]:
+    """On each stage, the forwards of a sequence run in the order of its slices, on one device
+    (slice), and its backwards in reverse order (reverse).
+
+    A forward needs the carry of the slice before it, and a backward the gradient that the slice
+    after it leaves.
+    """
+    found: list[Violation] = []
+    if table.slices == 1:
+        return found
+    later = np.flatnonzero(np.arange(table.num_microbatches) % table.slices)
+    for rule, numbers, mine, needed in (
+        ("slice", table.at[Kind.F], later, later - 1),
+        ("reverse", table.backward_at, later - 1, later),
+    ):
+        action, need = numbers[:, mine].ravel(), numbers[:, needed].ravel()
+        there = (action >= 0) & (need >= 0)
+        action, need = action[there], need[there]
+        found += _late(table, rule, action, need)
+        parted = table.device[action] != table.device[need]
+        for i, j in zip(action[parted].tolist(), need[parted].tolist(), strict=True):
+            message = (
+                f"{table.text(i)} is on device {table.device[i]}, but {table.text(j)}, a slice of "
+                f"the same sequence, is on device {table.device[j]}; a stage keeps what passes "
+                "between slices on one device"
+            )
+            found.append(_at(table, rule, i, message, (j,)))
+    return found
 
 
 def _overlap(table: Encoded) -> list[Violation]:

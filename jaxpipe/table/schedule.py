@@ -40,6 +40,8 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     name: str = field(default="", compare=False)
+    # K: microbatch m is slice m % K of sequence m // K
+    slices: int = field(default=1, kw_only=True)
     # what `build("auto")` knows of these rows
     certificate: Certificate | None = field(default=None, compare=False, repr=False)
 
@@ -55,6 +57,11 @@ class Schedule:
             raise ScheduleError(
                 f"num_microbatches must be 0 to {MAX_COUNT:,}, not {quoted(self.num_microbatches)}"
             )
+        if self.slices < 1 or self.num_microbatches % self.slices:
+            raise ScheduleError(
+                f"slices={quoted(self.slices)} must be at least 1 and divide the "
+                f"{self.num_microbatches} microbatches: each of them is a slice of a sequence"
+            )
 
     @classmethod
     @typed()
@@ -65,6 +72,7 @@ class Schedule:
         placement: Placement | None = None,
         num_microbatches: int | None = None,
         name: str = "",
+        slices: int = 1,
     ) -> Schedule:
         """Make a schedule from rows of actions; where placement or M is not given, the actions
         determine it.
@@ -80,19 +88,25 @@ class Schedule:
             if num_microbatches > MAX_COUNT:
                 encode(table, 1, 1)  # which names the action
         return cls(
-            table, _placement_of(table) if placement is None else placement, num_microbatches, name
+            table,
+            _placement_of(table) if placement is None else placement,
+            num_microbatches,
+            name,
+            slices=slices,
         )
 
     @classmethod
-    def from_csv(cls, text: str, *, name: str = "") -> Schedule:
+    def from_csv(cls, text: str, *, name: str = "", slices: int = 1) -> Schedule:
         """Read torch's CSV: one line per device, one action per cell, an empty cell where idle; the
         actions give placement and M.
+
+        The CSV is torch's, so it does not hold the number of slices: `slices` gives it.
 
         Reads compute-only and compute-and-transfer tables; torch's UNSHARD, RESHARD and REDUCE_GRAD
         are left out. ScheduleError lists every cell that is not an action, with its line and
         column.
         """
-        return cls.from_rows(rows_from_csv(text), name=name)
+        return cls.from_rows(rows_from_csv(text), name=name, slices=slices)
 
     def to_csv(self) -> str:
         """Write torch's CSV: one line per device, one action per cell, an empty cell where idle.
@@ -106,12 +120,16 @@ class Schedule:
     def from_json(cls, text: str) -> Schedule:
         """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
         table = table_from_json(text)
-        return cls(table.rows, table.placement, table.num_microbatches, table.name)
+        return cls(
+            table.rows, table.placement, table.num_microbatches, table.name, slices=table.slices
+        )
 
     def to_json(self) -> str:
-        """Write one JSON object with the rows, placement, number of microbatches and name."""
+        """Write one JSON object with the rows, placement, number of microbatches, slices and
+        name.
+        """
         return table_to_json(
-            TableText(self.cells, self.placement, self.num_microbatches, self.name)
+            TableText(self.cells, self.placement, self.num_microbatches, self.name, self.slices)
         )
 
     @cached_property
@@ -146,7 +164,7 @@ class Schedule:
         """The table as integer arrays (made once; what the checker, the simulator and the passes
         read).
         """
-        return encode(self.cells, self.num_stages, self.num_microbatches)
+        return encode(self.cells, self.num_stages, self.num_microbatches, self.slices)
 
     @cached_property
     def forward_only(self) -> bool:
@@ -211,7 +229,7 @@ class Schedule:
         return replace(self, rows=as_rows(rows), certificate=None)
 
     def __str__(self) -> str:
-        return grid(self.cells)
+        return grid(self.cells, slices=self.slices)
 
 
 def _placement_of(rows: tuple[Row, ...]) -> Placement:

@@ -32,6 +32,7 @@ class TableText:
     placement: Placement
     num_microbatches: int
     name: str
+    slices: int = 1
 
 
 def rows_from_csv(text: str) -> list[list[Cell]]:
@@ -140,6 +141,7 @@ def table_to_json(table: TableText) -> str:
         "num_microbatches": table.num_microbatches,
         "stage_to_device": table.placement.stage_to_device,
     }
+    head |= {"slices": table.slices} if table.slices > 1 else {}
     fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     lines = [
         "    " + json.dumps([None if c is None else str(c) for c in row]) for row in table.rows
@@ -176,7 +178,11 @@ def table_from_json(text: str) -> TableText:
     _raise_if(bad, "the JSON is not a schedule")
     placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
     return TableText(
-        tuple(map(tuple, rows)), placement, data["num_microbatches"], data.get("name") or ""
+        tuple(map(tuple, rows)),
+        placement,
+        data["num_microbatches"],
+        data.get("name") or "",
+        data.get("slices", 1),
     )
 
 
@@ -247,6 +253,7 @@ def _field_faults(data: dict[str, object]) -> list[Violation]:
         ("name", "a string", lambda v: v is None or isinstance(v, str)),
         ("num_devices", "a whole number >= 1", lambda v: _is_count(v) and v >= 1),
         ("num_microbatches", "a whole number >= 0", _is_count),
+        ("slices", "a whole number >= 1, or left out", lambda v: v is None or (_is_count(v) and v)),
         (
             "stage_to_device",
             "a list with a device, or a list of devices, for each stage",

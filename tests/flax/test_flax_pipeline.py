@@ -117,6 +117,36 @@ def test_dropout_does_not_depend_on_the_schedule() -> None:
     assert one[0] != one[1]
 
 
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_dropout_does_not_depend_on_how_blocks_are_cut(kind: str) -> None:
+    """By stages, in a pattern of two kinds of blocks, and by letters: the same keys for the same
+    blocks.
+    """
+    net = LinenNet()
+    variables = initialised(net)
+    losses = []
+    for cut in ({"num_stages": 1}, {"num_stages": 3}, {"num_stages": None, "layout": "Etutu|tuL"}):
+        if kind == "nnx":
+            model = taken_apart(Net(dropout=0.5, scales=(1.0, 0.5)), **cut)
+        else:
+            model = linen_apart(net, variables, dropout=0.5, **cut)
+        losses.append(model.model.loss(model.params, rows(), microbatches=1, rng=jax.random.key(3)))
+    assert worst_error(losses[:2], [losses[2]] * 2) <= FLOAT64
+    assert losses[0] != model.model.loss(model.params, rows(), rng=jax.random.key(4))
+
+
+def test_shapes_alone_are_enough_with_letters() -> None:
+    variables = jax.eval_shape(LinenNet().init, jax.random.key(0), rows())
+    models = (
+        taken_apart(nnx.eval_shape(Net), None, layout="Etttt|ttL"),
+        linen_apart(LinenNet(), variables, None, layout="Etttt|ttL"),
+    )
+    for model in models:
+        leaves = jax.tree.leaves(model.params)
+        assert {type(leaf) for leaf in leaves} == {jax.ShapeDtypeStruct}
+        assert {a.shape[0] for a in jax.tree.leaves(model.params["stages"])} == {6}
+
+
 def test_a_layout_of_letters_has_uneven_stages_and_blocks_of_two_kinds() -> None:
     net = Net(scales=(1.0, 0.5))
     model = taken_apart(net, None, layout="Etdtd|tdL")
@@ -145,6 +175,15 @@ def test_faults_of_a_layout_of_letters() -> None:
         PipelineError, match=r"either num_stages=, for stages of equal size, or layout="
     ):
         taken_apart(net, 2, layout="Etdt|dtdL")
+    with pytest.raises(PipelineError, match=r"give num_stages= instead of layout=") as raised:
+        taken_apart(Net(norm=True), None, layout="Ett|ttttL")
+    assert "variables that are no parameters" in str(raised.value)
+    with pytest.raises(PipelineError, match=r"do not divide into 4 stages.*or give layout="):
+        taken_apart(net, 4)
+    with pytest.raises(PipelineError, match=r"blocks 0 and 3 are unlike.*Give layout="):
+        taken_apart(net, 2)
+    with pytest.raises(PipelineError, match="blocks must be nnx modules, but block 1 is function"):
+        taken_apart(net, None, layout="Et|tL", blocks=[net.blocks[0], lambda x: x])
     with pytest.raises(PipelineError, match="variables that are no parameters"):
         taken_apart(Net(norm=True), None, layout="Ett|ttttL")
 

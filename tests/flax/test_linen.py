@@ -54,7 +54,7 @@ def taken_apart(net: LinenNet, variables: Any, num_stages: int | None, **options
             submodule(variables, "head"),
         ),
     }
-    blocks = LinenBlock(norm=net.norm)
+    blocks = LinenBlock(norm=net.norm, dropout=options.pop("dropout", 0.0))
     return from_linen(
         blocks,
         submodules(variables, "block_{}"),

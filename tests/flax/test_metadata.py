@@ -77,6 +77,27 @@ def test_metadata_becomes_specs(model: Any) -> None:
         unknown.place(made.params)
 
 
+class General(nn.Module):
+    """`DenseGeneral` calls its initializers again in every call."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "pipe", "data"))
+        return x + nn.remat(nn.DenseGeneral)((2, 2), kernel_init=init)(x).reshape(x.shape)
+
+
+def test_metadata_is_ignored_inside_of_stages() -> None:
+    variables = [General().init(jax.random.key(i), jnp.ones((1, WIDTH))) for i in range(2)]
+    end = End(None, lambda _, x, microbatch: jnp.mean(x**2))
+    model = from_linen(General(), variables, num_stages=2, rngs=(), last=end)
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(model.model, schedule, mesh, sharding=jp.Sharding(data="data"))
+    batch = {"x": jnp.ones((4, WIDTH))}
+    found = pipe.evaluate(pipe.place(model.params), batch)
+    assert float(found) == pytest.approx(float(model.model.loss(model.params, batch)), rel=1e-6)
+
+
 def test_a_filter_of_nnx_says_what_is_frozen() -> None:
     """LoRA: the weights are frozen, in any dtype, and the updates of low rank trained."""
     blocks = [nnx.LoRALinear(WIDTH, WIDTH, lora_rank=2, rngs=nnx.Rngs(i)) for i in range(4)]

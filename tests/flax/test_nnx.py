@@ -42,7 +42,8 @@ def taken_apart(net: Net, num_stages: int | None, **options: Any) -> Any:
         "first": End(net.embed, lambda embed, microbatch: embed(microbatch["tokens"])),
         "last": End({"out": net.out, "head": net.head}, head_loss),
     }
-    return from_nnx(net.blocks, num_stages=num_stages, **{**ends, **options})
+    blocks = options.pop("blocks", net.blocks)
+    return from_nnx(blocks, num_stages=num_stages, **{**ends, **options})
 
 
 def gradient_of(net: Net) -> tuple[Any, Any]:

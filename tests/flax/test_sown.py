@@ -133,6 +133,8 @@ def test_a_sown_value_is_a_loss_where_the_user_says_so(make: Any, cut: Any) -> N
     wanted = expected(model)
     assert abs(loss - wanted) <= FLOAT64 * wanted
     assert abs(pipe.evaluate(params, {"x": X}) - wanted) <= FLOAT64 * wanted
+    plain = model.model.loss(model.params, {"x": X}, microbatches=M)
+    assert abs(plain - wanted) <= FLOAT64 * wanted
     assert pipe.outputs(params, {"x": X}).shape == X.shape
 
 

@@ -69,6 +69,7 @@ def test_docs_state_source_constraints_bubble_and_peak(name):
         "devices",
         "microbatches",
         "chunks",
+        "slices",
     }
     assert taken | {"forward_only"} == {option.name for option in entry.options}
     assert all(option.summary for option in entry.options)

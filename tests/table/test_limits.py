@@ -295,7 +295,7 @@ def test_costs_are_plain_numbers_whatever_they_are_given_as(number):
     names = [field.name for field in fields(jp.Costs) if field.name not in ("release", "unit")]
     costs = jp.Costs(**dict.fromkeys(names, number))
     assert jp.Costs.from_json(costs.to_json()) == costs
-    schedule = jp.schedules.build("1f1b_overlap", devices=2, microbatches=2)
+    schedule = jp.schedules.build("1f1b_overlap", devices=2, microbatches=2, slices=2)
     for table in (
         schedule,
         jp.add_transfers(schedule),

@@ -1,0 +1,420 @@
+"""A `Model` made of units: the blocks under stages or letters, and the functions before and after
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..arrays import PyTree
+from ..errors import PipelineError
+from ..layouts.layout import LETTERS, Layout, parse_layout
+from ..model.layers import EMBEDDING, LOSS
+from ..model.model import Model
+from .common import Unit, leaves_by_path, mesh_specs, names_axes, with_keywords, with_loss
+
+_MOST_SHOWN = 4  # shapes in a message
+_LETTERS = "layout=, the letters of each stage"
+
+T = TypeVar("T", bound="FlaxModel")
+
+
+@dataclass(frozen=True)
+class FlaxModel:
+    """A model of flax modules as a pipeline takes it.
+
+    Attributes:
+        model: its functions and their loss contract, for `Pipeline`.
+        params: canonical parameters.  Those of stages are leaves [S, blocks of a stage, ...] with
+            `num_stages=` (under "0", "1" where blocks of a stage differ in a pattern), and {letter:
+            leaves [layers, ...] in model order} with `layout=`.
+        state: the blocks' other variables (batch statistics), for `Pipeline.place_state`; {} where
+            there are none.
+        specs: sharding metadata of the variables, for `Sharding(specs=)`; None where no variable
+            names an axis.
+        layout: the layers of each stage, for `Pipeline(layout=)`; None with `num_stages=`.
+    """
+
+    model: Model
+    params: dict[str, PyTree]
+    state: PyTree
+    specs: dict[str, PyTree] | None
+    layout: Layout | str | None
+    _units: dict[str, Unit]  # first, last and shared
+    _blocks: tuple[Unit, ...]  # one where they are stacked
+    _places: tuple[tuple[str, int], ...]  # of each block: its tree, "" for the only one, and row
+
+    def _stacks(self, tree: PyTree) -> PyTree:
+        """A tree like the stages', canonical, with leaves [blocks, ...]."""
+        if self.layout is not None:
+            return tree
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+    def _by_block(self, tree: PyTree) -> list[PyTree]:
+        """A tree like the stages', canonical, as one for each block."""
+        found = self._stacks(tree)
+        return [
+            jax.tree.map(lambda leaf, row=row: leaf[row], _at(found, key))
+            for key, row in self._places
+        ]
+
+
+def adapt(
+    kind: type[T],
+    blocks: Sequence[Unit],
+    *,
+    stack: bool,
+    ends: Mapping[str, Unit],
+    num_stages: int | None,
+    layout: Layout | str | None,
+    kind_of: Callable[[Unit], Any],
+    difference: Callable[[Unit, Unit], str],
+    rules: Mapping[str, Any] | None,
+    stage_loss: bool,
+    contract: Mapping[str, Any],
+) -> T:
+    """The model of blocks.
+
+    Args:
+        kind: of model that is made.
+        blocks: in order; one whose variables have a leading axis of blocks with `stack`.
+        stack: see above.
+        ends: `first`, `last` and `shared`, where there are any.
+        num_stages, layout: how blocks are cut into stages, in one of the two ways.
+        kind_of: of a block, what must be equal for two blocks to run the same code.
+        difference: says what differs between two blocks.
+        rules, stage_loss, contract: as `from_nnx` takes them.
+
+    Raises:
+        PipelineError: blocks do not divide into stages, are unlike, or keep state under letters.
+    """
+    count = _stack_size(blocks[0]) if stack else len(blocks)
+    kinds = [0] * count if stack else [kind_of(block) for block in blocks]
+
+    def told(i: int, j: int) -> str:
+        return difference(blocks[i], blocks[j])
+
+    if layout is not None:
+        if stack:
+            raise PipelineError(
+                "with layout=, give a list with each block's variables, not variables with a "
+                "leading axis of blocks"
+            )
+        keys = _letters_of(layout)
+        _check_letters(keys, kinds, told)
+        lead = 0
+    else:
+        assert num_stages is not None
+        per_stage = _blocks_per_stage(count, num_stages)
+        length = _period(kinds, per_stage, told)
+        keys = [""] * count if length == 1 else [str(i % length) for i in range(count)]
+        lead = 1
+    members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
+    units = {key: blocks[own[0]] for key, own in members.items()}
+    shared = ends.get("shared")
+
+    def stages_of(trees: Sequence[PyTree]) -> PyTree:
+        """Trees of blocks -> a tree like the stages', canonical."""
+        found = {
+            key: trees[0] if stack else jax.tree.map(_stacked, *(trees[i] for i in own))
+            for key, own in members.items()
+        }
+        tree = found.get("", found)
+        return tree if layout is not None else jax.tree.map(lambda a: _divided(a, num_stages), tree)
+
+    params = {"stages": stages_of([block.params for block in blocks])}
+    params |= {key: unit.params for key, unit in ends.items()}
+    state = stages_of([block.state for block in blocks])
+    specs = {
+        key: mesh_specs(unit.specs, unit.params, rules, lead=lead, stack=stack)
+        for key, unit in units.items()
+    }
+    specs = {"stages": specs.get("", specs)} | {
+        key: mesh_specs(unit.specs, unit.params, rules, lead=0, stack=False)
+        for key, unit in ends.items()
+    }
+    frozen = {
+        "/".join(name for name in ("stages", key, path) if name)
+        for key, unit in units.items()
+        for path in unit.frozen
+    }
+    frozen |= {f"{key}/{path}" for key, unit in ends.items() for path in unit.frozen}
+    how: dict[str, Any] = {"stage_loss": stage_loss, **contract}
+    if frozen:
+        how["frozen"] = lambda path, _leaf: path in frozen
+    outer: dict[str, Any] = {
+        key: _end_function(ends[key], key, takes, count + number, shared)
+        for number, (key, takes) in enumerate(
+            (("first", ("microbatch",)), ("last", ("x", "microbatch")))
+        )
+        if key in ends
+    }
+    if layout is None:
+        stage = _stage(
+            units, per_stage // length, shared, stateful=_has(state), stage_loss=stage_loss
+        )
+        model = Model(stage, **outer, **how)
+    else:
+        _check_stateless(state)
+        layers = {key: _layer(unit, key, shared, stage_loss) for key, unit in units.items()}
+        named = {"first": EMBEDDING, "last": LOSS}
+        layers |= {named[key]: function for key, function in outer.items()}
+        first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
+        model = Model(layers, layers=first + "".join(keys) + last, **how)
+    rows = {i: row for own in members.values() for row, i in enumerate(own)}
+    return kind(
+        model=model,
+        params=params,
+        state=state if _has(state) else {},
+        specs=specs if names_axes(specs) else None,
+        layout=layout,
+        _units=dict(ends),
+        _blocks=tuple(blocks),
+        _places=tuple((key, rows[i]) for i, key in enumerate(keys)),
+    )
+
+
+def check_cut(name: str, num_stages: int | None, layout: Layout | str | None) -> None:
+    """PipelineError unless blocks are cut into stages in one of the two ways."""
+    if (layout is None) == (num_stages is None):
+        raise PipelineError(
+            f"give {name} either num_stages=, for stages of equal size, or {_LETTERS}"
+        )
+
+
+def _letters_of(layout: Layout | str) -> list[str]:
+    """The letters of the blocks in model order."""
+    if isinstance(layout, str):
+        known = {*LETTERS, *(c for c in layout if c.isalpha())}
+        layout = parse_layout(layout, devices=1, letters="".join(sorted(known)))
+    return [letter for letter in "".join(layout.stages) if letter not in (EMBEDDING, LOSS)]
+
+
+def _check_letters(
+    letters: Sequence[str], kinds: Sequence[Any], difference: Callable[[int, int], str]
+) -> None:
+    """PipelineError for more or fewer letters than blocks, and for unlike blocks of a letter."""
+    if len(letters) != len(kinds):
+        raise PipelineError(
+            f"the layout has {len(letters)} layers between E and L, but there are {len(kinds)} "
+            "blocks"
+        )
+    for i, letter in enumerate(letters):
+        first = letters.index(letter)
+        if kinds[i] != kinds[first]:
+            raise PipelineError(
+                f"blocks of letter {letter!r} are unlike: {difference(first, i)}; give them "
+                "letters of their own"
+            )
+
+
+def _check_stateless(state: Mapping[str, PyTree]) -> None:
+    """PipelineError for letters whose blocks have other variables than parameters."""
+    letters = [letter for letter, tree in state.items() if _has(tree)]
+    if letters:
+        raise PipelineError(
+            f"blocks of letters {letters} have variables that are no parameters (batch "
+            "statistics), which only stages of equal size can keep: give num_stages= instead of "
+            "layout=, or make them parameters that are frozen"
+        )
+
+
+def _blocks_per_stage(count: int, num_stages: int) -> int:
+    """How many blocks a stage has; PipelineError where they do not divide."""
+    if count and num_stages > 0 and count % num_stages == 0:
+        return count // num_stages
+    fits = [s for s in range(1, count + 1) if count % s == 0]
+    raise PipelineError(
+        f"{count} blocks do not divide into {num_stages} stages of equal size; num_stages may be "
+        f"one of {fits}, or give {_LETTERS}"
+    )
+
+
+def _period(kinds: Sequence[Any], per_stage: int, difference: Callable[[int, int], str]) -> int:
+    """The length of the shortest pattern of kinds that every stage repeats; PipelineError where
+    stages are unlike.
+    """
+    for length in range(1, per_stage + 1):
+        if per_stage % length == 0 and all(
+            kind == kinds[i % length] for i, kind in enumerate(kinds)
+        ):
+            return length
+    i, kind = next((i, k) for i, k in enumerate(kinds) if k != kinds[i % per_stage])
+    first = kinds.index(kind) if kind in kinds[:i] else i % per_stage
+    other = i % per_stage if first != i % per_stage else first
+    raise PipelineError(
+        f"blocks {other} and {i} are unlike: {difference(other, i)}; every stage must have the "
+        f"same sequence of blocks, and with {len(kinds) // per_stage} stages of {per_stage} block "
+        f"{i} has the place of block {other}.  Give {_LETTERS}, with one for each kind of block"
+    )
+
+
+def _stack_size(unit: Unit) -> int:
+    """How many blocks stacked variables hold; PipelineError where they disagree."""
+    leaves = leaves_by_path(unit.params) | leaves_by_path(unit.state)
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+        some = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:_MOST_SHOWN])
+        more = f" and {len(shapes) - _MOST_SHOWN} more" if len(shapes) > _MOST_SHOWN else ""
+        raise PipelineError(
+            "stacked variables must all have a leading axis of blocks, of one length; these have "
+            f"{some}{more}: make it with nnx.vmap (in linen nn.scan, or a vmapped init), or give a "
+            "list of blocks (of a whole model its blocks, and the rest in first= and last=)"
+        )
+    return int(next(iter(shapes.values()))[0])
+
+
+def _has(tree: PyTree) -> bool:
+    """Whether a tree has leaves."""
+    return bool(jax.tree.leaves(tree))
+
+
+def _at(tree: PyTree, key: str) -> PyTree:
+    """The tree of a kind of block: one of several by key, or the only one."""
+    return tree.get(key, {}) if key else tree
+
+
+def _stacked(*leaves: Any) -> Any:
+    """Leaves of blocks -> [blocks, ...]; ShapeDtypeStructs likewise."""
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        return leaves[0].update(shape=(len(leaves), *leaves[0].shape))
+    return jnp.stack(leaves)
+
+
+def _divided(leaf: Any, num_stages: int | None) -> Any:
+    """[blocks, ...] -> [S, blocks of a stage, ...]; ShapeDtypeStructs likewise."""
+    shape = (num_stages, leaf.shape[0] // (num_stages or 1), *leaf.shape[1:])
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(shape=shape)
+    return leaf.reshape(shape)
+
+
+def _key_of(unit: Unit, ctx: Any, number: Any) -> Any:
+    """A key for the block with this number in the whole model, or None.  It is the same however
+    blocks are put into stages.
+    """
+    if not unit.random or ctx is None or ctx.microbatch_rng is None:
+        return None
+    return jax.random.fold_in(ctx.microbatch_rng, number)
+
+
+def _keywords(unit: Unit, shared: Unit | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of the user's function; shared parameters as modules."""
+    found = {name: given[name] for name in unit.wants}
+    if "shared" in found and shared is not None:
+        training = given.get("training", True)
+        found["shared"] = shared.build(found["shared"], shared.state, None, training=training)
+    return found
+
+
+def _taken(unit: Unit) -> frozenset[str]:
+    """The keywords that a function of a unit takes."""
+    return unit.wants | {"training"} | ({"ctx"} if unit.random else set())
+
+
+def _end_function(
+    unit: Unit, name: str, takes: tuple[str, ...], number: int, shared: Unit | None
+) -> Callable[..., Any]:
+    """`first` or `last`; its variables that are no parameters are constants."""
+
+    def function(params: PyTree, *arguments: Any, **given: Any) -> Any:
+        out, _ = unit.run(
+            params,
+            unit.state,
+            arguments,
+            _key_of(unit, given.get("ctx"), number),
+            keywords=_keywords(unit, shared, given),
+            training=given.get("training", True),
+        )
+        return out
+
+    return with_keywords(function, ("params", *takes), _taken(unit) - {"microbatch"}, name)
+
+
+def _run_block(
+    unit: Unit,
+    shared: Unit | None,
+    params: PyTree,
+    state: PyTree,
+    x: PyTree,
+    number: Any,
+    given: Mapping[str, Any],
+    *,
+    stage_loss: bool,
+) -> tuple[PyTree, Any, PyTree]:
+    """x, the loss (None without `stage_loss`) and the state after a block."""
+    out, new = unit.run(
+        params,
+        state,
+        (x,),
+        _key_of(unit, given.get("ctx"), number),
+        keywords=_keywords(unit, shared, given),
+        training=given["training"],
+    )
+    return *with_loss(unit.name, out, stage_loss=stage_loss), new
+
+
+def _layer(unit: Unit, letter: str, shared: Unit | None, stage_loss: bool) -> Callable[..., Any]:
+    """The function of a layer."""
+
+    def layer(params: PyTree, x: PyTree, **given: Any) -> PyTree:
+        number = given["ctx"].layer if unit.random else 0
+        x, loss, _ = _run_block(unit, shared, params, {}, x, number, given, stage_loss=stage_loss)
+        return (x, loss) if stage_loss else x
+
+    return with_keywords(layer, ("params", "x"), _taken(unit), f"layer_{letter}")
+
+
+def _stage(
+    units: Mapping[str, Unit],
+    groups: int,
+    shared: Unit | None,
+    *,
+    stateful: bool,
+    stage_loss: bool,
+) -> Callable[..., Any]:
+    """The function of a stage: a scan over groups of blocks, each of which has one of every unit
+    in order.
+    """
+
+    def stage(params: PyTree, x: PyTree, **given: Any) -> Any:
+        ctx = given.get("ctx")
+        start = 0 if ctx is None else ctx.stage * groups
+
+        def group(x: PyTree, row: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
+            index, own, state = row
+            losses, after = [], {}
+            for i, (key, unit) in enumerate(units.items()):
+                number = (start + index) * len(units) + i
+                own_state = _at(state, key)
+                x, loss, after[key] = _run_block(
+                    unit,
+                    shared,
+                    _at(own, key),
+                    own_state,
+                    x,
+                    number,
+                    given,
+                    stage_loss=stage_loss,
+                )
+                losses.append(loss)
+            new = after.get("", after) if stateful else {}
+            # flax may widen statistics.
+            new = jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)
+            return x, (sum(losses) if stage_loss else None, new)
+
+        rows = (jnp.arange(groups), params, given["state"] if stateful else {})
+        x, (losses, state) = jax.lax.scan(group, x, rows)
+        more = [jnp.sum(losses, axis=0)] if stage_loss else []
+        more += [state] if stateful else []
+        return (x, *more) if more else x
+
+    # `Pipeline` reads this: leaves are [S, layers, ...].
+    stage.stacks_layers = True  # type: ignore[attr-defined]
+    keywords = frozenset().union(*map(_taken, units.values()), {"state"} if stateful else set())
+    return with_keywords(stage, ("params", "x"), keywords, "stage")
