@@ -18,9 +18,12 @@ from .differentiable import differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
+from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.offload import Offload
+from .lowering.overheads import Overheads
 from .lowering.plan import forward_plan, plan_of
+from .lowering.prices import overheads_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
 from .model.follow import init_as_updated
@@ -33,11 +36,12 @@ from .model.placed import Chunks
 from .model.placer import Placer
 from .model.read import staged
 from .model.settings import Memory, Sharding
+from .model.slices import time_faults
 from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
-from .spmd.compiler_options import options_for
+from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -67,6 +71,8 @@ class Pipeline:
             program and the places of spread ends in the table are chosen by them, since predicates
             and transfers weigh more the shorter the actions are.  None stands for a forward of
             5 ms.
+        overheads: seconds of a predicate, a hop and what a transfer takes of compute, by name.
+            None stands for those that `jaxpipe doctor` measured on such devices, or for guesses.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
             `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
@@ -76,6 +82,9 @@ class Pipeline:
     Raises:
         ScheduleError: the table breaks a rule.
         PipelineError: mesh, axis or functions do not fit; every fault is listed.
+        PipelineError: the installed versions are known to be faulty for what it uses, with the
+            thread and a workaround (`jaxpipe doctor` lists them).
+        CostError: costs, overheads or the file of measured prices are wrong.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -101,16 +110,20 @@ class Pipeline:
         sharding: Sharding = Sharding(),  # noqa: B008  both are frozen
         memory: Memory = Memory(),  # noqa: B008
         costs: Costs | None = None,
+        overheads: Overheads | Mapping[str, float] | None = None,
         executor: Executor | None = None,
     ) -> None:
         check_kinds(model, schedule, mesh, sharding, memory)
-        self._key = key_of({k: v for k, v in locals().items() if k != "self"})
+        key = key_of({k: v for k, v in locals().items() if k != "self"})
         check(schedule)
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self.accumulate_dtype, self.offload = memory.accumulate, Offload(memory.offload)
-        self._target = Target.of(self.mesh, (self.axis, *self.data_axes))
+        prices = None if overheads is None else overheads_of(overheads)
+        self._target = Target.of(self.mesh, (self.axis, *self.data_axes), prices)
+        self._key = (key, self._target)
+        refuse_faults(self._target.platform, features_of(self._target, self.mesh, self.offload))
         self.costs = costs_of(costs, schedule)
         sharding.check(schedule, self.mesh)
         cut = staged(model, schedule.placement, layout)
@@ -133,7 +146,8 @@ class Pipeline:
         self._executor: Executor = (
             SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         )
-        self.functions = model.functions(rematerialised(cut.stages, memory.remat))
+        functions = model.functions(rematerialised(cut.stages, memory.remat))
+        self.functions = replace(functions, slices=schedule.slices)
         self.layout = cut.layout
         self._compared = False  # with the other processes, where there are some
         self._placer = Placer(
@@ -607,12 +621,12 @@ class Pipeline:
 
     def _microbatches_of(self, batch: PyTree) -> int:
         """The most microbatches, up to those of the schedule, into which the rows of a batch for
-        evaluation divide.
+        evaluation divide; whole sequences of slices.
         """
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
-        return max(
-            count for count in range(1, self.schedule.num_microbatches + 1) if rows % count == 0
-        )
+        table = self.schedule
+        sequences = range(1, table.num_microbatches // table.slices + 1)
+        return table.slices * max(count for count in sequences if rows % count == 0)
 
     def _result_shardings(
         self, job: Job, params: Mapping[str, PyTree]
@@ -647,9 +661,10 @@ class Pipeline:
             *param_faults(params, self.layout.owners, self.schedule.num_devices),
             *batch_faults(
                 batch,
-                self.schedule.num_microbatches if training else 1,
+                self.schedule.num_microbatches // self.schedule.slices if training else 1,
                 data_shards=self._data_size,
             ),
+            *time_faults(batch, self.schedule.slices, self.model.time),
             *key_faults(rng),
             *state_faults(state, self.layout.owners, wanted=self.functions.has_state),
         ] or self.partition.frozen_faults(params)

@@ -18,6 +18,7 @@ from ..render import to_html, to_svg
 from .arguments import UsageError, file_path, read_text
 from .terminal import Terminal
 
+_PLANS = 5
 _SHOWN = 12  # of what was left out
 
 
@@ -41,7 +42,10 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             schedules=arguments.schedules,
             chunks=arguments.chunks,
             remat=arguments.remat,
+            offload=(None,) if arguments.no_offload else (None, "residuals"),
+            within=arguments.within,
             search=arguments.search,
+            most=_PLANS,
             progress=progress,
             mesh=Target(communicates=(arguments.tensor or 1) > 1),
         )
@@ -50,7 +54,8 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         terminal.complain(f"wrote {arguments.output}")
     if arguments.json:
         facts = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
-        terminal.write(json.dumps({"plans": [p.facts() for p in plans], "rejected": facts}))
+        found = {"plans": [p.facts() for p in plans], "rejected": facts, "prices": plans.prices}
+        terminal.write(json.dumps(found))
         return True
     _print(plans, terminal, estimated=not arguments.costs)
     return True
@@ -59,6 +64,7 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 def _print(plans: Plans, terminal: Terminal, *, estimated: bool) -> None:
     terminal.table(COLUMNS, plans.rows(), left=2, best=(0,))
     terminal.write(f"best: {plans.best.why}")
+    terminal.write(f"prices: {plans.prices}")
     if estimated:
         terminal.write(
             "times are estimates from flops at a stated rate; measure with jaxpipe.measure"

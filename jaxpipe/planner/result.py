@@ -10,6 +10,7 @@ from typing import Any, overload
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
+from ..lowering.overheads import Overheads
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory
@@ -23,6 +24,10 @@ class PipelinePlan:
         layout: the layers of each stage, as `parse_layout` reads them.
         schedule: the table.
         remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
+        policies: letters with the `jax.checkpoint` policies that their layers run under.
+        spread: of "E" and "L", those that all devices do together (`jaxpipe.spread`).
+        offload: "residuals" where they wait in the host's memory, as `Memory` takes it.
+        mesh: devices along each axis, where the plan was chosen among meshes.
         seconds: of one step, of the lowered program under the planned costs.
         memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
         lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak
@@ -34,6 +39,7 @@ class PipelinePlan:
         traced: the same of a step of the traced model, without the optimizer's state
             (`plan(traced=)`).
         axis, data_axes: those of the mesh that it was planned for, as `Pipeline` takes them.
+        overheads: those that it was given, as `Pipeline` takes them.
         certificate: how far from the lower bound its seconds are, and where the bound comes from.
     """
 
@@ -51,6 +57,11 @@ class PipelinePlan:
     certificate: Certificate | None = field(default=None, compare=False)
     axis: str = field(default="pipe", compare=False)
     data_axes: tuple[str, ...] = field(default=(), compare=False)
+    policies: tuple[tuple[str, str], ...] = ()
+    spread: str = ""
+    offload: str | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, compare=False)
+    overheads: Overheads | None = field(default=None, compare=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -69,8 +80,12 @@ class PipelinePlan:
             "layout": self.layout,
             "costs": self.costs,
             "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
-            "memory": settings.Memory(remat=self.remat),
+            "memory": settings.Memory(remat=self.remat, offload=self.offload),
+            "overheads": self.overheads,
         }
+        if self.policies:
+            arguments = import_module("jaxpipe.model.arguments")
+            model = arguments.under_policies(model, dict(self.policies))
         made = import_module("jaxpipe.pipeline").Pipeline
         return made(model, self.schedule, mesh, **mine | options)
 
@@ -82,6 +97,10 @@ class PipelinePlan:
             "chunks": self.schedule.num_chunks,
             "placement": list(self.schedule.stage_to_device),
             "remat": self.remat,
+            "policies": dict(self.policies),
+            "spread": self.spread,
+            "offload": self.offload,
+            "mesh": dict(self.mesh),
             "seconds": self.seconds,
             "memory": list(self.memory),
             "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},
@@ -112,6 +131,7 @@ class Plans(Sequence[PipelinePlan]):
 
     found: tuple[PipelinePlan, ...]
     rejected: tuple[Rejected, ...]
+    prices: str = ""  # of predicates and hops, and where they come from
 
     @property
     def best(self) -> PipelinePlan:
