@@ -10,6 +10,8 @@ The table and the program made of it:
     predicate_seconds   of those, what predicates take; None on CPUs
     loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be
                         faster; None on CPUs
+    prices              of predicates and transfers, by which the program was chosen, and whether
+                        they were measured, given or guessed
     ticks               lock-step ticks of the program
     num_segments, segments   pieces of code that are compiled once, and their text: which blocks
                         and permutes each tick has
@@ -119,7 +121,7 @@ def report(
     traced = pipe.trace(params, batch, rng=rng, state=state)
     lowered = traced.function.lower()
     middle = time.perf_counter()
-    target = Target.of(pipe.mesh, (pipe.axis, *pipe.data_axes))
+    target = pipe._target
     compiled, program = _compiled(lowered, target)
     end = time.perf_counter()
     schedule, code = pipe.schedule, traced.code
@@ -135,6 +137,7 @@ def report(
         "seconds": times and times.seconds,
         "predicate_seconds": times and times.predicates,
         "loses_to_1f1b": times and times.loses,
+        "prices": str(target.overheads),
         **_pools(code, sizes),
         "parameter_bytes": {
             key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()

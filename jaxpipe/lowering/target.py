@@ -5,12 +5,13 @@ blocks do along other axes of the mesh.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from .chips import Chip
 from .overheads import GUESSED, ON_HOST, TPU_PREDICATE, Overheads
+from .prices import measured_prices
 
 
 class RunsOn(Enum):
@@ -45,23 +46,38 @@ class Target:
     # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
     communicates: bool = False
     chip: Chip | None = None  # where its numbers are known
+    # that were given or measured; guesses where it is None
+    prices: Overheads | None = None
 
     @classmethod
-    def of(cls, mesh: Any, own: Sequence[str]) -> Target:
-        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates."""
-        return cls(
-            RunsOn.of(mesh),
-            any(size > 1 for name, size in mesh.shape.items() if name not in own),
-            Chip.of(mesh),
-        )
+    def of(cls, mesh: Any, own: Sequence[str], overheads: Overheads | None = None) -> Target:
+        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates.
+
+        The prices are `overheads`, or those that were measured on such devices.
+        """
+        communicates = any(size > 1 for name, size in mesh.shape.items() if name not in own)
+        target = cls(RunsOn.of(mesh), communicates, Chip.of(mesh), overheads)
+        return target if overheads else target.measured(str(mesh.devices.flat[0].device_kind))
+
+    def measured(self, kind: str | None) -> Target:
+        """With the prices that were measured on a kind of device, if any were."""
+        on_host = self.on_gpus and self.communicates
+        return replace(self, prices=measured_prices(kind, self.overheads, on_host=on_host))
 
     @property
     def overheads(self) -> Overheads:
         """What a program takes there besides the stages' work."""
+        if self.prices is not None:
+            return self.prices
         if self.runs_on is RunsOn.TPUS:
             hop = GUESSED.hop if self.chip is None else self.chip.hop
             return Overheads(predicate=TPU_PREDICATE, hop=hop)
         return ON_HOST if self.communicates else GUESSED
+
+    @property
+    def platform(self) -> str:
+        """Its name, as JAX has it."""
+        return "cpu" if self.on_cpus else "gpu" if self.on_gpus else "tpu"
 
     @property
     def tile(self) -> tuple[int, ...]:
