@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.extend import core
 
+from ..errors import PipelineError
 from ..jaxprs import (
     Cut,
     cut,
@@ -33,8 +34,10 @@ class Inputs:
 
     consts: int
     uses: tuple[ParamUse, ...]
-    x: int
+    x: int  # with carry and buffers
     extra: int
+    carry: int = 0
+    buffers: int = 0
 
     @property
     def params(self) -> int:
@@ -69,11 +72,12 @@ class Returns:
     state: tuple[Any, ...]
     x: tuple[Any, ...]
     x_wanted: tuple[bool, ...]
+    appended: int = 0  # rows, and where they begin, after the state
 
     @property
     def count(self) -> int:
-        """Leaves of y, loss and state."""
-        return len(self.y) + (self.loss is not None) + len(self.state)
+        """Leaves of y, loss, state and rows."""
+        return len(self.y) + (self.loss is not None) + len(self.state) + self.appended
 
 
 @dataclass(frozen=True)
@@ -187,14 +191,34 @@ def _classify(
 
     outputs = returns.count
     outs = forward.outvars[outputs:]
-    x_slice = slice(inputs.consts + inputs.params, inputs.consts + inputs.params + inputs.x)
-    both_reads = reads(backward)
-    x_weight, x_any = any(apart.second_reads[x_slice]), any(both_reads[x_slice])
-    dy_weight = any(apart.second_reads[start + residuals :])
+    both_reads, begin = reads(backward), inputs.consts + inputs.params
+    later = inputs.carry + inputs.buffers
+    own, middle, end = inputs.x - later, inputs.x - inputs.buffers, inputs.x
+
+    def last_use(first: int, stop: int) -> LastUse:
+        which = slice(begin + first, begin + stop)
+        if any(apart.second_reads[which]):
+            return LastUse.WEIGHT_GRAD
+        return LastUse.INPUT_GRAD if any(both_reads[which]) else LastUse.FORWARD
+
+    def gradient_use(first: int, stop: int | None = None) -> LastUse:
+        late = any(apart.second_reads[start + residuals :][first:stop])
+        return LastUse.WEIGHT_GRAD if late else LastUse.INPUT_GRAD
+
+    passed = [inexact(a) for a in returns.x[own:]]
+    carries, buffers = sum(passed[: inputs.carry]), sum(passed[inputs.carry :])
+    dy_own = sum(map(inexact, returns.y)) - carries - buffers
+    late_rows = slice(
+        start + residuals + dy_own + carries, start + residuals + dy_own + carries + buffers
+    )
+    if any(apart.second_reads[late_rows]):
+        raise PipelineError(
+            "a stage appends rows that do not depend on its input x: W would read gradients that "
+            "other slices have changed by then; append rows that are made of x"
+        )
     evaluate, _ = drop_dead(forward.replace(outvars=forward.outvars[:outputs]))
     ordered = [*(outs[i] for i in early), *(outs[i] for i in late)]
     recompute, _ = drop_dead(forward.replace(outvars=ordered))
-    x_use = LastUse.WEIGHT_GRAD if x_weight else LastUse.INPUT_GRAD if x_any else LastUse.FORWARD
     return StageCode(
         consts=consts,
         hoist=hoisted.hoist,
@@ -205,18 +229,25 @@ def _classify(
         input_grad=reorder(apart.first),
         weight_grad=reorder(apart.second),
         y_tree=returns.y_tree,
-        y_avals=returns.y,
+        y_avals=returns.y[: len(returns.y) - later],
         loss=returns.loss,
         state=returns.state,
-        x_avals=returns.x,
+        x_avals=returns.x[:own],
         once_avals=hoisted.once,
         residual_input=tuple(outs[i].aval for i in early),
         residual_weight=tuple(outs[i].aval for i in late),
         stash=apart.crossing,
-        x_wanted=returns.x_wanted,
-        y_wanted=tuple(inexact(a) for a in returns.y),
+        x_wanted=returns.x_wanted[:own],
+        y_wanted=tuple(inexact(a) for a in returns.y[: len(returns.y) - later]),
         trained=tuple(use.trained for use in inputs.uses),
         liveness=Liveness(
-            x=x_use, cotangent=LastUse.WEIGHT_GRAD if dy_weight else LastUse.INPUT_GRAD
+            x=last_use(0, own),
+            cotangent=gradient_use(0, dy_own if later else None),
+            carry=last_use(own, middle) if inputs.carry else LastUse.NONE,
+            carry_gradient=gradient_use(dy_own, dy_own + carries) if carries else LastUse.NONE,
+            buffer=last_use(middle, end) if inputs.buffers else LastUse.NONE,
+            buffer_gradient=LastUse.INPUT_GRAD if buffers else LastUse.NONE,
         ),
+        carry=returns.x[own:middle],
+        buffers=returns.x[middle:end],
     )
