@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import PyTree
 from .errors import PipelineError
 from .model.functions import Functions, Loss, make_extra, split_batch
+from .model.leaf_plan import leaf_plans
 from .model.packed import Packed
 from .pipeline import Pipeline
 from .spmd.body import shard_key
@@ -210,6 +211,19 @@ class _Search:
             )
         return jax.tree.map(self._on_mesh, (own, self.params.get("shared", {})))
 
+    def _specs(self, call: _Call, stage: int) -> tuple[PyTree, PyTree]:
+        """How these are split over the data axes along which functions are given local parts."""
+        pipe, plans = self.pipe, self.pipe.partition.plans(self.params)
+        own, shared = jax.tree.map(lambda leaf: PartitionSpec(), self._params(call, stage))
+        held = leaf_plans(plans.get(call.name))
+        if call.name not in ("first", "last"):
+            held = pipe.layout.leaves_of(stage, plans["stages"])
+        both = zip((own, shared), (held, leaf_plans(plans.get("shared"))), strict=True)
+        return tuple(
+            jax.tree.unflatten(jax.tree.structure(tree), [p.local(pipe.data_axes) for p in found])
+            for tree, found in both
+        )
+
     def _on_mesh(self, leaf: Any) -> Any:
         """The same array, spread as it is, on the mesh of automatic axes."""
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
@@ -224,13 +238,13 @@ class _Search:
         key = (phase, call.name)
         if key not in self._compiled:
             body = self._forward(call) if phase is Phase.FORWARD else self._backward(call)
-            everywhere, rows = PartitionSpec(), self.rows
+            everywhere, rows, params = PartitionSpec(), self.rows, self._specs(call, stage)
             self._compiled[key] = jax.jit(
                 mapped(
                     body,
                     self.mesh,
                     {self.pipe.axis, *self.pipe.data_axes},
-                    in_specs=(everywhere, rows, rows, everywhere, everywhere, everywhere),
+                    in_specs=(params, rows, rows, everywhere, everywhere, everywhere),
                     out_specs=(rows, everywhere),
                 )
             )
@@ -242,8 +256,18 @@ class _Search:
         for shard in range(self.pipe._data_size):
             values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
             if values:
+                inputs = inputs or self._of_others(counts["inputs"], shard)
                 return result, Nonfinite(phase, call.name, stage, microbatch, shard, values, inputs)
         return result, None
+
+    def _of_others(self, counts: dict[str, Any], shard: int) -> tuple[str, ...]:
+        """Inputs of other data shards that are not finite, where functions may exchange them."""
+        others = [s for s in range(self.pipe._data_size) if s != shard]
+        return tuple(
+            f"{text} on data shard {other}"
+            for other in (others if self.pipe.partition.local else ())
+            for text in _described(counts, other)
+        )
 
     def _extra(
         self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any

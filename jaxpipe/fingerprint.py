@@ -132,6 +132,7 @@ def _options(pipe: Any) -> str:
     functions, dtype = pipe.functions, pipe.accumulate_dtype
     parts = [f"axis={pipe.axis!r}", f"data_axes={pipe.data_axes}", f"loss={functions.loss.value}"]
     parts += [f"accumulate_dtype={None if dtype is None else np.dtype(dtype).name}"]
+    parts += [f"prices={pipe._target.overheads}"]
     parts += (
         [f"layout={'|'.join(pipe.layout.layers.stages)!r}"]
         if pipe.layout.layers is not None

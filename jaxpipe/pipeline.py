@@ -18,9 +18,12 @@ from .differentiable import differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
+from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.offload import Offload
+from .lowering.overheads import Overheads
 from .lowering.plan import forward_plan, plan_of
+from .lowering.prices import overheads_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
 from .model.follow import init_as_updated
@@ -38,7 +41,7 @@ from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
-from .spmd.compiler_options import options_for
+from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
@@ -68,6 +71,8 @@ class Pipeline:
             program and the places of spread ends in the table are chosen by them, since predicates
             and transfers weigh more the shorter the actions are.  None stands for a forward of
             5 ms.
+        overheads: seconds of a predicate, a hop and what a transfer takes of compute, by name.
+            None stands for those that `jaxpipe doctor` measured on such devices, or for guesses.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
             `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
@@ -77,6 +82,9 @@ class Pipeline:
     Raises:
         ScheduleError: the table breaks a rule.
         PipelineError: mesh, axis or functions do not fit; every fault is listed.
+        PipelineError: the installed versions are known to be faulty for what it uses, with the
+            thread and a workaround (`jaxpipe doctor` lists them).
+        CostError: costs, overheads or the file of measured prices are wrong.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -102,16 +110,20 @@ class Pipeline:
         sharding: Sharding = Sharding(),  # noqa: B008  both are frozen
         memory: Memory = Memory(),  # noqa: B008
         costs: Costs | None = None,
+        overheads: Overheads | Mapping[str, float] | None = None,
         executor: Executor | None = None,
     ) -> None:
         check_kinds(model, schedule, mesh, sharding, memory)
-        self._key = key_of({k: v for k, v in locals().items() if k != "self"})
+        key = key_of({k: v for k, v in locals().items() if k != "self"})
         check(schedule)
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self.accumulate_dtype, self.offload = memory.accumulate, Offload(memory.offload)
-        self._target = Target.of(self.mesh, (self.axis, *self.data_axes))
+        prices = None if overheads is None else overheads_of(overheads)
+        self._target = Target.of(self.mesh, (self.axis, *self.data_axes), prices)
+        self._key = (key, self._target)
+        refuse_faults(self._target.platform, features_of(self._target, self.mesh, self.offload))
         self.costs = costs_of(costs, schedule)
         sharding.check(schedule, self.mesh)
         cut = staged(model, schedule.placement, layout)
@@ -122,6 +134,7 @@ class Pipeline:
             axis=self.axis,
             mesh=dict(mesh.shape),
             data_axes=self.data_axes,
+            local=tuple(sharding.local),
             fsdp=sharding.fsdp,
             outer=sharding.outer,
             specs=sharding.specs,

@@ -13,7 +13,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "jaxpipe"
 # Rooms without JAX, and the others.  A file beside the rooms is a room of its own.
 WITHOUT_JAX = (
-    *("errors", "version", "table", "engine", "solver", "transforms", "schedules", "layouts"),
+    *(
+        "errors",
+        "version",
+        "known_faults",
+        "table",
+        "engine",
+        "solver",
+        "transforms",
+        "schedules",
+        "layouts",
+    ),
     *("megatron", "program", "lowering", "planner", "render", "cli"),
 )
 WITH_JAX = (

@@ -50,7 +50,8 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         terminal.complain(f"wrote {arguments.output}")
     if arguments.json:
         facts = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
-        terminal.write(json.dumps({"plans": [p.facts() for p in plans], "rejected": facts}))
+        found = {"plans": [p.facts() for p in plans], "rejected": facts, "prices": plans.prices}
+        terminal.write(json.dumps(found))
         return True
     _print(plans, terminal, estimated=not arguments.costs)
     return True
@@ -59,6 +60,7 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 def _print(plans: Plans, terminal: Terminal, *, estimated: bool) -> None:
     terminal.table(COLUMNS, plans.rows(), left=2, best=(0,))
     terminal.write(f"best: {plans.best.why}")
+    terminal.write(f"prices: {plans.prices}")
     if estimated:
         terminal.write(
             "times are estimates from flops at a stated rate; measure with jaxpipe.measure"

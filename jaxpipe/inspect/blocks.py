@@ -60,7 +60,7 @@ class Step:
     def of(cls, mesh: Mesh, traced: TracedStep) -> Step:
         """A pipeline's own."""
         code = traced.code
-        return cls(traced.job, mesh, code, traced.entries or tuple(map(whole_entries, code.kinds)))
+        return cls(traced.job, mesh, code, traced.entries)
 
     @property
     def is_shared(self) -> bool:
@@ -182,16 +182,6 @@ def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
         )
 
     return (inputs, pools, totals), code
-
-
-def whole_entries(code: StageCode) -> StageEntries:
-    """No axis is left to the partitioner."""
-
-    def plain(avals: Sequence[Any]) -> tuple[Entry, ...]:
-        return tuple(Entry(tuple(aval.shape)) for aval in avals)
-
-    stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
-    return StageEntries((_WHOLE,) * code.num_params, *map(plain, stored))
 
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:

@@ -65,6 +65,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     is_root: bool
+    literal: str = ""  # of a constant
 
     @property
     def nbytes(self) -> int:
@@ -85,14 +86,6 @@ class Instruction:
             else:
                 found[match["role"]] = (match["one"],)
         return found
-
-    @property
-    def trip_count(self) -> int | None:
-        """Of a while loop, where the compiler knows it: then the host asks for nothing between
-        trips.
-        """
-        match = _TRIPS.search(self.attributes)
-        return int(match[1]) if match else None
 
     @property
     def op_name(self) -> str:
@@ -149,6 +142,24 @@ class Module:
         for names in instruction.called.values():
             yield from (self.computations[name] for name in names)
 
+    def trip_count(self, loop: Instruction) -> int | None:
+        """Of a while loop, where the compiler knows it: then a host asks for nothing between trips.
+
+        Programs for GPUs name it.  In programs for TPUs the condition compares a counter, which
+        starts at 0, with a constant.
+        """
+        match = _TRIPS.search(loop.attributes)
+        if match:
+            return int(match[1])
+        (name,) = loop.called["condition"]
+        condition = self.computations[name]
+        root = condition.root
+        if root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return None
+        counter, bound = (condition.by_name[operand] for operand in root.operands)
+        known = counter.opcode == "get-tuple-element" and bound.literal.isdecimal()
+        return int(bound.literal) if known else None
+
 
 def parse(text: str) -> Module:
     """Read `compiled.as_text()`.
@@ -187,7 +198,13 @@ def _instruction(match: re.Match[str], line: str) -> Instruction:
     inside = line[opcode.end() : close - 1]
     operands = (inside,) if opcode[1] == "parameter" else tuple(_NAME.findall(inside))
     return Instruction(
-        match["name"], results, opcode[1], operands, line[close:], match["root"] is not None
+        match["name"],
+        results,
+        opcode[1],
+        operands,
+        line[close:],
+        match["root"] is not None,
+        inside if opcode[1] == "constant" else "",
     )
 
 
@@ -267,7 +284,7 @@ def inner(
     """The computations that one instruction issues, each with the frame that it adds."""
     roles = instruction.called
     if instruction.opcode == "while":
-        frame = (Frame(instruction, instruction.trip_count),)
+        frame = (Frame(instruction, module.trip_count(instruction)),)
         for role in ("condition", "body"):
             yield from ((module.computations[name], frame) for name in roles[role])
     elif instruction.opcode == "conditional":

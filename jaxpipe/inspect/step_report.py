@@ -10,6 +10,8 @@ The table and the program made of it:
     predicate_seconds   of those, what predicates take; None but on GPUs
     loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be
                         faster; None but on GPUs
+    prices              of predicates and transfers, by which the program was chosen, and whether
+                        they were measured, given or guessed
     ticks               lock-step ticks of the program
     num_segments, segments   pieces of code that are compiled once, and their text: which blocks
                         and permutes each tick has
@@ -75,7 +77,6 @@ from ..jaxprs import needed_for
 from ..jaxprs.sizes import nbytes
 from ..jaxprs.slices import Split
 from ..lowering.plan import Plan
-from ..lowering.target import Target
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program
@@ -115,7 +116,7 @@ def report(
     traced = pipe.trace(params, batch, rng=rng, state=state)
     lowered = traced.function.lower()
     middle = time.perf_counter()
-    target = Target.of(pipe.mesh, (pipe.axis, *pipe.data_axes))
+    target = pipe._target
     compiled, program = (
         compile_and_try_to_read(lowered) if target.on_gpus else (lowered.compile(), None)
     )
@@ -133,6 +134,7 @@ def report(
         "seconds": times and times.seconds,
         "predicate_seconds": times and times.predicates,
         "loses_to_1f1b": times and times.loses,
+        "prices": str(target.overheads),
         **_pools(code, sizes),
         "parameter_bytes": {
             key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()

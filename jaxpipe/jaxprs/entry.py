@@ -1,5 +1,5 @@
-"""How a pool keeps a value: raveled, so that no reader's layout reaches the pool, and by the parts
-that the partitioner makes of it.
+"""How a pool keeps a value: raveled, or in tiles, so that no reader's layout reaches the pool, and
+by the parts that the partitioner makes of it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ class Entry:
     part of an entry is one piece of memory.  Without this XLA:GPU gives the whole pool the layout
     that a reader prefers, and transposes it in every tick; and a plain reshape would bring the
     parts together.
+
+    TPUs keep arrays in tiles over their last two dims.  There all the rest is [tiles, *tile], so
+    that an entry fills whole tiles: raveled entries would be rows of tiles that several slots
+    share, and a dim of one part among the last two would be padded to a tile.  Where the last two
+    dims of the value are whole tiles, these are the value's own, in their order, and nothing is
+    moved between the value and its entry.
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
     pinned: bool = False  # there are axes that the partitioner may split over: say what it does
+    tile: tuple[int, ...] = ()  # of the devices' memory
 
     @property
     def by_row(self) -> bool:
@@ -47,13 +54,41 @@ class Entry:
     @cached_property
     def kept(self) -> tuple[int, ...]:
         """The shape in the pool."""
-        counts = [part.count for part in self.parts]
-        rows = self.shape[:1] if self.by_row else ()
-        return (
-            *rows,
-            *counts,
-            math.prod(self.shape) // math.prod([*rows, *counts]) if 0 not in self.shape else 0,
+        return (*self._rows, *self.counts, *self.rest)
+
+    @property
+    def _rows(self) -> tuple[int, ...]:
+        return self.shape[:1] if self.by_row else ()
+
+    @cached_property
+    def _numbers(self) -> int:
+        """Numbers in a part of a row."""
+        if 0 in self.shape:
+            return 0
+        return math.prod(self.shape) // math.prod([*self._rows, *self.counts])
+
+    @cached_property
+    def rest(self) -> tuple[int, ...]:
+        """The shape of a part of a row: its numbers, or tiles, of which the last may be padded.
+
+        Few numbers make no tiles: padding would be more than an eighth of them.
+        """
+        tile = math.prod(self.tile)
+        if not self.tile or (self._numbers % tile and self._numbers < 8 * tile):
+            return (self._numbers,)
+        return (-(-self._numbers // tile), *self.tile)
+
+    def holds(self, rows: Entry) -> bool:
+        """Whether equal parts of the value along dim 1 are kept one after the other, each as an
+        entry of its own would be.
+        """
+        others = all(
+            a == b for d, (a, b) in enumerate(zip(self.shape, rows.shape, strict=True)) if d != 1
         )
+        alike = len(self.rest) == len(rest := rows.rest) and bool(self._tiled) == bool(rows._tiled)
+        padded = math.prod(rest) != rows._numbers
+        behind = self.by_row and all(part.dim > 1 for part in self.parts)
+        return others and alike and behind and not padded
 
     @property
     def local_share(self) -> int:
@@ -78,7 +113,8 @@ class Entry:
     @property
     def pool_spec(self) -> PartitionSpec:
         """How it splits a pool of such entries."""
-        return PartitionSpec(*[None] * (1 + self.by_row), *(part.axes for part in self.parts), None)
+        axes = (part.axes for part in self.parts)
+        return PartitionSpec(*[None] * (1 + self.by_row), *axes, *[None] * len(self.rest))
 
     def pool(self, slots: int, dtype: Any) -> jax.ShapeDtypeStruct:
         """The shape of a pool of so many slots."""
@@ -90,34 +126,80 @@ class Entry:
 
     def pack(self, value: Any) -> Any:
         """A value [*shape] as it is kept."""
-        return self._cut(value, 0).reshape(self.kept)
+        return self._folded(self._cut(value, 0), self.kept)
 
     def unpack(self, kept: Any) -> Any:
         """The value."""
-        return self._join(kept, 0)
+        return self._join(self._unfolded(kept), 0)
+
+    @property
+    def units(self) -> int:
+        """The size of the dim of a raveled entry (`ravel`) along which others may follow: numbers
+        of a part, or tiles.
+        """
+        return -(-math.prod([*self._rows, *self.rest]) // math.prod(self.tile))
 
     def ravel(self, kept: Any) -> Any:
-        """[parts, ...] [all the rest, row by row] of an entry: a device's part of it is one row of
-        numbers, that of others may follow.
+        """[parts, ...] [units] [*tile] of an entry, row by row: a device's part of it is one piece
+        of memory, that of others may follow.
         """
-        return (jnp.moveaxis(kept, 0, len(self.parts)) if self.by_row else kept).reshape(
-            *self.counts, self.length
+        if self.by_row:
+            kept = jnp.moveaxis(kept, 0, len(self.parts))
+        whole = math.prod([self.units, *self.tile])
+        return _padded(kept, self.counts, math.prod([*self._rows, *self.rest]), whole).reshape(
+            *self.counts, self.units, *self.tile
         )
 
     def unravel(self, raveled: Any) -> Any:
         """The entry."""
+        raveled = _cut_off(raveled, self.counts, math.prod([*self._rows, *self.rest]))
         if not self.by_row:
             return raveled.reshape(self.kept)
-        rows = raveled.reshape(*self.counts, self.shape[0], self.length // max(1, self.shape[0]))
-        return jnp.moveaxis(rows, len(self.parts), 0).reshape(self.kept)
+        rows = raveled.reshape(*self.counts, *self._rows, *self.rest)
+        return jnp.moveaxis(rows, len(self.parts), 0)
+
+    def pack_flat(self, value: Any) -> Any:
+        """A raveled value as the beginning of an entry that is one long array without parts."""
+        if len(self.rest) == 1:
+            return value
+        tile = math.prod(self.tile)
+        whole = -(-value.size // tile) * tile
+        return _padded(value, (), value.size, whole).reshape(-1, *self.tile)
 
     def pack_row(self, value: Any) -> Any:
         """A row [*shape[1:]] as it is kept."""
-        return self._cut(value, 1).reshape(self.kept[1:])
+        return self._folded(self._cut(value, 1), self.kept[1:])
 
     def unpack_row(self, kept: Any) -> Any:
         """The row."""
-        return self._join(kept, 1)
+        return self._join(self._unfolded(kept), 1)
+
+    @cached_property
+    def _tiled(self) -> tuple[int, ...]:
+        """The dims of a part of a row with the last two cut in tiles, [..., rows of tiles, tiles of
+        a row, *tile]; () where they are no whole tiles.
+        """
+        counts = {part.dim: part.count for part in self.parts}
+        own = [size // counts.get(dim, 1) for dim, size in enumerate(self.shape)][self.by_row :]
+        if len(self.rest) == 1 or len(own) < 2 or own[-2] % self.tile[0] or own[-1] % self.tile[1]:
+            return ()
+        return (*own[:-2], own[-2] // self.tile[0], own[-1] // self.tile[1], *self.tile)
+
+    def _folded(self, value: Any, kept: tuple[int, ...]) -> Any:
+        """A value whose parts come first, in the shape that is kept of it."""
+        before = kept[: len(kept) - len(self.rest)]
+        if self._tiled:
+            *outer, down, across, height, width = self._tiled
+            value = value.reshape(*before, *outer, down, height, across, width)
+            return jnp.swapaxes(value, -3, -2).reshape(kept)
+        return _padded(value, before, self._numbers, math.prod(self.rest)).reshape(kept)
+
+    def _unfolded(self, kept: Any) -> Any:
+        """The same numbers in the order of the value, without padding."""
+        before = kept.shape[: kept.ndim - len(self.rest)]
+        if self._tiled:
+            return jnp.swapaxes(kept.reshape(*before, *self._tiled), -3, -2)
+        return _cut_off(kept, before, self._numbers)
 
     def _cut(self, value: Any, missing: int) -> Any:
         """Split dims in two, their parts moved to the front (after the rows)."""
@@ -157,3 +239,20 @@ class Entry:
 
     def _constrain(self, value: Any, spec: PartitionSpec) -> Any:
         return lax.with_sharding_constraint(value, spec) if self.pinned else value
+
+
+def _padded(value: Any, before: tuple[int, ...], size: int, whole: int) -> Any:
+    """Any shape of [*before, size]; with zeros behind it is [*before, whole]."""
+    if size == whole:
+        return value
+    flat = value.reshape(*before, size)
+    return lax.pad(
+        flat, jnp.zeros((), flat.dtype), [*((0, 0, 0) for _ in before), (0, whole - size, 0)]
+    )
+
+
+def _cut_off(value: Any, before: tuple[int, ...], size: int) -> Any:
+    """What `_padded` was given, without a shape of its own."""
+    if value.size == math.prod([*before, size]):
+        return value
+    return lax.slice_in_dim(value.reshape(*before, -1), 0, size, axis=-1)

@@ -4,19 +4,20 @@ run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 
 # Seconds of a stage's forward where no costs are given: one layer of a model of some billion
 # parameters.
 FORWARD = 5e-3
+GUESSES = "guessed; `jaxpipe doctor` measures them"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
     """Times in seconds, or in the unit of the costs (`in_unit`).
 
-    The defaults are guesses: none has been measured on a GPU.  `benchmarks.gpu_single` measures
-    predicates where there is one.
+    The defaults are guesses: none has been measured on a GPU.  `jaxpipe doctor` measures them where
+    there is one, and writes them into a file (`lowering.prices`).
 
     Args:
         predicate: of a block's predicate, whether it lets the block run or not.  As a node of a
@@ -25,15 +26,24 @@ class Overheads:
         hop: of a transfer that a device waits for: 32 MiB over one direction of NVLink on an H100.
         sent: the compute time that a transfer takes away while it runs beside a block: memory
             bandwidth, and processors that copy.
+        source: where the times come from.
     """
 
     predicate: float = 3e-6
     hop: float = 100e-6
     sent: float = 15e-6
+    source: str = field(default=GUESSES, compare=False)
 
     def in_unit(self, seconds: float) -> Overheads:
         """The same times where one unit takes so many seconds."""
-        return Overheads(**{f.name: getattr(self, f.name) / seconds for f in fields(self)})
+        times = {name: getattr(self, name) / seconds for name in ("predicate", "hop", "sent")}
+        return replace(self, **times)
+
+    def __str__(self) -> str:
+        times = (
+            f"{name} {getattr(self, name) * 1e6:.3g} us" for name in ("predicate", "hop", "sent")
+        )
+        return f"{', '.join(times)} ({self.source})"
 
     @property
     def meeting(self) -> float:
@@ -47,4 +57,6 @@ GUESSED = Overheads()
 # Blocks that hold collectives (tensor parallelism) are in no CUDA graph, so the host decides: 10 to
 # 20 us.
 ON_HOST = Overheads(predicate=15e-6)
+# A TPU decides by itself, between two operations of its own sequence: a guess.
+TPU_PREDICATE = 1e-6
 NO_OVERHEADS = Overheads(predicate=0.0, hop=0.0, sent=0.0)

@@ -5,17 +5,20 @@ blocks do along other axes of the mesh.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from .overheads import GUESSED, ON_HOST, Overheads
+from .chips import Chip
+from .overheads import GUESSED, ON_HOST, TPU_PREDICATE, Overheads
+from .prices import measured_prices
 
 
 class RunsOn(Enum):
     """Kinds of devices."""
 
     GPUS = "NVIDIA GPUs"
+    TPUS = "TPUs"
     CPU_PROCESSES = "CPU devices of one process each"
     ONE_CPU_PROCESS = "virtual CPU devices of one process"
 
@@ -23,8 +26,11 @@ class RunsOn(Enum):
     def of(cls, mesh: Any) -> RunsOn:
         """Those of a `jax.sharding.Mesh`."""
         devices = list(mesh.devices.flat)
-        if {device.platform for device in devices} <= {"gpu", "cuda"}:
+        platforms = {device.platform for device in devices}
+        if platforms <= {"gpu", "cuda"}:
             return cls.GPUS
+        if platforms == {"tpu"}:
+            return cls.TPUS
         return (
             cls.CPU_PROCESSES
             if len({device.process_index for device in devices}) == len(devices)
@@ -39,18 +45,57 @@ class Target:
     runs_on: RunsOn = RunsOn.GPUS
     # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
     communicates: bool = False
+    chip: Chip | None = None  # where its numbers are known
+    # that were given or measured; guesses where it is None
+    prices: Overheads | None = None
 
     @classmethod
-    def of(cls, mesh: Any, own: Sequence[str]) -> Target:
-        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates."""
-        return cls(
-            RunsOn.of(mesh), any(size > 1 for name, size in mesh.shape.items() if name not in own)
-        )
+    def of(cls, mesh: Any, own: Sequence[str], overheads: Overheads | None = None) -> Target:
+        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates.
+
+        The prices are `overheads`, or those that were measured on such devices.
+        """
+        communicates = any(size > 1 for name, size in mesh.shape.items() if name not in own)
+        target = cls(RunsOn.of(mesh), communicates, Chip.of(mesh), overheads)
+        return target if overheads else target.measured(str(mesh.devices.flat[0].device_kind))
+
+    def measured(self, kind: str | None) -> Target:
+        """With the prices that were measured on a kind of device, if any were."""
+        on_host = self.on_gpus and self.communicates
+        return replace(self, prices=measured_prices(kind, self.overheads, on_host=on_host))
 
     @property
     def overheads(self) -> Overheads:
         """What a program takes there besides the stages' work."""
+        if self.prices is not None:
+            return self.prices
+        if self.runs_on is RunsOn.TPUS:
+            hop = GUESSED.hop if self.chip is None else self.chip.hop
+            return Overheads(predicate=TPU_PREDICATE, hop=hop)
         return ON_HOST if self.communicates else GUESSED
+
+    @property
+    def platform(self) -> str:
+        """Its name, as JAX has it."""
+        return "cpu" if self.on_cpus else "gpu" if self.on_gpus else "tpu"
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The shape in which memory keeps the last dims of an array; () where it keeps rows."""
+        return (8, 128) if self.runs_on is RunsOn.TPUS else ()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether transfers run beside compute, and predicates cost time, as on GPUs and TPUs.
+
+        On CPU devices a transfer is awaited where it is issued.
+        """
+        return not self.on_cpus
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether the devices are CPUs."""
+        return self.runs_on in (RunsOn.CPU_PROCESSES, RunsOn.ONE_CPU_PROCESS)
 
     @property
     def on_gpus(self) -> bool:

@@ -15,12 +15,12 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks, whole_entries
+from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import prepare
-from ..spmd.entries import auto_axes, compiled_alone, split_entries
+from ..spmd.entries import compiled_alone, split_entries
 from ..spmd.mapped import mapped
 from ..stage.code import run
 from ..stage.job import Job
@@ -40,9 +40,7 @@ def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, s
     mesh = one_coordinate(pipe)
     job, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
     code = _retraced(mesh, job, shapes)
-    if auto_axes(mesh, job):
-        return Step(job, mesh, code, split_entries(job, mesh, code, shapes[0]))
-    return Step(job, mesh, code, tuple(map(whole_entries, code.kinds)))
+    return Step(job, mesh, code, split_entries(job, mesh, code, shapes[0]))
 
 
 def _local_shapes(

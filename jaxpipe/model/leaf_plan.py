@@ -32,8 +32,9 @@ class LeafPlan:
     gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
     frozen: bool = False  # no gradient, no accumulator
-    # (pipe axis, dim) of a share that a spread function works on: never gathered
-    cut: tuple[str, int] | None = None
+    # (mesh axis, dim) of a share that functions work on, never gathered: the pipe axis for spread
+    # functions, and data axes that specs name
+    held: tuple[tuple[str, int], ...] = ()
     pinned: bool = False  # the partitioner shall not split what `auto` does not say
     parameters: tuple[Parameter, ...] = ()  # that are in the leaf
 
@@ -49,11 +50,16 @@ class LeafPlan:
 
     def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:
         entries = list(auto)
-        for name, dim in self.gathers:
+        for name, dim in (*self.gathers, *self.held):
             entries[dim] = name
-        if self.cut is not None:
-            entries[self.cut[1]] = self.cut[0]
         return PartitionSpec(*([axis] if self.stage else []), *entries)
+
+    def local(self, axes: Sequence[str]) -> PartitionSpec:
+        """How the whole parameter is split over those of the axes along which functions work on
+        their share.
+        """
+        found = {dim: name for name, dim in self.held if name in axes}
+        return trimmed(*(found.get(dim) for dim in range(self.ndim)))
 
     def gather(self, leaf: Any) -> Any:
         """The whole parameter of this device's stage."""
@@ -99,7 +105,7 @@ class LeafPlan:
 
     def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes over which the gradient is summed without being split."""
-        held = {name for name, _ in (*self.gathers, *([] if self.cut is None else [self.cut]))}
+        held = {name for name, _ in (*self.gathers, *self.held)}
         return tuple(n for n in reduced if n not in held)
 
     def constrain(self, leaf: Any) -> Any:

@@ -272,12 +272,32 @@ class Packed:
         ]
         return cls({name: _stack([row.get(name) for row in rows]) for name in layout.names}, layout)
 
+    def with_own_shapes(self) -> Packed:
+        """The arrays of one device, with the shapes that leaves outside of buffers have there."""
+        own = {name: np.shape(leaf) for name, leaf in self.leaves.items() if not is_missing(leaf)}
+        shared = {path for buffer in self.layout.buffers for path in buffer.paths}
+
+        def shaped(form: TreeForm | None) -> TreeForm | None:
+            if form is None:
+                return None
+            given = zip(form.paths, form.shapes, strict=True)
+            shapes = (shape if path in shared else own.get(path, shape) for path, shape in given)
+            return replace(form, shapes=tuple(shapes))
+
+        forms = tuple(map(shaped, self.layout.forms))
+        return replace(self, layout=replace(self.layout, forms=forms))
+
     def stage(self, device: int) -> PyTree:
         """One device's own parameters."""
         form = self.layout.forms[device]
         assert form is not None
         rows = jax.tree.map(lambda leaf: leaf[device], self.leaves)
         return jax.tree.unflatten(form.tree, self.layout.values(form, rows))
+
+
+def on_one_device(chunk: PyTree) -> PyTree:
+    """A chunk on one device, which has its own part of leaves that are split over data axes."""
+    return chunk.with_own_shapes() if isinstance(chunk, Packed) else chunk
 
 
 def is_missing(node: PyTree) -> bool:

@@ -33,6 +33,7 @@ class Partition:
     axis: str
     mesh: Mapping[str, int]  # the mesh's axes and their sizes
     data_axes: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()  # data axes that specs may name
     fsdp: str | None = None  # a data axis: parameters and their gradients are split over it
     outer: bool = False  # first, last and shared are split over the pipe axis
     # canonical specs without the axis of stages or layers, of those parameters that are split
@@ -211,6 +212,8 @@ class Partition:
             spec = self._spec(own.path)
             if self._spec_faults(own.path, own.shape, spec):
                 return InBuffer(Group.ALONE)  # `plans` lists the faults
+            if self._held(self._of_stack(own.path)):
+                return InBuffer(Group.ALONE)  # a buffer's shape is the same outside and inside
             parts = tuple(
                 Part(dim, names_of(entry), count)
                 for dim, entry in enumerate(self._of_stack(own.path) or ())
@@ -239,27 +242,41 @@ class Partition:
         own = self._spec_faults(where, shape, spec)
         faults += own
         entries = () if own or spec is None else tuple(spec)
-        auto = [*entries, *(None for _ in range(len(shape) - len(entries)))]
-        if cut is not None and auto[cut] is not None:
+        held = self._held(entries)
+        own_dims = {dim for _, dim in held}
+        auto = [
+            entries[dim] if dim < len(entries) and dim not in own_dims else None
+            for dim in range(len(shape))
+        ]
+        if cut is not None and (auto[cut] is not None or cut in own_dims):
             faults.append(
                 f"{where}: {spec} splits dim {cut}, which is cut over the pipe axis "
                 f"{self.axis!r}; split another dim"
             )
         gathers: list[tuple[str, int]] = []
         wanted = [self.axis] if self.outer and not stage and cut is None else []
-        wanted += [self.fsdp] if self.fsdp is not None else []
+        wanted += [] if self.fsdp is None or self.fsdp in dict(held) else [self.fsdp]
         for name in wanted:
             size = self.mesh[name]
             free = [
                 d
                 for d in range(len(shape))
-                if auto[d] is None and d != cut and d not in {used for _, used in gathers}
+                if auto[d] is None and d not in {cut, *own_dims, *(used for _, used in gathers)}
             ]
             fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
-        held = None if cut is None else (self.axis, cut)
-        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), cut=held)
+        held += [] if cut is None else [(self.axis, cut)]
+        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), held=tuple(held))
+
+    def _held(self, spec: Any) -> list[tuple[str, int]]:
+        """(data axis, dim) that a spec names."""
+        return [
+            (name, dim)
+            for dim, entry in enumerate(spec or ())
+            for name in names_of(entry)
+            if name in self.local
+        ]
 
     def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
         """What the user's filter says of a parameter."""
@@ -269,7 +286,13 @@ class Partition:
 
     def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
         return spec_faults(
-            where, shape, spec, mesh=self.mesh, axis=self.axis, data_axes=self.data_axes
+            where,
+            shape,
+            spec,
+            mesh=self.mesh,
+            axis=self.axis,
+            data_axes=self.data_axes,
+            local=self.local,
         )
 
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:

@@ -29,6 +29,10 @@ class Sharding:
         specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the
             axis of stages (or layers): a tree like the canonical parameters (or one for all of a
             list of stages).  One spec may stand for a subtree; a leaf without a spec is whole.
+        local: axes of `data` that specs may name.  A parameter that is split over such an axis is
+            never gathered: functions are given the device's own part and exchange what they need
+            by themselves, as inside `shard_map` (experts, with an all-to-all).  Its gradient is
+            summed over the other data axes alone.
         replicated: mesh axes along which parameters and rows are whole, as for a function that
             uses such an axis by itself (a sharding constraint, a `shard_map` inside a stage).  An
             axis of several devices that is in no argument is an error: they would all do the same
@@ -48,9 +52,10 @@ class Sharding:
     specs: Mapping[str, PyTree] | None = None
     replicated: str | Sequence[str] = ()
     outer: bool = False
+    local: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name in ("data", "replicated"):
+        for name in ("data", "replicated", "local"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
@@ -79,7 +84,19 @@ class Sharding:
                 f"fsdp={self.fsdp!r} must be one of data={data}: its devices see different rows "
                 "of the batch"
             )
-        used = {pipe, *data, *self.replicated, *axes_of(self.specs)}
+        named = axes_of(self.specs)
+        for name in self.local:
+            if name not in data:
+                faults.append(
+                    f"local={name!r} must be one of data={data}: its devices see different rows "
+                    "of the batch"
+                )
+            elif name not in named and sizes.get(name, 1) > 1:
+                faults.append(
+                    f"local={name!r}, but no spec splits a parameter over {name!r}; name it in "
+                    "specs=, or take it out of local="
+                )
+        used = {pipe, *data, *self.replicated, *named}
         faults += [
             f"mesh axis {name!r} is in no argument, so its {size} devices would all do the same "
             f"work; write Sharding(data={name!r}) to spread the rows of the batch over it, specs= "

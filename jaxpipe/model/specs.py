@@ -125,9 +125,10 @@ def spec_faults(
     mesh: Mapping[str, int],
     axis: str,
     data_axes: Sequence[str],
+    local: Sequence[str] = (),
 ) -> list[str]:
     """What is wrong with the spec of a parameter, whose shape is meant without the stage axis;
-    `mesh`: axes and their sizes.
+    `mesh`: axes and their sizes; `local`: data axes that specs may name.
     """
     if spec is None:
         return []
@@ -156,11 +157,19 @@ def spec_faults(
                 f"{head} the pipe axis {name!r}, over which stages are spread anyway; "
                 "Sharding(outer=True) splits what is not a stage"
             )
-        elif name in data_axes:
-            faults.append(f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it")
+        elif name in data_axes and name not in local:
+            faults.append(
+                f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
+                f"local={name!r} gives each device's functions their own part"
+            )
         if named.count(name) > 1:
             faults.append(f"{head} {name!r} more than once")
     for dim, entry in enumerate(spec):
+        if len(names_of(entry)) > 1 and any(name in local for name in names_of(entry)):
+            faults.append(
+                f"{where}: {spec} splits dim {dim} over {entry!r}, and functions are given local "
+                "parts along some of these; name one axis of local= by itself"
+            )
         size = math.prod(mesh.get(name, 1) for name in names_of(entry))
         if shape[dim] % size:
             faults.append(

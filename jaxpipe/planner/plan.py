@@ -13,6 +13,7 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
+from ..lowering.overheads import Overheads
 from ..lowering.plan import Plan
 from ..program.pools import Slots
 from ..schedules import build
@@ -54,6 +55,7 @@ def plan(
     mesh: Any = None,
     axis: str = "pipe",
     data_axes: Sequence[str] = (),
+    overheads: Overheads | Mapping[str, float] | None = None,
 ) -> Plans:
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and
     remat, with what each device holds.
@@ -93,6 +95,8 @@ def plan(
             has of a layer (`measure(mesh=)`), and on GPUs the host decides each predicate,
             since blocks communicate.
         axis, data_axes: of the mesh, as for `Pipeline`.
+        overheads: as for `Pipeline`; without a mesh, None stands for those that were measured on
+            the one kind of NVIDIA GPU in the file of prices, or for guesses.
 
     Returns:
         Plans, a sequence with `.rejected`: what was left out, and why.
@@ -142,6 +146,7 @@ def plan(
             "mesh": mesh,
             "axis": axis,
             "data_axes": data_axes,
+            "overheads": overheads,
         }
     )
     candidates, rejected = _candidates(_roomy(wanted), progress)
@@ -177,7 +182,8 @@ def plan(
         )
         for b in beyond
     ]
-    return Plans(tuple(_result(f) for f in fitting[:most]), tuple(rejected))
+    found = tuple(_result(f) for f in fitting[:most])
+    return Plans(found, tuple(rejected), str(wanted[0].target.overheads))
 
 
 class _Candidate(NamedTuple):
@@ -511,4 +517,5 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
         traced=lowered.traced,
         axis=c.request.axis,
         data_axes=c.request.data_axes,
+        overheads=c.request.overheads,
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
+from ..lowering.overheads import Overheads
+from ..lowering.prices import overheads_of
 from ..lowering.target import RunsOn, Target
 from ..table.limits import is_number, is_whole
 from ..table.typed import plain
@@ -47,6 +49,7 @@ class Request:
     axis: str
     data_axes: tuple[str, ...]
     target: Target
+    overheads: Overheads | None  # that were given
     one_of_many: bool  # there are requests for other numbers of microbatches
 
 
@@ -136,6 +139,7 @@ def _request(
     if not missing:
         faults += _unit_faults({c: costs[c] for c in letters}, memory, plain(transfer))
     _refuse(*faults)
+    overheads = None if given["overheads"] is None else overheads_of(given["overheads"])
     return Request(
         layers=letters,
         costs=costs,
@@ -148,7 +152,8 @@ def _request(
         remat=tuple(dict.fromkeys(Remat(r) for r in remat)),
         axis=axis,
         data_axes=data_axes,
-        target=_target(mesh, (axis, *data_axes)),
+        target=_target(mesh, (axis, *data_axes), overheads),
+        overheads=overheads,
         one_of_many=one_of_many,
     )
 
@@ -231,12 +236,13 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _target(mesh: Any, own: tuple[str, ...]) -> Target:
-    if mesh is None:
-        return Target()
-    if isinstance(mesh, RunsOn):
-        return Target(mesh)
-    return mesh if isinstance(mesh, Target) else Target.of(mesh, own)
+def _target(mesh: Any, own: tuple[str, ...], overheads: Overheads | None) -> Target:
+    if not (mesh is None or isinstance(mesh, RunsOn | Target)):
+        return Target.of(mesh, own, overheads)
+    target = mesh if isinstance(mesh, Target) else Target(mesh or RunsOn.GPUS)
+    if overheads is not None or target.prices is not None:
+        return replace(target, prices=overheads or target.prices)
+    return target.measured(None) if target.on_gpus else target
 
 
 def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, overload
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
+from ..lowering.overheads import Overheads
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory
@@ -34,6 +35,7 @@ class PipelinePlan:
         traced: the same of a step of the traced model, without the optimizer's state
             (`plan(traced=)`).
         axis, data_axes: those of the mesh that it was planned for, as `Pipeline` takes them.
+        overheads: those that it was given, as `Pipeline` takes them.
         certificate: how far from the lower bound its seconds are, and where the bound comes from.
     """
 
@@ -51,6 +53,7 @@ class PipelinePlan:
     certificate: Certificate | None = field(default=None, compare=False)
     axis: str = field(default="pipe", compare=False)
     data_axes: tuple[str, ...] = field(default=(), compare=False)
+    overheads: Overheads | None = field(default=None, compare=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -70,6 +73,7 @@ class PipelinePlan:
             "costs": self.costs,
             "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
             "memory": settings.Memory(remat=self.remat),
+            "overheads": self.overheads,
         }
         made = import_module("jaxpipe.pipeline").Pipeline
         return made(model, self.schedule, mesh, **mine | options)
@@ -112,6 +116,7 @@ class Plans(Sequence[PipelinePlan]):
 
     found: tuple[PipelinePlan, ...]
     rejected: tuple[Rejected, ...]
+    prices: str = ""  # of predicates and hops, and where they come from
 
     @property
     def best(self) -> PipelinePlan:

@@ -26,12 +26,12 @@ def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
     """Of a step: the program simulated for these costs, with a hop's seconds for each transfer that
     a device takes part in.
 
-    On GPUs predicates take time too (`Overheads`), and transfers run beside compute.  On CPU
-    devices a transfer is awaited where it is issued: by its two ends, or among virtual devices of
-    one process by all.
+    On GPUs and TPUs predicates take time too (`Overheads`), and transfers run beside compute.  On
+    CPU devices a transfer is awaited where it is issued: by its two ends, or among virtual devices
+    of one process by all.
     """
     hop = float(np.max(costs.transfer))
-    if target.on_gpus:
+    if target.overlaps:
         return program_makespan(
             cost_parts(plan.ticks, costs), plan.segments, replace(target.overheads, hop=hop)
         )

@@ -1,3 +1,13 @@
 """Program + stage code -> the body of one `shard_map`."""
 
-IMPORTS = ("arrays", "errors", "jaxprs", "lowering", "model", "program", "stage", "table")
+IMPORTS = (
+    "arrays",
+    "errors",
+    "jaxprs",
+    "known_faults",
+    "lowering",
+    "model",
+    "program",
+    "stage",
+    "table",
+)

@@ -14,8 +14,10 @@ from jax import lax
 from ..arrays import Leaves, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs import Piece
+from ..lowering.target import Target
 from ..model.functions import Loss
 from ..model.leaf_plan import gather, leaf_plans
+from ..model.packed import on_one_device
 from ..model.places import Places
 from ..model.spread import unpadded
 from ..program.records import arrays
@@ -25,7 +27,7 @@ from ..stage.model_code import ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
 from .block import false
 from .collective import with_cuts
-from .entries import StageEntries
+from .entries import StageEntries, whole_entries
 from .host import Packing
 from .operands import Operands, SharedBuffers, StageOperand
 from .pools import empty, empty_pool
@@ -71,7 +73,10 @@ def prepare(
         batch = job.functions.split(batch, job.num_microbatches)
         rng = shard_key(rng, job.data_axes, job.data_size)
         mine = [_first_row(tree) for tree in params["stages"]]
-        owned = [gather(tree, plan) for tree, plan in zip(mine, job.plans["stages"], strict=True)]
+        owned = [
+            on_one_device(gather(tree, plan))
+            for tree, plan in zip(mine, job.plans["stages"], strict=True)
+        ]
         kept = tuple(_first_row(tree) for tree in kept)
         first, last, shared = (
             unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
@@ -88,21 +93,23 @@ def body(
     rng: Any,
     kept: tuple[PyTree, ...],
     *,
-    blocking: bool,
+    target: Target,
     entries: Sequence[StageEntries] | None,
     together: bool,
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
     """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out
     like `params`).
 
-    It is given what `prepare` is.  `blocking`: the devices are CPUs.  `together`: the partitioner
-    permutes in blocks (see `SpmdExecutor`).
+    It is given what `prepare` is.  `entries`: None where no axis is left to the partitioner.
+    `together`: the partitioner permutes in blocks (see `SpmdExecutor`).
     """
-    start = prepare(job, params, batch, rng, kept)
+    start, blocking = prepare(job, params, batch, rng, kept), target.on_cpus
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
     together = together or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
     if together and job.clock is not None:
         raise PipelineError(CANNOT_BE_TIMED)
+    if entries is None:
+        entries = tuple(whole_entries(kind, target) for kind in code.kinds)
     buffers = SharedBuffers.of(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)

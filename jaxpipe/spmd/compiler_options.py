@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeAlias
 
+import jax
+from jax.sharding import Mesh
+
+from ..known_faults import Feature, faults_for
+from ..lowering.offload import Offload
 from ..lowering.target import Target
 
 Options: TypeAlias = dict[str, str | bool]
@@ -24,11 +30,13 @@ _IN_GRAPHS = (
     "CONDITIONAL",
     "WHILE",
 )
+_ZERO_INIT = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
+_COMPONENTS = "xla_gpu_collective_permute_connected_components"
 _GPU: Options = {
     "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
     "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
     # Stacks that a scan fills from zero are not filled with zeros first.
-    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+    _ZERO_INIT: True,
     # Several collectives are under way at a time: transfers up and down the model of both payloads,
     # or those of both halves of a pair. With one at a time, a transfer that something waits for
     # keeps all others from running beside compute.
@@ -68,4 +76,28 @@ def options_for(target: Target) -> Options:
     """
     if not target.on_gpus:
         return {}
-    return _GPU | _BLOCKS_COMMUNICATE if target.communicates else dict(_GPU)
+    options = _GPU | _BLOCKS_COMMUNICATE if target.communicates else dict(_GPU)
+    if faults_for(target.platform, {Feature.ZERO_INIT}):
+        del options[_ZERO_INIT]
+    return options
+
+
+_MANY = 8  # devices of a node
+
+
+def features_of(target: Target, mesh: Mesh, offload: Offload) -> frozenset[Feature]:
+    """What a pipeline's program uses, as far as known faults depend on it."""
+    devices = list(mesh.devices.flat)
+    pipes = any(size > 1 for size in mesh.shape.values())
+    used = {
+        Feature.POOLS: True,
+        Feature.GRAPHS: target.on_gpus,
+        Feature.ZERO_INIT: target.on_gpus,
+        Feature.OFFLOAD: offload is not Offload.NOTHING,
+        Feature.COMMUNICATES: target.communicates,
+        Feature.SEVERAL_DEVICES: pipes,
+        Feature.LARGE_CLIQUES: len(devices) > _MANY and jax.process_count() > 1,
+        Feature.COMPONENTS: f"{_COMPONENTS}=true" in os.environ.get("XLA_FLAGS", ""),
+        Feature.SEVERAL_PROCESSES: jax.process_count() > 1,
+    }
+    return frozenset(feature for feature, is_used in used.items() if is_used)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
@@ -54,17 +55,44 @@ def auto_axes(mesh: Mesh, job: Job) -> tuple[str, ...]:
     )
 
 
+def target_of(job: Job, mesh: Mesh) -> Target:
+    """What the job's program runs on."""
+    return Target.of(mesh, (job.axis, *job.data_axes))
+
+
+def whole_entries(code: StageCode, target: Target) -> StageEntries:
+    """No axis is left to the partitioner."""
+
+    def whole(avals: Sequence[Any]) -> tuple[Entry, ...]:
+        return tuple(_whole(aval, target) for aval in avals)
+
+    stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
+    passed = (code.carry, code.carry_gradients, code.buffers, code.buffer_gradients)
+    return StageEntries((_WHOLE,) * code.num_params, *map(whole, (*stored, *passed)))
+
+
+def _whole(aval: Any, target: Target) -> Entry:
+    return Entry(tuple(aval.shape), tile=_tile(aval, target))
+
+
+def _tile(aval: Any, target: Target) -> tuple[int, ...]:
+    """The shape of tiles; keys of random numbers have none."""
+    return () if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else target.tile
+
+
 def split_entries(
     job: Job, mesh: Mesh, code: ModelCode, owned: Sequence[PyTree]
 ) -> tuple[StageEntries, ...]:
     """For each kind of stage, how the partitioner splits what it stores: read off its forward and
-    its I, each compiled alone.
+    its I, each compiled alone where axes are left to the partitioner.
 
     `owned` are the parameters of a device's stages.  The partitioner decides from a whole program,
     and what it decides inside the loop cannot be asked; but the model's parameters and its own
     constraints determine nearly all of it.  Where it would decide otherwise, it moves that value to
     what is said here.
     """
+    if not auto_axes(mesh, job):
+        return tuple(whole_entries(kind, target_of(job, mesh)) for kind in code.kinds)
     kinds = range(len(code.kinds))
     return tuple(
         _of_kind(job, mesh, code.kinds[kind], param_specs(job, code.kind_of.index(kind), owned))
@@ -109,9 +137,12 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
     ]
     stash = _output_specs(job, mesh, input_grad, parameters, x, extra, kept, dy)[code.num_dx :]
 
+    target = target_of(job, mesh)
+
     def entries(avals: Sequence[Any], specs: Sequence[PartitionSpec]) -> tuple[Entry, ...]:
         return tuple(
-            _entry(mesh, tuple(aval.shape), spec) for aval, spec in zip(avals, specs, strict=True)
+            _entry(mesh, aval, spec, _tile(aval, target))
+            for aval, spec in zip(avals, specs, strict=True)
         )
 
     early = len(code.residual_input)
@@ -122,7 +153,7 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
         # takes.
         x=entries(code.x_avals, y)
         if alike
-        else tuple(Entry(tuple(aval.shape)) for aval in code.x_avals),
+        else tuple(_whole(aval, target) for aval in code.x_avals),
         cotangent=entries(code.dy_avals, cotangent),
         residual_input=entries(code.residual_input, residuals[:early]),
         residual_weight=entries(code.residual_weight, residuals[early:]),
@@ -194,18 +225,18 @@ def compiled_alone(
         *([shape(*each) for each in group] for group in groups)
     )
     return lowered.compile(
-        compiler_options=options_for(Target.of(mesh, (job.axis, *job.data_axes)))
+        compiler_options=options_for(target_of(job, mesh))
         | (ASKED_ON_CPUS if asked and on_cpus(mesh) else {})
     )
 
 
-def _entry(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> Entry:
-    parts = []
+def _entry(mesh: Mesh, aval: Any, spec: PartitionSpec, tile: tuple[int, ...]) -> Entry:
+    shape, parts = tuple(aval.shape), []
     for dim, entry in enumerate(spec):
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         count = math.prod(mesh.shape[name] for name in names)
         if count > 1 and shape[dim] % count:
-            return Entry(shape)  # padded parts: left to the partitioner
+            return Entry(shape, tile=tile)  # padded parts: left to the partitioner
         if count > 1:
             parts.append(Part(dim, names, count))
-    return Entry(shape, tuple(parts), pinned=True)
+    return Entry(shape, tuple(parts), pinned=True, tile=tile)

@@ -13,7 +13,7 @@ from ..model.partition import Partition
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from .body import Prepared, body, prepare
-from .entries import StageEntries, auto_axes, split_entries
+from .entries import StageEntries, auto_axes, split_entries, target_of
 from .mapped import mapped, on_cpus
 
 
@@ -23,8 +23,7 @@ class TracedStep:
 
     job: Job
     code: ModelCode
-    # how stages store what they keep, by kind of stage; None where no axis splits it
-    entries: tuple[StageEntries, ...] | None
+    entries: tuple[StageEntries, ...]  # how stages store what they keep, by kind of stage
     # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
     function: Any
 
@@ -52,12 +51,12 @@ class SpmdExecutor:
             PartitionSpec(job.axis),
         )
         placed = self.partition.manual_specs(params)
-        blocking = on_cpus(self.mesh)
+        target = target_of(job, self.mesh)
         spread = {"state": kept, "outputs": rows}
         entries, together = self._asked(job, placed, params, batch, rng, state)
         run = mapped(
             lambda p, b, r, s: body(
-                job, p, b, r, s, blocking=blocking, entries=entries, together=together
+                job, p, b, r, s, target=target, entries=entries, together=together
             ),
             self.mesh,
             {job.axis, *job.data_axes},

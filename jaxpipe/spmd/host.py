@@ -71,7 +71,7 @@ class Packing:
         found: dict[Any, list[int]] = {}
         for number, (entry, dtype) in enumerate(zip(self.entries, self.dtypes, strict=True)):
             found.setdefault(
-                (dtype, tuple((part.axes, part.count) for part in entry.parts)), []
+                (dtype, tuple((part.axes, part.count) for part in entry.parts), entry.tile), []
             ).append(number)
         return list(found.values())
 
@@ -80,8 +80,8 @@ class Packing:
         return [self._empty(group, slots + 1) for group in self.groups] if slots else []
 
     def _empty(self, group: Sequence[int], slots: int) -> Any:
-        counts = self.entries[group[0]].counts
-        shape = (slots, *counts, sum(self.entries[i].length for i in group))
+        like = self.entries[group[0]]
+        shape = (slots, *like.counts, sum(self.entries[i].units for i in group), *like.tile)
         dtype = self.dtypes[group[0]]
         if not _moves(dtype):
             return zeros(shape, dtype)
@@ -94,11 +94,11 @@ class Packing:
     def _pack(self, group: Sequence[int], leaves: Sequence[Any]) -> Any:
         flat = [self.entries[i].ravel(leaf) for i, leaf in zip(group, leaves, strict=True)]
         entry = self.entries[group[0]]
-        packed = jnp.concatenate(flat, axis=-1)
+        packed = jnp.concatenate(flat, axis=len(entry.counts))
         pinned = any(self.entries[i].pinned for i in group)
         return (
             lax.with_sharding_constraint(
-                packed, PartitionSpec(*(part.axes for part in entry.parts), None)
+                packed, PartitionSpec(*(part.axes for part in entry.parts))
             )
             if pinned
             else packed
@@ -111,8 +111,9 @@ class Packing:
             at = 0
             for i in group:
                 entry = self.entries[i]
-                found[i] = entry.unravel(lax.slice_in_dim(array, at, at + entry.length, axis=-1))
-                at += entry.length
+                end, axis = at + entry.units, len(entry.counts)
+                found[i] = entry.unravel(lax.slice_in_dim(array, at, end, axis=axis))
+                at = end
         return [found[i] for i in range(len(found))]
 
 

@@ -204,7 +204,8 @@ def _agreed(aval: Any, asked: Sequence[Entry], *, raveled: bool) -> Entry:
 
     What some kinds ravel is whole.
     """
-    whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in asked))
+    tile = next((entry.tile for entry in asked), ())
+    whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in asked), tile=tile)
     return (
         whole
         if raveled

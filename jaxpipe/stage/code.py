@@ -170,10 +170,3 @@ def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
 def inexact(leaf: Any) -> bool:
     """True for arrays that have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
-def reads(jaxpr: core.Jaxpr) -> tuple[bool, ...]:
-    """Which inputs a jaxpr reads."""
-    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
-    used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-    return tuple(v in used for v in jaxpr.invars)

@@ -14,8 +14,8 @@ from ..model.functions import Functions
 from ..model.param_layout import ParamLayout
 from ..model.spread import Cuts
 
-# Is told the job, what was traced for it (a `ModelCode`), and how stages store it (`StageEntries`,
-# or None where nothing is split).
+# Is told the job, what was traced for it (a `ModelCode`), and how each kind of stage stores it
+# (`StageEntries`).
 Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
 # Is called on the host with (place along the axes that are left to the partitioner, 0 at the begin

@@ -16,13 +16,14 @@ from jax.extend import core
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
+from ..jaxprs.equations import reads
 from ..lowering.offload import Offload
 from ..model.functions import Functions, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
-from .code import LastCode, ParamUse, StageCode, reads
+from .code import LastCode, ParamUse, StageCode
 from .job import Job
 from .outer import trace_last, trace_spread_first
 from .state_gradient import check_state_gradient

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import flatten, stores_on_host
-from ..jaxprs.equations import Atom
+from ..jaxprs.equations import renamed, with_equations
 from ..model.functions import StageOutput
 from .appended import writing_rows
 from .code import ParamUse, StageCode, inexact
@@ -126,23 +126,16 @@ def _join(
     forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int
 ) -> Joint:
     """One jaxpr of both, the backward reading the forward's variables."""
-    f, b = forward.jaxpr, backward.jaxpr
+    f = forward.jaxpr
     residuals = f.outvars[y_count:]
-    env: dict[core.Var, Atom] = dict(zip(b.invars[: len(residuals)], residuals, strict=True))
-
-    def read(atom: Atom) -> Atom:
-        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
-
-    moved = [e.replace(invars=[read(a) for a in e.invars]) for e in b.eqns]
+    inner = backward.jaxpr.invars[: len(residuals)]
+    b = renamed(backward.jaxpr, dict(zip(inner, residuals, strict=True)))
     dy = b.invars[len(residuals) :]
     assert len(dy) == dy_count
-    invars = [*f.constvars, *b.constvars, *f.invars, *dy]
-    outvars = [*f.outvars[:y_count], *(read(a) for a in b.outvars)]
-    jaxpr = f.replace(
-        constvars=[],
-        invars=invars,
-        outvars=outvars,
-        eqns=[*f.eqns, *moved],
-        effects=f.effects | b.effects,
-    )
+    jaxpr = with_equations(
+        f,
+        [*f.eqns, *b.eqns],
+        [*f.constvars, *b.constvars, *f.invars, *dy],
+        [*f.outvars[:y_count], *b.outvars],
+    ).replace(constvars=[])
     return Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))

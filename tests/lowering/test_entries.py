@@ -32,9 +32,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "parts"), SHAPES, ids=str)
-def test_a_value_comes_back_out_of_its_slot(shape, parts):
-    entry = Entry(shape, parts)
+TILE = (2, 4)
+
+
+@pytest.mark.parametrize("tile", [(), TILE], ids=str)
+@pytest.mark.parametrize(("shape", "parts"), [*SHAPES, ((3, 6, 12), ()), ((3, 6, 13), ())], ids=str)
+def test_a_value_comes_back_out_of_its_slot(shape, parts, tile):
+    entry = Entry(shape, parts, tile=tile)
     value = jnp.arange(np.prod(shape, dtype=int), dtype=float).reshape(shape)
     pool = jnp.full((2, *entry.kept), -1.0)
     pool = Slot(pool, jnp.int32(1), entry).store(value)
@@ -54,6 +58,34 @@ def test_a_device_s_part_of_an_entry_is_one_piece():
     assert entry.spec == PartitionSpec(None, None, ("t",))
     value = jnp.arange(72).reshape(3, 4, 6)
     np.testing.assert_array_equal(entry.pack(value)[:, 1], value[:, :, 3:].reshape(3, 12))
+
+
+def test_tiles_are_whole_and_few_numbers_make_none():
+    part = (Part(2, ("t",), 2),)
+    full, padded, few = (Entry((3, 8, n), part, tile=TILE) for n in (4, 18, 2))
+    assert (full.kept, padded.kept, few.kept) == ((3, 2, 2, 2, 4), (3, 2, 9, 2, 4), (3, 2, 1, 2, 4))
+    assert Entry((3, 7, 2), tile=TILE).kept == (3, 14)
+    assert Entry((3, 65), tile=TILE).kept == (3, 9, 2, 4)
+    assert full.pool_spec == PartitionSpec(None, None, ("t",), None, None, None)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 7, 2), (3, 65), (5,), ()], ids=str)
+def test_a_raveled_entry_has_whole_tiles_and_comes_back(shape):
+    entry = Entry(shape, tile=TILE)
+    value = jnp.arange(np.prod(shape, dtype=int), dtype=float).reshape(shape)
+    raveled = entry.ravel(entry.pack(value))
+    assert raveled.shape == (entry.units, *TILE)
+    np.testing.assert_array_equal(entry.unpack(entry.unravel(raveled)), value)
+
+
+def test_a_shorter_value_goes_to_the_beginning_of_a_tiled_entry():
+    entry, value = Entry((64,), tile=TILE), jnp.arange(13.0)
+    pool = Slot(jnp.full((2, *entry.kept), -1.0), jnp.int32(1), entry).store_flat(value)
+    found = Slot(pool, jnp.int32(1), entry).load()
+    np.testing.assert_array_equal(found[:13], value)
+    # Whole tiles are written.
+    assert jnp.all(found[16:] == -1)
+    assert jnp.all(pool[0] == -1)
 
 
 def masked(params, x):

@@ -327,7 +327,7 @@ def test_programs_are_those_of_the_mesh():
 
 def mesh_of(**sizes):
     """What `plan` reads of a mesh of GPUs."""
-    gpu = SimpleNamespace(platform="gpu", process_index=0)
+    gpu = SimpleNamespace(platform="gpu", process_index=0, device_kind="a GPU")
     return SimpleNamespace(devices=np.full(tuple(sizes.values()), gpu), shape=sizes)
 
 

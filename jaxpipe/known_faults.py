@@ -1,0 +1,153 @@
+"""Versions that are known to be faulty for what a pipeline uses, with their public threads."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+
+from .errors import PipelineError
+
+
+class Effect(Enum):
+    """What a fault does."""
+
+    WRONG = "wrong numbers"
+    HANGS = "a hang"
+    FAILS = "an error of XLA"
+    SLOW = "lower speed"
+    AVOIDED = "nothing"  # jaxpipe leaves out what would meet it, or has a remedy
+
+
+class Feature(Enum):
+    """What a program uses, as far as faults depend on it."""
+
+    OFFLOAD = "offload"
+    ZERO_INIT = "zero-init elimination"
+    GRAPHS = "CUDA graphs"
+    COMMUNICATES = "blocks that communicate"
+    LARGE_CLIQUES = "permutes in large cliques"
+    COMPONENTS = "connected-component permutes"
+    SEVERAL_DEVICES = "several devices"
+    SEVERAL_PROCESSES = "several processes"
+    POOLS = "pools"
+    USER_UPDATES = "constant out-of-range updates"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of some versions of a package, on a platform (gpu, tpu, cpu, any)."""
+
+    thread: str
+    package: str
+    versions: str
+    platform: str
+    feature: Feature
+    effect: Effect
+    what: str
+    workaround: str
+
+    def holds(self, installed: str | None) -> bool:
+        """Whether a version has it; one that is not known has not."""
+        return installed is not None and is_in(installed, self.versions)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.package} {self.versions}: {self.what} ({self.effect.value}; {self.thread}); "
+            f"{self.workaround}"
+        )
+
+
+def read_faults() -> tuple[Fault, ...]:
+    """All that are known: known_faults.json."""
+    text = (files(__package__) / "known_faults.json").read_text(encoding="utf-8")
+    return tuple(
+        Fault(
+            **{
+                **each,
+                "feature": Feature(each["feature"]),
+                "effect": Effect[each["effect"].upper()],
+            }
+        )
+        for each in json.loads(text)
+    )
+
+
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_ONE = re.compile(r"(==|>=|<=|<|>)([\d.]+)")
+
+
+def installed_version(package: str) -> str | None:
+    """Of a distribution; "nccl" is NVIDIA's wheel for CUDA 13 or 12."""
+    for name in _NCCL if package == "nccl" else (package,):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_in(number: str, versions: str) -> bool:
+    """Whether a version number is in a range such as ">=0.10,<0.11"; suffixes do not count.
+
+    >>> is_in("0.11.0", "==0.11.0"), is_in("0.11.1.dev2026", "<0.11"), is_in("0.9.2", "<0.11")
+    (True, False, True)
+    """
+    mine = _numbers(number)
+    compare: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+        "==": lambda a, b: a == b,
+        ">=": lambda a, b: a >= b,
+        "<=": lambda a, b: a <= b,
+        "<": lambda a, b: a < b,
+        ">": lambda a, b: a > b,
+    }
+    parts = [_ONE.fullmatch(part.strip()) for part in versions.split(",")]
+    return all(part and compare[part[1]](mine, _numbers(part[2])) for part in parts)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(part) for part in found[0].split(".")] if found else []
+    return tuple([*numbers, 0, 0, 0][: max(3, len(numbers))])
+
+
+def faults_for(
+    platform: str, features: Collection[Feature], versions: Mapping[str, str | None] | None = None
+) -> tuple[Fault, ...]:
+    """Those that the installed versions (or `versions`, by package) have for what is used."""
+
+    def number(package: str) -> str | None:
+        return installed_version(package) if versions is None else versions.get(package)
+
+    return tuple(
+        fault
+        for fault in read_faults()
+        if fault.platform in (platform, "any")
+        and fault.feature in features
+        and fault.holds(number(fault.package))
+    )
+
+
+def refuse_faults(
+    platform: str, features: Collection[Feature], versions: Mapping[str, str | None] | None = None
+) -> None:
+    """Refuse what would compute wrong numbers, hang or fail; warn of what is slow.
+
+    Raises:
+        PipelineError: the installed versions have such a fault; each is listed with its thread and
+            a workaround.
+    """
+    found = faults_for(platform, features, versions)
+    bad = [fault for fault in found if fault.effect not in (Effect.SLOW, Effect.AVOIDED)]
+    if bad:
+        raise PipelineError.listing(
+            "the installed versions have known faults for what this pipeline uses", map(str, bad)
+        )
+    for fault in found:
+        if fault.effect is Effect.SLOW:
+            warnings.warn(f"this pipeline may be slow: {fault}", stacklevel=3)

@@ -1,0 +1,145 @@
+"""Prices that were measured, by kind of device: the small file that `jaxpipe doctor` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CostError, listed, quoted
+from ..table.limits import is_number
+from .overheads import GUESSED, Overheads
+
+VARIABLE = "JAXPIPE_PRICES"
+# The price of a predicate that the host decides; of the others, the names in `Overheads`.
+ON_THE_HOST = "predicate_on_host"
+NAMES = ("predicate", ON_THE_HOST, "hop", "sent")
+
+
+def prices_path() -> Path:
+    """The file: `JAXPIPE_PRICES`, or prices.json in the user's folder of settings."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    home = Path.home()
+    if sys.platform == "win32":
+        folder = Path(os.environ.get("APPDATA", home / "AppData" / "Roaming"))
+    elif sys.platform == "darwin":
+        folder = home / "Library" / "Application Support"
+    else:
+        folder = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    return folder / "jaxpipe" / "prices.json"
+
+
+def read_prices(path: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Kind of device -> seconds by name, and where they were measured; empty without a file.
+
+    Raises:
+        CostError: the file is not one of prices.
+    """
+    path = prices_path() if path is None else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise CostError(f"{path} cannot be read as prices ({error}); {_AGAIN}") from error
+    wrong = [
+        f"{kind}: {name} is {quoted(each.get(name))}, not seconds"
+        for kind, each in (found.items() if isinstance(found, dict) else [])
+        for name in NAMES
+        if isinstance(each, dict) and name in each and not _is_seconds(each[name])
+    ]
+    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
+        wrong.append("it must hold one object for each kind of device")
+    if wrong:
+        raise CostError(listed(f"{path} does not hold prices; {_AGAIN}", wrong))
+    return dict(found)
+
+
+def write_prices(
+    kind: str, seconds: Mapping[str, float], where: str, path: Path | None = None
+) -> Path:
+    """Put the prices of one kind of device into the file; other kinds and prices stay."""
+    path = prices_path() if path is None else path
+    found = read_prices(path)
+    found[kind] = {**found.get(kind, {}), **seconds, "measured": where}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)
+    return path
+
+
+def measured_prices(
+    kind: str | None, guess: Overheads, *, on_host: bool = False, path: Path | None = None
+) -> Overheads | None:
+    """The prices of a kind of device; None where none were measured.
+
+    Args:
+        kind: as `device.device_kind` says it; None stands for the one kind of NVIDIA GPU that the
+            file holds.
+        guess: for prices that were not measured.
+        on_host: the host decides predicates.
+        path: another file.
+
+    Raises:
+        CostError: the file is not one of prices.
+    """
+    found = read_prices(path)
+    if kind is None:
+        kinds = [name for name in found if "NVIDIA" in name]
+        kind = kinds[0] if len(kinds) == 1 else None
+    given = found.get(kind, {}) if kind is not None else {}
+    names = {"predicate": ON_THE_HOST if on_host else "predicate", "hop": "hop", "sent": "sent"}
+    seconds = {field: float(given[name]) for field, name in names.items() if name in given}
+    if not seconds:
+        return None
+    missing = [field for field in names if field not in seconds]
+    source = f"measured on {kind}" + (f", {given['measured']}" if "measured" in given else "")
+    source += f"; guessed: {', '.join(missing)}" if missing else ""
+    return replace(guess, **seconds, source=source)
+
+
+def overheads_of(value: Any) -> Overheads:
+    """What a user gives as `overheads=`: an `Overheads`, or seconds by name.
+
+    >>> overheads_of({"hop": 2e-4}).hop
+    0.0002
+
+    Raises:
+        CostError: another kind of value, an unknown name, or no seconds.
+    """
+    if isinstance(value, Overheads):
+        return value
+    names = ("predicate", "hop", "sent")
+    if not isinstance(value, Mapping):
+        raise CostError(
+            f"overheads must be seconds by name, such as {{'hop': 1e-4}}, not {quoted(value)}"
+        )
+    faults = [
+        f"overheads has {quoted(name)}; its names are {', '.join(names)}"
+        for name in value
+        if name not in names
+    ]
+    faults += [
+        f"overheads[{name!r}] must be seconds, 0 or more, not {quoted(value[name])}"
+        for name in names
+        if name in value and not _is_seconds(value[name])
+    ]
+    if faults:
+        raise CostError(listed("these overheads cannot be used", faults))
+    missing = [name for name in names if name not in value]
+    source = "given" + (f"; guessed: {', '.join(missing)}" if missing else "")
+    return replace(GUESSED, **{name: float(value[name]) for name in value}, source=source)
+
+
+_AGAIN = "run `jaxpipe doctor` again, or remove the file"
+
+
+def _is_seconds(value: Any) -> bool:
+    return is_number(value) and 0 <= value < float("inf")

@@ -1,0 +1,103 @@
+"""Versions with known faults: what is refused, what only warns, and the form of the list."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.known_faults import (
+    Effect,
+    Fault,
+    Feature,
+    faults_for,
+    is_in,
+    read_faults,
+    refuse_faults,
+)
+
+FAULTS = read_faults()
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def example(fault: Fault) -> tuple[str, str]:
+    """A version that has the fault, and one that has not."""
+    bounds = re.findall(r"(==|>=|<)([\d.]+)", fault.versions)
+    (low,) = [number for op, number in bounds if op != "<"][:1] or ["0.1"]
+    return low, "99.0"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.thread.split("github.com/")[1])
+def test_each_fault_is_found_for_its_versions_platform_and_feature(fault):
+    bad, good = example(fault)
+    platform = "gpu" if fault.platform == "any" else fault.platform
+    other = "tpu"
+
+    def found(version, platform=platform, feature=fault.feature):
+        return fault in faults_for(platform, {feature}, {fault.package: version})
+
+    assert found(bad)
+    assert not found(good)
+    assert not found(None), "a package that is not installed"
+    assert found(bad, platform=other) == (fault.platform == "any")
+    assert not any(found(bad, feature=feature) for feature in set(Feature) - {fault.feature})
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.thread.split("github.com/")[1])
+def test_wrong_hanging_and_failing_versions_are_refused_with_thread_and_workaround(fault):
+    platform = "gpu" if fault.platform == "any" else fault.platform
+
+    def given():
+        refuse_faults(platform, {fault.feature}, {fault.package: example(fault)[0]})
+
+    if fault.effect is Effect.AVOIDED:
+        given()
+    elif fault.effect is Effect.SLOW:
+        with pytest.warns(UserWarning, match=re.escape(fault.thread)):
+            given()
+    else:
+        with pytest.raises(jp.PipelineError) as caught:
+            given()
+        for part in (fault.thread, fault.workaround, fault.effect.value):
+            assert part in str(caught.value)
+
+
+def test_all_faults_are_listed_at_once():
+    versions = {"jaxlib": "0.11.0", "nccl": "2.30.7"}
+    with pytest.raises(jp.PipelineError) as caught:
+        refuse_faults("gpu", {Feature.OFFLOAD, Feature.SEVERAL_DEVICES}, versions)
+    assert len(caught.value.faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "versions", "inside"),
+    [
+        ("0.11.0", "==0.11.0", True),
+        ("0.11", "==0.11.0", True),
+        ("0.11.0rc1", "==0.11.0", True),
+        ("0.10.10", "<0.10.2", False),
+        ("0.9", ">=0.10,<0.11", False),
+        ("0.10.2", ">=0.10,<0.11", True),
+        ("0.11", ">=0.10,<0.11", False),
+        ("2.30.7.1", "==2.30.7", False),
+    ],
+)
+def test_ranges_compare_numbers(number, versions, inside):
+    assert is_in(number, versions) is inside
+
+
+def test_every_range_can_be_read_and_every_thread_is_public():
+    for fault in FAULTS:
+        assert is_in("0.0", fault.versions) in (True, False)
+        assert all(re.fullmatch(r"(==|>=|<)[\d.]+", part) for part in fault.versions.split(","))
+        assert re.fullmatch(r"https://github.com/[\w-]+/[\w-]+/(pull|issues)/\d+", fault.thread)
+        assert fault.platform in ("gpu", "cpu", "tpu", "any")
+    assert len({fault.thread for fault in FAULTS}) == len(FAULTS)
+
+
+def test_versions_that_nobody_has_run_are_not_allowed():
+    (jax,) = [need for need in PROJECT["dependencies"] if need.startswith("jax>")]
+    assert jax == "jax>=0.10,<0.11"

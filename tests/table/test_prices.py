@@ -1,0 +1,158 @@
+"""Measured prices: where the file is, what it may hold, and who reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.cli.main import main
+from jaxpipe.lowering.overheads import GUESSED, GUESSES, ON_HOST
+from jaxpipe.lowering.prices import (
+    measured_prices,
+    overheads_of,
+    prices_path,
+    read_prices,
+    write_prices,
+)
+from jaxpipe.lowering.target import RunsOn, Target
+from jaxpipe.planner.layer_cost import LayerCost
+
+H100 = "NVIDIA H100 80GB HBM3"
+COST = LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "prices.json"
+    monkeypatch.setenv("JAXPIPE_PRICES", str(path))
+    return path
+
+
+def mesh_of(kind, platform="gpu"):
+    device = SimpleNamespace(device_kind=kind, platform=platform, process_index=0)
+    return SimpleNamespace(
+        devices=np.array([device, device], object), shape={"pipe": 2}, axis_names=("pipe",)
+    )
+
+
+def test_without_a_file_prices_are_guesses(file):
+    assert read_prices() == {}
+    assert measured_prices(H100, GUESSED) is None
+    target = Target.of(mesh_of(H100), ("pipe",))
+    assert target.overheads == GUESSED
+    assert GUESSES in str(target.overheads)
+
+
+def test_the_folder_of_settings_is_that_of_the_platform(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXPIPE_PRICES")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert prices_path() == tmp_path / "jaxpipe" / "prices.json"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert prices_path().parts[-4:] == (
+        "Library",
+        "Application Support",
+        "jaxpipe",
+        "prices.json",
+    )
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setenv("APPDATA", str(tmp_path / "roaming"))
+    assert prices_path() == tmp_path / "roaming" / "jaxpipe" / "prices.json"
+
+
+def test_a_target_has_the_prices_of_its_kind_of_device(file):
+    seconds = {"predicate": 1e-6, "predicate_on_host": 2e-5, "hop": 3e-5}
+    assert write_prices(H100, seconds, "today") == file
+    found = Target.of(mesh_of(H100), ("pipe",)).overheads
+    assert (found.predicate, found.hop, found.sent) == (1e-6, 3e-5, GUESSED.sent)
+    assert found.source == f"measured on {H100}, today; guessed: sent"
+    assert Target.of(mesh_of("NVIDIA A100"), ("pipe",)).overheads == GUESSED
+    on_host = measured_prices(H100, ON_HOST, on_host=True)
+    assert on_host == replace(ON_HOST, predicate=2e-5, hop=3e-5)
+
+
+def test_prices_of_other_kinds_stay(file):
+    write_prices("cpu", {"hop": 1.0}, "monday")
+    write_prices(H100, {"predicate": 2.0}, "tuesday")
+    write_prices(H100, {"hop": 3.0}, "wednesday")
+    assert read_prices() == {
+        "cpu": {"hop": 1.0, "measured": "monday"},
+        H100: {"predicate": 2.0, "hop": 3.0, "measured": "wednesday"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot be read as prices"),
+        ("[]", "must hold one object for each kind"),
+        ('{"cpu": 3}', "must hold one object for each kind"),
+        ('{"cpu": {"hop": -1}}', "cpu: hop is -1, not seconds"),
+        ('{"cpu": {"hop": "fast"}}', "cpu: hop is 'fast', not seconds"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(file, text, says):
+    file.write_text(text)
+    with pytest.raises(jp.CostError, match=says) as caught:
+        Target.of(mesh_of("cpu"), ("pipe",))
+    assert str(file) in str(caught.value)
+
+
+def test_given_overheads_go_before_measured_ones(file):
+    write_prices(H100, {"hop": 7.0}, "today")
+    given = overheads_of({"hop": 2e-4})
+    assert Target.of(mesh_of(H100), ("pipe",), given).overheads.hop == 2e-4
+    assert given.source == "given; guessed: predicate, sent"
+
+
+def test_overheads_of_another_form_are_refused():
+    with pytest.raises(jp.CostError, match="seconds by name"):
+        overheads_of(3)
+    with pytest.raises(jp.CostError) as caught:
+        overheads_of({"hops": 1, "hop": -1})
+    assert "'hops'; its names are predicate, hop, sent" in str(caught.value)
+    assert "overheads['hop'] must be seconds" in str(caught.value)
+
+
+def planned(**options):
+    return jp.plan(
+        "t" * 8,
+        {"t": COST},
+        devices=2,
+        microbatches=4,
+        schedules=("1f1b",),
+        chunks=(1,),
+        remat=(None,),
+        **options,
+    )
+
+
+def test_plans_are_made_with_measured_prices_and_say_so(file):
+    guessed = planned()
+    assert GUESSES in guessed.prices
+    write_prices(H100, {"predicate": 1e-3, "hop": 0.0, "sent": 0.0}, "today")
+    slow = planned()
+    assert slow.prices.endswith(f"(measured on {H100}, today)")
+    assert slow.best.seconds > guessed.best.seconds
+    given = planned(overheads={"predicate": 1e-3})
+    assert given.prices.endswith("(given; guessed: hop, sent)")
+    assert given.best.overheads.predicate == 1e-3
+
+
+def test_two_kinds_of_gpu_leave_a_plan_without_a_mesh_to_guesses(file):
+    write_prices(H100, {"hop": 1e-5}, "today")
+    write_prices("NVIDIA A100", {"hop": 1e-5}, "today")
+    assert GUESSES in planned().prices
+    assert planned(mesh=RunsOn.ONE_CPU_PROCESS).prices == str(GUESSED)
+
+
+def test_the_command_says_which_prices_it_used(file, capsys):
+    write_prices(H100, {"hop": 1e-5}, "today")
+    sizes = ["--layers", "8", "--width", "512", "--vocab", "1000", "-P", "2", "-M", "4"]
+    assert main(["plan", *sizes, "--chunks", "1", "--schedules", "1f1b", "--json"]) == 0
+    assert "measured on NVIDIA H100" in json.loads(capsys.readouterr().out)["prices"]
