@@ -36,6 +36,7 @@ from .model.placed import Chunks
 from .model.placer import Placer
 from .model.read import staged
 from .model.settings import Memory, Sharding
+from .model.slices import time_faults
 from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
@@ -146,7 +147,8 @@ class Pipeline:
         self._executor: Executor = (
             SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         )
-        self.functions = model.functions(rematerialised(cut.stages, memory.remat))
+        functions = model.functions(rematerialised(cut.stages, memory.remat))
+        self.functions = replace(functions, slices=schedule.slices)
         self.layout = cut.layout
         self._compared = False  # with the other processes, where there are some
         self._placer = Placer(
@@ -621,12 +623,12 @@ class Pipeline:
 
     def _microbatches_of(self, batch: PyTree) -> int:
         """The most microbatches, up to those of the schedule, into which the rows of a batch for
-        evaluation divide.
+        evaluation divide; whole sequences of slices.
         """
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
-        return max(
-            count for count in range(1, self.schedule.num_microbatches + 1) if rows % count == 0
-        )
+        table = self.schedule
+        sequences = range(1, table.num_microbatches // table.slices + 1)
+        return table.slices * max(count for count in sequences if rows % count == 0)
 
     def _result_shardings(
         self, job: Job, params: Mapping[str, PyTree]
@@ -661,9 +663,10 @@ class Pipeline:
             *param_faults(params, self.layout.owners, self.schedule.num_devices),
             *batch_faults(
                 batch,
-                self.schedule.num_microbatches if training else 1,
+                self.schedule.num_microbatches // self.schedule.slices if training else 1,
                 data_shards=self._data_size,
             ),
+            *time_faults(batch, self.schedule.slices, self.model.time),
             *key_faults(rng),
             *state_faults(state, self.layout.owners, wanted=self.functions.has_state),
         ] or self.partition.frozen_faults(params)

@@ -69,9 +69,7 @@ def size(text: str) -> float:
 
 
 def remat(text: str) -> str | None:
-    """`none`, `full` or `stages`, for argparse."""
-    if text not in ("none", "full", "stages"):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not none, full or stages")
+    """`none`, or a name that `plan` takes, for argparse."""
     return None if text == "none" else text
 
 
@@ -140,7 +138,9 @@ _PLAN = """
 _VARY = f"""what may vary
 --schedules NAME | default: {" ".join(SCHEDULES)}
 -V --chunks V | default: 1 2 4
---remat none|full|stages | default: none full
+--remat NAME | none, full, stages, or a policy (default: all; stages with --memory)
+--no-offload | keep residuals in the device's memory
+--within SECONDS | try no further choice after this time
 --search SECONDS | search for a shorter table (needs jaxpipe[solver])
 """
 _SIZES = """model by its sizes
@@ -152,10 +152,13 @@ _SIZES = """model by its sizes
 --ffn W | width of the MLP (default: 4 times the width)
 --gated | the MLP has three matrices (SwiGLU)
 --kv-share X | heads of keys / heads (default: 1)
+--q-share X | width of the queries / width (default: 1)
 --tensor N | devices that share a layer (default: 1)
+--sequence | they share what is between layers too
 --shards N | devices that share the optimizer's state (default: 1)
 --flops RATE | a second that matmuls reach (default: 4e14)
 --bandwidth RATE | bytes a second of a hop (default: 5e10)
+--tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
 """
 _FILE = """model by a file of costs
 --costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
@@ -244,12 +247,17 @@ COMMANDS = (
         "transformer; times are then estimates) or by a file of costs.",
         (_PLAN, _VARY, _SIZES, _FILE, _JSON),
         {name: {"type": whole, "required": True} for name in ("devices", "microbatches")}
-        | {field.name: {"type": real} for field in fields(Transformer) if field.name != "gated"}
+        | {
+            field.name: {"type": real}
+            for field in fields(Transformer)
+            if field.name not in ("gated", "sequence")
+        }
         | {
             "memory": {"type": size},
             "schedules": {"nargs": "+"},
             "chunks": {"type": whole, "nargs": "+", "default": [1, 2, 4]},
-            "remat": {"type": remat, "nargs": "+", "default": [None, "full"]},
+            "remat": {"type": remat, "nargs": "+"},
+            "within": {"type": real},
             "search": {"type": real, "default": 0.0},
             "layers": {"type": whole},
         },

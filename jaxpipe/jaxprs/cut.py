@@ -6,20 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from jax.extend import core
 
-from .equations import NewVar, Pairs, Scan, making, reads, variables, with_equations
-from .min_cut import Keep, cheapest, is_arithmetic, weight
-from .scan_residuals import numbers_of
-from .sizes import is_layout, nbytes
+from .equations import NewVar, Pairs, Scan, reads, variables, with_equations
+from .min_cut import cheapest, is_arithmetic, weight
 from .sizes import stacked as stacked_aval
 from .slices import Assignment, Split, needed_for
-
-# Says whether the second part should repeat an equation rather than be handed its result. Called
-# with the equation and whether the second part has its inputs, or repeats what makes them.
-Recompute: TypeAlias = Callable[[core.JaxprEqn, bool], bool]
 
 
 @dataclass(frozen=True)
@@ -39,46 +33,25 @@ class Cut:
     second_reads: tuple[bool, ...]
 
 
-def repeat_cheap(eqn: core.JaxprEqn, at_hand: bool) -> bool:
-    """Repeat layout changes and arithmetic of one array with numbers, where its input is at hand or
-    no larger than its result.
-    """
-    inputs = variables(eqn.invars)
-    cheap = is_layout(eqn) or (is_arithmetic(eqn) and len(inputs) <= 1)
-    return cheap and (at_hand or sum(map(_bytes, inputs)) <= _bytes(eqn.outvars[0]))
-
-
-def repeat_layout(eqn: core.JaxprEqn, at_hand: bool) -> bool:
-    """Repeat layout changes, slices and what makes a value larger (a cast to more bits): for
-    results that are computed once a step.
-    """
-    inputs = variables(eqn.invars)
-    grows = is_arithmetic(eqn) and sum(map(_bytes, inputs)) < _bytes(eqn.outvars[0])
-    return is_layout(eqn) or (at_hand and grows)
-
-
-def _bytes(v: core.Var) -> int:
-    return nbytes(v.aval)
-
-
 def cut(
     jaxpr: core.Jaxpr,
     assignment: Assignment,
     *,
     outputs: Sequence[bool],
-    recompute: Recompute | None = None,
+    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
     early: Callable[[core.JaxprEqn], bool] | None = None,
+    priced: Collection[core.Var] = (),
 ) -> Cut:
     """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns,
     the rest the second does.
 
-    The crossing is the smallest from which elementwise arithmetic gives the rest (`cheapest`), or
-    the second part repeats what a `recompute` rule says, and nothing else. `early` marks equations
-    of the second part that the first may do too, if it has what they read.
+    The crossing is the smallest from which equations that may be repeated give the rest
+    (`cheapest`).  `early` marks equations of the second part that the first may do too, if it has
+    what they read.  `priced` are inputs that stay in memory until the second part where it reads
+    them: they weigh as much as what crosses.
     """
     assert not jaxpr.constvars, "constants must be inputs"
-    maker = _Maker(jaxpr, recompute, early)
-    return maker.cut(assignment, outputs)
+    return _Maker(jaxpr, repeat, early, priced=priced).cut(assignment, outputs)
 
 
 def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
@@ -96,20 +69,22 @@ class _Maker:
     def __init__(
         self,
         jaxpr: core.Jaxpr,
-        recompute: Recompute | None,
+        repeat: Callable[[core.JaxprEqn], bool],
         early: Callable[[core.JaxprEqn], bool] | None,
         late: Collection[core.Var] = (),
         hidden: Collection[core.Var] = (),
+        priced: Collection[core.Var] = (),
     ) -> None:
         """`late` are inputs that only the second part has, and `hidden` those that only the first
         part has: what its half of a scan has.
         """
         self._jaxpr = jaxpr
         self._newvar: NewVar = core.gensym()
-        self._recompute = recompute
+        self._repeat = repeat
         self._early = early
         self._late = set(late)
         self._hidden = hidden
+        self._priced = set(priced)
         self._weights: dict[core.Var, int] = {}  # of the stacks of scans
         self._first: list[core.JaxprEqn] = []
         self._second: list[core.JaxprEqn] = []
@@ -129,9 +104,11 @@ class _Maker:
         second_outs = _marked(jaxpr.outvars, [not f for f in outputs])
         maker_of = {v: e for e in self._first for v in e.outvars}
         used = [*(v for e in self._second for v in e.invars), *second_outs]
-        missing = dict.fromkeys(v for v in variables(used) if v in maker_of or v in self._hidden)
-        keep = self._repeating(missing, maker_of)
-        crossing = keep.stored
+        from_first = {*maker_of, *self._hidden}
+        kept = from_first | self._priced
+        missing = dict.fromkeys(v for v in variables(used) if v in kept)
+        keep = cheapest(missing, self._first, lambda v: v not in kept, repeat=self._repeat)
+        crossing = [v for v in keep.stored if v in from_first]
         first = with_equations(jaxpr, self._first, jaxpr.invars, [*first_outs, *crossing])
         second = with_equations(
             jaxpr, [*keep.again, *self._second], [*jaxpr.invars, *crossing], second_outs
@@ -155,26 +132,6 @@ class _Maker:
             return False
         return not any(v in self._late for v in variables(eqn.invars))
 
-    def _repeating(
-        self, missing: Collection[core.Var], maker_of: dict[core.Var, core.JaxprEqn]
-    ) -> Keep:
-        """What the first part hands over, and what the second part repeats."""
-        if self._recompute is None:
-            return cheapest(
-                missing, self._first, lambda v: v not in maker_of and v not in self._hidden
-            )
-        # What is made of numbers alone (an iota, a mask of zeros) is never handed over.
-        repeated = set(numbers_of(self._first))
-        given = {*self._jaxpr.invars}.difference(self._hidden).union(missing)
-        for eqn in self._first:
-            at_hand = all(v in given or v in repeated for v in variables(eqn.invars))
-            if len(eqn.outvars) == 1 and self._recompute(eqn, at_hand):
-                repeated.add(eqn.outvars[0])
-        again = making(missing, self._first, lambda v: v not in repeated)
-        read = dict.fromkeys([*missing, *(v for e in again for v in variables(e.invars))])
-        stored = [v for v in read if v not in repeated and (v in maker_of or v in self._hidden)]
-        return Keep(tuple(stored), tuple(again))
-
     def _split_scan(self, eqn: core.JaxprEqn, choice: Split) -> None:
         """Cut a scan: the first one stacks what crosses in each trip, the second one scans over
         that.
@@ -183,13 +140,11 @@ class _Maker:
         others = tuple(not f for f in choice.first)
         carry = [v for _, v in scan.carry]
         body = eqn.params["jaxpr"].jaxpr
-        pairs = zip(eqn.invars, body.invars, strict=True)
-        late = [v for a, v in pairs if isinstance(a, core.Var) and a in self._late]
+        pairs = [p for p in zip(eqn.invars, body.invars, strict=True) if isinstance(p[0], core.Var)]
+        late = [v for a, v in pairs if a in self._late]
         late += _marked(carry, others[: len(carry)])
         hidden = _marked(carry, choice.first[: len(carry)])
-        made = _Maker(body, self._recompute, self._early, late, hidden).cut(
-            choice.body, choice.first
-        )
+        made = _Maker(body, self._repeat, self._early, late, hidden).cut(choice.body, choice.first)
         # A value that crosses in each trip and is an output of the scan too is stacked only once.
         stacked = {
             v: o

@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend import core
 
 from .equations import making, variables
-from .sizes import is_gather, is_layout, nbytes
+from .sizes import grows, is_gather, is_layout, nbytes
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Nothing
 # transcendental, no reduction, no matmul: what costs real work is kept, never done twice.
@@ -58,6 +58,24 @@ def is_arithmetic(eqn: core.JaxprEqn) -> bool:
     )
 
 
+def is_view(eqn: core.JaxprEqn) -> bool:
+    """True for layout changes, and for arithmetic that makes a value larger: of results that are
+    computed once a step, all that is made again in each microbatch.
+    """
+    return is_layout(eqn) or (is_arithmetic(eqn) and grows(eqn))
+
+
+def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
+    """What literals alone determine by elementwise arithmetic, such as masks made of iotas, with
+    what makes it, in order.
+    """
+    found: dict[core.Var, core.JaxprEqn] = {}
+    for eqn in eqns:
+        if is_arithmetic(eqn) and all(v in found for v in variables(eqn.invars)):
+            found[eqn.outvars[0]] = eqn
+    return found
+
+
 @dataclass(frozen=True)
 class Keep:
     """`stored` values are kept; `again` are the equations, in order, that make the needed values
@@ -73,10 +91,13 @@ def cheapest(
     eqns: Sequence[core.JaxprEqn],
     at_hand: Callable[[core.Var], bool],
     *,
-    recompute: Callable[[core.JaxprEqn], bool] = is_arithmetic,
+    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
 ) -> Keep:
     """A minimum cut between what must be computed early and what is needed late; every value weighs
     its bytes.
+
+    What is made of numbers alone (an iota, a mask of zeros) is made again, and so are equations
+    that `repeat` takes.
 
     The same question as min-cut rematerialisation in torch's AOTAutograd
     (`min_cut_rematerialization_partition`). Of equally small choices it takes the one nearest to
@@ -84,6 +105,7 @@ def cheapest(
     """
     needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
     maker = {v: e for e in eqns for v in e.outvars}
+    numbers = numbers_of(eqns)
     graph = _Flow()
     seen: set[core.Var] = set()
     todo = list(needed)
@@ -96,7 +118,7 @@ def cheapest(
         seen.add(var)
         eqn = maker.get(var)
         graph.edge(_in(var), _out(var), weight(var, eqn))
-        if eqn is None or not recompute(eqn):
+        if eqn is None or not (repeat(eqn) or var in numbers):
             graph.edge(_SOURCE, _in(var), None)
             continue
         for operand in variables(eqn.invars):

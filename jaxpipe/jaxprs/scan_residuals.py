@@ -9,20 +9,9 @@ from typing import Any
 from jax.extend import core
 
 from .equations import Atom, NewVar, Scan, copied, making, renamed, scan_counts, variables
-from .min_cut import cheapest, is_arithmetic
+from .min_cut import cheapest, numbers_of
 from .sizes import stacked as stacked_aval
 from .slices import made_from
-
-
-def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
-    """What literals alone determine by elementwise arithmetic, such as masks made of iotas, with
-    what makes it, in order.
-    """
-    found: dict[core.Var, core.JaxprEqn] = {}
-    for eqn in eqns:
-        if is_arithmetic(eqn) and all(v in found for v in variables(eqn.invars)):
-            found[eqn.outvars[0]] = eqn
-    return found
 
 
 def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:

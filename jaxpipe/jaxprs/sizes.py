@@ -34,6 +34,12 @@ def is_layout(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in _LAYOUT or is_gather(eqn)
 
 
+def grows(eqn: core.JaxprEqn) -> bool:
+    """True for an equation whose result has more bytes than what it reads: a cast to more bits."""
+    read = sum(nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, core.Var))
+    return read < nbytes(eqn.outvars[0].aval)
+
+
 def is_gather(eqn: core.JaxprEqn) -> bool:
     """True for a sharding constraint that leaves nothing split: what goes in may be split over
     other axes, and takes less room then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -58,6 +59,24 @@ class Slot(NamedTuple):
         value = self.entry.pack_row(value.astype(self.pool.dtype))
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
+
+    def store_rows(self, rows: Any, starts: Sequence[Any]) -> Any:
+        """The pool with a part of the entry replaced, from `starts` on: in place where the parts of
+        it that follow the first dim are one piece of memory in each.
+        """
+        entry, shape = self.entry, rows.shape
+        behind = all(part.dim > 1 for part in entry.parts)
+        whole = all(
+            a == b for i, (a, b) in enumerate(zip(shape, entry.shape, strict=True)) if i != 1
+        )
+        if not (entry.by_row and behind and whole):
+            return self.store(lax.dynamic_update_slice(self.load(), rows, starts))
+        own = replace(entry, shape=tuple(shape))
+        kept = own.pack(rows.astype(self.pool.dtype))
+        at = starts[1] * (kept.shape[-1] // shape[1])
+        zero = jnp.int32(0)
+        start = (self.index, *(zero for _ in kept.shape[:-1]), at)
+        return lax.dynamic_update_slice(self.pool, kept[None], start)
 
 
 class Piece(NamedTuple):

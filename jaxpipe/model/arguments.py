@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from ..transforms.spread import spread_first, spread_last
 from .functions import Function
 from .model import Model
 from .settings import Memory, Sharding
+from .slices import Ledger
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
@@ -34,6 +36,23 @@ def rematerialised(
     return [changed[function] for function in stages]
 
 
+def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
+    """The same model whose layers of these letters run under a policy of
+    `jax.checkpoint_policies`, by its name.
+    """
+    if not isinstance(model.stages, Mapping):
+        raise PipelineError(
+            "policies are of the letters of layers, but the model is not given by letters"
+        )
+    changed = {
+        letter: _checkpointed(model.stages[letter], getattr(jax.checkpoint_policies, name))
+        for letter, name in policies.items()
+    }
+    found = copy.copy(model)
+    object.__setattr__(found, "stages", {**model.stages, **changed})
+    return found
+
+
 def _checkpointed(
     call: Callable[..., Any], policy: Callable[..., bool] | None
 ) -> Callable[..., Any]:
@@ -45,13 +64,22 @@ def _checkpointed(
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten((arguments, keywords))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+        ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
 
-        def on_arrays(arrays: dict[int, Any]) -> PyTree:
+        def on_arrays(arrays: dict[int, Any]) -> tuple[PyTree, ...]:
             given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
             arguments, keywords = jax.tree.unflatten(tree, given)
-            return call(*arguments, **keywords)
+            if ledger is None:
+                return call(*arguments, **keywords), {}, {}
+            own = ledger.again()
+            keywords["ctx"] = keywords["ctx"]._replace(ledger=own)
+            return call(*arguments, **keywords), own.rows, own.buffers
 
-        return jax.checkpoint(on_arrays, policy=policy)(arrays)
+        out, rows, buffers = jax.checkpoint(on_arrays, policy=policy)(arrays)
+        if ledger is not None:
+            ledger.rows |= rows
+            ledger.buffers |= buffers
+        return out
 
     return run
 

@@ -12,13 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import PyTree, wider
+from ..arrays import PyTree, path_text, wider
 from .leaf_plan import leaf_plans
 from .mesh import trimmed
 from .packed import Packed
 from .param_layout import OUTER, ParamLayout
 from .partition import Partition
-from .specs import path_text
 
 
 @dataclass(frozen=True)

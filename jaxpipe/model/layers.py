@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import PyTree
+from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
@@ -150,14 +150,12 @@ class LayerMap:
                 f'"stages" must be a dict with the letters {list(self.letters)}, each a tree of '
                 f"leaves [layers, ...]; got {found}"
             ]
-        return [
-            f"stages[{letter!r}]{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its "
-            f"leading axis must be the {self.count(letter)} "
-            f"layers {letter} of the layout"
-            for letter in self.letters
-            for path, leaf in jax.tree_util.tree_leaves_with_path(by_letter[letter])
-            if np.shape(leaf)[:1] != (self.count(letter),)
-        ]
+        faults = []
+        for letter in self.letters:
+            count = self.count(letter)
+            axis = f"the {count} layers {letter} of the layout"
+            faults += axis_faults(by_letter[letter], f"stages[{letter!r}]", count, axis)
+        return faults
 
     def functions(
         self, layers: Mapping[str, Callable[..., Any]], *, has_loss: bool

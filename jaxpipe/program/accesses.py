@@ -87,13 +87,18 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
 
 def _value(program: Program, effect: Effect, record: Any, at: tuple[Ints, Ints]) -> Any:
     """Which value of its place an effect is about."""
-    steps = {Of.OWN: 0, Of.NEXT: 1, Of.BEFORE: -1}
+    steps = {Of.NEXT: 1, Of.BEFORE: -1}
     stage: Any = {Of.FIRST: 0, Of.LAST: program.schedule.num_stages - 1, Of.DEVICE: at[1]}.get(
         effect.of
     )
-    if effect.of in steps:
-        stage = record.stage[at].astype(np.int64) + steps[effect.of]
-    return stage * program.schedule.num_microbatches + record.microbatch[at].astype(np.int64)
+    microbatch = record.microbatch[at].astype(np.int64)
+    if stage is None:
+        stage = record.stage[at].astype(np.int64) + steps.get(effect.of, 0)
+    if effect.of is Of.NEXT_SLICE:
+        microbatch = microbatch + 1
+    if effect.of is Of.SEQUENCE:
+        microbatch = microbatch - microbatch % program.schedule.slices
+    return stage * program.schedule.num_microbatches + microbatch
 
 
 def _of_exchanges(

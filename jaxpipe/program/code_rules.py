@@ -165,6 +165,8 @@ def _flags(program: Program) -> dict[str, BoolTable]:
         "is_local": (user >= 0) & (table.device[user] == table.device),
         "keeps": ~recomputed & (not table.forward_only),
         "is_source": source,
+        "continues": table.slice > 0,
+        "is_followed": table.slice < table.slices - 1,
     }
 
 

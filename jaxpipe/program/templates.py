@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..table.effects import EFFECTS, Effect
+from ..table.effects import EFFECTS, OF_SLICES, Effect
 from ..table.kinds import COLLECTIVE, KINDS, RUNS_FORWARD, TOGETHER, Kind
 
 
@@ -84,7 +84,13 @@ class Block(NamedTuple):
 
 # By kind, the flags of its record that parts of its code depend on.
 FLAGS = {
-    kind: tuple(dict.fromkeys(e.when for e in EFFECTS if e.kind is kind and e.when is not None))
+    kind: tuple(
+        dict.fromkeys(
+            e.when
+            for e in EFFECTS
+            if e.kind is kind and e.when is not None and e.place not in OF_SLICES
+        )
+    )
     for kind in Kind
 }
 

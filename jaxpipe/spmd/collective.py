@@ -141,7 +141,7 @@ def _cut_last(code: ModelCode, axis: str) -> ModelCode:
     made = cut_weights(
         train.replace(outvars=[*late, *rest]),
         params=last.num_trained,
-        residuals=inputs,
+        priced=range(inputs.start, inputs.stop),
         fits=alone,
     )
     if made is None:

@@ -61,6 +61,10 @@ class StageCode:
     y_wanted: tuple[bool, ...]
     trained: tuple[bool, ...]  # which parameters have a gradient
     liveness: Liveness
+    # avals of what passes between slices of a sequence; in the jaxprs carries come after x and y,
+    # buffers after the carries
+    carry: tuple[Any, ...] = ()
+    buffers: tuple[Any, ...] = ()
     offloads: bool = False  # a policy of `jax.checkpoint` in it asks for the host's memory
 
     @property
@@ -79,6 +83,26 @@ class StageCode:
         return tuple(a for a, w in zip(self.y_avals, self.y_wanted, strict=True) if w)
 
     @property
+    def passed(self) -> tuple[Any, ...]:
+        """Avals of carry and buffers."""
+        return (*self.carry, *self.buffers)
+
+    @property
+    def carry_gradients(self) -> tuple[Any, ...]:
+        """Avals of the gradients of the carry."""
+        return tuple(filter(inexact, self.carry))
+
+    @property
+    def buffer_gradients(self) -> tuple[Any, ...]:
+        """Avals of the gradients of appended rows."""
+        return tuple(filter(inexact, self.buffers))
+
+    @property
+    def num_dx(self) -> int:
+        """Outputs of the input gradient before its stash."""
+        return sum(self.x_wanted) + len(self.carry_gradients) + len(self.buffer_gradients)
+
+    @property
     def num_params(self) -> int:
         """Parameters, frozen ones too."""
         return len(self.trained)
@@ -91,7 +115,7 @@ class StageCode:
     @property
     def num_outputs(self) -> int:
         """Outputs of the forward before its residuals."""
-        return len(self.y_avals) + (self.loss is not None) + len(self.state)
+        return len(self.y_avals) + len(self.passed) + (self.loss is not None) + len(self.state)
 
     def __str__(self) -> str:
         parts = ("hoist", "forward", "backward", "input_grad", "weight_grad")
@@ -146,10 +170,3 @@ def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
 def inexact(leaf: Any) -> bool:
     """True for arrays that have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
-def reads(jaxpr: core.Jaxpr) -> tuple[bool, ...]:
-    """Which inputs a jaxpr reads."""
-    used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, core.Var)}
-    used |= {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-    return tuple(v in used for v in jaxpr.invars)

@@ -16,13 +16,14 @@ from jax.extend import core
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
+from ..jaxprs.equations import reads
 from ..lowering.offload import Offload
 from ..model.functions import Functions, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
-from .code import LastCode, ParamUse, StageCode, reads
+from .code import LastCode, ParamUse, StageCode
 from .job import Job
 from .outer import trace_last, trace_spread_first
 from .state_gradient import check_state_gradient
@@ -85,10 +86,10 @@ def trace_model(
     rng: Any,
 ) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions = job.functions
+    functions = replace(job.functions.for_batch(batch), in_place=True)
     outer_wants = frozenset({"microbatch", "ctx"})
     index = jnp.int32(0)
-    outer = make_extra(batch, rng, index, index, outer_wants)
+    outer = make_extra(batch, rng, index, index, outer_wants, functions.slices)
     shared_uses = _uses(shared, leaf_plans(job.plans["shared"]))
     first_uses = _uses(first, leaf_plans(job.plans["first"])) + shared_uses
     if functions.spreads_first:
@@ -114,7 +115,7 @@ def trace_model(
             job.layout.form_of(stage, owned),
         )
         if key not in kinds:
-            extra = make_extra(batch, rng, index, index, function.wants_arrays)
+            extra = make_extra(batch, rng, index, index, function.wants_arrays, functions.slices)
             if "state" in function.wants:
                 extra["state"] = state
             kinds[key] = code = _trace_one(job, functions, stage, (params, shared), x, extra, uses)
@@ -165,10 +166,11 @@ def _trace_one(
         _check_takes(call, stage, params, x, extra)
     else:
         _check_chain(lambda p, h, e: call(p, h, e)[0], params, x, extra)
+    passed = functions.carried(stage, params, x, extra)
     keeps_state = job.training and "state" in extra
     if keeps_state:
         check_state_gradient(name, call, params, x, extra, [use.trained for use in uses])
-    code = trace_stage(call, params, x, extra, uses)
+    code = trace_stage(call, params, x, extra, uses, passed)
     if keeps_state:
         _check_reads_of_state(
             name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes
@@ -216,7 +218,8 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
 def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:
     """PipelineError where a backward, or R, reads the state: by then it is not the forward's."""
     count = len(jax.tree.leaves(extra["state"]))
-    before = len(code.hoist.invars) + len(code.x_avals) + len(jax.tree.leaves(extra))
+    before = len(code.hoist.invars) + len(code.x_avals) + len(code.passed)
+    before += len(jax.tree.leaves(extra))
 
     def read_by(*jaxprs: core.Jaxpr) -> bool:
         return any(any(reads(jaxpr)[before - count : before]) for jaxpr in jaxprs)

@@ -15,36 +15,34 @@ from ..arrays import Leaves, PyTree
 from ..jaxprs import drop_dead, flatten
 from ..table.effects import Liveness
 from .code import LastCode, ParamUse, StageCode, inexact
-from .split import hoist_known
+from .split import Hoisted
 from .trace import chosen, filled
 
 
 class _Traced(NamedTuple):
-    """A function of (parameters, *arguments), what depends on parameters alone apart from it."""
+    """A function of (parameters, *arguments), without what depends on parameters alone."""
 
     consts: tuple[Any, ...]
-    hoist: core.Jaxpr  # (consts, parameters) -> once
-    body: core.Jaxpr  # (consts, parameters, once, arguments)
-    head: int  # consts and parameters
-    once: tuple[Any, ...]
+    hoisted: Hoisted
     shapes: Any  # what it returns
 
 
 def _trace(
-    function: Callable[..., PyTree], uses: Sequence[ParamUse], params: Leaves, *arguments: PyTree
+    function: Callable[..., PyTree],
+    uses: Sequence[ParamUse],
+    params: Leaves,
+    *arguments: PyTree,
+    before: int = 0,
 ) -> _Traced:
+    """Trace a function; what is computed once comes after so many leaves of the arguments."""
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
     flat = flatten(traced)
     jaxpr = _without_axes(
         flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
     )
-    head, count = len(flat.consts) + len(params), len(jaxpr.invars)
     known = [True] * len(flat.consts) + [use.once for use in uses]
-    apart = hoist_known(jaxpr, known + [False] * (count - head))
-    ins = apart.second.invars
-    body = apart.second.replace(invars=[*ins[:head], *ins[count:], *ins[head:count]])
-    hoist = apart.first.replace(invars=apart.first.invars[:head])
-    return _Traced(tuple(flat.consts), hoist, body, head, apart.crossing, shapes)
+    hoisted = Hoisted.of(jaxpr, known, at=len(known) + before)
+    return _Traced(tuple(flat.consts), hoisted, shapes)
 
 
 def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -92,13 +90,14 @@ def trace_last(
     traced = _trace(train, uses, jax.tree.leaves(params), y_leaves, extra, seed)
     loss, aux, *_ = traced.shapes
     aux_leaves, aux_tree = jax.tree.flatten(aux)
-    evaluate, _ = drop_dead(traced.body.replace(outvars=traced.body.outvars[: 1 + len(aux_leaves)]))
+    body = traced.hoisted.rest
+    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: 1 + len(aux_leaves)]))
     return LastCode(
         consts=traced.consts,
-        hoist=traced.hoist,
-        train=traced.body,
+        hoist=traced.hoisted.hoist,
+        train=body,
         evaluate=evaluate.replace(invars=evaluate.invars[:-1]),
-        once_avals=traced.once,
+        once_avals=traced.hoisted.once,
         aux_tree=aux_tree,
         aux_avals=tuple(aux_leaves),
         loss_dtype=loss.dtype,
@@ -131,20 +130,16 @@ def trace_spread_first(
     params_leaves = jax.tree.leaves(params)
     x_leaves, x_tree = jax.tree.flatten(jax.eval_shape(call, params_leaves, extra))
     dy = [leaf for leaf in x_leaves if inexact(leaf)]
-    traced = _trace(train, uses, params_leaves, extra, dy)
-    # (consts, params, once, extra, dy) -> (consts, params, extra, once, dy)
-    ins, stop = traced.body.invars, traced.head + len(traced.once)
-    late = len(ins) - len(dy)
-    body = traced.body.replace(
-        invars=[*ins[: traced.head], *ins[stop:late], *ins[traced.head : stop], *ins[late:]]
-    )
+    before = len(jax.tree.leaves(extra))
+    traced = _trace(train, uses, params_leaves, extra, dy, before=before)
+    body = traced.hoisted.rest
     evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: len(x_leaves)]))
-    evaluate = evaluate.replace(invars=evaluate.invars[:late])
+    evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - len(dy)])
     backward, _ = drop_dead(body.replace(outvars=body.outvars[len(x_leaves) :]))
     nothing = evaluate.replace(outvars=[], eqns=[])
     return StageCode(
         consts=traced.consts,
-        hoist=traced.hoist,
+        hoist=traced.hoisted.hoist,
         forward=evaluate,
         evaluate=evaluate,
         recompute=nothing,
@@ -156,7 +151,7 @@ def trace_spread_first(
         loss=None,
         state=(),
         x_avals=(),
-        once_avals=traced.once,
+        once_avals=traced.hoisted.once,
         residual_input=(),
         residual_weight=(),
         stash=(),

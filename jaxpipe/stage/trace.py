@@ -12,8 +12,9 @@ from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import flatten, stores_on_host
-from ..jaxprs.equations import Atom
+from ..jaxprs.equations import renamed, with_equations
 from ..model.functions import StageOutput
+from .appended import writing_rows
 from .code import ParamUse, StageCode, inexact
 from .split import Inputs, Joint, Returns, pieces
 
@@ -24,16 +25,21 @@ def trace_stage(
     x: PyTree,
     extra: PyTree,
     uses: Sequence[ParamUse] | None = None,
+    passed: PyTree = (),
 ) -> StageCode:
     """Cut `function(params, x, extra) -> y`, or `(y, StageOutput)`, into its pieces; arguments are
     arrays, tracers or ShapeDtypeStructs.
+
+    `passed` are the carry and the buffers that the slice before leaves: they come after x in all
+    pieces, and in `extra` as "carried".  The buffers that a forward returns have its rows.
 
     Parameters must be floating, but for frozen ones (`uses`, by leaf); leaves of x that are not
     (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
     trained = [use.trained for use in uses]
-    x_leaves, x_tree = jax.tree.flatten(x)
+    x_leaves, x_tree = jax.tree.flatten((x, passed))
+    carry, buffers = map(len, map(jax.tree.leaves, passed or ((), ())))
     wanted = tuple(inexact(leaf) for leaf in x_leaves)
     params_tree = jax.tree.structure(params)
 
@@ -41,17 +47,19 @@ def trace_stage(
         params_leaves: Leaves, x_leaves: Leaves, extra: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
         def call(p: Leaves, diff: Leaves) -> tuple[PyTree, PyTree]:
+            x, before = jax.tree.unflatten(x_tree, filled(diff, x_leaves, wanted))
             out = function(
                 jax.tree.unflatten(params_tree, filled(p, params_leaves, trained)),
-                jax.tree.unflatten(x_tree, filled(diff, x_leaves, wanted)),
-                extra,
+                x,
+                {**extra, "carried": before} if passed else extra,
             )
             y, more = (
                 out
                 if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], StageOutput)
                 else (out, StageOutput())
             )
-            return (y, more.loss), more.state
+            after, rows = (more.carried, more.rows) if passed else ((), ())
+            return ((y, after), more.loss), (more.state, rows)
 
         y, vjp, state = jax.vjp(
             call, chosen(params_leaves, trained), chosen(x_leaves, wanted), has_aux=True
@@ -60,10 +68,11 @@ def trace_stage(
 
     params_leaves = jax.tree.leaves(params)
     forward, shapes = jax.make_jaxpr(split, return_shape=True)(params_leaves, x_leaves, extra)
-    y, state, vjp = shapes
+    y, (state, rows), vjp = shapes
     vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
     y_leaves, both_tree = jax.tree.flatten(y)
     state_leaves = jax.tree.leaves(state)
+    row_leaves = jax.tree.leaves(rows)
     dy = [leaf for leaf in y_leaves if inexact(leaf)]
 
     def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
@@ -72,20 +81,29 @@ def trace_stage(
         return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(both_tree, full))
 
     backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
-    outputs = [*y_leaves, *state_leaves]
+    outputs = [*y_leaves, *state_leaves, *row_leaves]
     joint = _join(flatten(forward), flatten(backward), len(outputs), len(dy))
-    inputs = Inputs(len(joint.consts), tuple(uses), len(x_leaves), len(jax.tree.leaves(extra)))
+    inputs = Inputs(
+        len(joint.consts),
+        tuple(uses),
+        len(x_leaves),
+        len(jax.tree.leaves(extra)),
+        carry,
+        buffers,
+    )
     has_loss = not isinstance(y[1], tuple)
     y_count = len(y_leaves) - has_loss
     returns = Returns(
-        y_tree=jax.tree.structure(y[0]),
+        y_tree=jax.tree.structure(y[0][0]),
         y=tuple(y_leaves[:y_count]),
         loss=y_leaves[-1] if has_loss else None,
         state=tuple(state_leaves),
         x=tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves),
         x_wanted=wanted,
+        appended=len(row_leaves),
     )
-    return replace(pieces(joint, inputs, returns), offloads=stores_on_host(forward.jaxpr))
+    code = writing_rows(pieces(joint, inputs, returns), len(row_leaves))
+    return replace(code, offloads=stores_on_host(forward.jaxpr))
 
 
 def filled(values: Leaves, leaves: Leaves, replaced: Sequence[bool]) -> Leaves:
@@ -108,23 +126,16 @@ def _join(
     forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int
 ) -> Joint:
     """One jaxpr of both, the backward reading the forward's variables."""
-    f, b = forward.jaxpr, backward.jaxpr
+    f = forward.jaxpr
     residuals = f.outvars[y_count:]
-    env: dict[core.Var, Atom] = dict(zip(b.invars[: len(residuals)], residuals, strict=True))
-
-    def read(atom: Atom) -> Atom:
-        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
-
-    moved = [e.replace(invars=[read(a) for a in e.invars]) for e in b.eqns]
+    inner = backward.jaxpr.invars[: len(residuals)]
+    b = renamed(backward.jaxpr, dict(zip(inner, residuals, strict=True)))
     dy = b.invars[len(residuals) :]
     assert len(dy) == dy_count
-    invars = [*f.constvars, *b.constvars, *f.invars, *dy]
-    outvars = [*f.outvars[:y_count], *(read(a) for a in b.outvars)]
-    jaxpr = f.replace(
-        constvars=[],
-        invars=invars,
-        outvars=outvars,
-        eqns=[*f.eqns, *moved],
-        effects=f.effects | b.effects,
-    )
+    jaxpr = with_equations(
+        f,
+        [*f.eqns, *b.eqns],
+        [*f.constvars, *b.constvars, *f.invars, *dy],
+        [*f.outvars[:y_count], *b.outvars],
+    ).replace(constvars=[])
     return Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))

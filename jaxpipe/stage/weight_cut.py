@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from jax.extend import core
 
 from ..jaxprs import Cut, cut, cut_weight, is_light, needed_for
-from ..jaxprs.cut import repeat_cheap
 from ..jaxprs.slices import Assignment, Split
 
 
@@ -17,7 +16,7 @@ def cut_weights(
     backward: core.Jaxpr,
     *,
     params: int,
-    residuals: slice,
+    priced: Sequence[int],
     fits: Callable[[Cut], bool] | None = None,
 ) -> Cut | None:
     """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None
@@ -25,31 +24,29 @@ def cut_weights(
 
     Every matmul that the input's gradient needs is in I and every other one in W.  Light equations
     may stand on either side: of the gradient of a norm's scale, a sum over what I has anyway, I
-    leaves the result where that is smaller than what the sum reads.
+    leaves the result where that is smaller than what the sum reads.  Inputs of the numbers `priced`
+    stay in memory until W where it reads them.
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
-    plain = needed_for(backward, mask)
+    held = [backward.invars[i] for i in priced]
     found = [
-        cut(backward, plain, outputs=mask, recompute=repeat_cheap),
-        cut(backward, plain, outputs=mask),
+        cut(backward, needed_for(backward, mask), outputs=mask, priced=held),
         cut(
             backward,
             needed_for(backward, _with_light(backward, mask, params)),
             outputs=mask,
             early=is_light,
+            priced=held,
         ),
     ]
-    return min(filter(fits, found), key=lambda each: _held(each, backward, residuals), default=None)
 
+    def weight(made: Cut) -> int:
+        """Of what is in memory between I and W."""
+        return made.weight + sum(
+            cut_weight(backward.invars[i], None) for i in priced if made.second_reads[i]
+        )
 
-def _held(made: Cut, backward: core.Jaxpr, residuals: slice) -> int:
-    """Bytes from I to W: the stash, and the residuals that W reads."""
-    read = [
-        v
-        for v, late in zip(backward.invars[residuals], made.second_reads[residuals], strict=True)
-        if late
-    ]
-    return made.weight + sum(cut_weight(v, None) for v in read)
+    return min(filter(fits, found), key=weight, default=None)
 
 
 def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
