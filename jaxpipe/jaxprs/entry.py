@@ -78,6 +78,18 @@ class Entry:
             return (self._numbers,)
         return (-(-self._numbers // tile), *self.tile)
 
+    def holds(self, rows: Entry) -> bool:
+        """Whether equal parts of the value along dim 1 are kept one after the other, each as an
+        entry of its own would be.
+        """
+        others = all(
+            a == b for d, (a, b) in enumerate(zip(self.shape, rows.shape, strict=True)) if d != 1
+        )
+        alike = len(self.rest) == len(rest := rows.rest) and bool(self._tiled) == bool(rows._tiled)
+        padded = math.prod(rest) != rows._numbers
+        behind = self.by_row and all(part.dim > 1 for part in self.parts)
+        return others and alike and behind and not padded
+
     @property
     def local_share(self) -> int:
         """Of how many devices each has an equal share of the value."""
