@@ -1,19 +1,19 @@
 """One stage's forward, full backward, input gradient and weight gradient as jaxprs, with minimal
 residuals between them.
 
-    hoist(parameters)                                 -> once       what depends on parameters
-    alone; once a step forward(parameters, once, x, extra)               -> y, loss, state,
-    residuals              (F) evaluate(parameters, once, x, extra)              -> y, loss, state
-    (F that keeps nothing) recompute(parameters, once, x, extra)             -> residuals
-    (R) backward(parameters, once, x, extra, residuals, dy)       -> dparameters, dx          (B)
-    input_grad(parameters, once, x, extra, residuals, dy)     -> dx, stash                (I)
-    weight_grad(parameters, once, x, extra, residuals, dy, stash) -> dparameters          (W)
+    hoist(parameters) -> once
+    forward(parameters, x, extra, once) -> y, loss, state, residuals            F
+    evaluate(parameters, x, extra, once) -> y, loss, state                      F without residuals
+    recompute(parameters, x, extra, once) -> residuals                          R
+    backward(parameters, x, extra, once, residuals, dy) -> dparameters, dx      B
+    input_grad(parameters, x, extra, once, residuals, dy) -> dx, stash          I
+    weight_grad(parameters, x, extra, once, residuals, dy, stash) -> dparameters    W
 
-loss (an auxiliary one) and state are there where the stage returns them; dy then ends with the
-cotangent of the loss.
+`once` are values that depend on parameters alone, computed once a step.  A loss (an auxiliary one)
+and state are there where the stage returns them.  dy then ends with the cotangent of the loss.
 
-Residuals hold no parameter, nothing made of parameters alone, no copy of the stage input, nothing
-twice, and nothing that a layout change of one of these gives.  Every matmul of B is done in exactly
+Residuals are no parameters, no values made of parameters alone, and no copy of the stage input.
+None is there twice, and none is a layout change of another.  Every matmul of B is done in exactly
 one of I and W.
 """
 
@@ -33,8 +33,8 @@ from ..table.kinds import Kind
 
 
 class ParamUse(NamedTuple):
-    """What is done with a parameter: whether it has a gradient, and whether what depends on it
-    alone is made once a step.
+    """Uses of a parameter: whether it has a gradient, and whether values that depend on it alone
+    are computed once a step.
     """
 
     trained: bool = True
@@ -42,8 +42,8 @@ class ParamUse(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any, *, frozen: bool) -> ParamUse:
-        """Frozen ones of fewer than 16 bits are kept small: what they stand for is made where it is
-        needed.
+        """Frozen ones of fewer than 16 bits stay as small as they are: their values are computed
+        where they are needed, in each microbatch.
         """
         small = not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2
         return cls(not frozen, not (frozen and small))
@@ -51,7 +51,7 @@ class ParamUse(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What a stage takes and returns, by leaf.
+    """The inputs and results of a stage, by leaf.
 
     Those leaves of x and y have a gradient that are floating; dx and dy hold just these.
     """

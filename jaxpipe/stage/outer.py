@@ -106,8 +106,8 @@ def trace_last(
 def trace_spread_first(
     function: Callable[..., PyTree], params: PyTree, extra: PyTree, uses: Sequence[ParamUse]
 ) -> StageCode:
-    """Trace `function(params, (), extra) -> x` and its gradient, which keeps nothing of the
-    forward: a lookup's needs nothing of it.
+    """Trace `function(params, (), extra) -> x` and its gradient.  The forward leaves no residuals:
+    the gradient of a lookup needs none.
 
     What the gradient of another function needs it runs again.  The code is that of a stage without
     input, residuals and I and W.

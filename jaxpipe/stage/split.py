@@ -30,8 +30,8 @@ from .weight_cut import cut_weights
 
 @dataclass(frozen=True)
 class Hoisted:
-    """A jaxpr without what constants and parameters alone determine, which is computed once a
-    step.
+    """A jaxpr in two parts: values that constants and parameters alone determine, computed once a
+    step, and the rest.
     """
 
     hoist: core.Jaxpr  # (consts, params) -> once
@@ -46,16 +46,16 @@ class Hoisted:
         remat the backward makes of parameters again what the forward made) are one.
         """
         head, count = len(known), len(jaxpr.invars)
-        apart = cut(
+        parts = cut(
             jaxpr,
             known_from(jaxpr, [*known, *(False for _ in range(count - head))]),
             outputs=[False] * len(jaxpr.outvars),
             repeat=is_view,
         )
-        hoist = apart.first.replace(invars=apart.first.invars[:head])
+        hoist = parts.first.replace(invars=parts.first.invars[:head])
         same = equal_outputs(hoist)
         own = [v for i, v in enumerate(hoist.outvars) if same[i] == i]
-        rest = keep_first(apart.second, count, same)
+        rest = keep_first(parts.second, count, same)
         ins = rest.invars
         return cls(
             drop_dead(hoist.replace(outvars=own))[0],
@@ -95,12 +95,12 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
         dys.start, signature.dy_avals, signature.carry_gradients, signature.buffer_gradients
     )
     priced = [*x, *carry, *buffers, *residuals, *dys]
-    apart = cut_weights(backward, params=signature.num_trained, priced=priced)
-    assert apart is not None, "any cut fits"
+    gradients = cut_weights(backward, params=signature.num_trained, priced=priced)
+    assert gradients is not None, "any cut fits"
 
     # Residuals that only I needs come before those that W needs.
-    late = [i for i in residuals if apart.second_reads[i]]
-    early = [i for i in residuals if not apart.second_reads[i]]
+    late = [i for i in residuals if gradients.second_reads[i]]
+    early = [i for i in residuals if not gradients.second_reads[i]]
     order = [*range(start), *early, *late, *dys]
 
     def reorder(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -109,7 +109,7 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
 
     def last_use(inputs: Sequence[int], otherwise: LastUse) -> LastUse:
         read = reads(backward)
-        if any(apart.second_reads[i] for i in inputs):
+        if any(gradients.second_reads[i] for i in inputs):
             return LastUse.WEIGHT_GRAD
         return LastUse.INPUT_GRAD if any(read[i] for i in inputs) else otherwise
 
@@ -127,11 +127,11 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
         evaluate=drop_dead(forward.replace(outvars=returned))[0],
         recompute=drop_dead(forward.replace(outvars=kept))[0],
         backward=reorder(backward),
-        input_grad=reorder(apart.first),
-        weight_grad=reorder(apart.second),
+        input_grad=reorder(gradients.first),
+        weight_grad=reorder(gradients.second),
         residual_input=tuple(v.aval for v in kept[: len(early)]),
         residual_weight=tuple(v.aval for v in kept[len(early) :]),
-        stash=apart.crossing,
+        stash=gradients.crossing,
         liveness=Liveness(
             x=last_use(x, LastUse.FORWARD),
             cotangent=last_use(dy_own if signature.passed else dys, LastUse.INPUT_GRAD),
