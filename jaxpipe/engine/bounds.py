@@ -95,7 +95,7 @@ def lower_bound(
     return min(map(bound_of if objective is Objective.MAKESPAN else period_bound_of, shops))
 
 
-def bound_beside(timeline: Timeline) -> tuple[float, int | None]:
+def timeline_bound(timeline: Timeline) -> tuple[float, int | None]:
     """The bound of the makespan for a simulated table's costs, placement and peak of activations,
     and that peak.
 
