@@ -153,6 +153,7 @@ _SIZES = """model by its sizes
 --gated | the MLP has three matrices (SwiGLU)
 --kv-share X | heads of keys / heads (default: 1)
 --q-share X | width of the queries / width (default: 1)
+--head N | features of a head (default: 128)
 --tensor N | devices that share a layer (default: 1)
 --sequence | they share what is between layers too
 --shards N | devices that share the optimizer's state (default: 1)

@@ -96,7 +96,7 @@ def adapt(
     count = _stack_size(blocks[0]) if stack else len(blocks)
     kinds = [0] * count if stack else [kind_of(block) for block in blocks]
 
-    def told(i: int, j: int) -> str:
+    def unlike(i: int, j: int) -> str:
         return difference(blocks[i], blocks[j])
 
     if layout is not None:
@@ -106,12 +106,12 @@ def adapt(
                 "leading axis of blocks"
             )
         keys = _letters_of(layout)
-        _check_letters(keys, kinds, told)
+        _check_letters(keys, kinds, unlike)
         lead = 0
     else:
         assert num_stages is not None
         per_stage = _blocks_per_stage(count, num_stages)
-        length = _period(kinds, per_stage, told)
+        length = _period(kinds, per_stage, unlike)
         keys = [""] * count if length == 1 else [str(i % length) for i in range(count)]
         lead = 1
     members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}

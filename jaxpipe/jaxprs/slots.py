@@ -1,4 +1,4 @@
-"""Where values lie in pools: slots to read and write, accumulators to add to."""
+"""Where values are in pools: slots to read and write, accumulators to add to."""
 
 from __future__ import annotations
 
@@ -61,27 +61,23 @@ class Slot(NamedTuple):
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
     def store_rows(self, rows: Any, starts: Sequence[Any]) -> Any:
-        """The pool with a part of the entry replaced, from `starts` on: in place where the parts of
-        it that follow the first dim are one piece of memory in each.
+        """The pool with equal rows along dim 1 of the entry replaced, from a multiple of their
+        number on: in place where they are one piece of memory in each row of the entry.
         """
-        entry, shape = self.entry, rows.shape
-        behind = all(part.dim > 1 for part in entry.parts)
-        whole = all(
-            a == b for i, (a, b) in enumerate(zip(shape, entry.shape, strict=True)) if i != 1
-        )
-        if not (entry.by_row and behind and whole):
+        entry, own = self.entry, replace(self.entry, shape=tuple(rows.shape))
+        if not entry.holds(own):
             return self.store(lax.dynamic_update_slice(self.load(), rows, starts))
-        own = replace(entry, shape=tuple(shape))
         kept = own.pack(rows.astype(self.pool.dtype))
-        at = starts[1] * (kept.shape[-1] // shape[1])
-        zero = jnp.int32(0)
-        start = (self.index, *(zero for _ in kept.shape[:-1]), at)
+        zero, at = jnp.int32(0), starts[1] // rows.shape[1] * own.rest[0]
+        before, after = kept.ndim - len(own.rest), len(own.rest) - 1
+        start = (self.index, *[zero] * before, at.astype(jnp.int32), *[zero] * after)
         return lax.dynamic_update_slice(self.pool, kept[None], start)
 
 
 class Piece(NamedTuple):
-    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row
-    without taking it out.
+    """A value that is kept raveled in a long array, from `start` on.
+
+    A scan reads it row by row, without a copy of the whole value.
 
     The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of
     it is a piece of that device's numbers.

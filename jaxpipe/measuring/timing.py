@@ -16,8 +16,10 @@ from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves
+from ..errors import PipelineError
 from ..inspect.blocks import Step, output_entries
 from ..jaxprs.sizes import count_work, nbytes
+from ..lowering.chips import CHIPS, Chip
 from ..pipeline import Pipeline
 
 
@@ -38,6 +40,22 @@ class Peak:
     bandwidth: float
     link: float | None = None
     latency: float = 0.0
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Peak:
+        """That of a mesh of TPUs of one published kind (v5e, v5p or v6e), also of described ones.
+
+        Raises:
+            PipelineError: the mesh has other devices.
+        """
+        chip = Chip.of(mesh)
+        if chip is None:
+            kinds = sorted({str(device.device_kind) for device in mesh.devices.flat})
+            raise PipelineError(
+                f"the peak of {', '.join(kinds)} is not known (known: "
+                f"{', '.join(each.kind for each in CHIPS)}); write Peak(flops=, bandwidth=, link=)"
+            )
+        return cls(flops=chip.flops, bandwidth=chip.bandwidth, link=chip.link)
 
     def seconds(self, jaxpr: core.Jaxpr, devices: int) -> float:
         """Of a block that so many devices share."""

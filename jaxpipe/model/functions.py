@@ -86,7 +86,7 @@ class StageOutput(NamedTuple):
     loss: Any = ()  # a scalar that is added to the loss of the microbatch
     state: PyTree = ()  # what the next microbatch finds as `state`; has no gradient
     carried: PyTree = ()  # (carry, buffers by name) that the next slice finds
-    rows: PyTree = ()  # what it appended: (rows by name, their offset), or ()
+    rows: PyTree = ()  # what it appended: (rows by name, number of the slice), or ()
 
 
 class Loss(enum.Enum):
@@ -388,7 +388,8 @@ class Functions:
         given = extra.get("carried", ())
         if self.slices > 1 and "ctx" in function.wants_arrays:
             buffers = given[1] if given else None
-            ledger = Ledger(self.slices, self._offset(extra["ctx"]), buffers, holds=self.in_place)
+            number = extra["ctx"].microbatch % self.slices
+            ledger = Ledger(self.slices, number, buffers, holds=self.in_place)
         extra = self._placed(extra, ledger)
         if "carry" in function.wants:
             first = self._first_carry(function, own, x, shared, extra)
@@ -402,7 +403,7 @@ class Functions:
         ]
         appended: tuple[PyTree, PyTree] = ({}, ())
         if ledger is not None and ledger.rows:
-            appended = ledger.buffers, (ledger.rows, ledger.offset)
+            appended = ledger.buffers, (ledger.rows, ledger.number)
         if len(names) == 1:
             return out, StageOutput(carried=((), appended[0]), rows=appended[1])
         if not isinstance(out, tuple) or len(out) != len(names):

@@ -38,12 +38,12 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerMap:
-    """Which layers stand on which stage, and how a stage's layers are stacked.
+    """Which layers each stage has, and how they are stacked.
 
     Canonical parameters of a letter are stacked in model order, leaves [n, ...].  A stage of "ttt"
-    that shares its chunk with stages of "tt" has two stacks, of the two layers that all have and of
-    the third: so its parameters, residuals and code have the shapes of theirs, and nobody computes
-    a layer that it does not have.
+    that shares its chunk with stages of "tt" has two stacks: one of the two layers that all have,
+    and one of the third.  So its parameters, residuals and code have the shapes of theirs, and no
+    stage computes a layer that it does not have.
     """
 
     stages: tuple[str, ...]  # letters of each stage, without E and L
@@ -72,9 +72,9 @@ class LayerMap:
             if layout.layers.count(letter) > (right == letter):
                 faults.append(f"{letter} can only be {where} of layout {str(layout)!r}")
         if layout.stages[0][:1] != EMBEDDING and EMBEDDING in layout.layers:
-            faults.append(f"{EMBEDDING} must stand on the first stage of layout {str(layout)!r}")
+            faults.append(f"{EMBEDDING} must be on the first stage of layout {str(layout)!r}")
         if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
-            faults.append(f"{LOSS} must stand on the last stage of layout {str(layout)!r}")
+            faults.append(f"{LOSS} must be on the last stage of layout {str(layout)!r}")
         if faults:
             raise PipelineError.listing("the layout does not fit", faults)
         chunks = max(map(len, owned))
@@ -87,7 +87,7 @@ class LayerMap:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters that stand on stages, in alphabetical order."""
+        """The letters of layers, in alphabetical order."""
         return tuple(sorted(set("".join(self.stages))))
 
     def count(self, letter: str) -> int:
@@ -202,7 +202,7 @@ class LayerMap:
 
     @property
     def _offsets(self) -> tuple[int, ...]:
-        """Per stage, how many layers stand before it."""
+        """Per stage, how many layers come before it."""
         return tuple(np.cumsum([0, *map(len, self.stages)])[:-1].tolist())
 
 
@@ -214,7 +214,7 @@ def _stage_function(
     *,
     has_loss: bool,
 ) -> Function:
-    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers stand
+    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers come
     before it.
     """
     wants = frozenset(keyword for run in runs for keyword in given[run.letter].wants)
@@ -273,9 +273,7 @@ def _run_layers(
 
 
 def _context(ctx: Context, number: Any) -> Context:
-    """What a layer is told: a key that depends on the layer and the microbatch, wherever the layer
-    stands.
-    """
+    """The context of a layer: its key depends on the layer and the microbatch, not on the stage."""
     return ctx._replace(
         layer=number,
         rng=None if ctx.microbatch_rng is None else jax.random.fold_in(ctx.microbatch_rng, number),

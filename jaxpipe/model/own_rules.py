@@ -61,7 +61,7 @@ def check_rules(
     shapes = {path: leaf.shape for path, leaf in by_path(dict(own)).items()}
     leaves = zip(by_path(dict(placed)).items(), leaf_plans(plans), strict=True)
     faults = {
-        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} lies in "
+        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} is stored in "
         f"{path!r} of shape {leaf.shape}, with "
         "which the optimizer does something else"
         for (path, leaf), plan in leaves
@@ -80,12 +80,12 @@ def check_rules(
 
 
 def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None:
-    """The rules for each tree of shapes; None where the optimizer cannot be asked, as one whose
-    mask is a tree of another form.
+    """The rules for each tree of shapes; None where the optimizer does not take these trees, as one
+    whose mask is a tree of another form.
     """
-    # Beside one parameter alone a rule for all would look like one for it.
-    beside = {"~": jax.ShapeDtypeStruct((), jnp.float32)}
-    for more, extra in product((beside, {}), ({}, {"value": 0.0})):
+    # With one parameter alone, a rule for all would look like a rule for it.
+    second = {"~": jax.ShapeDtypeStruct((), jnp.float32)}
+    for more, extra in product((second, {}), ({}, {"value": 0.0})):
         try:
             with _probe():
                 return [_rules_of(optimizer, {**tree, **more}, extra) for tree in trees]

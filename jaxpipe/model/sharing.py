@@ -87,11 +87,11 @@ class Sharing:
         made: list[Buffer] = []
         for number, members in enumerate(sorted(groups.values(), key=min)):
             one = buffer(f"{word} {number}", members)
-            apart = sum(
+            separate = sum(
                 max(Entry(shape, kept.parts).length for shape in shapes[path])
                 for path, kept in members.items()
             )
-            if one.size < apart:
+            if one.size < separate:
                 made.append(one)
                 continue
             made += [buffer(p, {p: members[p]}) for p in one.paths if len(set(shapes[p])) > 1]
@@ -120,9 +120,9 @@ class Sharing:
             first, *others = dict.fromkeys(
                 [*owns[odd[0]], *(own for found in owns.values() for own in found)]
             )
-            beside = f"beside {others[0].path!r}" if others else "as it is not split here"
+            how = f"with {others[0].path!r}" if others else "as it is not split here"
             return [
-                f"{first.path!r} lies in one array {beside}, but frozen=, specs= or the mesh "
+                f"{first.path!r} is stored in one array {how}, but frozen=, specs= or the mesh "
                 f"axes of this pipeline keep it apart; {again}"
             ]
         if buffer is not None and buffer.pinned != self.pinned:

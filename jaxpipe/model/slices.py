@@ -100,20 +100,21 @@ _in_place.defvjp(_forwards, _backwards)
 class Ledger:
     """What a stage appends while it is traced.
 
-    `given` are the sequence's buffers by name, or None while their shapes are looked for.
-    `holds`: they have the rows of this slice already, since the executor writes them.
+    `number` is that of the slice.  `given` are the sequence's buffers by name, or None while their
+    shapes are looked for.  `holds`: they have the rows of this slice already, since the executor
+    writes them.
     """
 
     def __init__(
-        self, slices: int, offset: Any, given: Mapping[str, Any] | None, *, holds: bool
+        self, slices: int, number: Any, given: Mapping[str, Any] | None, *, holds: bool
     ) -> None:
-        self.slices, self.offset, self.given, self.holds = slices, offset, given, holds
+        self.slices, self.number, self.given, self.holds = slices, number, given, holds
         self.rows: dict[str, Any] = {}
         self.buffers: dict[str, Any] = {}
 
     def again(self) -> Ledger:
         """One that has nothing yet, for a function that is traced apart."""
-        return Ledger(self.slices, self.offset, self.given, holds=self.holds)
+        return Ledger(self.slices, self.number, self.given, holds=self.holds)
 
     def append(self, name: str, rows: Any, axis: int) -> Any:
         """The whole buffer; PipelineError for a name that is there already, or other shapes."""
@@ -137,11 +138,12 @@ class Ledger:
                 f"buffer has room for {self.slices} slices"
             )
         self.rows[name] = rows
+        offset = self.number * rows.shape[axis]
         if not self.holds:
-            given = lax.dynamic_update_slice_in_dim(given, rows, self.offset, axis)
+            given = lax.dynamic_update_slice_in_dim(given, rows, offset, axis)
             used = given
         elif jnp.issubdtype(rows.dtype, jnp.inexact):
-            used, given = _in_place(given, rows, self.offset, rows.shape[axis], axis)
+            used, given = _in_place(given, rows, offset, rows.shape[axis], axis)
         else:
             used = given
         self.buffers[name] = given

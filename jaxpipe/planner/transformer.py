@@ -31,6 +31,7 @@ class Transformer:
         kv_share: width of keys and values as a share of the width (grouped queries: 1/8 for 64
             heads and 8 of keys).
         q_share: width of the queries as a share of the width.
+        head: features of a head.
         tensor: devices that share a layer (tensor parallelism); they share what it computes and
             keeps, and sum the hidden state twice in each pass.
         sequence: whether they share what is between layers too, by time.
@@ -49,6 +50,7 @@ class Transformer:
     gated: bool = False
     kv_share: float = 1.0
     q_share: float = 1.0
+    head: float = 128
     tensor: float = 1
     sequence: bool = False
     shards: float = 1
@@ -115,7 +117,7 @@ class Transformer:
             return 2 * self.tokens * count / self.tensor
 
         # Statistics of two norms and of attention's rows, 4 bytes each.
-        statistics = 4 * self.tokens * (3 + queries / 128 / self.tensor)
+        statistics = 4 * self.tokens * (3 + queries / self.head / self.tensor)
         table = self.vocab * self.width
         head = 2 * table * self.tokens / rate
         logits = 4 * self.vocab * self.tokens / self.tensor

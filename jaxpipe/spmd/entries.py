@@ -67,7 +67,8 @@ def whole_entries(code: StageCode, target: Target) -> StageEntries:
         return tuple(_whole(aval, target) for aval in avals)
 
     stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
-    return StageEntries((_WHOLE,) * code.num_params, *map(whole, stored))
+    passed = (code.carry, code.carry_gradients, code.buffers, code.buffer_gradients)
+    return StageEntries((_WHOLE,) * code.num_params, *map(whole, (*stored, *passed)))
 
 
 def _whole(aval: Any, target: Target) -> Entry:

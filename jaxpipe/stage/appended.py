@@ -24,8 +24,8 @@ from .code import StageCode
 def writing_rows(code: StageCode, count: int) -> StageCode:
     """The code whose forwards write the rows.
 
-    Their last `count` outputs before the residuals are the rows for each buffer, and the position
-    of the first one.
+    Their last `count` outputs before the residuals are the rows for each buffer, and the number of
+    the slice.
     """
     if not count:
         return code
@@ -37,7 +37,7 @@ def _writes(jaxpr: core.Jaxpr, code: StageCode, count: int) -> core.Jaxpr:
     total, buffers = code.num_outputs, len(code.buffers)
     begin = len(code.consts) + code.num_params + len(code.x_avals) + len(code.carry)
     held = jaxpr.invars[begin : begin + buffers]
-    *rows, offset = jaxpr.outvars[total : total + count]
+    *rows, number = jaxpr.outvars[total : total + count]
     newvar = core.gensym()
     filled: dict[core.Var, core.Var] = {buffer: newvar(buffer.aval) for buffer in held}
 
@@ -45,7 +45,9 @@ def _writes(jaxpr: core.Jaxpr, code: StageCode, count: int) -> core.Jaxpr:
         return filled.get(atom, atom) if isinstance(atom, core.Var) else atom
 
     writes = [
-        _write(buffer, filled[buffer], row, offset) for buffer, row in zip(held, rows, strict=True)
+        eqn
+        for buffer, row in zip(held, rows, strict=True)
+        for eqn in _write(buffer, filled[buffer], row, number)
     ]
     eqns = [eqn.replace(invars=[read(a) for a in eqn.invars]) for eqn in jaxpr.eqns]
     outs = [read(a) for a in jaxpr.outvars]
@@ -54,21 +56,27 @@ def _writes(jaxpr: core.Jaxpr, code: StageCode, count: int) -> core.Jaxpr:
     )
 
 
-def _write(buffer: core.Var, filled: core.Var, rows: Atom, offset: Atom) -> core.JaxprEqn:
-    """An equation: the buffer with these rows at their place."""
+def _write(buffer: core.Var, filled: core.Var, rows: Atom, number: Atom) -> list[core.JaxprEqn]:
+    """Equations: the buffer with these rows at the place of the slice of this number."""
     shape, new = tuple(buffer.aval.shape), tuple(rows.aval.shape)  # type: ignore[attr-defined]
     axis = next(i for i, (whole, own) in enumerate(zip(shape, new, strict=True)) if whole != own)
 
-    def update(buffer: Any, rows: Any, offset: Any) -> Any:
-        zero = jnp.int32(0)
-        starts = [offset if i == axis else zero for i in range(len(shape))]
+    def update(buffer: Any, rows: Any, number: Any) -> Any:
+        zero, start = jnp.int32(0), number * jnp.int32(new[axis])
+        starts = [start if i == axis else zero for i in range(len(shape))]
         return lax.dynamic_update_slice_p.bind(buffer, rows, *starts)
 
-    traced = jax.make_jaxpr(update)(buffer.aval, rows.aval, offset.aval).jaxpr
-    (eqn,) = traced.eqns
-    given: dict[Any, Atom] = dict(zip(traced.invars, (buffer, rows, offset), strict=True))
-    inputs = [a if isinstance(a, core.Literal) else given[a] for a in eqn.invars]
-    return eqn.replace(invars=inputs, outvars=[filled])
+    traced = jax.make_jaxpr(update)(buffer.aval, rows.aval, number.aval).jaxpr
+    given: dict[Any, Atom] = dict(zip(traced.invars, (buffer, rows, number), strict=True))
+    given[traced.outvars[0]] = filled
+
+    def named(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else given.get(atom, atom)
+
+    return [
+        eqn.replace(invars=[named(a) for a in eqn.invars], outvars=[named(v) for v in eqn.outvars])
+        for eqn in traced.eqns
+    ]
 
 
 def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
