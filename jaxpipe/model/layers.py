@@ -277,12 +277,12 @@ def _run_layers(
     `apart`: no scan, since each layer appends rows to a buffer of its own.
     """
     if apart:
-        losses: list[Any] = []
+        found: list[Any] = []
         for i in range(run.stop - run.start):
             row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
             x, loss = layer(x, row, number + i, place=run.layer + i)
-            losses += [] if loss is None else [loss]
-        return x, jnp.stack(losses).sum() if losses else None
+            found += [] if loss is None else [loss]
+        return x, jnp.stack(found).sum() if found else None
     if run.size == 1:
         return layer(x, jax.tree.map(lambda leaf: leaf[0], stack), number)
     whole = run.start == 0 and run.stop == run.size
