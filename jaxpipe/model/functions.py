@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
-from .slices import Ledger, slice_length, split_slices
+from .slices import Ledger, join_slices, slice_length, split_slices
 
 
 class Context(NamedTuple):
@@ -308,6 +308,10 @@ class Functions:
     def for_batch(self, batch: PyTree) -> Functions:
         """The same functions, for a batch that is cut."""
         return self if self.slices == 1 else replace(self, length=slice_length(batch, self.time))
+
+    def join(self, outputs: PyTree) -> PyTree:
+        """What the last stage returned for each microbatch, by whole sequences."""
+        return outputs if self.slices == 1 else join_slices(outputs, self.slices, self.length)
 
     def _placed(self, extra: dict[str, PyTree], ledger: Any = None) -> dict[str, PyTree]:
         """What a function is given besides parameters and x, with the position of its slice."""

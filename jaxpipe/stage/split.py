@@ -11,7 +11,6 @@ from typing import Any
 
 from jax.extend import core
 
-from ..errors import PipelineError
 from ..jaxprs import (
     cut,
     drop_dead,
@@ -117,11 +116,9 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
             return LastUse.WEIGHT_GRAD
         return LastUse.INPUT_GRAD if any(read[i] for i in inputs) else otherwise
 
-    if last_use(dbuffers, LastUse.NONE) is LastUse.WEIGHT_GRAD:
-        raise PipelineError(
-            "a stage appends rows that do not depend on its input x: W would read gradients that "
-            "other slices have changed by then; append rows that are made of x"
-        )
+    if dbuffers:
+        late_rows = last_use(dbuffers, LastUse.NONE) is LastUse.WEIGHT_GRAD
+        assert not late_rows, "other slices change the gradients of rows before W"
     returned = forward.outvars[:outputs]
     kept = [forward.outvars[outputs + i - start] for i in (*early, *late)]
     return StageCode(
