@@ -84,12 +84,13 @@ def find_nonfinite(
     """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
     or None.
 
-    Microbatches are taken in order, each through all its forwards and then its backwards, so the
-    first is what a run without a pipeline would meet first, whatever the schedule.  It is for use
-    after a loss or gradient was seen not to be finite: the step itself pays nothing, and this costs
-    a forward and a recomputing backward of each stage and microbatch, one after the other on the
-    pipeline's own mesh, with one stage's parameters whole on every device.  Sums over microbatches
-    are not looked at.
+    Use it after a loss or a gradient was not finite.  Microbatches are taken in order, each through
+    all its forwards and then its backwards, as in a run without a pipeline.  Sums over microbatches
+    are not examined.
+
+    A step costs nothing more.  The search costs a forward and a recomputing backward of each stage
+    and microbatch, one after the other on the pipeline's own mesh, with one stage's parameters
+    whole on every device.
 
     Raises:
         PipelineError: as `value_and_grad` does.
@@ -101,14 +102,13 @@ def find_nonfinite(
     """
     if pipe.functions.has_state:
         raise PipelineError(
-            "find_nonfinite runs stages apart from each other, and so none that takes `state`; "
+            "find_nonfinite runs each stage by itself, so no stage may take `state`; "
             "give that stage a constant one"
         )
     if pipe.functions.spreads_last or pipe.functions.spreads_first:
         raise PipelineError(
-            "find_nonfinite runs functions apart from each other, and so none that is spread "
-            "over the devices; build a pipeline whose "
-            "`last` runs on one device"
+            "find_nonfinite runs each function by itself, so none may be spread over the "
+            "devices; build a pipeline whose `last` runs on one device"
         )
     pipe.trace(params, batch, rng=rng)  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
@@ -146,8 +146,8 @@ class _Search:
             lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
         )
         functions, last = pipe.functions, pipe.schedule.num_stages - 1
-        # Every call in forward order, with its stage.  Unlike stages are compiled apart, alike ones
-        # once.
+        # Every call in forward order, with its stage.  Unlike stages are compiled one by one, alike
+        # ones once.
         self.calls = [
             (_Call("first", functions.run_first, OUTER_WANTS), 0),
             *(
@@ -272,7 +272,7 @@ class _Search:
     def _extra(
         self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any
     ) -> dict[str, PyTree]:
-        """What the step gives the function besides parameters and x."""
+        """The further arguments of the function in the step."""
         rng = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
         return make_extra(
             split_batch(batch, self.pipe.schedule.num_microbatches),
